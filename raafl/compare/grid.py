@@ -68,7 +68,7 @@ class GridFleet:
 
 @dataclass(frozen=True)
 class GridMethod:
-    """A federated method of a grid of comparisons; it becomes a row of each.
+    """A federated method of a grid of comparisons; it becomes a row of each comparison.
 
     Attributes:
         name: label of its rows.

@@ -144,7 +144,7 @@ def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Compari
 def reached(times_s: Sequence[float | None]) -> dict[str, Any]:
     """Return the median time to a target over the seeds, and the number of seeds that reached it.
 
-    A target that was not reached counts as later than any.
+    A target that was not reached counts as reached later than all others.
     """
     return {
         "median_s": censored_median(times_s),

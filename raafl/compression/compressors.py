@@ -200,7 +200,7 @@ class TopK(Compressor):
     feeds_back: ClassVar[bool] = True
 
     def count(self, numel: int) -> int:
-        """Return the number of elements that are sent out of ``numel``."""
+        """Return the number of elements to send if the tensors have ``numel`` elements."""
         return min(numel, max(1, round(self.share * numel)))
 
     def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:

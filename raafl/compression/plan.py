@@ -32,11 +32,11 @@ class CompressionPlan:
 
     Attributes:
         payload: layouts (names, shapes and dtypes) of the tensors that are sent, before compression.
-        submodels: submodels of the model; in split learning, of the clients' part of it.
+        submodels: submodels of the model, or in split learning of the part that clients train.
         down: compressor of tensors for clients; None = no compression.
         up: compressor of tensors from clients; None = no compression.
-        adds_back: whether clients send differences from the values that they received although the merge wants values.
-            The server then adds the values that it sent.
+        adds_back: whether clients send differences from the received values, although the merge needs the trained
+            values. The server then adds the values that it sent.
     """
 
     def __init__(

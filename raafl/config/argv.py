@@ -71,7 +71,7 @@ def names_section(argv: Sequence[str], section: str) -> bool:
 
 
 def without(argv: Sequence[str], *options: str) -> list[str]:
-    """Return the arguments without some options and their values."""
+    """Return the arguments without the given options and their values."""
     kept: list[str] = []
     items = iter(argv)
     for item in items:

@@ -64,8 +64,8 @@ class Check(ABC):
         Args:
             value: value, as in the config.
             hint: the declared type.
-            parameter: name of the parameter with its class, such as `Device.count`, for subclasses that limit the
-                values of some.
+            parameter: name of the parameter with its class, such as `Device.count`; subclasses find limits of the value
+                by this name.
         """
 
     @abstractmethod
@@ -74,8 +74,8 @@ class Check(ABC):
 
         Args:
             value: value, as in the config.
-            parameter: name of the parameter with its class, such as `Device.count`, for subclasses that limit the
-                values of some.
+            parameter: name of the parameter with its class, such as `Device.count`; subclasses find limits of the value
+                by this name.
         """
 
     @abstractmethod
@@ -135,8 +135,8 @@ class Check(ABC):
             value: value, as in the config.
             hint: the declared type.
             where: path of the field, for messages.
-            parameter: name of the parameter with its class, such as `Device.count`, for subclasses that limit the
-                values of some.
+            parameter: name of the parameter with its class, such as `Device.count`; subclasses find limits of the value
+                by this name.
         """
         if not self.fits(value, hint, where, parameter):
             self.refuse(where, value, hint)
@@ -148,8 +148,8 @@ class Check(ABC):
             value: value, as in the config.
             hint: the declared type.
             where: path of the field, for messages.
-            parameter: name of the parameter with its class, such as `Device.count`, for subclasses that limit the
-                values of some.
+            parameter: name of the parameter with its class, such as `Device.count`; subclasses find limits of the value
+                by this name.
         """
         origin, inner = get_origin(hint), get_args(hint)
         if origin in (Union, types.UnionType):

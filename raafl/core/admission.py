@@ -54,7 +54,7 @@ LOSSES = frozenset(
 
 
 class Admission:
-    """Base class of `Coordinator` with its rules for clients and updates: who may take part, and which updates count."""
+    """Base class of `Coordinator`, with the rules for clients and updates: who may take part, and which updates count."""
 
     algorithm: Algorithm
     pace: bool

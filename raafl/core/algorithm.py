@@ -77,7 +77,7 @@ class Trigger(Part, ABC):
 
     Attributes:
         restart: moment at which a client may work again: at the "arrival" of its update, or after the "merge" of it.
-        folds_rest: whether updates that have arrived but are not merged when the run ends are merged then.
+        folds_rest: whether the updates that still wait for a merge are merged when the run ends.
     """
 
     restart: ClassVar[Restart] = "arrival"
@@ -102,7 +102,7 @@ class Trigger(Part, ABC):
         return None
 
     def client_waits(self, assignment: Assignment, memory: Memory) -> bool:
-        """Check whether a client that has just sent an update must wait until it is merged before it may work again.
+        """Check whether a client that has just sent an update must wait for its update to be merged before it may work again.
 
         Args:
             assignment: the task whose update has just arrived.

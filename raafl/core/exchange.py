@@ -72,7 +72,7 @@ class Exchange(ABC):
 
     Attributes:
         client: tensors that the client receives, trains and sends back.
-        server: all other tensors, which the server trains beside each client on a copy.
+        server: all other tensors, of which the server trains a copy for each client.
     """
 
     client: Submodels

@@ -114,8 +114,8 @@ class Local(Part):
     Attributes:
         prox: weight of the proximal term, prox/2 times the squared distance of the parameters from the received ones
             (rho in Fed-RAA, mu in FedProx); 0 = none.
-        rescale: whether to multiply the activations of a layer by total over remaining units while training, where a
-            submodel lacks some of its units (HeteroFL's scaler).
+        rescale: whether training multiplies the activations of a layer by the number of its units in the whole model
+            divided by the number in the submodel (HeteroFL's scaler).
         down: names of the extra tensors (bundles) that a client receives beside the submodel; see `raafl.core.payload`.
         up: names of the extra tensors (bundles) that a client sends back as differences, which compress better than
             values.

@@ -45,7 +45,7 @@ class Payload:
     """Layouts of all tensors that travel with a task: "sent" to the client, and "trained" back to the server.
 
     Attributes:
-        submodels: submodels of the model; in split learning, of the clients' part of it.
+        submodels: submodels of the model, or in split learning of the part that clients train.
         up_as: compressor for the values sent to the server, which replaces the setting ``compress.up``; None =
             ``compress.up``.
     """

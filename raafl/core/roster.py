@@ -101,7 +101,7 @@ class Roster:
         self.joins[client.id] = max(self.joins[client.id], client.incarnation + 1)
 
     def drop(self, client: int) -> list[Assignment]:
-        """Remove ``client``; return the assignments that it had not answered, oldest first, which are no longer active."""
+        """Remove ``client``; return its unfinished assignments, oldest first, which are no longer active."""
         del self.clients[client]
         self.away.discard(client)
         self.said_bytes.pop(client, None)

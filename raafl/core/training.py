@@ -14,7 +14,7 @@ _WARMUP_FROM = 0.1
 
 
 class Amount(Protocol):
-    """Interface of an object with a task's length; `raafl.core.types.Work` implements it."""
+    """Interface of objects that state the length of a task; `raafl.core.types.Work` implements it."""
 
     @property
     def num_epochs(self) -> int | None:

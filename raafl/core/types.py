@@ -173,7 +173,7 @@ class Update:
 
     @property
     def needs_fingerprint(self) -> bool:
-        """Whether the journal still needs a digest of the tensors, which a replay compares; masked tensors have none."""
+        """Whether a digest of the tensors must still be computed for the journal; masked tensors need none."""
         return not self.fingerprint and (self.group is None or not self.group.masked)
 
 

@@ -79,8 +79,8 @@ class TaskHooks:
 
     Attributes:
         overridden: names of the hooks that the module overrides.
-        keeps_gradients: whether gradients are kept after a step, for hooks that read them, until Lightning would clear
-            them.
+        keeps_gradients: whether gradients are kept until the next backward pass, as in Lightning, since a hook may
+            read them.
     """
 
     def __init__(self, module: nn.Module, overridden: frozenset[str]) -> None:

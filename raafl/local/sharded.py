@@ -53,16 +53,16 @@ def problem(local: Local, options: FabricOptions, submodels: Submodels) -> str |
 def room_bytes(least_bytes: float, num_processes: int, whole_bytes: int) -> float:
     """Return the memory in bytes that a task may use in all processes of one client together.
 
-    The first of the W processes also has to store two whole models, the received one and the one to send. The smallest
-    process must have room for these, so the result is W times the rest of its memory.
+    The first of the W processes also stores two whole models: the received one, and the one to send. So the size of
+    two whole models is subtracted from the least memory that any process has, and the rest is multiplied by W.
 
     Args:
-        least_bytes: memory of the smallest process, in bytes.
+        least_bytes: memory of the process that has the least, in bytes.
         num_processes: number W of processes.
         whole_bytes: bytes of all values of the model.
 
     Raises:
-        BadInput: the smallest process has no room for two whole models.
+        BadInput: two whole models do not fit into this memory.
     """
     room = num_processes * (least_bytes - 2 * whole_bytes)
     if room <= 0:
@@ -107,7 +107,7 @@ class Shards:
                 register_fsdp_forward_method(module, name)
 
     def spread(self, tensor: Tensor) -> None:
-        """Overwrite a contiguous tensor with that of the leading process, in place."""
+        """Overwrite a contiguous tensor, in place, with its values in the leading process (a broadcast)."""
         import torch.distributed as dist
 
         if tensor.numel():

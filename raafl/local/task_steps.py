@@ -41,8 +41,8 @@ class PreparedTask:
 
     Attributes:
         assignment: assignment of the task.
-        received: values of the submodel, without bundles; not changed.
-        down: tensors that the method sends besides the submodel (bundles), by name; not changed.
+        received: values of the submodel's tensors, as the client received them; not changed.
+        down: tensors that the method sends in addition to the submodel, by name; not changed.
         data: data of the client, or this process's share of it.
         context: stop event, link to the server, and processes of the task.
         built: module of the task's submodel, with its optimizer.

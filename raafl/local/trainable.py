@@ -120,8 +120,8 @@ _BOUNDS = ("base_lrs", "max_lrs", "min_lrs", "eta_min")
 def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) -> None:
     """Multiply all learning rates of an optimizer and of its unused schedulers by a factor, in place.
 
-    A scheduler computes a rate from the previous one and from bounds of its own (`_BOUNDS`). All of these are scaled,
-    so that every later rate is scaled, too.
+    A scheduler computes a rate from the previous one and from its own bounds, such as ``eta_min``. These are scaled,
+    too, so that every later rate is scaled.
 
     Args:
         optimizer: optimizer to change in place.

@@ -19,7 +19,7 @@ class Bases:
     Each machine computes them itself, so they are never sent.
 
     Attributes:
-        names: names of the precisions, highest first, which is the module's own; empty if there is only that one.
+        names: names of the precisions, from the highest, the module's own, to the lowest; empty if there is only one.
     """
 
     def __init__(self, module: nn.Module, frozen: Mapping[str, Tensor]) -> None:

@@ -134,9 +134,9 @@ def _is_module(module: nn.Module, path: str) -> bool:
 def find_exits(module: nn.Module) -> dict[str, Exit]:
     """Find the exits (output heads after some of the blocks) that a model declares in `submodel_exits`, by name.
 
-    An exit is declared by a list or a mapping of paths. A list names the exit's modules; a submodel without the exit
-    has None in their place. A mapping has, for the path of each module to be replaced in a submodel with the exit, the
-    path of the exit's module that replaces it.
+    An exit that the model's own forward calls is declared by a list of the paths of its modules; a submodel without
+    the exit has None in their place. Any other exit is declared by a mapping ``{path: path}``: in a submodel with the
+    exit, the exit's module at the second path replaces the model's module at the first, such as the head.
 
     Raises:
         SpecError: a path in a mapping does not lead to a module.
@@ -194,7 +194,7 @@ def check_names(
 
 
 def stand_ins(spec: Spec, exits: Mapping[str, Exit]) -> dict[str, str]:
-    """Return the replacements that kept exits make: the path of each replaced module, mapped to that of the exit's module.
+    """Map the path of each module that a kept exit replaces to the path of the exit's module that replaces it.
 
     If several kept exits replace a module, the last one counts.
 

@@ -35,12 +35,12 @@ class _Views:
 
     @property
     def is_flat(self) -> bool:
-        """Whether this block of elements is contiguous in both storages, so that one flat copy moves it."""
+        """Whether this block of elements is contiguous in the whole model's storage and in the submodel's."""
         return self.full[0] == self.small[0] == (1,)
 
     @property
     def end(self) -> tuple[torch.dtype, int, int]:
-        """Dtype of a contiguous block of elements, and the positions just after it in both storages."""
+        """Dtype of this block, and the positions just after it in the whole model's storage and in the submodel's."""
         return self.dtype, self.full[1] + self.size[0], self.small[1] + self.size[0]
 
 
@@ -72,7 +72,7 @@ class _Indexed:
         Args:
             region: view of the full tensor, from `region`.
             values: values to write, in the submodel's shape.
-            dims: dimensions whose kept indices are still to be looked up, for recursive calls; None = all of them.
+            dims: dimensions that are still to be indexed, in a recursive call; None = all that have a list of indices.
         """
         dim, *rest = dims if dims is not None else tuple(self.indices)
         index = self.index(dim, region.device)
@@ -98,8 +98,8 @@ class _Indexed:
 class CopyPlan:
     """Plan that copies a submodel's tensors between the whole model's storage and the submodel's own.
 
-    Contiguous ranges are handled as views, so that only needed elements are copied; a whole model is one operation per
-    dtype. Other indices are gathered, changed and written back. A plan is immutable, except for its caches.
+    Contiguous ranges are copied through views, a whole model by one copy per dtype. Elements at other indices are
+    gathered, changed and written back. A plan is immutable, except for its caches.
 
     Attributes:
         spec: spec of the submodel.
@@ -228,12 +228,12 @@ class CopyPlan:
         self.apply_(full, small, lambda target, source: target.add_(source, alpha=alpha))
 
     def lerp_(self, full: FlatTensors, small: FlatTensors, weight: float) -> None:
-        """Move the whole model's values by the share ``weight`` towards the submodel's, in place.
+        """Move the whole model's values, in place, part of the way to the submodel's values.
 
         Args:
             full: values of the whole model; changed in place.
             small: values of the submodel.
-            weight: share of the distance to move, from 0 to 1.
+            weight: fraction of the way, from 0 (no change) to 1 (take the submodel's values).
         """
         self.apply_(full, small, lambda target, source: target.lerp_(source, weight))
 

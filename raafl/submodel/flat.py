@@ -106,7 +106,7 @@ class Layout:
 
     @cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes in the order of their buffers: that in which they first occur."""
+        """Dtypes of the buffers, in the order in which they first occur among the tensors."""
         return tuple(self.numel)
 
     @cached_property
@@ -130,7 +130,7 @@ class Layout:
 
     @cached_property
     def single_copy_bytes(self) -> int:
-        """Bytes that a single-precision copy of all half-precision tensors takes, as for exact sums; 0 if there are none."""
+        """Bytes of a single-precision copy of all half-precision tensors, for exact sums; 0 if there are none."""
         return sum(4 * numel for dtype, numel in self.numel.items() if is_merged(dtype) and dtype.itemsize == 2)
 
     @property
@@ -292,7 +292,7 @@ class FlatTensors:
         return self
 
     def take_(self, other: FlatTensors) -> FlatTensors:
-        """Copy the tensors that both objects have from ``other`` into this storage; return self."""
+        """Copy into this storage those tensors of ``other`` whose names occur in both; return self."""
         for name, tensor in self.items():
             if name in other:
                 tensor.copy_(other[name])
@@ -391,7 +391,7 @@ def _bytes(buffer: Tensor) -> Any:
 
 
 def is_finite(piece: Tensor) -> bool:
-    """Check that no element of a tensor is NaN or infinite: their sum is enough, or else, if it overflows, each element."""
+    """Check that a tensor has no NaN or infinity: a finite sum proves it; if the sum is not finite, test each element."""
     if not is_merged(piece.dtype):
         return True
     # sums of half precision are taken in float32: they would overflow or lose little numbers, never a NaN

@@ -33,7 +33,7 @@ class FrozenBase:
         self._digests: dict[str, str] = {}
 
     def idle_bytes(self, layout: Layout, selections: Selections) -> int:
-        """Return the bytes of frozen parameters in memory that a submodel lacks, or of which it uses cut copies.
+        """Return the bytes of frozen parameters that are stored, but that a submodel lacks or uses only in part.
 
         Args:
             layout: layout of the frozen parameters in the submodel.
@@ -57,7 +57,7 @@ class FrozenBase:
         return xxhash.xxh3_128(json.dumps(rows).encode()).hexdigest()
 
     def let_go(self) -> None:
-        """Release the values but keep their digest; the tensors move to the meta device."""
+        """Release the values of the frozen parameters but keep their digest; the tensors move to the meta device."""
         self.note()
         self.tensors = {name: on_meta(tensor) for name, tensor in self.tensors.items()}
         self._on.clear()
@@ -80,7 +80,7 @@ class FrozenBase:
         return part
 
     def changed(self, device: torch.device) -> str | None:
-        """Return the name of a frozen tensor whose values on ``device`` training has changed; None if there is none."""
+        """Return the name of a frozen tensor that training has changed on ``device``; None if there is none."""
         return next((name for name, t in self._on.get(device, {}).items() if _digest(t) != self._digests[name]), None)
 
 

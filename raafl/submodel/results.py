@@ -57,7 +57,9 @@ class _OfItsOwn(Exception):
 
 
 def result_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Run an operation on tensors without values (on the meta device), or create its result from those of an equal call.
+    """Return the result of an operation on tensors without values (on the meta device), from a cache if possible.
+
+    An earlier call whose arguments had the same shapes and dtypes has the same result, so the operation need not run.
 
     Args:
         func: operation of ATen, torch's tensor library.

@@ -90,7 +90,7 @@ class Spec:
 
     @property
     def without_base(self) -> Spec:
-        """This submodel without a choice of precision for its frozen parameters, which training and merging do not need."""
+        """The same submodel with no precision named for its frozen parameters, since training and merging ignore it."""
         return self if self.base is None else replace(self, base=None)
 
     def indices(self, axis: str) -> Kept | None:

@@ -177,7 +177,7 @@ class Submodels:
         self.normal(spec)
 
     def normal(self, spec: Spec) -> Spec:
-        """Return the canonical form of ``spec``, without parts that it keeps whole; raise `SpecError` if it does not fit."""
+        """Return ``spec`` in canonical form, where parts kept whole are not named; raise `SpecError` if it does not fit."""
         if spec == FULL:
             return FULL
         return self.cached("normal", spec, lambda: self._normal(spec))
@@ -295,7 +295,7 @@ class Submodels:
         self._caches.clear()
 
     def form(self, spec: Spec) -> Submodels:
-        """Return the `Submodels` for the precision of frozen parameters that ``spec`` names; this one if it is the model's own."""
+        """Return the `Submodels` for frozen parameters in the precision of ``spec``; self if that is the model's own."""
         base = self.normal(spec).base
         return self if base is None else self.cached("form", base, lambda: self._form(base))
 
@@ -313,7 +313,7 @@ class Submodels:
         return self.bases.values(spec.base)
 
     def idle_bytes(self, spec: Spec = FULL) -> int:
-        """Return the bytes of frozen parameters in a client's memory that the submodel lacks, or of which it uses cut copies."""
+        """Return the bytes of frozen parameters that a client stores, but that this submodel lacks or uses only in part."""
         if self.base is None:
             return 0
         return self.base.idle_bytes(self.layout(spec), self.selections(self.normal(spec)))
@@ -364,11 +364,11 @@ class Submodels:
         return Shrunk(module, present, present.prefix(self.layout(spec, "trained")))
 
     def state(self, module: nn.Module) -> FlatTensors:
-        """Copy all values of ``module``, an instance of this model with values, to new storage in the whole model's layout."""
+        """Return a copy of the parameters and persistent buffers of ``module``, an instance of this model with values."""
         return FlatTensors.from_named(dict(module.named_parameters()) | persistent_buffers(module), self.layout())
 
     def load_(self, module: nn.Module, state: FlatTensors) -> None:
-        """Copy ``state``, values in the whole model's layout, into ``module``, an instance of this model with values."""
+        """Copy ``state`` (values of the whole model) into ``module`` (an instance of this model, not on the meta device)."""
         tensors: Mapping[str, Tensor] = dict(module.named_parameters()) | persistent_buffers(module)
         with torch.no_grad():
             for name, value in state.items():

@@ -33,7 +33,7 @@ class NoRoom(OSError):
 class PayloadRoom:
     """Allocator of storage for payloads (the tensors of one task): in memory, or for large ones in files.
 
-    The system can move a file's content out of memory.
+    A file's content need not stay in memory: the operating system can write it to disk and free the memory.
 
     Attributes:
         folder: folder of the files; None = store all payloads in memory.
@@ -115,12 +115,12 @@ def _in_files(folder: str, layout: Layout) -> FlatTensors:
 
 
 def is_in_files(flat: FlatTensors) -> bool:
-    """Check whether ``flat`` is stored in files, by `zeros_in`."""
+    """Check whether the buffers of ``flat`` are stored in files, as those from `zeros_in` are."""
     return all(isinstance(buffer, InFile) for buffer in flat.buffers.values())
 
 
 def release(flat: FlatTensors) -> None:
-    """Release the memory in which file contents are cached; no effect on tensors that are not in files."""
+    """Free the memory in which the files of ``flat`` are cached; no effect on tensors that are not in files."""
     for buffer in flat.buffers.values():
         if isinstance(buffer, InFile):
             _release(buffer)

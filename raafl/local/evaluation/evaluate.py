@@ -98,14 +98,17 @@ class Evaluator:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes may evaluate some of the batches: only if no hook of the module surrounds the evaluation."""
+        """Whether other processes may evaluate some of the batches.
+
+        They may not if the module has a hook that runs before the first or after the last batch.
+        """
         ends = ("start", "epoch_start", "epoch_end", "end")
         return not any(overrides(self.module, f"on_validation_{end}") for end in ends)
 
     def begin(self, values: FlatTensors) -> FlatTensors:
         """Load the model to evaluate into the module; return its values, which stay valid until the next evaluation.
 
-        The evaluator's argument ``prepare`` may have changed them first.
+        The function ``prepare``, an argument of the evaluator's constructor, may change the values first.
         """
         self.fill(values)
         with torch.no_grad():

@@ -121,7 +121,11 @@ class Recorder:
         return list(self._how.items()), torch.tensor(sums, dtype=torch.float64).view(-1, 2).t()
 
     def combine(self, parts: Tensor) -> None:
-        """Replace the recorded values by the sums over several recorders, given as `(recorders, 2, names)` from `partial`."""
+        """Replace the recorded values by those of several recorders together.
+
+        Args:
+            parts: tensors that `partial` has returned for these recorders, stacked to shape (recorders, 2, names).
+        """
         for place, (name, how) in enumerate(self._how.items()):
             totals, counts = parts[:, :, place].unbind(1)
             total = _REDUCE_ALL.get(how, torch.sum)(totals).item()

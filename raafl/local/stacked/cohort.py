@@ -73,7 +73,7 @@ def _refusal_of_built(built: TrainableSubmodel) -> str | None:
 
 
 class Trained:
-    """Result of training several clients as one batch; each client's update is taken from it when it is due.
+    """Result of training several clients as one batch; `update` builds one client's update from it.
 
     Attributes:
         seen: structures and shapes of batches that occurred, each with the ids of the assignments that had them.
@@ -130,7 +130,7 @@ class CohortTrainer:
 
     @property
     def num_known(self) -> int:
-        """Number of operations compared so far: one call on stacked tensors with one call per client, for equal bits."""
+        """Number of operations for which one call for all clients was compared, bit by bit, with one call per client."""
         return len(self._known)
 
     def num_bytes(self, spec: Spec) -> int:

@@ -21,8 +21,8 @@ _USUAL = {
 def cross_entropy(num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Compute `F.cross_entropy` for all clients' stacked logits, inside vmap.
 
-    The mean over (batch, classes) logits with class indices is computed for all clients at once, any other form client
-    by client.
+    The mean loss of logits (batch, classes), with labels that are class indices, is computed for all clients at once.
+    Any other form is computed client by client.
 
     Args:
         num: number of clients in the stack.

@@ -22,7 +22,10 @@ class _Masking:
 
     @contextmanager
     def choose(self, clients: Sequence[int]) -> Iterator[None]:
-        """Return a context for a forward pass of these clients, in the order of the stack; each one's own classes are masked."""
+        """Return a context for a forward pass of these clients, in the order of the stack.
+
+        For each client, the classes without samples are masked.
+        """
         self._clients = clients
         yield
 

@@ -32,9 +32,9 @@ class Parted(Unstackable):
 
 
 def stack_of(value: object) -> Tensor | None:
-    """Return the stack of all clients' tensors, clients first, that ``value`` stands for inside vmap.
+    """Return the stacked tensor, of shape (clients, ...), that ``value`` stands for inside vmap.
 
-    None if it is not a tensor, or one that is the same for all clients.
+    The result is None if ``value`` is not a tensor, or is a tensor that all clients share.
     """
     if not isinstance(value, Tensor) or not functorch.is_batchedtensor(value):
         return None
@@ -48,7 +48,7 @@ def stack_of(value: object) -> Tensor | None:
 def outside() -> Iterator[Callable[[Tensor], Tensor]]:
     """Return a context that leaves vmap temporarily, so that code can compute on the clients' stacked tensors.
 
-    It yields a function that turns a stacked tensor, clients first, into one for use inside vmap.
+    The context yields a function that turns a stacked tensor of shape (clients, ...) into one for use inside vmap.
     """
     level = functorch.current_level()
     layer = functorch.pop_dynamic_layer_stack()
@@ -68,7 +68,7 @@ def within(
     Args:
         num: number of clients in the stack.
         function: computation of one client, which returns a loss and a list of values. Its argument is a function that
-            turns a stacked tensor, clients first, into one for use inside vmap.
+            turns a stacked tensor of shape (clients, ...) into one for use inside vmap.
 
     Raises:
         Unstackable: the function returns something that is not a tensor.
@@ -91,7 +91,7 @@ def within(
 
 
 def apart(stack: Tensor) -> Sequence[Tensor]:
-    """Split stacked tensors into one tensor per client, each with the memory alignment that it has in separate training."""
+    """Split stacked tensors into one tensor per client, each aligned in memory as if that client trained alone."""
     if stack.dim() == 1 or stack.stride(0) * stack.itemsize % _ALIGN_BYTES == 0:
         return stack.unbind(0)
     if stack.requires_grad and torch.is_grad_enabled():

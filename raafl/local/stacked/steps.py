@@ -58,7 +58,7 @@ class Rows:
         }
 
     def of(self, client: int) -> FlatTensors:
-        """Return the values of one client, as views of its row."""
+        """Return the values of one client, as views of its row of the matrix."""
         return FlatTensors(self.layout, {d: b[client, : self.layout.numel[d]] for d, b in self.buffers.items()})
 
     def stack(self, entry: TensorEntry, chosen: slice | Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Rows:
 
         Args:
             entry: shape and position of the tensor in a row.
-            chosen: rows of the clients; a slice gives a view, indices give a copy with the same memory alignment.
+            chosen: rows of the clients; a slice gives a view, indices give a copy, aligned in memory like the view.
         """
         rows = self.buffers[entry.dtype]
         rows = rows[chosen] if isinstance(chosen, slice) else rows.index_select(0, chosen)

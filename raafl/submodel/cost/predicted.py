@@ -85,7 +85,8 @@ class Step:
         moved_bytes: bytes that all operations move, weighted by time (see `raafl.submodel.cost.kernels.traffic`).
         peak_bytes: largest memory that is alive at once, from the second step on.
         padding_flops: FLOPs of forward and backward pass on padded channels.
-        num_kernels: number of operations in forward and backward pass, plus the kinds of operations in the update.
+        num_kernels: number of operations in forward and backward pass, plus the number of different operations in the
+            optimiser's step.
         guessed: description of what is only estimated, and why; "" = nothing.
     """
 

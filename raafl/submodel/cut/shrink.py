@@ -203,7 +203,7 @@ class StandIn(nn.Module):
         self.__dict__["stands_for"] = [module]  # in a list, or it would be a submodule here as well
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Call the other module with the arguments that the replaced one would get."""
+        """Call the replacement, such as an exit, with the arguments that were meant for the replaced module."""
         return self.stands_for[0](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

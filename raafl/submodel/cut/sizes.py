@@ -55,7 +55,11 @@ class Extent:
 
     @classmethod
     def of(cls, terms: Mapping[tuple[str, ...], int]) -> Extent:
-        """Build a formula from the factor of each product of axes, in canonical form: sorted, without terms that are zero."""
+        """Build a formula in canonical form: its terms are sorted, and terms with factor 0 are left out.
+
+        Args:
+            terms: factor of each term, by the names of the axes whose numbers of units are multiplied.
+        """
         return cls(tuple((factor, axes) for axes, factor in sorted(terms.items()) if factor))
 
 
@@ -149,9 +153,12 @@ BORDERS: set[CodeType] = {Corrected.__call__.__code__}
 
 
 def site_of(frame: FrameType | None) -> Site:
-    """Return the position in a module's code from which the call in ``frame`` came; empty outside of a module's methods.
+    """Return the position in a module's method from which a call was made; empty if it was made outside of one.
 
-    It is the function and the instruction of each frame up to the module's method.
+    The position is the function and the instruction of each frame, from ``frame`` out to the module's method.
+
+    Args:
+        frame: frame that made the call.
     """
     found = []
     while frame is not None and frame.f_code not in BORDERS:

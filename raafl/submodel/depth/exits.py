@@ -61,12 +61,11 @@ def give_exits(module: nn.Module, depths: Sequence[int]) -> None:
     """Add exits (output heads), in place, to the transformers model in ``module``, as the option ``submodels.exits`` says.
 
     Args:
-        module: model of a known type, or a module that contains exactly one, such as a LightningModule.
+        module: model of a type that `add_exits` accepts, or a module that contains exactly one such model.
         depths: numbers of blocks after which an exit is added, as for `add_exits`; empty = add none.
 
     Raises:
-        BadInput: ``module`` does not contain exactly one model of a known type, or the model has exits already or too
-            few blocks.
+        BadInput: ``module`` does not contain exactly one such model, or the model has exits already or too few blocks.
     """
     if not depths:
         return

@@ -103,7 +103,7 @@ class Dim:
         return math.prod(atom.size for atom in self.atoms)
 
     def leaves(self) -> list[Atom]:
-        """Return the groups of indices that this dimension combines, each split as far as reshapes have split it.
+        """Return the groups of indices that this dimension combines; a group that was split is replaced by its factors.
 
         Groups of size 1 are left out.
         """
@@ -164,7 +164,9 @@ class Labels:
         self._note(dim, why, "pin")
 
     def span(self, dim: Dim, why: str | Reason) -> None:
-        """Record that statistics, such as a norm's, are computed over a dimension; no effect while `is_spanning` is False.
+        """Record that statistics, such as a norm's, are computed over a dimension.
+
+        While the attribute `is_spanning` is False, nothing is recorded.
 
         Args:
             dim: label of the dimension.

@@ -120,7 +120,7 @@ class SizeUse:
         where: position of the number among the call's arguments.
         name: name of the torch function.
         origin: origin of the number.
-        dim: dimension, or part of one, whose size the number is.
+        dim: label of the dimension, or of a part of one, that has this size.
     """
 
     method: tuple[str, str]
@@ -249,8 +249,8 @@ class SizeTracker(TorchFunctionMode):
     def solve(self, extent_of: Callable[[Dim], Extent | None], full: Counts) -> Sizes:
         """Return the numbers in the model's code that must change when axes shrink, each with a formula of its size.
 
-        An attribute gets the size of the dimension for which it is used, if all its uses agree. A call of torch is
-        corrected if the sizes that it gets would be wrong even with corrected attributes.
+        An attribute gets the size of the dimension for which it is used, if all its uses agree. If a call of torch
+        would get wrong sizes nevertheless, the sizes are corrected in this call.
 
         Args:
             extent_of: function that returns the size of a dimension as a formula of the axes' numbers of units; None =

@@ -108,7 +108,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known
 
     def knows(self, tensor: Tensor) -> bool:
-        """Check whether a tensor's dimensions have labels, as those of the module's tensors and of traced operations have."""
+        """Check whether a tensor's dimensions have labels.
+
+        Tensors of the module and results of traced operations have them.
+        """
         return id(tensor) in self._dims
 
     def untouched(self) -> set[str]:

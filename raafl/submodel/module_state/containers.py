@@ -153,7 +153,7 @@ class ListRecord(Record):
         self._now, self._saved = reached.thing, tuple(reached.thing)
 
     def changed(self) -> list[str]:
-        """Return the name of the list if its elements have changed, else nothing."""
+        """Return the recorded list's name, as the only item, if its elements have changed, else an empty list."""
         return [] if _are(self._now, self._saved) else [self.name]
 
     def restore(self) -> None:
@@ -175,7 +175,7 @@ class DictRecord(Record):
         self._now, self._saved, self._may_grow = reached.thing, dict(dict.items(reached.thing)), shared
 
     def changed(self) -> list[str]:
-        """Return names of the dictionary's items that have changed since they were recorded."""
+        """Return a list with the name of the dictionary if its items have changed, else an empty list."""
         now, saved = self._now, self._saved
         if len(now) != len(saved) and not (self._may_grow and len(now) > len(saved)):
             return [self.name]
@@ -198,7 +198,7 @@ class SetRecord(Record):
         self._now, self._saved = reached.thing, frozenset(reached.thing)
 
     def changed(self) -> list[str]:
-        """Return the name of the set if its elements have changed, else nothing."""
+        """Return a list with the name of the set if its elements have changed, else an empty list."""
         return [] if self._now == self._saved else [self.name]
 
     def restore(self) -> None:
@@ -216,7 +216,7 @@ class SlotsRecord(Record):
         self._thing, self._saved = reached.thing, slots_of(reached.thing)
 
     def changed(self) -> list[str]:
-        """Return the names of the slots whose values have changed."""
+        """Return a list with the name of the object if a value in its slots has changed, else an empty list."""
         now = slots_of(self._thing)
         same = now.keys() == self._saved.keys() and all(now[name] is value for name, value in self._saved.items())
         return [] if same else [self.name]
@@ -237,7 +237,7 @@ class BytesRecord(Record):
         self._now, self._saved = reached.thing, bytes(reached.thing)
 
     def changed(self) -> list[str]:
-        """Return the name of the bytearray if its bytes have changed, else nothing."""
+        """Return a list with the name of the bytearray if its bytes have changed, else an empty list."""
         return [] if self._now == self._saved else [self.name]
 
     def restore(self) -> None:

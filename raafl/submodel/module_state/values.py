@@ -32,7 +32,7 @@ class TensorRecord(Record):
         self._saved = self._data.clone() if self.can_restore else None
 
     def changed(self) -> list[str]:
-        """Return the name of the tensor if its values have changed, else nothing."""
+        """Return a list with the name of the tensor if its values have changed, else an empty list."""
         same = self._now._version == self._version and (self._saved is None or torch.equal(self._now, self._saved))
         return [] if same else [self.name]
 
@@ -54,7 +54,7 @@ class ArrayRecord(Record):
         self._now, self._saved = reached.thing, reached.thing.copy()
 
     def changed(self) -> list[str]:
-        """Return the name of the array if its values have changed, else nothing."""
+        """Return a list with the name of the array if its values have changed, else an empty list."""
         return [] if self._now.tobytes() == self._saved.tobytes() else [self.name]
 
     def restore(self) -> None:
@@ -83,7 +83,7 @@ class RandomRecord(Record):
         return self._now.bit_generator if isinstance(self._now, np.random.Generator) else self._now
 
     def changed(self) -> list[str]:
-        """Return the name of the generator if its state has changed, else nothing."""
+        """Return a list with the name of the generator if its state has changed, else an empty list."""
         now = self._state()
         same = torch.equal(now, self._saved) if isinstance(now, Tensor) else _plain(now) == _plain(self._saved)
         return [] if same else [self.name]
@@ -108,7 +108,7 @@ class OpaqueRecord(Record):
         self._now, self._saved = reached.thing, progress_of(reached.thing)
 
     def changed(self) -> list[str]:
-        """Return the name of the object if its position has changed, else nothing."""
+        """Return a list with the name of the object if its position has changed, else an empty list."""
         return [] if progress_of(self._now) == self._saved else [self.name]
 
 

@@ -64,10 +64,10 @@ def refuted(submodels: Submodels, module: nn.Module, batch: object) -> dict[str,
     """Check that each axis can really be shrunk; return the axes that failed, each with the reason.
 
     A model from which units were removed must compute the same outputs and gradients as the whole model with these
-    units set to zero. All axes are first cut together, to one unit and to a random half. Subsets follow, such that for
-    any two axes one subset has only one of them (not for models above `LARGE`). Wrong axes are found by bisection, or
-    one by one if they fail only together. For a model above `LARGE`, a narrow copy with the same axes is checked
-    instead.
+    units set to zero. First all axes are cut at once, to one unit and to a random half. Then subsets of the axes are
+    cut, chosen such that any two axes are told apart by a subset with only one of them. Wrong axes are found by
+    bisection, or one by one if they fail only together. For a model with more than `LARGE` values, a narrow copy with
+    the same axes is checked instead; if none can be made, the model itself is checked, without the subsets.
 
     Args:
         submodels: submodels of the model, which must not have been used before.

@@ -33,8 +33,8 @@ class RankMemory(MergeMemory):
     """Record of the clients whose LoRA ranks were pruned.
 
     Attributes:
-        pruned: number of times that a client's ranks were pruned, by client.
-        tails: norm of the last ranks, which pruning would remove, in the values that a client received, by client.
+        pruned: number of times that each client's ranks were pruned, by client.
+        tails: norm of the ranks that pruning would remove next, in the values that a client received, by client.
     """
 
     key = "lora ranks"

@@ -27,7 +27,10 @@ class EachArrival(Trigger):
         return True
 
     def needed(self, num_more: int, num_waiting: int) -> int:
-        """Return the number of updates that must arrive before ``num_more`` further ones are merged; see `Trigger.needed`."""
+        """Return the number of updates that must still arrive so that ``num_more`` further ones are merged.
+
+        See `Trigger.needed`.
+        """
         return num_more - num_waiting
 
     def staleness(self, num_at_work: int) -> float:
@@ -119,8 +122,9 @@ class Buffered(Trigger):
         return min(max(self.size * (at_work - 1) / (self.at_work - 1), least), 2 * self.size)
 
     def needed(self, num_more: int, num_waiting: int) -> int | None:
-        """Return the number of updates that must arrive before ``num_more`` further ones are merged, in full buffers.
+        """Return the number of updates that must still arrive so that ``num_more`` further ones are merged.
 
+        Updates are merged in full buffers. None = unknown, since the buffer's size follows the number of clients at work.
         See `Trigger.needed`.
         """
         return None if self.at_work is not None else -(-num_more // self.size) * self.size - num_waiting
@@ -140,7 +144,7 @@ class AllReported(Trigger):
     wait for them.
 
     Attributes:
-        close_at: share of the round's tasks, rounded up, after whose updates the round closes; 1 = all.
+        close_at: share of a round's tasks that must report before the round closes, rounded up to whole tasks; 1 = all.
         deadline: time after which the round closes, as a multiple of the time until half of its tasks have reported;
             None = no deadline.
     """

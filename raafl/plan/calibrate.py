@@ -106,9 +106,12 @@ class Fit:
         )  # fmt: skip
 
     def slowed(self, declared: Profile) -> Profile:
-        """Return ``declared`` slowed down, so that tasks take as long as fitted while methods see the declared speeds.
+        """Return a device profile with the declared speeds, by which methods choose tasks, but with tasks as slow as fitted.
 
-        A simulation with this profile repeats a run in which methods chose tasks by the declared one.
+        With this profile a simulation can repeat a real run in which methods chose tasks by the declared speeds.
+
+        Args:
+            declared: device profile with the declared speeds.
         """
         return replace(
             declared, latency_s=declared.latency_s + self.overhead_s / 2, speed_jitter=self.jitter,

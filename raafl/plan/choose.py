@@ -133,14 +133,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Table of measured runs: the candidates, and for each fleet the updates that they needed.
+    """Table of measured runs: how many updates each candidate needed on each fleet (set of client devices).
 
     Attributes:
         candidates: methods with settings.
-        cells: measured updates for each fleet and task.
+        cells: measured numbers of updates, for each fleet and learning task.
         held_out: summary of the choices on fleets that were left out; empty = unknown.
-        rates: result of the learning-rate searches: the number of searches ("pairs" of method and task), and the number
-            of those with the most common best rate ("same"); empty = unknown.
+        rates: result of the learning-rate searches, one for each method and task: "pairs" = number of searches; "same" =
+            number of searches that found the most common best rate; empty = unknown.
     """
 
     candidates: Sequence[Candidate]
@@ -150,7 +150,7 @@ class Table:
 
     @classmethod
     def load(cls, path: Path = TABLE) -> Table:
-        """Read the table from its file.
+        """Read the table of measured runs from its file.
 
         Raises:
             BadInput: the file does not exist.
@@ -165,14 +165,16 @@ class Table:
         return cls([Candidate(**one) for one in data["candidates"]], cells, data["held_out"], data.get("rates", {}))
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the table to plain data."""
+        """Convert the table of measured runs to plain data."""
         return asdict(self)
 
     def updates(self, features: Features) -> dict[str, float]:
-        """Estimate the updates that each candidate needs on a fleet (set of client devices), as a multiple of the fewest.
+        """Estimate how many updates each candidate needs to reach a target, as a multiple of the fewest, by its label.
 
-        Keys are the candidates' labels. The result is a geometric mean over the measured fleets; a fleet at distance d
-        has weight ``exp(-d^2)``.
+        This is the geometric mean over the measured runs; a run on a fleet at distance d has weight ``exp(-d^2)``.
+
+        Args:
+            features: description of the fleet (set of client devices) for which to estimate.
         """
         squares = [cell.features.distance(features) ** 2 for cell in self.cells]
         weights = [math.exp(min(squares) - square) for square in squares]

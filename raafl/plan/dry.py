@@ -104,7 +104,10 @@ class World:
         return self.submodels(replace(own, select=RateSelect()) if type(own.select) is Full else own)
 
     def fleet(self, algorithm: Algorithm) -> SelectContext:
-        """Return the context in which the algorithm selects submodels, with all clients; whether it suits them is not checked."""
+        """Return the context in which the algorithm selects submodels for the experiment's clients.
+
+        It is not checked that every client has enough memory for a submodel.
+        """
         fleet = self._coordinator(algorithm, None, real=False).fleet
         return fleet.of(self.clients)
 

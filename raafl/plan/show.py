@@ -26,10 +26,10 @@ Table = tuple[str, list[str], list[list[str]]]
 
 
 def text(plan: Plan, width: int, *, terminal: bool) -> str:
-    """Format a plan as text.
+    """Format a plan (the predictions for a run) as text.
 
     Args:
-        plan: plan to show.
+        plan: plan to format.
         width: number of columns of the terminal.
         terminal: whether to wrap lines at ``width``.
     """
@@ -90,9 +90,9 @@ def table(
         title: text above the table.
         names: names of the columns.
         rows: cells of each row, as text.
-        width: number of columns of the terminal; ignored for files and pipes.
-        terminal: whether to draw the table with rich.
-        widest: largest number of columns in any case.
+        width: number of characters in a line of the terminal; ignored for files and pipes.
+        terminal: whether to format for a terminal; False = for a file or pipe.
+        widest: largest number of characters in a line, for terminals, files and pipes alike.
     """
     from rich.console import Console
     from rich.table import Table as RichTable

@@ -21,11 +21,11 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, keep_buffe
     Args:
         module: module whose parameters are replaced within the context.
         tensors: replacements by the name of the parameter.
-        keep_buffers: whether the batch may change buffers such as running statistics; False = it changes copies of
-            them.
+        keep_buffers: whether a forward pass may change the module's buffers, such as running statistics; False = it
+            changes copies of them.
 
     Raises:
-        BadInput: a tensor would replace a parameter of a recurrent layer, which this method cannot do.
+        BadInput: a tensor would replace a parameter of a recurrent layer (RNN, LSTM or GRU), which is not supported.
     """
     places: list[tuple[Any, str, Tensor]] = []
     for name, tensor in tensors.items():

@@ -38,9 +38,10 @@ def with_every_exit(module: nn.Module) -> nn.Module:
 
 
 def exit_depths(submodels: Submodels) -> dict[int, str]:
-    """Return the names of the exits (early output heads) that can end a shorter model, by the number of blocks before each.
+    """Return the exits (early output heads) at which a shorter model can end.
 
-    The result is empty unless the model has exactly one stack of blocks.
+    The result maps the number of blocks before an exit to the exit's name. It is empty unless the model has exactly one
+    stack of blocks.
     """
     if len(submodels.stacks) != 1:
         return {}
@@ -174,7 +175,10 @@ class Distilled(ByExits):
         self.weight, self.temperature = weight, temperature
 
     def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
-        """Combine the losses of all exits, with self-distillation; see `ByExits.joined`."""
+        """Return the loss of a batch: the exits' (output heads') own losses, plus distillation from the deepest exit.
+
+        See `ByExits.joined`.
+        """
         loss = (1 - self.weight) * deepest.loss
         for one in others:
             knowledge = knowledge_loss(one.logits, deepest.logits, self.temperature, counted(batch, one.logits))

@@ -56,7 +56,7 @@ class LabelSplit(Wrapped):
     inner: Mean
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, and one if the model has no output rows that belong to classes."""
+        """Return notes for the user: the wrapped merge's, and one if the model has no output rows that belong to classes."""
         notes = super().notes(state, num_clients)
         if state.submodels.example_batch is None or why_unmasked(state.submodels) or _output(state.submodels):
             return notes

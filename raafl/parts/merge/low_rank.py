@@ -89,13 +89,13 @@ class LoraMemory(MergeMemory):
     spectra: dict[str, list[float]] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, object]:
-        """Return the fields by name as plain data; stored updates are converted in the same way."""
+        """Return the state of the LoRA merge as plain data: its fields by name, stored updates as mappings of theirs."""
         updates = [{"weight": one.weight, "factor": one.factor, "pairs": one.pairs} for one in self.updates]
         return {**super().to_plain(), "updates": updates}
 
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> LoraMemory:
-        """Restore the record from the result of `to_plain`."""
+        """Restore the state of the LoRA merge from the result of `to_plain`."""
         return cls(**{**data, "updates": [_AdapterUpdate(**one) for one in data.get("updates", [])]})
 
 
@@ -213,8 +213,8 @@ class LowRank(Wrapped):
             state: the global model.
             pair: names of the layer's A, B and base weight.
             old: B, shape (out, rank), and A, shape (rank, in), before the merge.
-            keep: factor on the old values of each rank in the result, from 0 to 1, shape (rank,).
-            terms: weighted products B_i A_i that are added.
+            keep: share of each rank's old values that stays in the result, from 0 to 1, shape (rank,).
+            terms: the clients' weighted products B_i A_i, which are added to what stays of the old product.
         """
 
 
@@ -255,7 +255,7 @@ class HetLoRA(LowRank):
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Set A and B to the weighted means of the clients' matrices."""
+        """Set the layer's A and B to the weighted means of the clients' A and B."""
         for (name, dim), before in zip(((pair.b, 1), (pair.a, 0)), old, strict=True):
             new = before.movedim(dim, 0) * keep.to(before)[:, None]
             for share, ranks, *factors in terms:
@@ -296,7 +296,7 @@ class FLoRA(LowRank):
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Add the clients' products to the base weight, and reset the adapter to B = 0 and a new random A."""
+        """Add the clients' products B A to the layer's base weight, and reset the adapter to B = 0 and a new random A."""
         left, right = _stacked(old, keep, terms)
         _add_to_base(state, pair, left @ right)
         state.memory.of(LoraMemory).spectra[pair.a] = (_svd(left, right)[1] * pair.scaling).tolist()
@@ -339,7 +339,7 @@ class RaFLoRA(FlexLoRA):
 
 
 def rank_energy(state: GlobalState) -> dict[str, float]:
-    """Return the distribution over ranks of the global adapters' energy (squared singular values of ``s B A``).
+    """Return the shares of the ranks in the global adapters' energy (squared singular values of scaling times B A).
 
     Returns:
         share of the energy by range of ranks: ``rank_energy/1``, ``2``, ``3-4``, ``5-8`` and so on up to the model's

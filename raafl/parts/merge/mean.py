@@ -203,7 +203,7 @@ class Mean(Merge):
         Accumulator(state, memory).add(update.tensors, spec, weight, factor)
 
     def detach(self, state: GlobalState) -> None:
-        """Add the only waiting update to the sum, before its tensors are overwritten."""
+        """Add the waiting update to the sum if there is just one, before its tensors are overwritten."""
         memory = state.memory.of(_MeanMemory)
         if memory.lone is None:
             return
@@ -261,9 +261,12 @@ class Mean(Merge):
     def too_stale(self, staleness: float) -> str | None:
         """Return a warning if late updates undo most of the clients' work; docs/methods/fed-raa.md derives the rule.
 
-        An update that is s merges late, mixed in with weight a, undoes the share a of these s merges. The model keeps p
-        = a Delta / (1 + a s) of a client's progress Delta. For large s this is about Delta / s whatever a is, so the
-        model consists of little more than the last few clients' models.
+        An update that is s merges late and mixed in with weight a undoes a share a of what these s merges changed. Of a
+        client's progress Delta the model keeps ``a Delta / (1 + a s)``. For large s this is about ``Delta / s``,
+        whatever a is, so the model consists of little more than the last few clients' models.
+
+        Args:
+            staleness: mean number of merges by which updates are late.
         """
         share = self.alpha * self.staleness(staleness)
         if share * staleness <= MOST_UNDONE:

@@ -29,8 +29,8 @@ class NesterovMemory(SumMemory):
 
     Attributes:
         m: momentum, of the model's size; None = there was no step with momentum yet.
-        pending: sum of the changes since the last step with momentum; None = delayed steps have not begun.
-        recent: submodels of the last N updates, newest last (`DelayedNesterov`).
+        pending: sum of the changes since the last step with momentum, used by `DelayedNesterov`; None = not used yet.
+        recent: submodels of the latest updates, newest last; as many as `DelayedNesterov` has in a period.
         num_pending: number of updates since the last step with momentum.
     """
 
@@ -149,7 +149,7 @@ class DelayedNesterov(Nesterov):
         return self.every or state.num_clients
 
     def apply(self, state: GlobalState) -> None:
-        """Move the model by each change; after N of them also by the momentum."""
+        """Move the model by the received changes; once every N updates (`period`) also by the momentum."""
         memory = state.memory.of(NesterovMemory)
         sums, every = Accumulator(state, memory), self.period(state)
         memory.recent = [*memory.recent, *(spec for spec, _ in sums.updates)][-every:]

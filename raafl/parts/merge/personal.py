@@ -42,12 +42,12 @@ class AtWork(MergeMemory):
     starts: dict[int, Start] = field(default_factory=dict)
 
     def to_plain(self) -> object:
-        """Return the starts of all clients' tasks as plain data, by client id."""
+        """Return each client's current task (submodel, trained masks, starting values) as plain data, by client id."""
         return {c: {"spec": one.spec, "masks": one.masks, "start": one.start} for c, one in self.starts.items()}
 
     @classmethod
     def from_plain(cls, data: dict[int, dict[str, Any]]) -> AtWork:
-        """Restore the record from the result of `to_plain`."""
+        """Restore the record of clients' current tasks from the result of `to_plain`."""
         return cls({client: Start(**one) for client, one in data.items()})
 
 

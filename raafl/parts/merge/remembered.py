@@ -117,7 +117,10 @@ class Remembered(Merge):
         ]
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Replace the client's remembered update in the regions that it has trained, and add the difference to the sums."""
+        """Remember the update in place of the client's last one, in the elements that it trained.
+
+        The difference between the two is added to the sum over all clients, and to the sum of this merge.
+        """
         memory, owned = self._memory(state), _owned(state.submodels, spec)
         layout = state.submodels.layout(part="trained")
         latest = state.clients.of(LATEST, update.client, layout, state.values.device, self.folder)

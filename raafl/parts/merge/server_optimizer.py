@@ -25,7 +25,7 @@ Step = Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None], None]
 
 @dataclass
 class OptimizerMemory(SumMemory):
-    """State of the server's optimizer: running sum of a merge's changes, and moments; None = no merge yet."""
+    """State of the server's optimizer: running sum of a merge's changes, and moments m and v (None before the first merge)."""
 
     key = "fed_opt"
     m: FlatTensors | None = None

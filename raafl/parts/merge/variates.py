@@ -39,7 +39,7 @@ class Variates:
 
     All start at 0. Their mean is over all N clients of the run, as in the papers. With submodels, the mean of an element
     leaves out clients that have sent updates but never trained this element. Otherwise the mean of a rarely trained
-    element would be too small to cancel the clients' variates, and would pull them away from their optimum.
+    element would be too small to cancel the clients' variates, and the clients would drift away from their optimum.
 
     Attributes:
         name: name of the variates in `GlobalState.clients`, and of the bundle (tensors beside the model) that carries them.
@@ -96,7 +96,10 @@ class Variates:
         memory.received.append((client, spec))
 
     def settle(self, state: GlobalState) -> None:
-        """Add pending changes to the mean. Called once per merge, so that the mean is constant within a round."""
+        """Add pending changes of clients' control variates to the mean over all clients.
+
+        Called once per merge, so that the mean is constant within a round.
+        """
         memory = self._memory(state)
         for dtype, total in memory.sum.buffers.items():
             total.add_(memory.new.buffers[dtype])
@@ -139,7 +142,9 @@ class Variates:
 
 @dataclass(frozen=True)
 class WithVariates(Wrapped):
-    """Wrapper of a merge that maintains control variates: clients send changes of theirs, and each merge updates the mean.
+    """Wrapper of a merge that maintains a control variate for each client, and their mean.
+
+    A client sends the change of its variate together with its update; each merge then updates the mean.
 
     Attributes:
         variates: store of all clients' control variates.
@@ -166,7 +171,7 @@ class WithVariates(Wrapped):
         self.variates.settle(state)
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, and one on the memory for control variates."""
+        """Return notes for the user: the wrapped merge's, and one on the memory for control variates."""
         return super().notes(state, num_clients) + self.variates.notes(state, num_clients)
 
     def __str__(self) -> str:

@@ -57,9 +57,9 @@ class WideSubmodels(Submodels):
         return self.narrow_layout(spec, part).wide
 
     def narrow_layout(self, spec: Spec = FULL, part: Part = "present") -> Layout:
-        """Return the layout of a submodel's tensors without frozen ones, in the model's own dtypes instead of wide ones.
+        """Return the layout of a submodel's tensors that are not frozen, in the model's own dtypes.
 
-        The model's own layout begins with the same tensors, followed by the frozen ones.
+        The submodel's complete layout has the same tensors first, then the frozen ones.
 
         Args:
             spec: submodel whose layout is returned.
@@ -158,7 +158,7 @@ class WideMerge(Wrapped):
         self.inner.detach(self._wide(state))
 
     def apply(self, state: GlobalState) -> None:
-        """Let the wrapped merge change values of at least single precision, and round these into the model."""
+        """Let the wrapped merge compute in at least single precision, then round the result into the model."""
         wide = self._wide(state)
         self.inner.apply(wide)
         self.submodels.round_(state.values, wide.values)

@@ -103,7 +103,7 @@ class Wrapped(Merge):
 
 @dataclass(frozen=True)
 class WrappedSelect(Select):
-    """Base class of wrappers of a select part, which chooses submodels. It passes on every call that is not overridden.
+    """Base class of wrappers of a select part (choice of submodels): calls that a wrapper does not override are passed on.
 
     Attributes:
         inner: the wrapped select part.

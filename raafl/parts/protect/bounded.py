@@ -112,12 +112,12 @@ class BoundedMemory(MergeMemory):
     model: tuple[int, float] | None = None
 
     def to_plain(self) -> dict[str, object]:
-        """Return the record's fields by name as plain data."""
+        """Return the recorded norms and other fields as plain data, by the field's name."""
         return {**super().to_plain(), "norms": {layout: asdict(one) for layout, one in self.norms.items()}}
 
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> BoundedMemory:
-        """Restore the record from the result of `to_plain`."""
+        """Restore the recorded norms and other fields from the result of `to_plain`."""
         norms = {
             layout: _Accepted(one["num"], {name: Norms(**norms) for name, norms in one["of"].items()})
             for layout, one in data["norms"].items()

@@ -51,7 +51,10 @@ class Centred(Wrapped):
     radius: float | None
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, and a warning if it averages by class, which combined updates do not allow."""
+        """Return notes for the user: the wrapped merge's, and a warning if it averages by class.
+
+        Averaging by class has no effect here, since a combined update does not say which clients lack a class.
+        """
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:

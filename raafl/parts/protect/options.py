@@ -157,7 +157,7 @@ class Rounds:
     refusal.
 
     Attributes:
-        close_at: share of the round's tasks, rounded up, after whose updates the round closes; 1 = all.
+        close_at: share of a round's tasks that must report before the round closes, rounded up to whole tasks; 1 = all.
         deadline: time after which the round closes, as a multiple above 1 of the median time from its start to an
             update; null = none.
     """

@@ -228,7 +228,7 @@ class Private(Wrapped):
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, one on the meaning of epsilon, and a warning if that merge averages by class."""
+        """Return notes for the user: the wrapped merge's, one on the meaning of epsilon, and a warning if it averages by class."""
         noisy = [f"privacy: epsilon is between runs that differ in {NEIGHBOURS}, at delta {self.delta:g}"]
         return super().notes(state, num_clients) + joint_notes(self.inner) + (noisy if self.noise_multiplier else [])
 
@@ -245,7 +245,7 @@ class Private(Wrapped):
         received.append((spec, staleness, update.client, update.assignment))
 
     def detach(self, state: GlobalState) -> None:
-        """Do nothing: the sums are separate storage already."""
+        """Do nothing: the sums of updates share no storage with the updates."""
 
     def apply(self, state: GlobalState) -> None:
         """Pass the noisy mean to the wrapped merge, and charge it to the privacy budget."""

@@ -202,9 +202,9 @@ def num_dropped(combine: Combine, trim: float, num: int) -> int:
 
 @functools.cache
 def comparators(num: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of positions to compare and swap, in order, that sort ``num`` values.
+    """Return a sorting network for ``num`` values: pairs of positions, to be compared and swapped in this order.
 
-    This is Batcher's merge exchange (Knuth, volume 3, 5.2.2, algorithm M).
+    The network is Batcher's merge exchange (Knuth, volume 3, 5.2.2, algorithm M).
     """
     pairs = []
     top = 1 << max((num - 1).bit_length() - 1, 0)
@@ -339,7 +339,10 @@ class CoordinateWise(Wrapped):
     trim: float
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, and a warning if it averages by class, which combined updates do not allow."""
+        """Return notes for the user: the wrapped merge's, and a warning if it averages by class.
+
+        Averaging by class has no effect here, since a combined update does not say which clients lack a class.
+        """
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:

@@ -19,8 +19,8 @@ Shares = dict[str, dict[str, float]]
 def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict[str, Any]:
     """Report as plain data which dimensions of a model can be cut, how much remains at given rates, and what stays whole.
 
-    Dimensions that are cut together, such as a layer's hidden neurons, are an axis. For the shares that remain, axes
-    over which norm layers compute statistics (the width of a transformer) are not cut.
+    Dimensions that are cut together, such as a layer's hidden neurons, are an axis. How much remains is computed with
+    all axes cut, except those over which norm layers compute statistics (the width of a transformer).
 
     Args:
         submodels: submodels of the model.
@@ -46,11 +46,11 @@ def axis_rows(submodels: Submodels) -> list[dict[str, Any]]:
 
 
 def remaining_shares(axes: Mapping[str, Axis], rates: Mapping[str, float], cost: Callable[[Spec], Cost]) -> Shares:
-    """Return which shares of the model's parameters and FLOPs remain if its axes are cut to each rate.
+    """Return, for each rate, which shares of the model's parameters and FLOPs remain if its axes are cut to this rate.
 
     Args:
         axes: axes (dimensions that are cut together) to cut; all others stay whole.
-        rates: rates by the names that the report gives them.
+        rates: shares of each axis to keep, by name; the result has the same names.
         cost: function that predicts the cost of a submodel.
     """
     whole = cost(FULL)

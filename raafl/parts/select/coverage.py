@@ -51,11 +51,14 @@ def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]
 class RegionCoverage:
     """Schedule that says which client trains which regions (parts of the model's width) in each round.
 
-    It depends only on the seed and the round. By default each round is drawn independently. If ``rest`` limits for how
-    many rounds a client may skip a region, regions rotate over rounds and clients, and each client has trained all of
-    them after ``period`` rounds; a larger ``rest`` leaves more freedom in their order. If ``hold`` is true, all rounds
-    are the same, and regions beyond ``trained`` are never trained. In both of these cases the region that is trained by
-    the fewest clients has exactly ``coverage`` of them in every round.
+    The schedule follows from the seed alone. There are three kinds:
+
+    - by default each round is drawn independently of the others;
+    - with ``rest``, the regions of a client change from round to round, so that it has trained all of them after
+      ``period`` rounds; the larger ``rest`` is, the more random is their order;
+    - with ``hold``, all rounds are the same, so that only ``trained`` of the regions are ever trained.
+
+    With ``rest`` or ``hold`` the least trained region is trained by exactly ``coverage`` clients in every round.
 
     Attributes:
         takes: number m_n of regions that client n trains in a round, by client.

@@ -87,7 +87,7 @@ class LeadingBlocks(Select):
         fleet.cache.pop(client.id, None)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return notes on what the model does not allow: fewer blocks, or narrower layers."""
+        """Return notes if the model cannot have fewer blocks, has no exits, or cannot be narrowed as requested."""
         notes = window_notes(fleet.state.submodels)
         return notes if self.widths != 1.0 else [note for note in notes if not note.startswith("the model's width")]
 

@@ -35,7 +35,7 @@ class Ranking:
         return self._num
 
     def add(self, client: int, capability: float, costs: Sequence[float]) -> None:
-        """Insert a client after those of equal speed.
+        """Insert a client into the ranking, after clients of equal speed.
 
         Args:
             client: id of the client.
@@ -52,7 +52,7 @@ class Ranking:
         self._num = num + 1
 
     def remove(self, client: int, capability: float) -> None:
-        """Remove a client.
+        """Remove a client from the ranking.
 
         Args:
             client: id of the client.

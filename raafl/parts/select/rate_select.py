@@ -58,8 +58,7 @@ class RateSelect(Select):
         rates: rate of a client: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a mapping
             from device name.
         rate_of: quantity of which a rate is a share: model = the model's nominal size, where each axis keeps the square
-            root of the rate (`width_of`); width = each axis; parameters = the counted parameters, for which a width is
-            searched.
+            root of the rate (`width_of`); width = each axis; parameters = the number of parameters, which is counted.
         rounds: number that moves rolling windows and random draws on: each client's own merged updates ("client"), or
             the model's version ("server").
         seconds: limit on a task's predicted time, including transfers; None = no limit.
@@ -261,7 +260,7 @@ def by_rate(
         submodel: the user's own select part; None = select by rate.
         selector: rule for choosing units, as in `RateSelect.selector`.
         rates: share of each axis's units by client; None = ``levels``, which clients take in turn.
-        levels: shares of the width that the paper uses.
+        levels: shares of the width in the paper of the calling method.
         rounds: number that moves rolling windows and random draws on, as in `RateSelect.rounds`.
 
     Raises:

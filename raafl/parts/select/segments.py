@@ -44,7 +44,7 @@ class Segments:
         return len(self.bounds) - 1
 
     def units(self, chosen: Iterable[int]) -> list[int]:
-        """Return the units of the chosen segments, in order."""
+        """Return the indices of the units in the chosen segments (ranges of an axis's units), ascending."""
         return [unit for i in sorted(chosen) for unit in range(self.bounds[i], self.bounds[i + 1])]
 
 
@@ -131,7 +131,11 @@ class Gates:
 
     @contextmanager
     def set(self, gates: Mapping[str, Tensor]) -> Iterator[None]:
-        """Return a context in which the module runs with the given gates, by axis, each of shape (segments,)."""
+        """Return a context in which the module computes with the given gates, factors on segments of units.
+
+        Args:
+            gates: a factor for each segment, shape (segments,), by axis.
+        """
         own: list[Any] = [layer._parameters["weight"] for layer, _, _ in self._places]
         try:
             for (layer, axis, spread), weight in zip(self._places, own, strict=True):

@@ -259,9 +259,9 @@ class Fragments(OneOf):
         return fragment_specs(submodels, self.ratios)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a warning if the model cannot be cut into fragments."""
+        """Return a warning if no dimension of the model can be cut, so that it cannot be divided into fragments."""
         return uncut(fleet.state.submodels, "cut into fragments") if len(self.ratios) > 1 else []
 
     def what(self) -> str:
-        """Describe the sizes of the fragments in a few words, for logs."""
+        """Describe in a few words, for logs, which shares of the model its fragments (disjoint slices) have."""
         return f"fragments {'/'.join(f'{100 * r:g}' for r in self.ratios)} %"

@@ -68,7 +68,7 @@ class WindowPieces(OneOf):
         return tuple(pieces)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return notes on differences from Co-S2P, and on what the model does not allow."""
+        """Return notes on differences from Co-S2P, and a note if the model cannot be shortened or narrowed."""
         return [
             "these are Co-S2P's windows without its training: slices of the width are fixed, no masks are trained, "
             "exits have no loss, and there is no distillation",
@@ -76,7 +76,7 @@ class WindowPieces(OneOf):
         ]
 
     def what(self) -> str:
-        """Describe the sizes of the pieces in a few words, for logs."""
+        """Describe in a few words, for logs, which shares of the model its pieces have."""
         return (
             f"windows of blocks and slices of their width, {', '.join(f'{rate:g}' for rate in self.rates)} of the model"
         )

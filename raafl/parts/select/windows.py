@@ -43,7 +43,7 @@ def split_rate(rate: float, ratio: float) -> tuple[float, float]:
 
 
 def window_notes(submodels: Submodels) -> list[str]:
-    """Return notes on what this model does not allow: fewer blocks, or narrower layers."""
+    """Return a note for each that applies: the model cannot have fewer blocks, has no exits, or cannot be narrowed."""
     notes: list[str] = []
     if stack_of(submodels) is None:
         what = "several stacks" if submodels.stacks else "no stack"
@@ -104,9 +104,12 @@ class _Size:
     masks: tuple[tuple[str, ...], ...] = ()
 
     def next_task(self, merged: int) -> tuple[int, tuple[str, ...]]:
-        """Return the round of the client's next task, and the axes whose mask scores it trains; none = it trains the window.
+        """Return the client's round to which its next task belongs, and the axes whose mask scores this task trains.
 
-        ``merged`` is the number of the client's tasks that were merged so far.
+        If there are no such axes, the task trains the window of blocks.
+
+        Args:
+            merged: number of the client's tasks that were merged so far.
         """
         for round, axes in enumerate(self.masks):
             if not axes or merged == 0:
@@ -130,9 +133,9 @@ class RollingWindows(Select):
     at the window's top ends the submodel. Clients start with different windows (`first_window`).
 
     A mask keeps, on each axis (dimension that can be cut), the ``ceil(r_w S)`` of S segments with the largest scores.
-    The first ``mask_rounds`` times that the window reaches a block, the client trains the block's scores in a task of
-    their own before it trains the window. Afterwards the scores stay constant. Axes outside all blocks count as
-    reached by every window.
+    The first ``mask_rounds`` times that the window reaches a block, the client has two tasks: the first trains only the
+    scores of the block's segments, the second the window. Afterwards the scores stay constant. Axes outside all blocks
+    count as reached by every window.
 
     Attributes:
         rates: rate r of a client: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a
@@ -339,7 +342,7 @@ class RollingWindows(Select):
         fleet.cache.pop(("size", client.id), None)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return notes on what the model or a client does not allow: fewer blocks, or narrower layers."""
+        """Return notes if the model cannot be shortened or narrowed, or if some masks are drawn instead of trained."""
         submodels, notes = fleet.state.submodels, window_notes(fleet.state.submodels)
         stack = stack_of(submodels)
         random_ones = [name for name, cut in self._cuts(submodels).items() if len(cut) > 1 and not cut.can_train]

@@ -33,7 +33,7 @@ def _with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
 
 
 class IntegerLayouts:
-    """Layouts of the integers (int32) that encode clients' updates in secure aggregation: one for each trained value.
+    """Layouts of the integers that encode clients' updates in secure aggregation; each trained value becomes one int32.
 
     Attributes:
         submodels: submodels of the model; all trained parameters must be float32.
@@ -56,7 +56,7 @@ class IntegerLayouts:
         )
 
     def plan(self, spec: Spec, dtype: torch.dtype = torch.int32) -> CopyPlan:
-        """Return the copy plan (which elements go where) between a submodel's integers and those of the whole model.
+        """Return the copy plan (which elements go where) between the encoded values of a submodel and of the whole model.
 
         Args:
             spec: submodel whose values are encoded.

@@ -74,7 +74,7 @@ class FixedPoint:
         return factor
 
     def encode(self, values: Tensor, share: float = 1.0, scale: float = 1.0) -> Tensor:
-        """Encode ``share * scale * values`` as int32 integers that count steps of the fixed-point format; on the same device.
+        """Encode ``share * scale * values`` as int32 multiples of the fixed-point step, on the device of ``values``.
 
         Args:
             values: change of the client, as one flat buffer, checked by `scale`.

@@ -136,10 +136,11 @@ class Member:
             add_mask_(words, self.coverage.shared_elements(member_id, other), seed, pair_sign(member_id, other))
 
     def reveal(self, survivors: Collection[int]) -> dict[int, bytes]:
-        """Return the shares with which the server unmasks the sum, by member.
+        """Return the shares of other members' secrets with which the server unmasks the sum, by member.
 
-        For a member that remains these are shares of its seeds, for one that dropped out a share of its private key;
-        both for the same member would reveal its update. Seeds are left out if too few members train their elements.
+        For a member that remains these are shares of its mask seeds, for one that dropped out a share of its private
+        key; both for the same member would reveal its update. A seed's share is left out if too few of the remaining
+        members train the elements that the seed masks.
 
         Args:
             survivors: ids of the members whose masked updates the server has received.

@@ -119,8 +119,8 @@ class SecureSum(Wrapped):
             submodels: submodels of the model.
             spec: submodel of the client.
             change: trained values minus the received ones.
-            share: weight ``w_n a_n / scale`` of the client, from 0 to 1.
-            scale: factor that `scale` returned for this change.
+            share: weight of the client times its staleness factor, divided by the largest such product in its group.
+            scale: factor that clips this change, as returned by the method `scale`.
         """
         numbers = IntegerLayouts(submodels).zeros(spec)
         for buffer in numbers.buffers.values():
@@ -229,7 +229,7 @@ class SecureSum(Wrapped):
         return self.clip_norm is None or float(torch.linalg.vector_norm(total)) <= share * self.clip_norm * (1 + 1e-6)
 
     def detach(self, state: GlobalState) -> None:
-        """Do nothing: sums have storage of their own already."""
+        """Do nothing: the sums of updates share no storage with the updates."""
 
     def apply(self, state: GlobalState) -> None:
         """Move the model by the mean of the sums since the last merge; elements that no unmasked sum covers stay unchanged."""

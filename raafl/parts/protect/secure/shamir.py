@@ -55,7 +55,11 @@ def share(secret: bytes, threshold: int, num: int) -> list[bytes]:
 
 
 def combine(shares: Mapping[int, bytes]) -> bytes:
-    """Restore a secret from at least ``threshold`` shares, by their numbers; too few or wrong ones give a wrong secret."""
+    """Restore a secret that `share` has split; fewer shares than its ``threshold``, or wrong ones, give a wrong secret.
+
+    Args:
+        shares: the shares, by their numbers.
+    """
     total = np.zeros(len(next(iter(shares.values()))), np.uint8)
     for point, text in shares.items():
         exponent = sum(int(_LOGS[other]) - int(_LOGS[other ^ point]) for other in shares if other != point)

@@ -60,7 +60,7 @@ class TrainableSubmodel:
         return ModuleState(self.module, submodels)
 
     def gather(self) -> None:
-        """Complete `trained`, the values to send, with buffers that steps have replaced by new tensors."""
+        """Copy buffers that steps have replaced by new tensors into the values to send, which are in `trained`."""
         self.buffers.gather()
 
     def load(self, values: FlatTensors) -> None:

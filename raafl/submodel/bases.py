@@ -55,7 +55,7 @@ class Bases:
         return module
 
     def take(self, own: FrozenBase, rebuild: Callable[[], nn.Module] | None = None) -> None:
-        """Store the frozen parameters in the module's own precision, from which all others are converted.
+        """Store the frozen parameters in the module's own precision, from which those in other precisions are converted.
 
         Args:
             own: values of the frozen parameters.

@@ -114,19 +114,19 @@ class Submodels:
 
     @property
     def kept_whole(self) -> dict[str, str]:
-        """Layers whose width cannot shrink, each with the reason that was found."""
+        """Reason for which a layer's width cannot shrink, by layer."""
         found = self.discovered if self._table else None
         return {**({} if found is None else found.kept_whole), **self.refuted}
 
     @property
     def problem(self) -> str | None:
-        """Reason for which the search found no axes beyond declared ones; None = it succeeded."""
+        """Reason for which the automatic search for axes failed, so that only declared ones exist; None = it succeeded."""
         found = self.discovered if self._table else None
         return None if found is None else found.problem
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Everything that cannot shrink, with the reason: layers, and ``forward`` if the model could not be traced."""
+        """Reason for which a layer cannot shrink, by layer; under "forward", why the model could not be traced, if so."""
         return self.kept_whole | ({} if self.problem is None else {"forward": self.problem})
 
     def exclude_axis(self, reasons: Mapping[str, str]) -> None:

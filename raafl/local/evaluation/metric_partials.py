@@ -16,7 +16,7 @@ class NotMergeable(Exception):
 
 
 class PartialRecorder(Recorder):
-    """Recorder for a share of an evaluation: it keeps every logged number, so that another process can sum all in one order."""
+    """Recorder for one process's share of an evaluation; it stores every number, so that one process can sum all in order."""
 
     def __init__(self) -> None:
         super().__init__()

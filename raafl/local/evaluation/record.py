@@ -111,7 +111,7 @@ class Recorder:
             self.clear()
 
     def take_over(self, sums: Mapping[str, tuple[float, float]]) -> None:
-        """Replace all recorded values by ``sums``, which has a sum and its total weight by name."""
+        """Replace all recorded values by ``sums``, which maps each value's name to its sum and total weight."""
         self.clear()
         self._sums.update(sums)
 

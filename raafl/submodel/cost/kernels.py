@@ -51,9 +51,9 @@ def traffic(
 ) -> tuple[int, float]:
     """Return the bytes that an operation moves, weighted to be proportional to its time, and its FLOPs on padding.
 
-    The bytes of operations that copy, such as convolutions, or that draw or compare elements one by one, count more
-    than once; those of especially fast ones count less. Only convolutions have padding: they round the number of
-    channels up.
+    The bytes of an operation count more than once if it is slow for its bytes: a convolution copies its input, and
+    others draw or compare elements one by one. Those of especially fast operations count less. Only convolutions have
+    padding: they round the number of channels up.
 
     Args:
         packet: operation of ATen, torch's tensor library.

@@ -43,9 +43,9 @@ class Ledger(TorchDispatchMode):
         kernels: number of operations of each kind, without views.
         live_bytes: bytes of all tensor storage that was created in this context and is still alive.
         peak_bytes: largest number of bytes alive at once, including workspaces (`workspace_bytes`).
-        asked: whether the code has asked if any element of a tensor is true, as a mixture of experts does to find an
-            expert's samples; questions about finiteness do not count.
-        some: answer that such a question gets.
+        asked: whether the code has tested if any element of a tensor is true, as a mixture of experts does to find an
+            expert's samples; tests for NaN or infinity do not count.
+        some: result that such a test gets.
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:

@@ -41,12 +41,11 @@ class Cost:
 
     Attributes:
         params: number of parameters in the submodel.
-        flops_per_sample: FLOPs of products in the forward and backward pass of one sample; for a step without products,
-            such as matrix factorisation, of operations on single values.
-        peak_bytes: largest memory of a client's tensors during a task. It includes the received values, the frozen
-            parameters if the client has them, the module with its buffers, and the batch. Added is the larger of two
-            amounts: activations, gradients and temporaries of forward and backward pass with the optimiser's state; or
-            all that is alive in the optimiser's step. Memory of the libraries themselves is not included.
+        flops_per_sample: FLOPs of matrix products, convolutions and the like in the forward and backward pass of one
+            sample; in a step without any, as in matrix factorisation, FLOPs of elementwise operations.
+        peak_bytes: largest memory of a client's tensors during a task: received values, frozen parameters that the
+            client has, the module, the batch, activations, gradients, temporaries and the optimiser's state. The
+            libraries' own memory is not included.
         down_bytes: number of bytes that a client receives.
         up_bytes: number of bytes that a client sends.
         moved_bytes_per_sample: bytes that all operations of a step read and write, per sample, including the
@@ -104,10 +103,11 @@ def predict(
 ) -> Cost:  # fmt: skip
     """Predict the cost of training a submodel by running one step without values, on the meta device.
 
-    `training_step`, its backward pass and the optimiser's step are run, and the memory alive is followed from operation
-    to operation. A step that needs values, for example to assign samples to experts, is run on random ones instead. If
-    that also fails, the cost is estimated: a forward pass counts three times, and all gradients are assumed to be alive
-    together with all activations. Without an example batch, 6 FLOPs count per trained parameter, and no activations.
+    `training_step`, its backward pass and the optimiser's step are run, and the memory in use is tracked. A step that
+    needs values, for example to assign samples to experts, is run on random ones instead. If that also fails, the cost
+    is estimated: the FLOPs are three times those of a forward pass, and all gradients are assumed to be in memory
+    together with all activations. Without an example batch, the estimate is 6 FLOPs for each trained parameter, and no
+    memory for activations.
 
     Args:
         make: function that builds a submodel's module, on the meta device or in a given storage.

@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def producers(self) -> list[str]:
-        """Names of the tensors that compute these units, such as a layer's weight.
+        """Names of the tensors that compute the candidate's units, such as the weight of a layer whose outputs they are.
 
         If no tensor computes them, names of all tensors that have the units.
         """

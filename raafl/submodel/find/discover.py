@@ -42,7 +42,7 @@ class DiscoveredAxes:
     problem: str | None = None
 
     def structure_arguments(self) -> dict[str, Any]:
-        """Return the findings that a smaller module is built from, as arguments of `raafl.submodel.cut.shrink.Structure`."""
+        """Return the arguments of `raafl.submodel.cut.shrink.Structure` that this result determines, by name."""
         full = {axis.name: axis.size for axis in self.axes}
         return {"sizes": self.sizes, "full": full, "unscaled": self.unscaled}
 

@@ -138,7 +138,7 @@ class _Proof:
             return False
 
     def refuted(self) -> dict[str, str]:
-        """Return the axes that failed the comparison, each with the reason."""
+        """Compare smaller models with the whole one; return the axes that cannot be shrunk, each with the reason."""
         rest, found = list(self.submodels.axes), dict[str, str]()
         while failing := self._failing(rest):
             wrong = dict(self._halved(failing))

@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 class Mirror:
     """Copies changed files of a run folder to an object store, on a thread of its own; without a store it does nothing.
 
-    The copy can be resumed at any time: a checkpoint is copied after the journal that belongs to it, and only then an
-    older checkpoint is deleted. `request` may be called from any thread, the other methods from one.
+    A run can be resumed from the copy at any time: a checkpoint is copied after the journal that belongs to it, and
+    only then an older checkpoint is deleted. `request` may be called from any thread, the other methods from one.
 
     Attributes:
         url: URL of the folder in the store; empty = no store.

@@ -28,8 +28,8 @@ class TimeBudget:
     """Limit on the time that this side waits for a peer. Only waiting counts, so a slow local side is not charged to the peer.
 
     The budget starts at ``timeout_s``. Each transferred byte adds 1 / ``min_bytes_per_s`` seconds, up to the initial
-    value. So a silent peer is cut off after ``timeout_s``, and a peer that sends less than ``min_bytes_per_s`` soon
-    afterwards.
+    value. So a silent peer is cut off after ``timeout_s``, and a peer slower than ``min_bytes_per_s`` is cut off a little
+    later.
     """
 
     def __init__(self, timeout_s: float, min_bytes_per_s: float = math.inf) -> None:

@@ -54,8 +54,8 @@ class TcpTransport(Transport):
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
         """Start to admit clients that authenticate. See `Transport.listen`.
 
-        A client authenticates on the connection that is used afterwards, so the function passed to ``admit`` returns it
-        at once.
+        A client authenticates on the connection that is used afterwards, so the function passed to ``admit`` returns
+        this connection without waiting.
         """
         self._admit, self._refused = admit, refused
         self._listener.start()

@@ -110,7 +110,7 @@ class _Mean:
             total.add_(one)
 
     def store(self) -> None:
-        """Write the means into the running statistics, in place, each rounded only once."""
+        """Write the computed means into the batch norm's running statistics, in place, each rounded only once."""
         for one, total in zip(self._statistics, self._sums, strict=True):
             one.copy_(total / self._num if self._num else one)
 

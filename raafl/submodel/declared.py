@@ -62,7 +62,7 @@ def within(name: str, paths: Iterable[str]) -> bool:
 
 
 def above(name: str) -> list[str]:
-    """Return the paths of all modules that contain a tensor or module of this name, outermost first, starting with ''."""
+    """Return the paths of all modules that contain the tensor or module ``name``, outermost first, starting with ''."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:end]) for end in range(len(parts) + 1)]
 
@@ -81,10 +81,11 @@ def declarations(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mappi
 
 
 def find_stacks(module: nn.Module) -> dict[str, Stack]:
-    """Find the stacks (lists of blocks, any of which may be left out): declared in `submodel_blocks`, then lists of equal blocks.
+    """Find the stacks (lists of blocks, any of which may be left out) of a model, by name.
 
-    The blocks of a list must have submodules, one type and equal shapes. If their shapes differ, as within a stage of a
-    ResNet, blocks of that type form no stack. Lists inside of blocks, such as lists of experts, form none either.
+    Stacks that `submodel_blocks` declares come first, then all other lists of equal blocks. The blocks of such a list
+    must have submodules, one type and equal shapes. If their shapes differ, as within a stage of a ResNet, blocks of
+    that type form no stack. Lists inside of blocks, such as lists of experts, form none either.
 
     Raises:
         SpecError: a declared path is neither a `ModuleList` nor a `Sequential`.

@@ -179,8 +179,8 @@ class CopyPlan:
         Args:
             full: values of the whole model; changed in place.
             small: values of the submodel.
-            fn: function that changes ``target``, a block of the whole model, in place, given ``source``, that of the
-                submodel.
+            fn: function that changes ``target`` (a block of the whole model) in place; ``source`` is the submodel's
+                block.
         """
         for target, source in self._pairs(full, small):
             fn(target, source)

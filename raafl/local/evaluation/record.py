@@ -116,7 +116,7 @@ class Recorder:
         self._sums.update(sums)
 
     def partial(self) -> tuple[list[tuple[str, str]], Tensor]:
-        """Return the names and reductions of all logged numbers, and their sums and weights as a tensor `(2, names)`."""
+        """Return (name, reduction) of each logged number, and their sums and weights as a tensor of shape (2, names)."""
         sums = [(_number(name, self._sums[name][0]), self._sums[name][1]) for name in self._how]
         return list(self._how.items()), torch.tensor(sums, dtype=torch.float64).view(-1, 2).t()
 

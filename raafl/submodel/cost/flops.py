@@ -27,7 +27,7 @@ _REDUCTIONS = frozenset(
 def product_flops(
     packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
 ) -> float:
-    """Return the FLOPs of a product: of matrices, a convolution, attention, a recurrent layer or a transform; otherwise 0.
+    """Return the FLOPs of a matrix product, convolution, attention, recurrent layer or FFT; 0 for other operations.
 
     A multiplication with its addition counts as 2 FLOPs, for complex numbers as 8.
 

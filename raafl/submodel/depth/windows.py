@@ -65,11 +65,11 @@ def depth_window(
 
 
 def last_fraction(submodels: Submodels, share: float) -> Spec:
-    """Return the submodel in which only the last layers train, with at most the share ``share`` of the parameters.
+    """Return the submodel in which only the last layers train, those that have at most a given share of all parameters.
 
-    At least one layer trains; all others only run forward (TimelyFL, Algorithm 3: partial training). A block counts as
-    one layer, like any other module that has parameters of its own. Exits that the model's own forward does not use are
-    left out.
+    At least one layer trains, even if it has more than that share; all others only run forward (TimelyFL, Algorithm 3:
+    partial training). A block counts as one layer, like any other module that has parameters of its own. Exits that the
+    model's own forward does not use are left out.
 
     Args:
         submodels: submodels of the model.

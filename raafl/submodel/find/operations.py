@@ -81,7 +81,7 @@ class Call:
         return [self.labels.new(size, pinned) for size in sizes]
 
     def others(self, first: Dims) -> list[Dims]:
-        """Return the labels of all outputs: ``first`` for the first one, new ones for the others, which cannot shrink."""
+        """Return labels of the call's outputs: ``first`` for the first; new ones, which cannot shrink, for the others."""
         return [first, *(self.new(out.shape, f"'{self.name}' keeps it for its gradient") for out in self.outs[1:])]
 
     def unify_last(self, dims: Dims, others: Dims) -> None:

@@ -77,7 +77,7 @@ class AttributesRecord(Record):
 
 
 class HooksRecord(Record):
-    """Record of a module's hooks, by which hooks that a step adds are removed afterwards."""
+    """Record of a module's hooks; `restore` removes hooks that were added since."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)

@@ -106,9 +106,9 @@ class Fit:
         )  # fmt: skip
 
     def slowed(self, declared: Profile) -> Profile:
-        """Return a device profile with the declared speeds, by which methods choose tasks, but with tasks as slow as fitted.
+        """Return a device profile that shows methods the declared speeds, while tasks take as long as the fit predicts.
 
-        With this profile a simulation can repeat a real run in which methods chose tasks by the declared speeds.
+        So a simulation repeats a real run in which methods chose tasks by the declared speeds.
 
         Args:
             declared: device profile with the declared speeds.

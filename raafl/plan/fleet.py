@@ -35,7 +35,7 @@ class Features:
     clients: float
 
     def distance(self, other: Features) -> float:
-        """Return the Euclidean distance between the descriptions of two fleets, each number divided by a scale of its own."""
+        """Return the Euclidean distance between the numbers that describe two fleets, after scaling them to similar ranges."""
         ours, theirs = asdict(self), asdict(other)
         return math.sqrt(sum(((ours[name] - theirs[name]) / scale) ** 2 for name, scale in _SCALES.items()))
 

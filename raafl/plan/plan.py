@@ -70,8 +70,8 @@ def make_plan(
 
     Args:
         experiment: settings of the run, which are checked here.
-        algorithms: names of further algorithms to predict; ["all"] = all. None = all, unless the model has more than
-            `MOST_VALUES` parameters.
+        algorithms: names of further algorithms to predict; ["all"] = all. None = all for a model of up to `MOST_VALUES`
+            parameters, none for a larger one.
         max_updates: number of merged updates of each dry run; None = see `raafl.plan.dry.predict`.
         more: further device profiles to show in the table, such as this machine's.
 

@@ -89,7 +89,7 @@ class LoraMemory(MergeMemory):
     spectra: dict[str, list[float]] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, object]:
-        """Return the state of the LoRA merge as plain data: its fields by name, stored updates as mappings of theirs."""
+        """Return the state of the LoRA merge as plain data, for checkpoints: its fields by name."""
         updates = [{"weight": one.weight, "factor": one.factor, "pairs": one.pairs} for one in self.updates]
         return {**super().to_plain(), "updates": updates}
 
@@ -339,7 +339,7 @@ class RaFLoRA(FlexLoRA):
 
 
 def rank_energy(state: GlobalState) -> dict[str, float]:
-    """Return the shares of the ranks in the global adapters' energy (squared singular values of scaling times B A).
+    """Return the share of the global adapters' energy (squared singular values of the scaled B A) in each range of ranks.
 
     Returns:
         share of the energy by range of ranks: ``rank_energy/1``, ``2``, ``3-4``, ``5-8`` and so on up to the model's

@@ -59,7 +59,7 @@ class Nesterov(Merge):
         lr: outer learning rate (eta).
         beta: outer momentum (beta); 0 = none, which needs no storage.
         weights: weight w_n of an update: equal = 1; samples = |D_n|; tokens = (trained tokens)^2 / steps (Decoupled
-            DiLoCo). With batches of one size the latter is proportional to the steps, which are used here.
+            DiLoCo), for which the steps are used, since with batches of one size the two are proportional.
         staleness: function s by which late updates count less.
     """
 
@@ -123,7 +123,7 @@ class Nesterov(Merge):
 
 @dataclass(frozen=True)
 class DelayedNesterov(Nesterov):
-    """Server step with delayed Nesterov momentum, for asynchronous runs (Liu et al. 2024, Algorithm 3 with its c = 0).
+    """Server step with delayed Nesterov momentum, for asynchronous runs (Liu et al. 2024, Algorithm 3 with c = 0).
 
     Each client's change Delta moves the model at once: ``theta <- theta + eta Delta / N``. Only after N changes does
     the momentum m take in their mean, and move the model, too: ``m <- beta m + sum Delta / N``; ``theta <- theta + eta

@@ -117,9 +117,9 @@ class Remembered(Merge):
         ]
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Remember the update in place of the client's last one, in the elements that it trained.
+        """Remember the elements that an update trained, in place of the client's earlier ones.
 
-        The difference between the two is added to the sum over all clients, and to the sum of this merge.
+        The difference between new and earlier ones is added to the sum over all clients, and to the sum of this merge.
         """
         memory, owned = self._memory(state), _owned(state.submodels, spec)
         layout = state.submodels.layout(part="trained")

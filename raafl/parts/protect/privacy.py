@@ -119,14 +119,15 @@ def noise_key(privacy: Privacy, seed: int) -> bytes:
 
 @lru_cache(4096)
 def epsilon(noise_multiplier: float, compositions: int, delta: float) -> float | None:
-    """Return the epsilon that a client spends in repeated Gaussian mechanisms of sensitivity 1; None if it is infinite.
+    """Return the epsilon that a client spends in several merges with Gaussian noise; None if it is infinite.
 
-    Together they are one Gaussian mechanism with ``noise_multiplier / sqrt(compositions)`` (Dong et al. 2019, corollary
-    3.3), whose epsilon dp-accounting computes exactly (Balle and Wang 2018, theorem 8).
+    A merge with one update of the client is a Gaussian mechanism of sensitivity 1. Together the merges are one with the
+    standard deviation ``noise_multiplier / sqrt(compositions)`` (Dong et al. 2019, corollary 3.3), whose epsilon
+    dp-accounting computes exactly (Balle and Wang 2018, theorem 8).
 
     Args:
-        noise_multiplier: standard deviation of the noise in one mechanism.
-        compositions: number of mechanisms that are composed.
+        noise_multiplier: standard deviation of the noise in one merge.
+        compositions: number of the merges; one with j updates of the client counts as j^2.
         delta: probability that the guarantee epsilon does not hold.
     """
     if compositions == 0:

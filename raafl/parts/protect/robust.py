@@ -255,8 +255,8 @@ def locate(
 ) -> dict[Spec, FlatTensors]:
     """Return the trimmed mean or median of each element over the updates that trained it, for each submodel.
 
-    Memory besides ``stored``: one result of the submodel's size if all updates have the same submodel; else the K
-    updates and the result, all at the size of the whole model.
+    Memory in addition to ``stored``: if all updates have the same submodel, one result of its size; else copies of all
+    updates and the result, each of the size of the whole model.
 
     Args:
         state: the global model.

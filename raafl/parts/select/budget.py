@@ -59,7 +59,7 @@ class Budget:
 
 
 def steps(axes: Axes) -> list[float]:
-    """Return the rates (shares of the width) that give submodels of different sizes, ascending, up to 1."""
+    """Return all rates (shares of the width) at which the size of a submodel changes, ascending, up to 1."""
     return sorted({number / size for size in set(map(size_of, axes.values())) for number in range(1, size + 1)} | {1.0})
 
 

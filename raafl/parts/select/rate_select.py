@@ -260,7 +260,7 @@ def by_rate(
         submodel: the user's own select part; None = select by rate.
         selector: rule for choosing units, as in `RateSelect.selector`.
         rates: share of each axis's units by client; None = ``levels``, which clients take in turn.
-        levels: shares of the width in the paper of the calling method.
+        levels: shares of the width that the method's paper uses.
         rounds: number that moves rolling windows and random draws on, as in `RateSelect.rounds`.
 
     Raises:

@@ -106,7 +106,7 @@ def _is_shared(submodels: Submodels, axis: Axis, member: Member) -> bool:
 
 
 class Gates:
-    """Factors (gates) on segments of units, by which the whole module computes as if a mask had removed some of them.
+    """Factors (gates) on segments of units, with which the whole module computes as if some segments were removed.
 
     A gate multiplies the weights that read its segment's units. With gates of 0 and 1, the loss and the gradients of
     kept parameters equal those of the small module that the mask would give. Gates between 0 and 1 have gradients.
@@ -131,7 +131,7 @@ class Gates:
 
     @contextmanager
     def set(self, gates: Mapping[str, Tensor]) -> Iterator[None]:
-        """Return a context in which the module computes with the given gates, factors on segments of units.
+        """Return a context in which the module computes with the given gates (factors on segments of units).
 
         Args:
             gates: a factor for each segment, shape (segments,), by axis.

@@ -43,7 +43,7 @@ def split_rate(rate: float, ratio: float) -> tuple[float, float]:
 
 
 def window_notes(submodels: Submodels) -> list[str]:
-    """Return a note for each that applies: the model cannot have fewer blocks, has no exits, or cannot be narrowed."""
+    """Return notes if the model cannot have fewer blocks, has no exits (early output heads), or cannot be narrowed."""
     notes: list[str] = []
     if stack_of(submodels) is None:
         what = "several stacks" if submodels.stacks else "no stack"
@@ -129,8 +129,8 @@ class RollingWindows(Select):
     """Select part (choice of submodels) of Co-S2P: a window of blocks that moves up in each round, narrowed by the client's mask.
 
     A client's share of the model is divided into a share r_d of the depth and r_w of the width. The window has ``ceil(r_d
-    L)`` of L blocks. Blocks below it are frozen and equally narrow; blocks above are absent, and an exit (output head)
-    at the window's top ends the submodel. Clients start with different windows (`first_window`).
+    L)`` of L blocks. Blocks below the window are frozen and equally narrow; blocks above it are absent, and an exit
+    (output head) at its top ends the submodel. Clients start with different windows (`first_window`).
 
     A mask keeps, on each axis (dimension that can be cut), the ``ceil(r_w S)`` of S segments with the largest scores.
     The first ``mask_rounds`` times that the window reaches a block, the client has two tasks: the first trains only the

@@ -143,7 +143,7 @@ def commitment(seed: bytes) -> bytes:
 
 
 def mask_seed(private: X25519PrivateKey, public: bytes, group: str, one: int, other: int) -> bytes:
-    """Derive the seed of the mask that two members share; both get the same one.
+    """Derive the seed of the mask that two members share; both derive the same seed.
 
     Args:
         private: one member's private key for masks.

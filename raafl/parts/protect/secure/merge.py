@@ -68,8 +68,8 @@ class SecureSum(Wrapped):
     ``theta <- theta + sum_n w_n a_n d_n / sum_n w_n`` over the clients n that trained an element. Client n multiplies
     its change d_n by ``w_n a_n / scale``, encodes it as fixed-point numbers and masks it. w_n and a_n, the weight and
     staleness factor of the wrapped mean, are public. An element that fewer than ``min_cover`` clients of a group have
-    is not unmasked and stays unchanged by that group. With privacy every weight is 1, and `Private.release_sum` adds
-    the noise.
+    trained stays masked, so that this group does not change it. With privacy every weight is 1, and
+    `Private.release_sum` adds the noise.
 
     Attributes:
         point: fixed-point format in which changes are encoded.

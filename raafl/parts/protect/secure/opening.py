@@ -80,9 +80,9 @@ class Opening:
         self._dropped[member_id] = private
 
     def unmask_(self, member_id: int, numbers: FlatTensors) -> None:
-        """Remove the masks from a member's update, in place, except those that only cancel in the sum of all members.
+        """Remove from a member's update, in place, the masks that would not cancel in the sum over all members.
 
-        Elements whose sums the server may not learn, since too few members train them, stay masked.
+        Elements that too few members train stay masked, since the server may not learn their sums.
 
         Args:
             member_id: id of the member, which has not dropped out.

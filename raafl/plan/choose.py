@@ -257,7 +257,7 @@ def choose(experiment: Experiment, table: Table | None = None) -> Choice:
 
     Args:
         experiment: settings of the run.
-        table: table of measured runs; None = that of raafl.
+        table: table of measured runs; None = the table that raafl contains.
 
     Raises:
         BadInput: no candidate can be run, or the user asked for a method that is not in the table.

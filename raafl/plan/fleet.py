@@ -16,7 +16,7 @@ _MOMENTS, _TASKS_AHEAD = 64, 50
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """A fleet (all clients' devices) described by six numbers; tasks are those with the whole model.
+    """A fleet (all clients' devices) described by six numbers; task times are for training the whole model.
 
     Attributes:
         slowest: base-2 logarithm of the slowest client's task time divided by the median.

@@ -211,7 +211,7 @@ def _short(problem: str) -> str:
 
 
 def seconds(value: float) -> str:
-    """Format a number of seconds with three significant digits, or in full from 1000 on."""
+    """Format a number of seconds with three significant digits; from 1000 on all digits before the point are kept."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 

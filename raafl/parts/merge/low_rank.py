@@ -214,7 +214,7 @@ class LowRank(Wrapped):
             pair: names of the layer's A, B and base weight.
             old: B, shape (out, rank), and A, shape (rank, in), before the merge.
             keep: share of each rank's old values that stays in the result, from 0 to 1, shape (rank,).
-            terms: the clients' weighted products B_i A_i, which are added to what stays of the old product.
+            terms: weighted products of the clients' B and A, to be added to what stays of the old product.
         """
 
 

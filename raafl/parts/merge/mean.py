@@ -165,7 +165,7 @@ class _MeanMemory(SumMemory):
 
 @dataclass(frozen=True)
 class Mean(Merge):
-    """Merge that mixes the weighted mean of the updates into the global model, for each element over those that trained it.
+    """Merge that mixes, for each element, the weighted mean of the updates that train it into the global model.
 
     A single update gives ``theta <- (1 - a) theta + a theta_new`` with ``a = alpha * s(t - tau)``, as in FedAsync and
     Fed-RAA (Xie et al. 2019, eq. 5; Fed-RAA, Algorithm 1). Several updates with weights ``w_n``, such as numbers of

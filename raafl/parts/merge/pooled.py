@@ -33,8 +33,8 @@ class Pooled(Wrapped):
     mean)^2) / sum_n w_n``. In a chain of wrappers only `WideMerge` and `Bounded` are outside this one.
 
     If the wrapped merge takes changes (deltas), clients still send statistics as values, and the server subtracts its
-    current ones. Changes relative to old versions would overshoot when several are applied one after another, down to
-    negative variances. Learning rates and moments of the server do not affect statistics.
+    current statistics. Changes relative to old versions would overshoot when several are applied one after another, down
+    to negative variances. Learning rates and moments of the server do not affect statistics.
 
     Attributes:
         pooling: the model's running statistics, with the conversion between variances and second moments.

@@ -15,7 +15,7 @@ from raafl.submodel import FlatTensors, Layout, Spec
 
 @dataclass(frozen=True)
 class Wrapped(Merge):
-    """Base class of merges that wrap another merge. It passes every call on; a subclass overrides those that it changes.
+    """Base class of merges that wrap another merge: calls that a wrapper does not override are passed on.
 
     A subclass that stores updates, and passes them on only in `apply`, must also override `detach`: until then the
     wrapped merge has no update whose tensors it could copy.

@@ -57,7 +57,7 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
         key: secret seed of the noise, as bytes.
 
     Raises:
-        BadInput: the package for accounting is not installed, delta is too large for so few clients, or the algorithm
+        BadInput: the package dp-accounting is not installed, delta is too large for so few clients, or the algorithm
             needs each client's own update.
     """
     if privacy.clip_norm is None:

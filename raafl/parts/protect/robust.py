@@ -187,7 +187,7 @@ def _size_class(tensors: FlatTensors) -> int:
 
 
 def num_dropped(combine: Combine, trim: float, num: int) -> int:
-    """Return the number of values to drop at each end: floor(trim * num), or for a median all but the middle one or two.
+    """Return the number of values to drop at each end: floor(trim * num); for a median, so many that one or two are left.
 
     Args:
         combine: rule for combining values, such as "trimmed_mean" or "median".

@@ -76,7 +76,7 @@ class BySpeed(WrappedSelect):
             _forget(table, client.id, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Update the client's ratio of measured to predicted time from its task."""
+        """Update the client's ratio of measured to predicted time, from the task that it has just finished."""
         super().on_update(client, assignment, seconds, fleet)
         ratio = fleet.time_ratio(client, assignment, seconds)
         if ratio is not None:

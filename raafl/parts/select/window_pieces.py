@@ -20,8 +20,8 @@ from raafl.submodel import Spec, Submodels
 class WindowPieces(OneOf):
     """Select part (choice of submodels) among pieces of the model: some consecutive blocks, and a slice of their width.
 
-    A share r of the model is divided into a share r_d of its L blocks and a share r_w of their width. It gives windows
-    of ``ceil(r_d L)`` consecutive blocks, each of which is cut into ``ceil(1 / r_w)`` slices that together cover the
+    A share r of the model is divided into a share r_d of its L blocks and a share r_w of their width. A window has
+    ``ceil(r_d L)`` consecutive blocks, and each window is cut into ``ceil(1 / r_w)`` slices that together cover the
     width. A client gets the piece that was merged least often so far, among those that it finishes within the time
     limit K (Gre-RAA, from Fed-RAA).
 
@@ -76,7 +76,7 @@ class WindowPieces(OneOf):
         ]
 
     def what(self) -> str:
-        """Describe in a few words, for logs, which shares of the model its pieces have."""
+        """Describe in a few words, for logs, which shares of the model its pieces (windows of blocks, narrowed) have."""
         return (
             f"windows of blocks and slices of their width, {', '.join(f'{rate:g}' for rate in self.rates)} of the model"
         )

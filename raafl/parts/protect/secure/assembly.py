@@ -41,7 +41,7 @@ class _WholeGroups(Buffered):
     folds_rest: ClassVar[bool] = False
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether all updates of the group have arrived."""
+        """Check whether the updates of all clients in the secure-aggregation group have arrived."""
         return _is_whole(waiting)
 
     def __str__(self) -> str:

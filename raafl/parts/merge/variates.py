@@ -35,7 +35,7 @@ class _VariatesMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class Variates:
-    """Control variates of all clients: estimates of how a client's gradients deviate, one number for each trained parameter.
+    """Control variates of all clients, which correct the drift of local training: one number for each trained parameter.
 
     All start at 0. Their mean is over all N clients of the run, as in the papers. With submodels, the mean of an element
     leaves out clients that have sent updates but never trained this element. Otherwise the mean of a rarely trained

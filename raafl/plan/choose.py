@@ -169,9 +169,9 @@ class Table:
         return asdict(self)
 
     def updates(self, features: Features) -> dict[str, float]:
-        """Estimate how many updates each candidate needs to reach a target, as a multiple of the fewest, by its label.
+        """Estimate how many updates each candidate needs to reach a target: multiples of the smallest number, by label.
 
-        This is the geometric mean over the measured runs; a run on a fleet at distance d has weight ``exp(-d^2)``.
+        The estimate is the geometric mean over the measured runs; a run on a fleet at distance d has weight ``exp(-d^2)``.
 
         Args:
             features: description of the fleet (set of client devices) for which to estimate.

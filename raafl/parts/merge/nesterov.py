@@ -125,10 +125,10 @@ class Nesterov(Merge):
 class DelayedNesterov(Nesterov):
     """Server step with delayed Nesterov momentum, for asynchronous runs (Liu et al. 2024, Algorithm 3 with c = 0).
 
-    Each client's change Delta moves the model at once: ``theta <- theta + eta Delta / N``. Only after N changes does
-    the momentum m take in their mean, and move the model, too: ``m <- beta m + sum Delta / N``; ``theta <- theta + eta
-    beta m``. So changes do not enter the momentum N times as often as in rounds. N changes from the same start give the
-    same result as one step of `Nesterov`. N = 1 is momentum at each arrival, the naive asynchronous form.
+    Each client's change Delta moves the model at once: ``theta <- theta + eta Delta / N``. Only after N changes is
+    their mean added to the momentum m, which then also moves the model: ``m <- beta m + sum Delta / N``; ``theta <-
+    theta + eta beta m``. So changes do not enter the momentum N times as often as in rounds. N changes from the same
+    start give the same result as one step of `Nesterov`. N = 1 is momentum at each arrival, the naive asynchronous form.
 
     With submodels, N is counted for each element: how many of the last N updates trained it. So an element that few
     clients have moves as far as one that all have. Until N updates have arrived, the missing ones count as if they

@@ -269,7 +269,7 @@ def memory_folder_of(memory: str, folder: str | None) -> str | None:
         folder: folder that the user named; None = the system's folder for temporary files.
 
     Raises:
-        BadInput: ``memory`` is neither word, or a folder is given for "ram".
+        BadInput: ``memory`` is neither "ram" nor "disk", or a folder is given for "ram".
     """
     one_of("memory", memory, ("ram", "disk"))
     if memory == "disk":

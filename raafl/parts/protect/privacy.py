@@ -209,7 +209,7 @@ class Private(Wrapped):
     max_epsilon: float | None = None
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the problems of the wrapped merge, and of privacy, such as running statistics in the model."""
+        """Return the wrapped merge's problems, and those that rule out privacy, such as running statistics in the model."""
         trained = state.submodels.layout(part="trained").entries
         problems = super().check(state)
         statistics = [entry.name for entry in trained if entry.name not in state.submodels.parameter_names]

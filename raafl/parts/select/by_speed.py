@@ -40,7 +40,7 @@ class BySpeed(WrappedSelect):
     This is called dynamic local updates (Liu et al. 2024, section 5). A client whose step takes s_i seconds makes
     ``floor(H min_j s_j / s_i)`` steps, but at least `least`. H is `train.num_steps`, and the minimum is over all clients
     that are present. s_i refers to the submodel that the wrapped part selects, so that a client with a narrower one
-    makes more steps. It is predicted from the device profile, and scaled by the ratio of measured to predicted time of
+    makes more steps. s_i is predicted from the device profile, and scaled by the ratio of measured to predicted time of
     the client's last task.
 
     Attributes:

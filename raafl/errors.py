@@ -84,7 +84,7 @@ def format_error(error: BaseException) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """Describe an error in one line of text, with the place in the user's code that raised it; a `BadInput` by its message."""
+    """Describe an error in one line: type (left out for a `BadInput`), message, and the line of the user's code that raised it."""
     return f"{' '.join(str(error).split())}{user_frame(error)}" if isinstance(error, BadInput) else format_error(error)
 
 
@@ -135,8 +135,8 @@ def nearest(name: str, known: Iterable[str], none: str = "known: ", home: str = 
     Args:
         name: the unknown name, as the user gave it.
         known: names that exist.
-        none: text to return if no name is known at all.
-        home: prefix written before each known name; it is not compared.
+        none: text to return if ``known`` is empty.
+        home: prefix written before each known name in the result; ``name`` is compared without it.
     """
     known = sorted(known)
     if not known:

@@ -67,7 +67,7 @@ class _JsonConsole(logging.Handler):
 
 @contextmanager
 def console(kind: LogFormat = "text") -> Iterator[None]:
-    """Within the block, print the records of the logger "raafl" on standard error, unless that logger has a handler.
+    """In a `with` block, print the records of the logger "raafl" on standard error, unless that logger has a handler.
 
     Records of level INFO and above are printed, unless the logger has its own level. Handlers of the root logger get
     the records, too.

@@ -53,7 +53,7 @@ class ObjectStore:
     @classmethod
     @contextmanager
     def answering(cls, url: str, field: str) -> Iterator[ObjectStore]:
-        """Open an object store for the block, and convert any error of the store inside the block to a `BadInput` about ``field``.
+        """Open an object store for a `with` block; errors of the store in the block become a `BadInput` about ``field``.
 
         Args:
             url: URL of the folder.

@@ -107,7 +107,7 @@ class _Site:
         *,
         trusted: bool,
     ) -> None:
-        """Check a server's run against a site's receipts (signed records of the tasks that the site's client did).
+        """Check a server's run against the receipts of a site (signed records of the tasks of that site's client).
 
         Some of the site's training tasks are repeated, and their updates compared with those in the receipts.
 

@@ -24,7 +24,7 @@ def parse_run(command: str, argv: Sequence[str], *, config_yaml: str | None = No
     Args:
         command: name of the command.
         argv: arguments of the command.
-        config_yaml: text of a config that was checked; see `parse`.
+        config_yaml: text of a config that is safe to read; options override it. None = take the config from ``argv``.
     """
     parsed = parse(command, argv, config_yaml=config_yaml)
     if parsed.experiment.algorithm.name != "auto":
@@ -44,7 +44,7 @@ def _with_choice(command: str, argv: Sequence[str], choice: Choice, config_yaml:
         command: name of the command.
         argv: arguments of the command.
         choice: method that was chosen.
-        config_yaml: text of a config that was checked; see `parse`.
+        config_yaml: text of a config that is safe to read; options override it. None = take the config from ``argv``.
     """
     others = [item for item in argv if name_of(item).startswith("--algorithm.")]
     rest = without(argv, "--algorithm", *map(name_of, others))

@@ -52,7 +52,7 @@ def command(argv: list[str]) -> str:
 
 
 def parser(name: str = "") -> ArgumentParser:
-    """Return a parser for `raafl certs NAME`; without ``name``, a parser for the options of all `raafl certs` commands."""
+    """Return a parser for the options of `raafl certs NAME`, or of all `raafl certs` commands if ``name`` is empty."""
     found = ArgumentParser(prog="raafl certs", exit_on_error=False, add_help=False, allow_abbrev=False)
     found.add_argument("--folder", default="certs", type=Path)
     if name in ("init", ""):

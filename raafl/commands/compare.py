@@ -105,7 +105,7 @@ def parser() -> ArgumentParser:
 
 
 def with_common(parser: ArgumentParser) -> ArgumentParser:
-    """Add the options that are common to all commands on comparisons; return the parser."""
+    """Add the options shared by all commands that run comparisons; return the parser."""
     parser.add_argument("--output", type=Path, metavar="DIR", help="its folder; default: comparisons/NAME")
     parser.add_argument("--rows", nargs="+", metavar="LABEL", help="run these rows alone; the result names the others")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process of its own")
@@ -122,7 +122,7 @@ def with_common(parser: ArgumentParser) -> ArgumentParser:
 
 
 def options_in(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    """Parse the options of a command on comparisons.
+    """Parse the options of a command that runs comparisons.
 
     Raises:
         BadInput: an option is wrong.

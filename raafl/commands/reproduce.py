@@ -18,7 +18,8 @@ def reproduce(argv: Sequence[str]) -> str:
         argv: arguments of the command.
 
     Raises:
-        BadInput: a paper, table, scale or option is unknown, or the table cannot be reproduced.
+        BadInput: a paper, table or option is unknown, the size of the experiments (`--scale`) is neither small nor full, or
+            the table cannot be reproduced.
         RunFailed: some runs failed, or a replay gave another result.
         KeyboardInterrupt: the user ended it; the same command continues it.
     """

@@ -30,7 +30,7 @@ def run_folder(text: str) -> Path:
 
 
 def run_tables(text: str) -> Path:
-    """Return the local path of a run folder; from a run at a URL, all but checkpoints and model are copied first."""
+    """Return the local path of a run folder; a run at a URL is first copied, without its checkpoints and model."""
     return _copied(text, tables_only=True) if is_url(text) else Path(text)
 
 

@@ -16,7 +16,7 @@ class GaussianClusters(TrainTestData):
 
     By default this is the task of the public toy example of Liu et al. 2024, "Asynchronous Local-SGD Training for
     Language Modeling": 32 centres on the unit sphere in 512 dimensions, 8 for each of 4 classes, with normal noise on
-    each coordinate. That example measures on some of its training points; here the test points are different ones.
+    each coordinate. That example evaluates on some of its training points; here the test points are drawn separately.
 
     Args:
         batch_size: number of points in a batch.

@@ -76,9 +76,9 @@ def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) ->
 def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Tokens:
     """Convert a chat to tokens by the tokenizer's template; only the assistant's messages have labels.
 
-    The assistant's messages are those that the template marks with ``{% generation %}``. If it has no such marks, the
-    chat is formatted twice for each of these messages, without and with it; the tokens by which the results differ are
-    the message.
+    The assistant's messages are those that the template marks with ``{% generation %}``. If it has no such marks, each
+    of these messages is found by formatting the chat twice, without and with the message; the additional tokens are the
+    message.
 
     Args:
         tokenizer: tokenizer of transformers, with a template for chats.

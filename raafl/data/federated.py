@@ -330,7 +330,7 @@ class FederatedData:
 
         Args:
             batch_size: number of samples in a batch; None = that of the loader.
-            first: number of the batch with which to begin.
+            first: index of the first batch to yield, from 0.
 
         Raises:
             BadInput: the loader is of a kind that is not supported.

@@ -195,7 +195,7 @@ class FineTuning(TrainTestData):
 
     @property
     def tokenizer(self) -> Any:  # a transformers.PreTrainedTokenizerBase
-        """Tokenizer with the given chat template; it is saved with the model."""
+        """Tokenizer, with ``chat_template`` in place of its own template if one was given; it is saved with the model."""
         tokenizer = load_tokenizer(self._tokenizer)
         if self._chat_template is not None:
             tokenizer.chat_template = Path(self._chat_template).read_text(encoding="utf-8-sig")

@@ -204,7 +204,7 @@ class InOrder:
 
         Args:
             batch_size: number of samples in a batch.
-            first: number of the batch with which to begin.
+            first: index of the first batch to yield, from 0.
         """
         batches = torch.split(torch.arange(self.num_samples), batch_size)[first:]
         if self.tensors is not None:

@@ -33,8 +33,8 @@ class Partition(ABC):
     """Base class of rules that divide the training set among clients.
 
     Args:
-        test_share: share of a client's samples on which it only evaluates its own submodel, at least 0 and below 1; 0 =
-            none (0.2 in the Co-S2P paper, section VI-A).
+        test_share: share of each client's samples that is not used for training, but to evaluate the client's own submodel;
+            at least 0 and below 1; 0 = none (0.2 in the Co-S2P paper, section VI-A).
         validation_share: share of the training set that no client gets, at least 0 and below 1; 0 = none. The global
             model is evaluated on it instead of the test set, so that nobody tunes hyperparameters on the test set.
     """
@@ -272,7 +272,7 @@ class QuantitySkew(Partition):
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
-        """Divide the samples at random in the drawn proportions; see `Partition.assign`."""
+        """Divide the samples at random, in proportions drawn from the Dirichlet distribution; see `Partition.assign`."""
         num_free = len(labels) - num_clients * self.min_samples
         free_cuts = np.floor(np.cumsum(_proportions(self.alpha, num_clients, rng))[:-1] * num_free).astype(np.int64)
         cuts = free_cuts + self.min_samples * np.arange(1, num_clients)
@@ -283,8 +283,8 @@ class QuantitySkew(Partition):
 class ByColumn(Partition):
     """Partition by real-world owners: samples with the same value in a column (a writer, a speaker, a hospital) stay together.
 
-    With as many values as clients, client i gets the i-th value in sorted order. With more values, each client gets
-    several, drawn at random, so that no client has more than one value more than another.
+    With as many values as clients, client i gets the i-th value in sorted order. With more values, these are divided
+    among the clients at random, and the clients' numbers of values differ by at most one.
 
     Args:
         column: name of the column with the owners.

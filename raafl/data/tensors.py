@@ -87,7 +87,7 @@ def unwrap(dataset: object) -> tuple[Any, torch.Tensor | None]:
 
 
 def is_tensors(dataset: object) -> bool:
-    """Check whether ``dataset`` is a plain `TensorDataset`, whose samples are its rows; a subclass may transform them."""
+    """Check whether ``dataset`` is a `TensorDataset` whose samples are its rows, not a subclass that transforms them."""
     return isinstance(dataset, TensorDataset) and _plain(dataset, TensorDataset)
 
 

@@ -170,7 +170,10 @@ class Tokenizer:
 
 
 def vocabulary(texts: Sequence[str], vocab_size: int) -> dict[str, int]:
-    """Assign the ids 2 to vocab_size - 1 to the most frequent words of some texts, in lower case; ties go by alphabet."""
+    """Assign the ids 2 to vocab_size - 1 to the most frequent words of some texts, in lower case.
+
+    Words of equal frequency are ordered alphabetically.
+    """
     counts = Counter(word for text in texts for word in _words(text))
     ranked = sorted(counts, key=lambda word: (-counts[word], word))[: vocab_size - 2]
     return {word: number for number, word in enumerate(ranked, start=_UNKNOWN + 1)}

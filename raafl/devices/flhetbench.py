@@ -45,8 +45,8 @@ def parse(text: str) -> tuple[Path, str, str]:
     """Parse the name of an environment of FLHetBench, `DEVICES-STATES:FOLDER`, such as `2-3:FLHetBench`.
 
     Returns:
-        FOLDER, the folder with a copy of the benchmark; DEVICES, the number of its list of phones' link speeds, 1 to 4;
-        and STATES, the number of its list of hours in which the phones are available, 1 to 4.
+        FOLDER, which has a copy of the benchmark; DEVICES and STATES, 1 to 4, which select one of the benchmark's four
+        files of phones' link speeds, and one of its four files of hours in which phones are available.
     """
     match = re.fullmatch(r"([1-4])-([1-4]):(.+)", text)
     if match is None:
@@ -62,8 +62,8 @@ def files(folder: Path, devices: str, states: str) -> list[Path]:
 
     Args:
         folder: folder with a copy of the benchmark FLHetBench.
-        devices: number of the list of phones' link speeds, 1 to 4.
-        states: number of the list of hours in which the phones are available, 1 to 4.
+        devices: number, 1 to 4, of the benchmark's file with the phones' link speeds.
+        states: number, 1 to 4, of the benchmark's file with the hours in which the phones are available.
     """
     samples = folder / _SAMPLES
     return [samples / "device" / f"case{devices}.json", samples / "state" / f"case{states}.json", folder / _TIMERS]
@@ -74,8 +74,8 @@ def rows(folder: Path, devices: str, states: str) -> list[dict[str, Any]]:
 
     Args:
         folder: folder with a copy of the benchmark.
-        devices: number of the list of phones' link speeds, 1 (all alike) to 4.
-        states: number of the list of hours in which the phones are available, 1 to 4.
+        devices: number, 1 to 4, of the benchmark's file with the phones' link speeds; in file 1 all are alike.
+        states: number, 1 to 4, of the benchmark's file with the hours in which the phones are available.
 
     Raises:
         ValueError: a file is missing or has another form.

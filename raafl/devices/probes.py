@@ -84,7 +84,7 @@ class Probes:
             self.best_s[place] = min(self.best_s[place], (self._clock() - begin_s) / num_calls)
 
     def speeds(self) -> tuple[float, float, float]:
-        """Compute this machine's FLOP/s, bytes/s of memory traffic and seconds per kernel launch from the shortest times."""
+        """Compute FLOP/s, bytes/s of memory traffic and seconds per kernel launch from the shortest time of each workload."""
         product_s, layer_s, tiny_s = self.best_s
         product, layer, tiny = (one.kernels.total() for one in (self.product, self.layer, self.tiny))
         many, few = self.layer.moved_bytes, self.tiny.moved_bytes

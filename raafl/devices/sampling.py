@@ -24,7 +24,7 @@ def _generator(seed: int, *numbers: int) -> np.random.Generator:
 
 
 def median(law: Mapping[str, Any]) -> dict[str, float]:
-    """Return the profile fields of the median of all devices that `draw` may give.
+    """Return the profile fields of a distribution's median device.
 
     Args:
         law: distributions of speed, memory and link speeds, from an entry of ``generators`` in raafl's device file.

@@ -99,7 +99,7 @@ class _Rate:
     task: int
 
     def seconds(self, phase: str, start_s: float, work_s: float) -> float:
-        """Return the duration in seconds of some work, with the variation of the rate from ``start_s`` on.
+        """Compute how many seconds some work takes from ``start_s`` on, while the device's rate varies.
 
         Args:
             phase: name of the part of the task, which has its own random variation.

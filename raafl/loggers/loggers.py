@@ -132,7 +132,7 @@ class _Worker(threading.Thread):
 
     @property
     def at_work(self) -> bool:
-        """Whether the logger's thread is alive and no call has blocked it."""
+        """Whether the logger's thread is alive, and none of its calls has taken too long."""
         return self.is_alive() and not self._look()
 
     def put(self, call: Callable[[Any], None], *, counted: bool = False) -> None:
@@ -144,7 +144,7 @@ class _Worker(threading.Thread):
             self._fail(f"{self._queue.maxsize} calls are waiting for it, and further calls are dropped")
 
     def end(self, call: Callable[[Any], None]) -> None:
-        """Add the last call to the logger's queue."""
+        """Add a last call to the logger's queue; the logger's thread ends after it."""
         self.put(call)
         with suppress(queue.Full):
             self._queue.put_nowait(None)

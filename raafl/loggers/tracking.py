@@ -209,7 +209,7 @@ Table = tuple[list[str], list[list[Any]]]
 
 
 class Tables:
-    """Tables of a run for its loggers; its folder is read once, when a thread first needs a table."""
+    """Tables of a run for its loggers; the run's folder is read only once, when a table is first needed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock = folder, threading.Lock()

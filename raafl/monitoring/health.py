@@ -33,7 +33,7 @@ class Health(RunHooks):
         self.state: Literal["starting", "running", "ending"] = "starting"
 
     def stop_asked(self) -> str | None:
-        """Record that the run's main loop still runs: it calls this in each iteration. Return None, so that it goes on."""
+        """Record an iteration of the run's main loop, which calls this method each time; return None, so that the loop goes on."""
         self._turned_at = self._clock()
         if self.state == "starting":
             self.state = "running"

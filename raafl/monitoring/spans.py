@@ -56,9 +56,10 @@ class SpanSink:
 
 
 def find_sink(warn: Callable[[str], None]) -> SpanSink | None:
-    """Find where to send trace spans: to the process's own tracer provider, or to the exporters that the environment names.
+    """Find where to send trace spans; return None if no destination is set.
 
-    Returns None if there is neither.
+    They go to the OpenTelemetry tracer provider that the program has set, or else to the exporters that the environment
+    variable OTEL_TRACES_EXPORTER names.
 
     Args:
         warn: function called with a message about each exporter that cannot be used.

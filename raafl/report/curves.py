@@ -116,7 +116,7 @@ def curve(run: RecordedRun, metric: str, against: str) -> tuple[Numbers, Numbers
 
 
 def band(lines: Sequence[tuple[Numbers, Numbers]], points: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Return x, mean, minimum and maximum of several curves, interpolated on their common range."""
+    """Return up to ``points`` values of x that all curves cover, and mean, minimum and maximum of the curves there."""
     lines = [(x, y) for x, y in lines if len(x)]
     since, until = max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines)
     places = np.unique(np.concatenate([x for x, _ in lines]))

@@ -95,7 +95,7 @@ def chart_html(chart: Chart) -> str:
 
 
 def data_json(charts: Sequence[Chart]) -> str:
-    """Return the views of the charts as JSON that is safe inside an HTML script element."""
+    """Return all plots of the charts, with their data, as JSON that is safe inside an HTML script element."""
     data = {
         chart.name: {
             "height": chart.height,

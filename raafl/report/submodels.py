@@ -139,7 +139,7 @@ def specs(groups: Sequence[Group]) -> Chart:
 def axes(groups: Sequence[Group]) -> Chart:
     """Return tables of the model's axes (dimensions that submodels cut, such as the neurons of a layer), for each group.
 
-    They also have the share of parameters that a submodel keeps at each rate (share of each axis that it keeps).
+    The tables also show which share of the parameters a submodel has if it keeps a given share (rate) of each axis.
     """
     tables: list[Table] = []
     for group in groups:

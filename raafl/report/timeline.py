@@ -60,7 +60,7 @@ def _bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
 
 
 def timeline(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Chart:
-    """Return a chart of each client's tasks over time, for each run."""
+    """Return a chart of each client's tasks over time, for each run; ``left_out`` further runs are not shown."""
     views: dict[tuple[str, ...], View] = {}
     tables, large, unknown = [], False, False
     for name, run in runs:
@@ -169,7 +169,7 @@ def _tasks_table(name: str, run: RecordedRun, found: TaskIntervals) -> Table:
 
 
 def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Chart:
-    """Return a chart of how each client, and all clients together, spent their time."""
+    """Return a chart of how each client, and all clients together, spent their time; ``left_out`` further runs are not shown."""
     views: dict[tuple[str, ...], View] = {}
     tables: list[Table] = []
     totals: dict[str, dict[str, float]] = {}

@@ -145,12 +145,12 @@ def _link(client: ClientRecord, is_simulated: bool) -> tuple[float, float, float
 
 
 def busy_share(intervals: TaskIntervals, clients: Sequence[Sequence[int]], edges: Numbers) -> npt.NDArray[np.float64]:
-    """Compute the share of time, 0 to 1, that each group of clients spent in tasks, `(groups, len(edges) - 1)`.
+    """Compute the share, 0 to 1, of each time interval that a group of clients spent in tasks, `(groups, len(edges) - 1)`.
 
     Args:
         intervals: time intervals of the tasks.
         clients: ids of the clients in each group.
-        edges: limits in seconds of consecutive time intervals, ascending.
+        edges: boundaries in seconds between consecutive time intervals, ascending.
     """
     band_of = {client: band for band, members in enumerate(clients) for client in members}
     bands = np.array([band_of.get(client, -1) for client in intervals.client.tolist()], np.int64)

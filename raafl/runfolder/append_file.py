@@ -61,7 +61,7 @@ class AppendFile(Generic[Item]):
         self._warned = False
 
     def abandon(self) -> None:
-        """Close the file without writing the rows that wait."""
+        """Close the file; rows that could not be written so far are lost."""
         self._file.close()
 
     @property
@@ -75,7 +75,7 @@ class AppendFile(Generic[Item]):
         return bool(self._kept) or self._num_new_dropped > 0
 
     def add(self, item: Item) -> None:
-        """Append a row; if it cannot be written now, keep it until the next attempt.
+        """Append a row; if it cannot be written now, store it in memory and try again later.
 
         Raises:
             ValueError: the file is closed.
@@ -99,7 +99,7 @@ class AppendFile(Generic[Item]):
             self.flush()
 
     def flush(self) -> None:
-        """Try again to write the rows whose writing has failed."""
+        """Try again to write the rows that could not be written so far."""
         if self._file.closed:
             return
         self._tried_s = time.monotonic()
@@ -116,7 +116,7 @@ class AppendFile(Generic[Item]):
             self._fail(error)
 
     def close(self) -> None:
-        """Write the rows that wait, if possible, and close the file; a second call does nothing."""
+        """Try once more to write the rows that could not be written so far, and close the file; a second call does nothing."""
         self.flush()
         with suppress(OSError):  # some file systems find out only now; what they lost is not known
             self._file.close()

@@ -47,11 +47,11 @@ class Books:
 
     @property
     def state(self) -> str:
-        """State of the records: `ALTERED`, `UNSIGNED` or `SIGNED`."""
+        """State of the run's records: `ALTERED`, `UNSIGNED` or `SIGNED`."""
         return ALTERED if self.findings else SIGNED if self.key is not None else UNSIGNED
 
     def line(self) -> str:
-        """Return one line of text that describes the state of the records."""
+        """Return one line of text that says whether the run's records are altered, unsigned or signed."""
         if self.findings:
             more = f", and {len(self.findings) - 1} more: raafl audit names them" if len(self.findings) > 1 else ""
             return f"books: {ALTERED}: {self.findings[0]}{more}"
@@ -80,7 +80,7 @@ def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool =
     Args:
         folder: folder of the run.
         keys: accepted public keys; empty = any single key is accepted.
-        whole_files: whether to check checkpoints, model, config and summary, too, which must be read completely.
+        whole_files: whether to check checkpoints, model, config and summary, too; this reads all of these files.
         heads: whether to collect the hashes of all rows of the journal.
 
     Raises:

@@ -94,7 +94,7 @@ class ChainCheck:
 
 
 def check_lines(lines: Iterable[bytes]) -> ChainCheck:
-    """Check the lines of a journal; an incomplete last line, as a crash leaves, is ignored."""
+    """Check the hashes of a journal's lines; an incomplete last line, as a crash leaves, is ignored."""
     found = ChainCheck()
     for line in lines:
         if line.endswith(b"\n"):

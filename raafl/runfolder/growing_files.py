@@ -46,7 +46,7 @@ class JournalFile(AppendFile[bytes]):
         self.add(_line(event))
 
     def gap(self, num_rows: int) -> None:
-        """Append a row which says that ``num_rows`` rows are missing here."""
+        """Append a row which says that ``num_rows`` rows are missing at this point of the file."""
         self.add(self._gap(num_rows))
 
     def _gap(self, num_rows: int) -> bytes:

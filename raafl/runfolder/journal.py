@@ -147,13 +147,13 @@ class RunFolder:
 
     @property
     def unwritten(self) -> dict[str, int]:
-        """Number of rows that each file lacks since they could not be written; complete files are left out."""
+        """Number of rows that could not be written, by file name; files that lack no rows are left out."""
         files: tuple[AppendFile[Any], ...] = (self._events, self._metrics, self._clients)
         return {file.path.name: file.num_unwritten for file in files if file.num_unwritten}
 
     @property
     def num_clients_dropped(self) -> int:
-        """Number of rows of clients.csv that could never be written."""
+        """Number of rows that clients.csv lacks and that will never be written."""
         return self._clients.num_dropped
 
     def event(self, event: JournalRow) -> None:
@@ -199,11 +199,11 @@ class RunFolder:
             self.reader.client(row)
 
     def gap(self, num_rows: int) -> None:
-        """Write to the journal that ``num_rows`` rows are missing here."""
+        """Write a note to the journal that ``num_rows`` rows are missing at this point."""
         self._events.gap(num_rows)
 
     def flush(self) -> None:
-        """Try again to write the rows, of all files, whose writing has failed."""
+        """Try again to write the rows that could not be written so far, in all files."""
         for file in (self._events, self._metrics, self._clients):
             file.flush()
 
@@ -219,7 +219,7 @@ class RunFolder:
             file.write(text.encode())
 
     def finish(self, summary: Summary, num_checkpoints: int, warnings: list[str]) -> None:
-        """Write the summary of a run that ended, after adding to it what could not be written, and the warnings.
+        """Write the summary of a run that ended, with its warnings and the number of rows that could not be written.
 
         Args:
             summary: summary of the run; gets ``unwritten`` (number of missing rows, or of missing files, by file name)
@@ -244,7 +244,7 @@ class RunFolder:
         return self._events.head
 
     def sealed(self) -> Sealed:
-        """Return hashes of the journal's and the tables' present rows, with which `seal` later protects these rows."""
+        """Return hashes of the present rows of the journal and the tables, to be passed to `seal` later."""
         tables = {METRICS: self._metrics.sealed(), CLIENTS: self._clients.sealed()}
         return Sealed(self._events.length, self._events.head, tables)
 
@@ -278,7 +278,7 @@ class RunFolder:
         return [f"{CHECKPOINTS}/{path.name}" for path in sorted((self.path / CHECKPOINTS).glob("*.ckpt"))]
 
     def close(self) -> None:
-        """Write the rows that wait, if possible, and close the files; a second call does nothing."""
+        """Try once more to write the rows that could not be written so far, and close the files; a second call does nothing."""
         for file in (self._events, self._metrics, self._clients):
             file.close()
         if self._seals is not None:

@@ -42,8 +42,8 @@ def column_of(name: str) -> str:
 class LoggedMeans:
     """Means, weighted by samples, of the values logged in tasks that were merged between two evaluations.
 
-    A period for which means are computed ends when an evaluation is requested. If that evaluation is skipped for a newer
-    one, the period's tasks count for the newer one.
+    A task counts for the first evaluation that is requested after its merge. If that evaluation is skipped in favour of
+    a newer one, the task counts for the newer one.
     """
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ class LoggedMeans:
         return name in self._names
 
     def close(self, version: int) -> None:
-        """End the present period, since version ``version`` waits for its evaluation."""
+        """Mark that an evaluation of ``version`` was requested: values added from now on count for a later evaluation."""
         self._closed.append((version, self._open))
         self._open = {}
 
     def take(self, version: int) -> dict[str, float]:
-        """Return the means of all periods up to the evaluated version, by column."""
+        """Return the means that belong to the evaluation of ``version``, by their columns in metrics.csv."""
         due = [sums for closed, sums in self._closed if closed <= version]
         self._closed = [(closed, sums) for closed, sums in self._closed if closed > version]
         means: dict[str, float] = {}

@@ -134,7 +134,7 @@ class RunRecord:
             return dict(sorted(self._turned_away.items()))
 
     def suspended(self, client: int) -> None:
-        """Count that a client was suspended."""
+        """Count that a client was suspended: it gets no tasks for a while, since its updates were refused."""
         self._kept_out[client] += 1
 
     def settled(self, settled: Settled, now: float) -> None:

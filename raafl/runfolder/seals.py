@@ -116,7 +116,7 @@ class Seal:
 class SealFile:
     """Writer of a run's seals (signed entries with hashes of its files); used by one thread at a time.
 
-    Seals that cannot be written wait for the next attempt.
+    A seal that cannot be written stays in memory, and is written at the next attempt that succeeds.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class SealFile:
         final: bool = False,
         altered: Iterable[str] = (),
     ) -> None:
-        """Write a seal, once all data that it describes are on the disk.
+        """Write a seal (signed entry with hashes), after making sure that the rows that it describes are on the disk.
 
         Args:
             sealed: state of journal and tables.
@@ -183,11 +183,11 @@ class SealFile:
                     os.close(descriptor)
 
     def flush(self) -> None:
-        """Try again to write the seals whose writing has failed."""
+        """Try again to write the seals that could not be written so far."""
         self._file.flush()
 
     def close(self) -> None:
-        """Write the seals that wait, if possible, and close the file."""
+        """Try once more to write the seals that could not be written so far, and close the file."""
         self._file.close()
 
 

@@ -75,7 +75,7 @@ class Signer:
 
     @classmethod
     def choose(cls, path: Path | None) -> Signer | None:
-        """Return a signer with the key in a file; with this user's own key if there is no file, or its key cannot sign."""
+        """Return a signer with the key in a file, or with this user's own key if ``path`` is None or has no usable key."""
         if path is None:
             return cls.own()
         try:

@@ -167,22 +167,22 @@ class RunStatistics:
         return means
 
     def coverage(self) -> dict[str, float | None]:
-        """Return the share of the model's parameters that a version's updates trained: mean and minimum over versions."""
+        """Compute, for each model version, the share of parameters that its updates trained; return mean and minimum."""
         self._close()
         number, total, least = self._shares
         return {"mean": total / number if number else None, "min": least if number else None}
 
     def participation(self, version: int, num_clients: int) -> dict[str, float]:
-        """Return the share of the model's versions that contain an update of a client: mean and minimum over clients."""
+        """Compute, for each client, the share of model versions that contain its updates; return mean and minimum."""
         least = min((num for _, num in self._rounds.values()), default=0) if len(self._rounds) >= num_clients else 0
         return {"mean": self.mean_participation(version, num_clients), "min": least / max(version, 1)}
 
     def mean_participation(self, version: int, num_clients: int) -> float:
-        """Return the mean of `participation` (share of versions that contain an update of a client), in constant time."""
+        """Return the mean over clients of the share of model versions that contain an update of the client, in constant time."""
         return self._num_rounds / (max(num_clients, 1) * max(version, 1))
 
     def memory(self) -> dict[str, int | None]:
-        """Return the largest memory of any task, predicted and measured."""
+        """Return the largest predicted and the largest measured memory of any task, in bytes."""
         predicted, measured = (int(value) or None for value in self._memory)
         return {"predicted_bytes": predicted, "measured_bytes": measured}
 

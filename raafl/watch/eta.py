@@ -33,7 +33,7 @@ class Goals:
 
     @classmethod
     def from_json(cls, data: Any) -> Goals:
-        """Restore goals from the result of `to_json`; data of any other form give no goals."""
+        """Restore goals from the result of `to_json`; the result has no goals if ``data`` has another form."""
         try:
             targets = [Target(str(one["metric"]), float(one["value"])) for one in data["targets"]]
             updates, time_s = data["max_updates"], data["max_time_s"]
@@ -62,7 +62,7 @@ class Marks:
 
         Args:
             mark: progress of the run now.
-            replaces: whether ``mark`` belongs to the same merge as the last one, and so replaces it.
+            replaces: whether ``mark`` describes the same merge as the mark recorded last, which it then replaces.
         """
         if replaces and len(self.marks) > 1:
             last = self.marks.pop()

@@ -44,7 +44,7 @@ class _Client:
     lasted_s: dict[str, float] = field(default_factory=dict)  # spec -> seconds of the last task on it; the newest last
 
     def due_s(self) -> float | None:
-        """Predict when the client's task will end, from the duration of its last task with the same submodel, or of any task."""
+        """Predict when the client's task will end, from its last task with the same submodel, or else from its last task."""
         if self.task is None:
             return None
         guess = self.lasted_s.get(spec_in_words(self.task.spec)) if len(self.lasted_s) > 1 else None
@@ -273,7 +273,7 @@ class RunState:
 
 
 def follow(path: Path, clock: Callable[[], float] = time.time) -> RunTail[RunState]:
-    """Read the run in a folder and continue as its files grow; the folder need not exist yet.
+    """Return a follower of a run folder, which computes the run's progress as the files grow; the folder need not exist yet.
 
     Args:
         path: folder of the run.
@@ -283,7 +283,7 @@ def follow(path: Path, clock: Callable[[], float] = time.time) -> RunTail[RunSta
 
 
 def spec_in_words(data: object, most: int | None = None) -> str:
-    """Format a submodel's plain data as text, in the form of `str(Spec)`, with at most ``most`` characters."""
+    """Describe a submodel, given as plain data from the journal, in one line of at most ``most`` characters."""
     try:
         text = _in_words(data) if isinstance(data, dict) else str(data or "")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):

@@ -57,6 +57,17 @@ class ResidentPayload:
         known = copy == self._payload.layout(assignment.spec, "sent")
         return self._payload.travelling(assignment.spec, "sent", assignment.extra if known else None)
 
+    def own(self, assignment: Assignment, out: FlatTensors) -> FlatTensors | None:
+        """Write the client's copy into ``out`` and return it; None = it has no copy for the task's submodel.
+
+        Args:
+            assignment: assignment of the task.
+            out: storage of the payload's layout.
+        """
+        copy = self._kept.find(RESIDENT, self._client)
+        known = copy is not None and copy.layout == self._payload.layout(assignment.spec, "sent")
+        return out.copy_(copy) if copy is not None and known else None
+
     def complete(self, assignment: Assignment, part: FlatTensors, out: FlatTensors) -> FlatTensors:
         """Combine the received tensors with those that the client kept; return all tensors of the task, in ``out``.
 

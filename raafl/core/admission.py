@@ -58,6 +58,7 @@ class Admission:
 
     algorithm: Algorithm
     pace: bool
+    works_ahead: bool
     seed: int
     absent: set[int]
     fleet: SelectContext
@@ -308,6 +309,10 @@ class Admission:
             seed=derive_seed(self.seed, client.id, task), assigned_s=now,
             pace_s=pace_s, extra=work.extra, lr_scale=self.fleet.training.lr_scale(self.state.version, now),
         )  # fmt: skip
+        if self.works_ahead:
+            next_lr_scale = self.fleet.training.lr_scale(self.state.version + 1, now)
+            next_seed = derive_seed(self.seed, client.id, task + 1)
+            assignment = replace(assignment, next_seed=next_seed, next_lr_scale=next_lr_scale)
         self.roster.start(assignment)
         self._actions.append(Assign(assignment))
 

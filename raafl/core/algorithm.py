@@ -314,9 +314,13 @@ class Algorithm:
 
     def overlap_problem(self) -> str | None:
         """Explain why a client may not work on its next task while its update travels; None = it may."""
+        if self.local.steps_ahead:
+            return None
+        if self.local.resident:
+            return f"a client of {self.name} makes no step before it has what it receives"
         if not self.trigger.allows_overlap:
             return f"a client of {self.name} waits for the merge of its update before its next task"
-        if self.merge.personalizes or self.select.needs_last_update or self.local.resident:
+        if self.merge.personalizes or self.select.needs_last_update:
             return f"a client's next task of {self.name} depends on its last update"
         if type(self.local).exchange is not Local.exchange:
             return f"tasks of {self.name} exchange messages with the server"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -53,6 +53,8 @@ class Task:
             repeatedly.
         link: connection to the server for methods that exchange messages during a task (`raafl.core.exchange`). None =
             the method has no such exchange, or client and server run in this process.
+        receive: function that waits for the task, if it was begun before it arrived; None = it has arrived. See
+            `arrived`.
     """
 
     assignment: Assignment
@@ -69,6 +71,37 @@ class Task:
     up: Bundles = field(default_factory=dict)
     draws: Callable[[int], AbstractContextManager[Any]] = nullcontext
     link: ClientLink | None = None
+    receive: Callable[[], Assignment] | None = None
+
+    def arrived(self) -> Assignment:
+        """Wait until the task has arrived, and return its assignment; only then ``received`` has its values.
+
+        Before, ``received`` and ``down`` are what the client keeps (`Local.resident`), and ``assignment`` is the expected
+        one, whose ``id``, ``version`` and ``extra`` are not the task's.
+        """
+        return self.assignment if self.receive is None else self.receive()
+
+
+def expected_next(assignment: Assignment) -> Assignment | None:
+    """Return the task that a client may take its next one to be; ``id``, ``version`` and ``extra`` are not known yet.
+
+    Args:
+        assignment: the client's latest task.
+
+    Returns:
+        The expected task; None = the client may not begin it early.
+    """
+    if assignment.next_seed is None:
+        return None
+    return replace(
+        assignment, task=assignment.task + 1, seed=assignment.next_seed, lr_scale=assignment.next_lr_scale, pace_s=0.0
+    )
+
+
+def begins_alike(expected: Assignment, actual: Assignment) -> bool:
+    """Check whether the first steps of two tasks of one client are the same, up to `Local.steps_ahead`."""
+    names = ("client", "incarnation", "task", "spec", "num_epochs", "num_steps", "seed", "lr_scale")
+    return all(getattr(expected, name) == getattr(actual, name) for name in names)
 
 
 class Hook(Part):
@@ -159,6 +192,11 @@ class Local(Part):
                 f"{cls.__name__} exchanges messages during a task and also sends bundles of extra tensors "
                 f"({', '.join((*cls.down, *cls.up))}): use only one of them"
             )
+
+    @property
+    def steps_ahead(self) -> int:
+        """Number of a task's first steps for which a client needs nothing of what it receives, so that they may precede it."""
+        return 0
 
     @property
     def supports_data_parallel(self) -> bool:

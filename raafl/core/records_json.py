@@ -117,15 +117,17 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
     raise ValueError(f"'{data['event']}' is not the name of an event: read the journal with the version that wrote it")
 
 
-_ASSIGNED = tuple(one.name for one in fields(Assignment) if one.name not in ("extra", "lr_scale"))
+_LEFT_OUT = {"lr_scale": 1.0, "next_seed": None, "next_lr_scale": 1.0}
+"""Fields of an assignment that are not written where they have these values."""
+_ASSIGNED = tuple(one.name for one in fields(Assignment) if one.name not in ("extra", *_LEFT_OUT))
 
 
 def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
-    """Convert an assignment to plain data for the wire and the journal, without ``extra`` and ``lr_scale`` if default."""
+    """Convert an assignment to plain data for the wire and the journal, without later fields that have their defaults."""
     data = {name: getattr(assignment, name) for name in _ASSIGNED}
     extra = {"extra": dict(assignment.extra)} if assignment.extra else {}
-    scale = {"lr_scale": assignment.lr_scale} if assignment.lr_scale != 1.0 else {}
-    return data | {"spec": assignment.spec.to_json()} | extra | scale
+    more = {name: getattr(assignment, name) for name in _LEFT_OUT if getattr(assignment, name) != _LEFT_OUT[name]}
+    return data | {"spec": assignment.spec.to_json()} | extra | more
 
 
 def assignment_from_json(data: dict[str, Any]) -> Assignment:

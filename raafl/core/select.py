@@ -175,6 +175,18 @@ class SelectContext:
         """Predict the seconds that ``client`` needs for ``work`` in total; the papers' c(n, j) for client n, submodel j."""
         return self.task_time(client, work).total_s
 
+    def early_share(self, client: ClientInfo, work: Work) -> float:
+        """Return the share of a task's computing that ``client`` may do before the task arrives; see `Local.steps_ahead`.
+
+        Args:
+            client: client that trains the task.
+            work: submodel and length of the task.
+        """
+        samples = self.training.samples(work, client.num_samples, self.batch_size)
+        early = min(self.local.steps_ahead * min(self.batch_size, client.num_samples), samples)
+        # a forward pass costs a third of a step, as in `time_on`
+        return early / (samples + self.tested(client, work.extra) / 3)
+
     def problems(self, ask: Callable[[ClientInfo], object]) -> list[str]:
         """Apply a check to every client and return its error messages.
 

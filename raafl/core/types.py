@@ -97,6 +97,8 @@ class Assignment:
             pause.
         lr_scale: factor on the optimizer's learning rate, from the run's schedule.
         extra: plain data that the local part reads, from `Work.extra`.
+        next_seed: seed of the client's next task, if it may begin that before it arrives; None = it may not.
+        next_lr_scale: expected factor ``lr_scale`` of that task.
     """
 
     id: int
@@ -113,6 +115,8 @@ class Assignment:
     pace_s: float = 0.0
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     lr_scale: float = 1.0
+    next_seed: int | None = None
+    next_lr_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

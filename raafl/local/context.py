@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from raafl.core.exchange import ClientLink
+from raafl.core.types import Assignment
 from raafl.local.client_group import ClientProcesses
 
 
@@ -30,12 +32,14 @@ class TaskContext:
         link: connection over which the task exchanges messages with the server; None = there is none.
         process_group: processes that train this client together; None = only this process.
         progress: position of the task in its data, updated while it trains.
+        receive: function that waits for a task that was begun before it arrived; None = it has arrived (`Task.arrived`).
     """
 
     stop: threading.Event | None = None
     link: ClientLink | None = None
     process_group: ClientProcesses | None = None
     progress: Progress = field(default_factory=Progress)
+    receive: Callable[[], Assignment] | None = None
 
     @property
     def is_stopped(self) -> bool:

@@ -128,7 +128,7 @@ class TaskSteps:
             backward=backward_of(lambda loss, _: self._backward(built, loss), built.module, built.optimizer, self.local,
                                  self.options.gradient_clip_val, 1 if group is None else group.size),
             update=lambda: self._update(task, pull), down=task.down, up=built.up,
-            draws=lambda seed: RngStream(self.fabric.device, seed), link=task.context.link,
+            draws=lambda seed: RngStream(self.fabric.device, seed), link=task.context.link, receive=task.context.receive,
         )  # fmt: skip
         return self.local.hook(seen)
 

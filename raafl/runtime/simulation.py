@@ -34,6 +34,7 @@ from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import measuring, of_server
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver
+from raafl.runtime.early import EarlySteps
 from raafl.runtime.executors import Executor
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.secure_groups import SecureGroups
@@ -88,6 +89,7 @@ class Simulation(Driver):
         self._snapshots = CompressedSnapshots(coordinator)
         self._out: dict[int, dict[int, FlatTensors]] = {}  # client -> its unanswered assignments, with their values
         self._uplink_free: dict[int, float] = {}  # where tasks overlap: when the client's last update will have arrived
+        self._early = EarlySteps()
         self._ready: dict[int, _Due] = {}  # by assignment: trained, and waiting for a group to be complete
         for client in clients:
             self._plan_join(client, 0.0)
@@ -107,6 +109,7 @@ class Simulation(Driver):
             "now": self.now,
             "sequence": self._sequence,
             "num_lost": self._num_lost,
+            "early": self._early.save(),
             "heap": [[at, priority, number, _item_to_plain(item)] for at, priority, number, item in self._heap],
             "ready": [_item_to_plain(due) for due in self._ready.values()],
             "out": [[client, number, id(snapshot)] for client, number, snapshot in out],
@@ -116,6 +119,7 @@ class Simulation(Driver):
     def restore(self, data: dict[str, Any]) -> None:
         """Restore the clock, waiting events and unfinished tasks from the result of `save`, but not the coordinator."""
         self._now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
+        self._early.restore(data.get("early", []))
         self._heap = [(at, priority, number, _item_from_plain(item)) for at, priority, number, item in data["heap"]]
         limit = self.coordinator.limits.max_time_s
         if all(item != Timer(TIME_UP) or at != limit for at, _, _, item in self._heap):  # it is another than it was
@@ -224,6 +228,8 @@ class Simulation(Driver):
             return None
         update = self._trained(due)
         self._forget_task(due)
+        if update.refusal is not None:
+            self._early.forget(update.client)
         return Arrived(update)
 
     def _snapshot_of(self, assignment: Assignment) -> FlatTensors | None:
@@ -272,6 +278,7 @@ class Simulation(Driver):
         """Drop the tasks that a client has not answered; return their number."""
         tasks = self._out.pop(client, {})
         self._uplink_free.pop(client, None)
+        self._early.forget(client)
         for number, snapshot in tasks.items():
             self._ready.pop(number, None)
             self.executor.cancel(number)
@@ -320,6 +327,7 @@ class Simulation(Driver):
         client, more_bytes = assignment.client, self._snapshots.more_bytes(assignment)
         free_s = self._uplink_free.get(client, 0.0)
         task_time = self._task_time(assignment, more_bytes, free_s)
+        self._early.begin(assignment, self.now + task_time.down_s + task_time.compute_s)
         self.record.assigned(assignment)
         down_bytes = self.coordinator.fleet.cost(assignment.spec, assignment.extra).down_bytes
         self.record.moved(down=down_bytes + more_bytes)
@@ -350,7 +358,9 @@ class Simulation(Driver):
         time = fleet.task_time(client, work)
         if more_bytes:
             time = replace(time, down_s=time.down_s + more_bytes / client.profile.down_bytes_per_s)
-        return fleet.real_time(client, time, self.now, assignment.task, up_from_s)
+        real = fleet.real_time(client, time, self.now, assignment.task, up_from_s)
+        saved_s = self._early.saved_s(assignment, client, fleet, self.now + real.down_s, real.compute_s)
+        return replace(real, compute_s=real.compute_s - saved_s) if saved_s else real
 
     def _measure(self, version: int, now: float) -> None:
         assert self.evaluator is not None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from raafl.algorithms import fed_async, fed_buff
+from raafl.algorithms import fed_async, fed_buff, streaming_diloco
 from raafl.compression.options import Compress
+from raafl.core.algorithm import Training
 from raafl.parts.select.rate_select import RateSelect
+from raafl.runtime.client.early import EarlyTask
 from tests.conformance.clocks import on_both_clocks
 from tests.helpers.small_runs import equal_replay, experiment, unequal
 
@@ -31,4 +33,31 @@ def test_real_ranks_in_the_simulated_order_leave_the_same_model(tmp_path, name):
     simulated, real = on_both_clocks(made, tmp_path / "real")
     assert real.summary["staleness"] == simulated.summary["staleness"]
     assert len(real.events("sending")) == len(simulated.events("sending")) >= 12
+    assert equal_replay(made, real)
+
+
+@pytest.mark.quick_cases("all")
+@pytest.mark.parametrize(("trigger", "schedule"), [("all", "constant"), ("each", "linear")], ids=["all", "each"])
+def test_real_clients_that_begin_tasks_before_they_arrive_leave_the_simulated_model(
+    tmp_path, monkeypatch, trigger, schedule
+):
+    """In rounds each task but a client's first is the expected one. With ``each`` its rate is another: it is trained anew."""
+    train, begun = EarlyTask.train, tmp_path / "begun"
+
+    def watched(early, *args):
+        train(early, *args)
+        if not isinstance(early.item, str):  # the run ends while each of four clients is ahead
+            with begun.open("a") as file:
+                file.write(f"{early.update is not None}\n")
+
+    monkeypatch.setattr(EarlyTask, "train", watched)
+    length = {} if schedule == "constant" else {"lr_versions": 30}
+    algorithm = streaming_diloco(2, sync_delay=2, trigger=trigger)
+    made = experiment(
+        tmp_path / "simulated", algorithm, overlap=True, emulate=False, compress=Compress(down="bf16", up="int8"),
+        devices=unequal(up_bytes_per_s=8e4), max_updates=16, train=Training(None, 3, lr_schedule=schedule, **length),
+    )  # fmt: skip
+    _, real = on_both_clocks(made, tmp_path / "real")
+    words = begun.read_text().split()
+    assert words.count(str(trigger == "all")) >= 16 - 4 and words.count(str(trigger != "all")) <= 4
     assert equal_replay(made, real)

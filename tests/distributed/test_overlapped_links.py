@@ -18,6 +18,10 @@ from tests.distributed.test_cut_links import NUM_BYTES, RATE, begun, fleet_over,
 
 pytestmark = pytest.mark.timeout(120)
 OVERLAP = ("--algorithm=fed_async", "--overlap=true")
+STREAMING = (
+    "--algorithm=streaming_diloco", "--algorithm.fragments=1", "--algorithm.sync_delay=2", "--train.num_epochs=null",
+    "--train.num_steps=2", "--overlap=true",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -83,10 +87,37 @@ def test_a_server_killed_with_two_tasks_in_flight_resumes_without_them(tmp_path,
     assert replay(run.folder)["equal"] is True
 
 
-def updates_per_s(tmp_path, port, overlap):
+@pytest.mark.long(
+    "tests/conformance/test_overlapped_two_clocks.py::"
+    "test_real_clients_that_begin_tasks_before_they_arrive_leave_the_simulated_model"
+)
+def test_a_link_is_cut_and_a_client_killed_while_it_is_ahead_of_its_task(tmp_path, free_port):
+    """The cut loses nothing. After its death the next client gets the whole model, and begins nothing before."""
+    relay = Relay(free_port, RATE, None)
+    with fleet_over(relay, tmp_path, free_port, clients=2, options=[*STREAMING, "--max_updates=3"]) as fleet, relay:
+        first, second = fleet.joiners
+
+        def harm():
+            begun(relay)
+            relay.cut()
+            wait_for(lambda: relay.up_bytes > 1.3 * NUM_BYTES, 100.0)  # the second update is on its way
+            first.send(signal.SIGKILL)
+            second.begin()
+
+        run = served_while(fleet, free_port, harm)
+        assert [first.exit_code(), second.exit_code()] == [-signal.SIGKILL, 0], second.words()
+    assert run.events("back") and in_flight(run, "away") == 1
+    assert [(row["assignment"], row["outcome"].partition(":")[0]) for row in run.rows()] == [
+        ("1", "merged"), ("2", "lost"), ("3", "merged"), ("4", "merged"),
+    ]  # fmt: skip
+    settled(run)
+    assert replay(run.folder)["equal"] is True
+
+
+def updates_per_s(tmp_path, port, overlap, method):
     """Let a client do six tasks whose training waits a second, and whose update takes a second to send."""
     tmp_path.mkdir()
-    relay, options = Relay(port, RATE / 6, None), [*OVERLAP, "--model.hidden=[3333]", "--max_updates=6"]
+    relay, options = Relay(port, RATE / 6, None), [*method, "--model.hidden=[3333]", "--max_updates=6"]
     with fleet_over(relay, tmp_path, port, options=[*options, f"--overlap={overlap}"]) as fleet, relay:
         run = fleet.serve(listener=f"127.0.0.1:{port}")
     at_s = [row["time_s"] for row in run.events("arrived")]
@@ -96,7 +127,8 @@ def updates_per_s(tmp_path, port, overlap):
 @pytest.mark.long(
     "tests/runtime/test_overlapped_simulation.py::test_a_device_that_is_slower_than_its_uplink_never_waits"
 )
-def test_a_client_whose_uplink_is_as_slow_as_its_device_answers_more_often(tmp_path, free_port, monkeypatch):
+@pytest.mark.parametrize("method", [OVERLAP, STREAMING], ids=["fed_async", "streaming_diloco"])
+def test_a_client_whose_uplink_is_as_slow_as_its_device_answers_more_often(tmp_path, free_port, monkeypatch, method):
     """Two seconds a task become one: here, with what both ways have in common, at least 1.3 times as many updates."""
     run = LocalTrainer.run
 
@@ -105,6 +137,6 @@ def test_a_client_whose_uplink_is_as_slow_as_its_device_answers_more_often(tmp_p
         return run(*args, **more)
 
     monkeypatch.setattr(LocalTrainer, "run", slow)
-    off, on = (updates_per_s(tmp_path / overlap, free_port, overlap) for overlap in ("false", "true"))
+    off, on = (updates_per_s(tmp_path / overlap, free_port, overlap, method) for overlap in ("false", "true"))
     print(f"{off:.2f} updates/s one after the other, {on:.2f} overlapped: {on / off:.2f} times as many")
     assert on > 1.3 * off

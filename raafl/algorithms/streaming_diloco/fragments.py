@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from raafl.core.algorithm import SelectContext
 from raafl.core.memory import OneValue
 from raafl.core.state import GlobalState
-from raafl.core.types import ClientInfo, Update, Work
+from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.errors import one_of, positive
 from raafl.parts.merge.nesterov import DelayedNesterov
 from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
@@ -151,6 +151,11 @@ class InTurn(WrappedSelect):
     def needs_last_update(self) -> bool:
         """Whether a client's next task needs its last one to be complete: yes, it continues from the client's own copy."""
         return True
+
+    def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
+        """Pass on how long the task took, but not with `overlap`, where its first steps may precede its assignment."""
+        if not fleet.overlap:
+            super().on_update(client, assignment, seconds, fleet)
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Delete the record of the client's fragment, since a newly joined client has no copy of the model yet."""

@@ -61,6 +61,11 @@ class Replica(Local):
         """Return names and shapes of the extra tensors that stay on the client: one number of steps, and copies of the model."""
         return Layout.pack([("steps", (1,), torch.float32)]) if bundle == STEPS else None
 
+    @property
+    def steps_ahead(self) -> int:
+        """Number of a task's first steps (tau), which use only the client's own parameters."""
+        return self.sync_delay
+
     def hook(self, task: Task) -> Hook:
         """Return the hook that loads the client's copy of the model, mixes in the received fragment, and stores the copy again."""
         return _Streaming(task, self)
@@ -112,7 +117,7 @@ class _Streaming(Hook):
     def _mix(self) -> None:
         """Set the received fragment to ``alpha`` times the replica's plus ``1 - alpha`` times the received values."""
         self._waits = False
-        received = self._local.travels(self.task.submodels, self.task.assignment.extra, "sent")
+        received = self._local.travels(self.task.submodels, self.task.arrived().extra, "sent")
         for name, tensor in self._named:
             if received is None or name in received:
                 tensor.lerp_(self.task.received[name].to(tensor.device), 1.0 - self._local.alpha)

@@ -15,6 +15,7 @@ from typing import Any
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import DownlinkCodec, UplinkCodec
 from raafl.config.options import Timeouts
+from raafl.core.local import expected_next
 from raafl.core.payload import Payload
 from raafl.core.state import ClientState
 from raafl.core.types import OUT_OF_MEMORY, POLICY, Assignment, ClientInfo, Update
@@ -28,6 +29,7 @@ from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.log import warn_once
 from raafl.parts.protect.secure.group import CannotOpen
+from raafl.runtime.client.early import EarlyTask
 from raafl.runtime.client.receipts import Receipts, receipt_of
 from raafl.runtime.client.secure import SecureSide
 from raafl.runtime.client.sender import Sender
@@ -104,6 +106,7 @@ class Client:
         self._free.set()
         self._received: queue.SimpleQueue[tuple[Assignment, FlatTensors] | str | Exception] = queue.SimpleQueue()
         self._sender, self._goes_ahead = Sender(self._received.put), False  # where the next task may come meanwhile
+        self._expected: Assignment | None = None  # the next task, if it may be begun before it arrives
 
     def run(self) -> str:
         """Work until the server tells the client to stop; return the server's reason, with the connection closed.
@@ -121,14 +124,16 @@ class Client:
         reader.start()
         try:
             while True:
-                item = self._received.get()  # the reader's last word is a reason or an error
+                early = self._begin_early()
+                item = early.item if early is not None and early.item is not None else self._received.get()
+                # the reader's last word is a reason or an error
                 if isinstance(item, str):
                     self._sender.wait(self._waits.stop_s)
                     return item
                 if isinstance(item, Exception):
                     raise item
-                self._work(*item)
-                del item  # its submodel goes before the next one comes
+                self._work(*item, early)
+                del item, early  # its submodel goes before the next one comes
                 self._free.set()
         finally:
             self._pair.close()
@@ -214,14 +219,33 @@ class Client:
                 )
         return self._down.layout(assignment)
 
-    def _work(self, assignment: Assignment, wire: FlatTensors) -> None:
+    def _begin_early(self) -> EarlyTask | None:
+        """Train the next task from before it arrives, if that is possible; None = wait for it."""
+        expected, self._expected = self._expected, None
+        device = self._trainer.fabric.device
+        own = None if expected is None else self._down.own(expected, device)
+        if expected is None or own is None:
+            return None
+        peak_bytes(device, anew=True)
+        early = EarlyTask(expected, own, self._received.get, self._down.unpack)
+        early.train(self._trainer, self._data, self._context)
+        return early
+
+    def _trained(
+        self, assignment: Assignment, wire: FlatTensors, early: EarlyTask | None
+    ) -> tuple[Update, FlatTensors]:
+        """Return the result of a task, and the values from which it was trained."""
+        if early is not None and early.update is not None:
+            return early.update, early.values
+        peak_bytes(self._trainer.fabric.device, anew=True)
+        self.gate.before(assignment)
+        received = self._down.unpack(assignment, wire)
+        trainer, context = self._side.begin(assignment, self._context)
+        return attempt(trainer, assignment, received, self._data, context), received
+
+    def _work(self, assignment: Assignment, wire: FlatTensors, early: EarlyTask | None) -> None:
         try:
-            device = self._trainer.fabric.device
-            peak_bytes(device, anew=True)
-            self.gate.before(assignment)
-            received = self._down.unpack(assignment, wire)
-            trainer, context = self._side.begin(assignment, self._context)
-            update = attempt(trainer, assignment, received, self._data, context)
+            update, received = self._trained(assignment, wire, early)
             left = assignment.pace_s - (time.perf_counter() - self._since)
             if left > 0 and self._stop.wait(left):
                 raise Stopped
@@ -268,7 +292,9 @@ class Client:
             logs=() if self._secure is not None else self.gate.log_lines(),
         )  # fmt: skip
         overlaps = self._goes_ahead
-        goes_ahead = overlaps and not self.gate.counts_bytes
+        is_alone = self._context.process_group is None and self._secure is None and not self.gate.asks_first
+        self._expected = expected_next(assignment) if is_alone else None
+        goes_ahead = (overlaps and not self.gate.counts_bytes) or self._expected is not None
         if self._secure is None:
             self._sender.wait()  # the last update lies where this one will
             packed = self._up.pack(assignment, update.tensors, received)

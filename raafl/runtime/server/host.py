@@ -128,7 +128,7 @@ def _admit(run: Run, server: Server, terms: Terms | None, rules: Callable[[int],
             raise Refused("unknown-client", problem)
         known = parts.clients[client - 1]
         own = replace(terms, site=rules(client))
-        kind = OverlappedSession if experiment.overlap else Session
+        kind = OverlappedSession if parts.coordinator.overlap else Session
         server.enter(client, lambda incarnation: kind(
             client, incarnation, connect, parts.submodels, server.inbox, waits, run.record.moved,
             parts.coordinator.state.values.device, own, plan, known, parts.coordinator.algorithm.local,

@@ -63,6 +63,8 @@ class PolicyRefusal(RunFailed):
 class Gate:
     """Gate that checks tasks against the policy of a client's site; this base class has no policy and allows everything."""
 
+    asks_first = False
+    """Whether each task is checked before any of its steps is made, so that none is begun before it arrives."""
     counts_bytes = False
     """Whether the site limits its bytes, so that no task is trained while an update is sent, which may use up the rest."""
     stopped: Callable[[], bool] = staticmethod(lambda: False)
@@ -114,6 +116,8 @@ class Gate:
 
 class SiteGate(Gate):
     """Gate that applies the policy of a client's site."""
+
+    asks_first = True
 
     def __init__(
         self, policy: SitePolicy, say: Callable[[str], None] = _say, now: Callable[[], datetime] = datetime.now,

@@ -8,8 +8,10 @@ Choices that the paper leaves open, or that differ from it here:
 - A task is H/P steps, so H is ``fragments`` times `train.num_steps`. Fragments go out at its end, and come in with the next task.
 - What a worker holds stays on the client (`raafl.compression.resident`): its parameters, the values that it received last, and with
   `inner_state` "kept" AdamW's moments. A client that joins, or returns, gets the whole model once and begins from it.
-- The paper overlaps a transfer with tau steps. Here the arithmetic is that of the paper, but a task starts once its fragment has
-  arrived: messages are P times smaller, their seconds are not hidden.
+- The paper overlaps a transfer with tau steps, and then waits for it. So it is here with `overlap`: a client makes the first tau
+  steps of its next task (`Local.steps_ahead`) while its update and the merged fragment travel. tau is `sync_delay`, at most the
+  steps of a task, H/P, so that a fragment is mixed in before the client sends its next one. Without `overlap` the arithmetic is the
+  same, but a task starts once its fragment has arrived.
 - alpha and tau are as torchft and others describe the method; the paper's text was not at hand. alpha = 0 takes the global values,
   alpha = 1 would never synchronise. With one fragment, alpha 0 and tau 0 it is `diloco`.
 - The wire is `compress`: bf16 or int8; the paper has 4 bits.
@@ -60,7 +62,7 @@ def streaming_diloco(
         alpha: weight of the client's own values when a received fragment is mixed in (alpha), 0 to below 1; 0 = take
             the global values.
         sync_delay: number of local steps after which a received fragment is mixed in (tau); at the end of the task at
-            the latest.
+            the latest. With `overlap` these steps hide transfers: they are made before the fragment is there.
         outer_lr: outer learning rate (eta).
         outer_momentum: outer momentum (beta); 0 = none.
         trigger: time of a merge: all (when the whole round has reported) or each (at each arrival, with delayed

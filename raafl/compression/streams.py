@@ -26,8 +26,8 @@ from raafl.errors import InvalidPayload
 from raafl.submodel import FlatTensors, Layout, Spec
 from raafl.submodel.tensor_files import PayloadRoom
 
-COPY, RESIDUAL = "compressed copy", "compressed residual"
-"""In `ClientState`."""
+COPY, RESIDUAL = "compressed copy", "compressed residual"  # names in `ClientState`
+_MAX_KEPT = 2
 
 
 @dataclass
@@ -40,9 +40,6 @@ class LastSent(OneValue[dict[int, list[int]]]):
 
     key = "compressed lives"
     value: dict[int, list[int]] = field(default_factory=dict)
-
-
-_MAX_KEPT = 2
 
 
 class Scratch:

@@ -96,7 +96,7 @@ def one_line(text: str, longest: int = LONGEST) -> str:
 
 
 def user_frame(error: BaseException) -> str:
-    """Return the innermost file and line of the user's code in an error's traceback, as `` (FILE:LINE)``."""
+    """Return the innermost file and line of the user's code in an error's traceback, as `` (FILE:LINE)``; empty if unknown."""
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename is not None:  # that file has not begun to run
         places.append((error.filename, error.lineno))

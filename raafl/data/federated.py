@@ -112,8 +112,8 @@ class ClientData:
     ) -> Iterator[Sized]:
         """Yield each batch with its number of samples, for some epochs or steps; each epoch has a new random order.
 
-        The last batch of an epoch may be smaller than the others. If `batch_size` exceeds the number of samples, it is
-        the only one. At the start of each epoch, one `torch.randperm` (with weights, one `torch.multinomial`) is drawn
+        The last batch of an epoch may be smaller than the others. If `batch_size` exceeds the number of samples, an
+        epoch has a single batch. At the start of each epoch, one `torch.randperm` (with weights, one `torch.multinomial`) is drawn
         from the generator; global generators are not used.
 
         Args:

@@ -50,7 +50,7 @@ class Partition(ABC):
     def held_out(self, part: torch.Tensor, client: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Divide a client's samples at random into a training part and a test part, both ascending.
 
-        The test part has the share `test_share`, rounded to the nearest number, but at least one sample is left for
+        The test part has the share `test_share`, rounded to whole samples, but at least one sample is left for
         training. The draw depends only on the seed, the client and the number of samples.
 
         Args:
@@ -121,7 +121,7 @@ class Partition(ABC):
 
 @dataclass(frozen=True)
 class Iid(Partition):
-    """Random division into parts of equal size (up to one sample), so that all clients have the same distribution."""
+    """Random division into parts whose sizes differ by at most one sample, so that all clients have the same distribution."""
 
     needs_labels: ClassVar[bool] = False
 

@@ -192,7 +192,7 @@ class _FromFolder(TrainTestData):
 
 
 class MNIST(_FromFolder):
-    """Data module of MNIST: 60,000 + 10,000 normalised images `(1, 28, 28)`, 10 classes.
+    """Data module of MNIST: 60,000 training and 10,000 test images, normalised, `(1, 28, 28)`, 10 classes.
 
     The files are in `torchvision/MNIST/raw` or `MNIST/raw` below `root`.
     """
@@ -203,7 +203,10 @@ class MNIST(_FromFolder):
 
 
 class CIFAR10(_FromFolder):
-    """Data module of CIFAR-10: 50,000 + 10,000 normalised images `(3, 32, 32)`, 10 classes; 184 MB, decoded once per machine."""
+    """Data module of CIFAR-10: 50,000 training and 10,000 test images, normalised, `(3, 32, 32)`, 10 classes.
+
+    Images take 184 MB and are decoded once per machine.
+    """
 
     num_classes: ClassVar[int] = 10
     files = readers.CIFAR10
@@ -211,7 +214,10 @@ class CIFAR10(_FromFolder):
 
 
 class CIFAR100(_FromFolder):
-    """Data module of CIFAR-100: 50,000 + 10,000 normalised images `(3, 32, 32)`, 100 classes; 184 MB, decoded once per machine."""
+    """Data module of CIFAR-100: 50,000 training and 10,000 test images, normalised, `(3, 32, 32)`, 100 classes.
+
+    Images take 184 MB and are decoded once per machine.
+    """
 
     num_classes: ClassVar[int] = 100
     files = readers.CIFAR100

@@ -77,7 +77,7 @@ class TensorImages(GatherDataset):
 
 
 def unwrap(dataset: object) -> tuple[Any, torch.Tensor | None]:
-    """Remove nested `Subset`s: return the inner data set, and its rows as int64, or None for all rows in order."""
+    """Remove nested `Subset`s: return the inner data set and the selected rows, int64; None = all rows in order."""
     rows: torch.Tensor | None = None
     while isinstance(dataset, Subset) and _plain(dataset, Subset):
         inner = torch.as_tensor(dataset.indices, dtype=torch.int64)

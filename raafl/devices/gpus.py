@@ -25,8 +25,8 @@ class Place:
         """Read the rank of this process from the environment set by torchrun or `fit --local`.
 
         Args:
-            server_device: device of the global model on rank 0, if rank 0 does not train; None = rank 0 trains too, or
-                is on another machine.
+            server_device: device that holds the global model, if the process of rank 0 is only the server; None = rank 0
+                trains, too, or is on another machine.
             chosen: index of the GPU that the user asked for; None = assigned by the rank.
         """
         import torch

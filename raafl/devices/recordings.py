@@ -98,8 +98,8 @@ def load(path: str) -> tuple[Recording, ...]:
     """Read the recording of each device in a file, in the order in which the devices appear.
 
     Raises:
-        ValueError: the file is not a recording; the message lacks a subject, which the caller adds, such as the path
-            before "has no rows; ...".
+        ValueError: the file is not a recording; the message, such as "has no rows; ...", is meant to be put after the
+            file's name.
     """
     file = Path(path)
     if not file.is_file():

@@ -24,7 +24,7 @@ def _generator(seed: int, *numbers: int) -> np.random.Generator:
 
 
 def median(law: Mapping[str, Any]) -> dict[str, float]:
-    """Return the profile fields of a distribution's median device.
+    """Return the profile fields (speed, memory, link) of the median device of a random distribution of devices.
 
     Args:
         law: distributions of speed, memory and link speeds, from an entry of ``generators`` in raafl's device file.

@@ -35,12 +35,12 @@ def long_series(profile: Mapping[str, Any], longer_than: int = MOST_PAIRS) -> di
 
 
 def shortened(profile: Mapping[str, Any], but: MutableMapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a copy of a device profile in which ``{"digest": HEX}`` stands for each time series of over 100 pairs.
+    """Return a copy of a device profile in which ``{"digest": HEX}`` stands for time series of over 100 pairs.
 
     Args:
         profile: fields of the profile, as a mapping.
-        but: series that were already written in full, by digest; a new one is left in full and added here. None =
-            replace all.
+        but: series that were already written in full elsewhere, by digest. Only these are replaced; any other series
+            stays as it is and is added to this mapping. None = all long series are replaced.
     """
     short = dict(profile)
     for name in FIELDS:

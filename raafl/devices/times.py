@@ -9,7 +9,7 @@ from raafl.submodel.cost import Cost
 def time_on(profile: Profile, cost: Cost, samples: float, tested: float = 0.0) -> TaskTime:
     """Predict the time in which a device trains a task and then evaluates the result.
 
-    A forward pass costs a third of a training step.
+    A sample to evaluate counts as a third of a training sample, since it needs the forward pass only.
 
     Args:
         profile: profile of the device.

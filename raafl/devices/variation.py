@@ -99,7 +99,7 @@ class _Rate:
     task: int
 
     def seconds(self, phase: str, start_s: float, work_s: float) -> float:
-        """Compute how many seconds some work takes from ``start_s`` on, while the device's rate varies.
+        """Compute how many seconds some work takes on a device whose rate varies over time.
 
         Args:
             phase: name of the part of the task, which has its own random variation.

@@ -188,7 +188,7 @@ def partition(
 
     Args:
         runs: runs with their names.
-        classes: samples of each class by client, or the reason why they are unknown, by `id(run)`.
+        classes: number of samples of each class by client, or the reason why it is unknown; for each run, by `id(run)`.
         left_out: number of further runs that are not shown.
     """
     views: dict[tuple[str, ...], View] = {}

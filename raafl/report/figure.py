@@ -30,7 +30,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One view of a chart, which the reader can select: plotly traces and layout. Texts are not yet escaped for HTML."""
+    """One of the plots among which a chart's reader selects: plotly traces and layout. Texts are not yet escaped for HTML."""
 
     data: Sequence[Mapping[str, Any]]
     layout: Mapping[str, Any]
@@ -38,7 +38,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart on a report page, with a view for each choice of the reader.
+    """A chart on a report page, with one or more plots (views) among which the reader selects.
 
     Attributes:
         name: id of the chart in the page, of the form `[a-z-]+`.

@@ -135,7 +135,7 @@ def _short(value: str) -> str:
 
 
 def names_of(groups: Sequence[Group]) -> dict[int, str]:
-    """Return a mapping from `id(run)` to a unique name: the group's label and the seed; also the folder, where needed."""
+    """Return a unique name for each run, by `id(run)`: its group's label and seed, and its folder if these are not unique."""
     called: dict[int, str] = {}
     for group in groups:
         for run in group.runs:

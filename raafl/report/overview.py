@@ -124,7 +124,7 @@ def differences_table(groups: Sequence[Group]) -> Table | None:
 
 
 def notes_of(run: RecordedRun) -> list[str]:
-    """List the problems of a run that readers must know: missing files, rows that could not be written, warnings."""
+    """List the problems of a run to be shown in its report: missing files, rows that could not be written, warnings."""
     summary = run.summary or {}
     notes = list(run.notes)
     unwritten = summary.get("unwritten")

@@ -58,7 +58,7 @@ def staleness(groups: Sequence[Group]) -> Chart:
 def regions(groups: Sequence[Group]) -> Chart:
     """Return a chart of the merges of each region (a piece of the model that is merged separately).
 
-    It shows their number, their staleness, and the time since the last one.
+    It shows the number and the staleness of the merges, and the time since the last merge.
     """
     figures = {group.label: _regions(group) for group in groups}
     numbers = sorted({region for some in figures.values() for region in some})

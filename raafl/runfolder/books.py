@@ -79,7 +79,7 @@ def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool =
 
     Args:
         folder: folder of the run.
-        keys: accepted public keys; empty = any single key is accepted.
+        keys: accepted public keys; empty = any key is accepted, but only one per run.
         whole_files: whether to check checkpoints, model, config and summary, too; this reads all of these files.
         heads: whether to collect the hashes of all rows of the journal.
 

@@ -256,7 +256,7 @@ class RunFolder:
         Args:
             sealed: state of journal and tables, from `sealed`.
             version: version of the global model.
-            names: paths in the folder of further files to hash.
+            names: further files to hash, by their paths in the folder.
             final: whether the run has ended, so that all files are hashed.
             altered: descriptions of files that were changed before the run was resumed.
         """

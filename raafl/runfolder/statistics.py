@@ -167,13 +167,13 @@ class RunStatistics:
         return means
 
     def coverage(self) -> dict[str, float | None]:
-        """Compute, for each model version, the share of parameters that its updates trained; return mean and minimum."""
+        """Compute the share of parameters trained by the updates in each model version; return mean and minimum over versions."""
         self._close()
         number, total, least = self._shares
         return {"mean": total / number if number else None, "min": least if number else None}
 
     def participation(self, version: int, num_clients: int) -> dict[str, float]:
-        """Compute, for each client, the share of model versions that contain its updates; return mean and minimum."""
+        """Compute the share of model versions that contain an update of each client; return mean and minimum over clients."""
         least = min((num for _, num in self._rounds.values()), default=0) if len(self._rounds) >= num_clients else 0
         return {"mean": self.mean_participation(version, num_clients), "min": least / max(version, 1)}
 

@@ -44,7 +44,7 @@ class _Client:
     lasted_s: dict[str, float] = field(default_factory=dict)  # spec -> seconds of the last task on it; the newest last
 
     def due_s(self) -> float | None:
-        """Predict when the client's task will end, from its last task with the same submodel, or else from its last task."""
+        """Predict when the client's task will end, from the duration of an earlier task, if possible with the same submodel."""
         if self.task is None:
             return None
         guess = self.lasted_s.get(spec_in_words(self.task.spec)) if len(self.lasted_s) > 1 else None
@@ -62,8 +62,8 @@ class RunState:
         runtime: kind of the run, "simulated" or "distributed"; empty until it is known.
         time_s: time of the last row, in seconds on the run's clock.
         say: function called with a line of text for each event.
-        how: function that returns the number of processes of a simulation, the share of its tasks that are trained
-            together with other clients' tasks in one operation, and the mean number of clients trained so together.
+        how: function that returns three numbers of a simulation: its processes; the share of its tasks that are trained
+            in one operation with other clients' tasks; and the mean number of clients in such an operation.
     """
 
     how: Callable[[], tuple[int | None, float | None, float | None]] | None = None

@@ -7,6 +7,10 @@ Both ends know whether the client has a copy: it lives as long as an incarnation
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+
 from raafl.core.payload import Payload
 from raafl.core.state import ClientState
 from raafl.core.types import Assignment
@@ -57,16 +61,18 @@ class ResidentPayload:
         known = copy == self._payload.layout(assignment.spec, "sent")
         return self._payload.travelling(assignment.spec, "sent", assignment.extra if known else None)
 
-    def own(self, assignment: Assignment, out: FlatTensors) -> FlatTensors | None:
-        """Write the client's copy into ``out`` and return it; None = it has no copy for the task's submodel.
+    def own(
+        self, assignment: Assignment, storage: Callable[[str, Layout, torch.device], FlatTensors], device: torch.device
+    ) -> FlatTensors | None:
+        """Return the client's copy, in the payload's layout; None = it has no copy for the task's submodel.
 
         Args:
             assignment: assignment of the task.
-            out: storage of the payload's layout.
+            storage: function that returns storage for a purpose and a layout, on a device.
+            device: device of the result.
         """
-        copy = self._kept.find(RESIDENT, self._client)
-        known = copy is not None and copy.layout == self._payload.layout(assignment.spec, "sent")
-        return out.copy_(copy) if copy is not None and known else None
+        copy, layout = self._kept.find(RESIDENT, self._client), self._payload.layout(assignment.spec, "sent")
+        return None if copy is None or copy.layout != layout else storage("received", layout, device).copy_(copy)
 
     def complete(self, assignment: Assignment, part: FlatTensors, out: FlatTensors) -> FlatTensors:
         """Combine the received tensors with those that the client kept; return all tensors of the task, in ``out``.

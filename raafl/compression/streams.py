@@ -118,10 +118,7 @@ class DownlinkCodec(_End):
 
     def own(self, assignment: Assignment, device: torch.device) -> FlatTensors | None:
         """Return the client's own copy of a resident payload, valid until the next call of `unpack`; None = it has none."""
-        if self._resident is None:
-            return None
-        layout = self._plan.payload.layout(assignment.spec, "sent")
-        return self._resident.own(assignment, self._scratch("received", layout, device))
+        return None if self._resident is None else self._resident.own(assignment, self._scratch, device)
 
     def unpack(self, assignment: Assignment, wire: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
         """Decompress the tensors that a client has received, and update the record of its values; return the values.

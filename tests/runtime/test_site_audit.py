@@ -153,7 +153,7 @@ def test_receipts_and_inputs_that_were_altered_are_named(recorded, run, tmp_path
     first, *others = found["findings"]
     assert first == "receipts.jsonl: receipt 1 was altered"
     assert any("its inputs in" in line and "were altered" in line for line in others)
-    assert any("cannot be read" in line for line in others)
+    assert any("are damaged or of another model" in line for line in others)
     with suppress(FileNotFoundError):
         (site / "site.json").unlink()
     assert main(["audit", str(run), "--site", str(site)]) == 2

@@ -63,17 +63,17 @@ def ram_fed(
     submodel: Select | None = None,
     hold: bool = False,
 ) -> Algorithm:
-    """Return RAM-Fed: RA-Fed in which the server also remembers each client's latest update of every region.
+    """Return RAM-Fed: clients train changing regions of the model, and the server remembers their latest updates of each.
 
     Args:
         mask: number of regions for each client: L-Arb = 2, S-Arb = 1, MIX-Arb = 2 for half of the clients and 1 for the
             others; or a list, one number for each of clients 1, 2, ..., repeating.
         regions: number K of regions into which the units of the model are divided.
         trained: number of regions that are trained in a round, if some are to be left out (S*); None = all of them.
-        every: number of rounds from one that leaves regions out to the next; in the rounds between, all regions are
-            trained. 1 = each round leaves regions out. Needs trained.
-        coverage: smallest number of clients that train the same region in a round (Gamma*); None = as even for all
-            regions as the other settings allow.
+        every: regions are left out in one of this many rounds; all regions are trained in the other rounds. 1 = regions
+            are left out in each round. Needs trained.
+        coverage: smallest number of clients that train each region in a round (Gamma*); None = clients are spread over the
+            regions as evenly as the other settings allow.
         rest: largest number of rounds in a row in which a client does not train a region (tau_q); None = no limit.
         full_first: whether all clients train all regions in the first round, as far as their memory allows.
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.

@@ -47,7 +47,7 @@ class Search:
     Attributes:
         grid: values to try, by option; a single row may have another grid in `rows`.
         seeds: seeds of the trials; they must not be seeds of the comparison.
-        rows: grids of single rows in place of `grid`, by label of the row.
+        rows: values to try for single rows in place of `grid`, under the row's label.
         trials: number of settings from its grid that each row tries, drawn at random; None = all, and then all grids
             must have the same size.
         options: further options of the trials, such as a smaller budget.
@@ -129,7 +129,7 @@ class Comparison:
     Attributes:
         name: name of the comparison's folder; by default the file's name.
         config: base config: a path, or the name of one of raafl's own configs.
-        rows: options of each row, by label, in the order of the result table.
+        rows: options of each row, under the row's label, in the order of the result table.
         seeds: seeds of the reported runs.
         options: options that all runs have.
         search: search for each row's settings; None = no search.
@@ -139,7 +139,7 @@ class Comparison:
         smooth: number of consecutive evaluations to average before the time to a target is measured.
         baseline: label of the row with which the others are compared; None = the first row.
         about: introduction for readers of the result page.
-        published: values from a paper, by label, shown beside the measured values.
+        published: values from a paper, under the row's label, shown beside the measured values.
     """
 
     name: str

@@ -47,15 +47,15 @@ class GridTask:
 
 @dataclass(frozen=True)
 class GridFleet:
-    """A fleet (devices of all clients) of a grid, with the virtual time of a run on it for each learning task.
+    """A fleet (devices of all clients) on which a grid compares methods, with the virtual time of a run for each learning task.
 
     Attributes:
         name: name of the fleet's file.
         devices: value of `devices` in a config: `fleet:NAME`, a device file, or a list of devices; or one of these for
-            each task.
-        max_time: virtual duration of a run, by task: a number of seconds, or 90s, 5m, 2h.
-        task_s: seconds that a client's task should take, by task. Where a method's options contain the text `{task_s}`,
-            this number takes its place.
+            each learning task.
+        max_time: virtual duration of a run for each learning task, by name: a number of seconds, or 90s, 5m, 2h.
+        task_s: seconds that a client should train at a time, for each learning task, by name. Where a method's options
+            contain the text `{task_s}`, this number takes its place.
         about: description for readers, in one sentence.
     """
 
@@ -71,11 +71,11 @@ class GridMethod:
     """A federated method of a grid of comparisons; it becomes a row of each comparison.
 
     Attributes:
-        name: label of its rows.
+        name: name of the method, which labels its rows in the tables.
         options: options of all of its runs.
-        tasks: further options for single tasks, by task.
-        search: values to try for options, by task; None = the values that the task names. All methods get equally many
-            trials.
+        tasks: further options for single learning tasks, by the task's name.
+        search: values of options to try for each learning task, by the task's name; None = the values that the task's
+            file gives. All methods get equally many trials.
         about: description for readers, in one sentence.
     """
 

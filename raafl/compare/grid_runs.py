@@ -25,9 +25,9 @@ class GridRuns:
     """Record of the runs of a grid that have finished.
 
     Attributes:
-        trials: trials of each method's search, by task.
-        best: the best trial of each method, by task.
-        outcomes: outcomes of the finished runs, by task and fleet.
+        trials: trials of each method's search, by name of the learning task.
+        best: the best trial of each method, by name of the learning task.
+        outcomes: outcomes of the finished runs, by name of the learning task and of the fleet.
         replays: results of replays (runs computed again from their event logs), by name of the run's folder: the reason
             why the replay gave another model; None = it gave the same.
     """

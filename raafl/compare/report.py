@@ -32,7 +32,7 @@ def result(
     Args:
         comparison: description of the comparison.
         outcomes: outcomes of the reported runs.
-        trials: trials of the search, by label of the row; empty if there was no search.
+        trials: trials of the search for each row, under the row's label; empty if there was no search.
         best: best trial of each row, whose settings were used for the reported runs.
         root: folder of the comparison; paths of run folders are relative to it.
     """

@@ -157,11 +157,12 @@ def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str)
     """Compare the final value of each row with the reference row's, seed by seed.
 
     Args:
-        rows: runs of each row, by label.
+        rows: runs of each row of the comparison, under the row's label.
         reference: label of the row that the others are compared with.
 
     Returns:
-        Mean difference and its interval over the seeds that both rows have, by label; None for the reference row.
+        Mean difference and its interval over the seeds that both rows have, under each row's label; None for the
+        reference row.
     """
     finals = {
         label: {run["seed"]: run["final"] for run in runs if run.get("final") is not None}
@@ -177,11 +178,11 @@ def gains(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> di
     """Return the share of clients that take part in a larger fraction of the merges than in the reference row.
 
     Args:
-        rows: runs of each row, by label.
+        rows: runs of each row of the comparison, under the row's label.
         reference: label of the row that the others are compared with.
 
     Returns:
-        Mean and interval over the seeds that both rows have, by label; None for the reference row itself.
+        Mean and interval over the seeds that both rows have, under each row's label; None for the reference row itself.
     """
     rates = {label: {run["seed"]: _rates(run) for run in runs if run.get("versions")} for label, runs in rows.items()}
     return {

@@ -39,7 +39,11 @@ class Trial:
 
 
 def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
-    """Create the trials of each row, by label; raise `BadInput` if an option is wrong or two trials are equal."""
+    """List the trials (settings to try) for each row of a comparison, under the row's label.
+
+    Raises:
+        BadInput: an option is wrong, or two trials of a row have the same settings.
+    """
     extra = (*search.options, "--partition.validation_share", str(search.validation_share))
     trials = {
         label: [
@@ -67,7 +71,7 @@ def run_trials(
     """Run the trials of all rows and return the best trial of each.
 
     Args:
-        trials: trials of each row, by label; their scores are filled in here.
+        trials: trials of each row, under the row's label; their scores are filled in here.
         comparison: description of the comparison, with the metric.
         search: description of the search, with the rule by which poor trials end early.
         runner: object that runs the trials.

@@ -118,7 +118,8 @@ class SitePolicy:
         bytes_per_day: largest number of bytes sent and received per day of local time, such as ``2GB``; null = any
             number.
         privacy: clipping and noise that the site adds to updates; null = none.
-        metrics: names of the metrics that may be sent with an update; ``*`` stands for any text. null = all.
+        metrics: names of the metrics that a client sends to the server with an update; ``*`` stands for any text.
+            null = all.
         consent: settings of asking a person for consent; null = nobody is asked.
         state: folder in which used bytes and privacy budget are stored, so that they survive a restart; null = none.
         tracebacks: whether the traceback of a task that fails is sent to the server.

@@ -263,13 +263,14 @@ class Merge(Part, ABC):
         """Merge all updates received since the last call into ``state.values``, in place."""
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Correct the merge's memory after a crash of the server.
+        """Tell this merge, after a crash of the server, which merges since the last checkpoint were undone.
 
-        Merges after the last checkpoint are lost, but clients may already have received their results.
+        Clients may already have received the models that those merges made. So what this merge remembers in
+        ``state.memory`` may have to count them anyway, such as a privacy budget.
 
         Args:
             state: the global model, restored from the last checkpoint.
-            merged: (client, version) of each update in the lost merges.
+            merged: (client, version) of each update in the undone merges.
         """
         return
 

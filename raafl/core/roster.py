@@ -92,8 +92,8 @@ class Roster:
 
         Args:
             client: description of the client.
-            said_bytes: memory in bytes that the client declared, to be restored after the suspension; None = the memory
-                in ``client`` is the declared one.
+            said_bytes: memory in bytes that the client declared, which counts again after the suspension; None = the memory
+                in ``client``.
         """
         self.suspended[client.id] = client
         if said_bytes is not None:

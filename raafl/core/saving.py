@@ -1,7 +1,7 @@
 """Convert the coordinator's state to plain data and tensors for checkpoints, and back.
 
-Everything that decides what happens next is saved: clients, assignments, counters, buffers, the merge's memory, the random
-generator. Restored into a new coordinator of the same config, the same events give the same actions and the same model.
+Everything that decides what happens next is saved: clients, assignments, counters, buffers, what the merge remembers, the
+random generator. Restored into a new coordinator of the same config, the same events give the same actions and the same model.
 """
 
 from __future__ import annotations

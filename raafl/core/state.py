@@ -206,7 +206,7 @@ def _copy(value: object) -> object:
 
 
 def _leaves(value: object) -> Iterator[Tensor]:
-    """Yield every tensor in a merge's memory."""
+    """Yield every tensor that a merge stores between updates."""
     match value:
         case Tensor():
             yield value

@@ -288,12 +288,13 @@ def _line(compute: Numbers, real: Numbers) -> tuple[float, float]:
 def check(run: RealRun, fits: Mapping[int, Fit]) -> Check:
     """Simulate a real run on the virtual clock, without training, and compare the times.
 
-    Methods see the same device profiles as in the real run, so that each client gets the same tasks; the fits determine
-    how long these take.
+    Methods see the same device profiles as in the real run, so that each client gets the same tasks. The profiles corrected by
+    ``fits`` determine how long these take.
 
     Args:
         run: the real run.
-        fits: fit of each client, by id; a client without a fit takes the time of its profile.
+        fits: correction of each client's device profile, by client id; a client without one takes the time that its
+            profile predicts.
     """
     last, real_s = (
         run.num_merged,

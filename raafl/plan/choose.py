@@ -169,7 +169,7 @@ class Table:
         return asdict(self)
 
     def updates(self, features: Features) -> dict[str, float]:
-        """Estimate how many updates each candidate needs to reach a target: multiples of the smallest number, by label.
+        """Estimate how many updates each candidate needs to reach a target: multiples of the smallest number.
 
         The estimate is the geometric mean over the measured runs; a run on a fleet at distance d has weight ``exp(-d^2)``.
 
@@ -231,7 +231,7 @@ class Choice:
         candidate: the chosen method, with settings for this fleet.
         scores: expected time of each candidate until a target is reached, divided by that of the chosen one; best
             first.
-        problems: reason why other candidates cannot be run, by label.
+        problems: reason why each of the other candidates cannot be run, by the candidate's label.
         reasons: two lines of explanation for the user.
         features: description of the fleet by numbers.
     """

@@ -141,7 +141,7 @@ class World:
             state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
         there = max(sum(client.profile.available(0.0) for client in self.clients), 1)
         limits = replace(limits_of(experiment, there), max_updates=max_updates, checkpoint_every=None)
-        # a trigger that merges some of the waiting updates reads from the merge's memory which they are
+        # a trigger that merges some of the waiting updates reads from what the merge remembers which they are
         reads_memory = type(algorithm.trigger).merged_now is not Trigger.merged_now
         unmerged = algorithm if reads_memory else replace(algorithm, merge=_Unmerged(algorithm.merge))
         return coordinator_of(experiment, self.data, unmerged, state, limits)

@@ -44,7 +44,7 @@ def lanes_height(lanes: int) -> int:
 
 
 def _bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
-    """Arrange clients in the rows of a chart; return their ids by label.
+    """Arrange clients in the rows of a chart; return the client ids of each row, under the row's label.
 
     Each client gets its own row, or clients of similar speed share one if there are too many.
     """

@@ -41,20 +41,20 @@ class Identity:
 
     @classmethod
     def of(cls, submodels: Submodels, config: Mapping[str, str] | None = None) -> Self:
-        """Compute the identity of this process from its model and config."""
+        """Compute the fingerprints of this process's model and config, with its version, to compare with a peer's."""
         base = submodels.base
         digest = None if base is None else base.digest
         return cls(submodels.layout().fingerprint, digest, config, __version__, PROTOCOL)
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Self:
-        """Read a peer's identity from its first message (HELLO); the values are only compared with our own."""
+        """Read the fingerprints of a peer's model and config from its first message (HELLO); they are only compared with ours."""
         config = meta.get("config")
         config = config if isinstance(config, dict) else None
         return cls(meta.get("model"), meta.get("base"), config, meta.get("raafl"), meta.get("protocol"))
 
     def to_meta(self) -> dict[str, Any]:
-        """Convert the identity to fields of the first message (HELLO)."""
+        """Convert the fingerprints of model and config, and the versions, to fields of the first message (HELLO)."""
         config = None if self.config is None else dict(self.config)
         return {
             "protocol": self.protocol, "raafl": self.raafl, "model": self.model, "base": self.base, "config": config,
@@ -63,7 +63,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first field in which two identities differ, and both values as text of at most 64 characters."""
+    """The first field in which the identities of two processes differ, and both values as text of at most 64 characters."""
 
     field: str
     ours: str
@@ -71,14 +71,14 @@ class Difference:
 
 
 def agree(ours: Identity, theirs: Identity, *, same_package: bool = False) -> Difference | None:
-    """Compare two identities; return their first difference, or None if they agree.
+    """Compare the models, configs and versions of two processes; return the first difference, or None if they agree.
 
     The protocol version is compared first, since other versions may have other fields. If the peer trains on data of
     its own, the config section ``data`` is not compared.
 
     Args:
-        ours: identity of this process.
-        theirs: identity of the peer.
+        ours: fingerprints of this process's model and config, and its version.
+        theirs: those of the peer.
         same_package: whether the package's version must be equal, too; for processes that train one task together.
     """
     if ours.protocol != theirs.protocol:
@@ -101,10 +101,10 @@ def _difference(name: str, ours: object, theirs: object) -> Difference:
 
 
 def in_words(different: Difference, client: int) -> str:
-    """Describe in words, for a client, how its identity differs from the server's.
+    """Return a message for a client whose model, config or version differs from the server's.
 
     Args:
-        different: difference between the two identities.
+        different: the first difference between client and server.
         client: id of the client.
     """
     if different.field == "config":

@@ -209,6 +209,6 @@ def _size(axis: str, members: Sequence[Member], shapes: Shapes) -> int:
         if alone and found != size:
             raise SpecError(
                 f"axis '{axis}' has {found} indices in dimension {dim} of '{name}' but {size} in another: all "
-                "dimensions of an axis must have the same size (give unit if an index has several elements)"
+                "dimensions of an axis must have the same size; if an index stands for several elements, give their number as unit"
             )
     return size

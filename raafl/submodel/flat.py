@@ -340,10 +340,10 @@ class FlatTensors:
         return ((reals(tensor), wide[name]) for name, tensor in self.items())
 
     def prefix(self, layout: Layout) -> FlatTensors:
-        """Return the beginning of each buffer as flat tensors with ``layout``; they share the storage.
+        """Return the tensors of ``layout``, the first of each dtype here, as flat tensors that share the storage.
 
         Raises:
-            BadInput: ``layout`` is not the beginning of this layout.
+            BadInput: the tensors in ``layout`` are not the first ones here.
         """
         if not layout.is_prefix_of(self.layout):
             raise BadInput(

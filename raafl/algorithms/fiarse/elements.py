@@ -73,10 +73,10 @@ def threshold(parameters: list[Tensor], rate: float) -> float:
 
 @dataclass(frozen=True)
 class ShareOfElements(Select):
-    """Rule that assigns the whole model to every client, with the share of its elements that the client trains.
+    """Rule that sends the whole model to every client, and tells it which share of the elements to train.
 
     Attributes:
-        rates: share of the elements for each client; see `RateSelect.rates`.
+        rates: share of the elements that each client trains; see `RateSelect.rates`.
     """
 
     rates: Rates = 1.0
@@ -85,7 +85,7 @@ class ShareOfElements(Select):
         RateSelect(rates=self.rates)
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the whole model with the client's share."""
+        """Return the whole model as the client's submodel, with the share of the elements that it trains."""
         return Work(extra={"rate": RateSelect(rates=self.rates).rate(client)})
 
     def check(self, fleet: SelectContext) -> list[str]:

@@ -158,7 +158,8 @@ class Regions(Select):
     def notes(self, fleet: SelectContext) -> list[str]:
         """Return a message for the user if the model cannot be divided into regions.
 
-        Warn, too, if the same half of the clients must always train two regions: classes that only it has then count more.
+        Warn, too, if the same half of the clients must always train two regions: classes of which only these clients have
+        samples then count more.
         """
         submodels = fleet.state.submodels
         if not submodels.axes or self.hold or not self._keeps_half(fleet):

@@ -188,7 +188,7 @@ class Mean(Merge):
         fraction("alpha", self.alpha)
 
     def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
-        """Return an update's weight in the mean, and the factor (alpha times staleness) by which its values count less."""
+        """Return an update's weight in the mean, and the factor on its change: alpha times the staleness factor s, at most 1."""
         return float(update.num_samples) if self.by_samples else 1.0, self.alpha * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -325,7 +325,7 @@ class Deltas(Merge):
         positive("server_lr", self.server_lr)
 
     def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
-        """Return an update's weight, always 1, and the factor on its change: server learning rate times staleness."""
+        """Return an update's weight, always 1, and the factor on its change: server learning rate times staleness factor."""
         return 1.0, self.server_lr * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:

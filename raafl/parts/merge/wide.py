@@ -164,7 +164,7 @@ class WideMerge(Wrapped):
         self.submodels.round_(state.values, wide.values)
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Tell the wrapped merge which merges a crash has lost."""
+        """Tell the wrapped merge which merges a crash of the server has undone."""
         self.inner.on_rollback(self._wide(state), merged)
 
     def report(self, state: GlobalState) -> dict[str, Any]:

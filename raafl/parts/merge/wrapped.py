@@ -82,7 +82,7 @@ class Wrapped(Merge):
         self.inner.apply(state)
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Tell the wrapped merge which merges a crash has lost."""
+        """Tell the wrapped merge which merges a crash of the server has undone."""
         self.inner.on_rollback(state, merged)
 
     def ends_run(self, state: GlobalState) -> str | None:

@@ -289,7 +289,7 @@ class Private(Wrapped):
             memory.squares[client] = memory.squares.get(client, 0) + num**2
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Charge merges that a crash has lost to the privacy budget, since clients have seen their results."""
+        """Charge merges that a crash of the server has undone to the privacy budget, since clients have seen their results."""
         for version in {version for _, version in merged}:
             self._spend(state, Counter(client for client, of in merged if of == version))
         super().on_rollback(state, merged)

@@ -119,9 +119,9 @@ class RegionCoverage:
         realised = self._least_covered(self._offsets())
         if realised != self.coverage:
             raise BadInput(
-                f"coverage is {self.coverage}, but {len(self.takes)} clients that train {sorted(set(self.takes))} of "
-                f"{self.num_trained} regions each cover every region {realised} times or more in a round: give "
-                f"{realised}, or leave out coverage"
+                f"coverage is {self.coverage}, but the smallest number of clients that train a region in a round is {realised} "
+                f"({len(self.takes)} clients train {' or '.join(map(str, sorted(set(self.takes))))} of {self.num_trained} "
+                f"regions each): give {realised}, or leave out coverage"
             )
 
     @property

@@ -67,7 +67,7 @@ def counts(axes: Axes, rate: Rate) -> dict[str, int]:
     if isinstance(rate, Mapping):
         for name in rate:
             if name not in axes:
-                raise BadInput(f"rate names the axis '{name}'; {nearest(name, axes)}")
+                raise BadInput(f"rate has '{name}', which is no axis of this model: {nearest(name, axes)}")
         rates = dict(rate)
     else:
         rates = dict.fromkeys(axes, rate)
@@ -89,7 +89,7 @@ def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
     depth: dict[str, list[int] | range] = {}
     for name, indices in kept.items():
         if name not in axes:
-            raise SpecError(f"kept names the axis '{name}'; {nearest(name, axes)}")
+            raise SpecError(f"kept has '{name}', which is no axis of this model: {nearest(name, axes)}")
         size = size_of(axes[name])
         chosen = indices if isinstance(indices, range) and indices.step == 1 else sorted(indices)
         if len(chosen) and chosen[-1] >= size:

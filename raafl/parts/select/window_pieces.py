@@ -68,7 +68,7 @@ class WindowPieces(OneOf):
         return tuple(pieces)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return notes on differences from Co-S2P, and a note if the model cannot be shortened or narrowed."""
+        """Return notes for the user: what Co-S2P does and this does not, and whether the model cannot be shortened or narrowed."""
         return [
             "these are Co-S2P's windows without its training: slices of the width are fixed, no masks are trained, "
             "exits have no loss, and there is no distillation",

@@ -174,11 +174,15 @@ class SessionLink:
             self._next.get()[0].close()
 
     def renew(self, here: Position, error: Exception) -> tuple[TcpConnection, Position]:
-        """Wait for the client's next connection; return it, and how much of the session the client has received.
+        """Wait until the client connects again.
 
         Args:
-            here: messages and chunks of the session that this side has received.
-            error: error that broke the last connection; raised again if the client does not come back or may not.
+            here: numbers of messages and chunks of the session that the server has received.
+            error: error that broke the last connection; raised again if the client does not reconnect in time, or if
+                the server no longer accepts it.
+
+        Returns:
+            The new connection, and the numbers of messages and chunks that the client has received.
         """
         number, since = self._task(), time.monotonic()
         if number is None and self._next.empty():

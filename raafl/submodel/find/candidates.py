@@ -50,7 +50,7 @@ class Candidate:
     """A possible axis: units that might be dropped, and their positions in all tensors.
 
     Attributes:
-        atom: label of the units.
+        atom: label of the units; units with the same label must be dropped together.
         spots: positions of the units in the model's tensors, in the tensors' order.
         outside: labels of units that enclose these in one flattened dimension, such as the heads around their features.
     """

@@ -127,7 +127,7 @@ class Dim:
 
 
 class Labels:
-    """Factory of labels of tensor dimensions (`Dim`), which also records that labels are equal, split, or unable to shrink."""
+    """Registry of labels (`Dim`) of tensor dimensions: records which dimensions shrink together, are split, or cannot shrink."""
 
     def __init__(self, place: Callable[[], str] = str) -> None:
         """Create labels whose pins are located by ``place()``, the line of code that is running."""
@@ -135,7 +135,7 @@ class Labels:
         self.is_spanning = True
 
     def new(self, size: int, pinned: str = "") -> Dim:
-        """Create the label of a new dimension that has nothing in common with others.
+        """Create the label of a new dimension, which need not shrink together with any other.
 
         Args:
             size: number of indices.

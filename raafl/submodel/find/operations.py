@@ -57,9 +57,10 @@ class Call:
         return isinstance(self.arguments.get(name), Tensor)
 
     def dims(self, which: str | int = 0) -> list[Dim]:
-        """Return the labels of a tensor's dimensions, which say what must shrink together.
+        """Return the labels of the dimensions of one of the call's tensors; dimensions with the same label shrink together.
 
-        The tensor is an argument, given by name, or an input, given by position.
+        Args:
+            which: the tensor: the name of an argument, or a position among the input tensors.
         """
         return list(self.dims_of(self.ins[which] if isinstance(which, int) else self.arguments[which]))
 
@@ -72,7 +73,7 @@ class Call:
         return (self.arguments.get("dim") or 0) % max(self.ins[0].dim() + more, 1)
 
     def new(self, sizes: Iterable[int], pinned: str = "") -> list[Dim]:
-        """Create labels of new dimensions of the given sizes.
+        """Create labels for new dimensions, which need not shrink together with any others.
 
         Args:
             sizes: sizes of the dimensions.
@@ -81,7 +82,7 @@ class Call:
         return [self.labels.new(size, pinned) for size in sizes]
 
     def others(self, first: Dims) -> list[Dims]:
-        """Return labels of the call's outputs: ``first`` for the first; new ones, which cannot shrink, for the others."""
+        """Return labels of the output tensors' dimensions: ``first``, then new ones for other outputs, which cannot shrink."""
         return [first, *(self.new(out.shape, f"'{self.name}' keeps it for its gradient") for out in self.outs[1:])]
 
     def unify_last(self, dims: Dims, others: Dims) -> None:
@@ -148,7 +149,9 @@ def rule_of(func: torch._ops.OpOverload) -> Rule | None:
 
 
 def follow(rule: Rule | None, call: Call) -> list[Dims]:
-    """Apply the rule of an operation; return the labels of its outputs. Without a rule, its dimensions cannot shrink.
+    """Apply the rule by which an operation links dimensions; return the labels of its outputs' dimensions.
+
+    Dimensions with the same label shrink together. Without a rule, the operation's dimensions cannot shrink.
 
     Args:
         rule: rule of the operation; None = there is none.

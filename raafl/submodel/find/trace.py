@@ -56,7 +56,7 @@ class TraceResult:
     """Result of following a model's dimensions through a training step.
 
     Attributes:
-        dims: labels of the dimensions of each parameter and buffer.
+        dims: labels of the dimensions of each parameter and buffer; dimensions with the same label shrink together.
         labels: object that created the labels.
         parameters: names of the tensors in ``dims`` that are parameters.
         untouched: names of the parameters that no operation has read.
@@ -75,7 +75,7 @@ class TraceResult:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that follows every torch operation and labels the dimensions of its tensors."""
+    """Context that follows every torch operation and labels dimensions: those that must shrink together get the same label."""
 
     def __init__(self, module: nn.Module, *, is_blind: bool = False) -> None:
         """Label the parameters and buffers of ``module``; with ``is_blind``, conditions on tensors are false."""
@@ -94,7 +94,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return dims
 
     def forget(self) -> None:
-        """Delete all labels except those of the module's own tensors."""
+        """Forget which dimensions shrink together (their labels), except for the module's own parameters and buffers."""
         self._dims = {id(x): self._dims[id(x)] for x in self.named.values()}
 
     def dims_of(self, tensor: Tensor) -> Dims:
@@ -108,7 +108,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known
 
     def knows(self, tensor: Tensor) -> bool:
-        """Check whether a tensor's dimensions have labels.
+        """Check whether a tensor's dimensions have labels, which show what must shrink together.
 
         Tensors of the module and results of traced operations have them.
         """

@@ -154,7 +154,7 @@ def test_regions_share_the_units_of_an_axis_that_has_fewer():
         ({"takes": (1,) * 10, "rest": 4, "hold": True}, "rest is 4, but with hold the assignment never changes"),
         (
             {"takes": (4, 4, 1, 1), "coverage": 1, "rest": 3},
-            r"coverage is 1, but 4 clients that train \[1, 4\] of 4 .* 2 times or",
+            r"coverage is 1, but the smallest number .* is 2 \(4 clients train 1 or 4 of 4 ",
         ),
         ({"takes": (1,), "regions": 0}, "regions is 0"),
     ],

@@ -77,7 +77,7 @@ def test_leading_by_hand():
     assert leading(TWO, {"b": 0.2}) == Spec.select({"b": [0]})
     assert leading(MIXED, 0.5) == Spec.select({"a": range(4)}, blocks={"blocks": range(2)})
     assert leading(TWO, 1.0) == FULL
-    with pytest.raises(BadInput, match="rate names the axis 'bb'; did you mean 'b'"):
+    with pytest.raises(BadInput, match="rate has 'bb', which is no axis of this model: did you mean 'b'"):
         leading(TWO, {"bb": 0.5})
 
 

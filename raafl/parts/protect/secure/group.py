@@ -78,7 +78,7 @@ class Group:
         return {member.id: member for member in self.members}
 
     def point(self, member_id: int) -> int:
-        """Return the point, from 1, at which a member's Shamir shares are evaluated."""
+        """Return the number at which a member's Shamir shares are evaluated: 1 for the first member, 2 for the next."""
         return [member.id for member in self.members].index(member_id) + 1
 
     def coverage(self, layouts: IntegerLayouts) -> Coverage:

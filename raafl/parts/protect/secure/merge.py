@@ -33,7 +33,7 @@ class SecureMemory(MergeMemory):
     Attributes:
         missing: ids of the current group's assignments whose updates have not arrived yet.
         scale: number by which the members' weights are divided in the current group; see `SumGroup.scale`.
-        group: submodel, weight, and weight times staleness divided by ``scale``, of each update that has arrived.
+        group: submodel, weight, and weight times staleness factor divided by ``scale``, of each update that has arrived.
         numbers: sum of the current group's encoded updates modulo 2^32; None = none has arrived.
         total: sum of the changes of all complete groups, float32; None = no group is complete.
         weights: total weight of each unmasked element.

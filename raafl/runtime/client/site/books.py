@@ -126,7 +126,7 @@ class SiteBooks:
         return epsilon
 
     def check_budget(self, privacy: SitePrivacy) -> None:
-        """Raise `BudgetSpent` if not even one more update may be sent."""
+        """Raise `BudgetSpent` if one more update would exceed the site's privacy budget."""
         epsilon = spent(_after_update(self.used(), privacy), privacy.delta)
         if privacy.max_epsilon is not None and (epsilon is None or epsilon > privacy.max_epsilon):
             raise BudgetSpent(f"the privacy budget is used up: policy.privacy.max_epsilon is {privacy.max_epsilon:g}")

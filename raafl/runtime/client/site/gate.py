@@ -56,7 +56,7 @@ class PolicyRefusal(RunFailed):
     server_reason: ClassVar[str] = POLICY
 
     def __init__(self, text: str, then: Then = "end") -> None:
-        super().__init__(f"the site's policy refuses {text}")
+        super().__init__(text)
         self.then = then
 
 
@@ -82,7 +82,7 @@ class Gate:
         """Check a received task; raise `PolicyRefusal` if the policy of the client's site does not allow it."""
 
     def after(self, assignment: Assignment, update: Update, received: FlatTensors) -> Update:
-        """Check a trained update, and return it as it may be sent, for example with noise added.
+        """Check a trained update against the site's policy, and return what is sent to the server, such as a noisy update.
 
         Args:
             assignment: task of the update.
@@ -90,12 +90,12 @@ class Gate:
             received: values from which it was trained; they are not changed.
 
         Raises:
-            PolicyRefusal: the update may not be sent.
+            PolicyRefusal: the policy forbids to send the update.
         """
         return update
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics that may be sent with an update."""
+        """Return those of the metrics that the site's policy allows to be sent to the server; without a policy, all."""
         return dict(metrics)
 
     def hides_tracebacks(self, own_data: bool) -> bool:
@@ -106,11 +106,11 @@ class Gate:
         return own_data
 
     def logs_kept(self) -> AbstractContextManager[None]:
-        """Return a context in which the log lines that may be sent are collected."""
+        """Return a context that collects log lines for the server; without a policy of the site, it collects none."""
         return nullcontext()
 
     def log_lines(self) -> tuple[LogLine, ...]:
-        """Return the collected log lines, and empty the collection."""
+        """Return the log lines collected for the server, and empty the collection."""
         return ()
 
 
@@ -164,14 +164,18 @@ class SiteGate(Gate):
             path = str(section.get("class_path") if isinstance(section, dict) else section)
             mine = [entry for entry in allowed if same_part(field, entry.partition("@")[0], path)]
             if not mine:
-                raise PolicyRefusal(f"this run: its {kind} is {path}, but policy.{field} allows only {allowed}")
+                raise PolicyRefusal(
+                    "the site's policy refuses this run: "
+                    f"its {kind} is {path}, but policy.{field} allows only {allowed}"
+                )
             if kind != "model":
                 self._check_digest(field, mine, digests[kind])
 
     def _check_digest(self, field: str, entries: list[str], digest: str) -> None:
         if not any(entry.partition("@")[2] in ("", digest) for entry in entries):
             raise PolicyRefusal(
-                f"this run: its {KINDS[field]} has digest {digest}, but policy.{field} allows only {entries}"
+                "the site's policy refuses this run: "
+                f"its {KINDS[field]} has digest {digest}, but policy.{field} allows only {entries}"
             )
 
     def check_size(self, num_parameters: int) -> None:
@@ -179,7 +183,8 @@ class SiteGate(Gate):
         most = self.policy.max_parameters
         if most is not None and num_parameters > most:
             raise PolicyRefusal(
-                f"this run: its model has {num_parameters:,} parameters, but policy.max_parameters is {most:,}"
+                "the site's policy refuses this run: "
+                f"its model has {num_parameters:,} parameters, but policy.max_parameters is {most:,}"
             )
 
     def check_parts(
@@ -203,13 +208,16 @@ class SiteGate(Gate):
             self._check_digest("models", self.policy.models, digest)
         if data.num_samples < self.policy.min_samples:
             raise PolicyRefusal(
-                f"this run: the client has {data.num_samples} samples, but policy.min_samples is {self.policy.min_samples}"
+                "the site's policy refuses this run: "
+                f"the client has {data.num_samples} samples, but policy.min_samples is {self.policy.min_samples}"
             )
         if self.policy.privacy is not None and (why := problem(trainer)) is not None:
-            raise PolicyRefusal(f"this run: {why}, so policy.privacy cannot make its updates private")
+            raise PolicyRefusal(
+                f"the site's policy refuses this run: {why}, so policy.privacy cannot make its updates private"
+            )
         self._check_budget()
         if not self._consents.given("run", self._asks):
-            raise PolicyRefusal("this run: nobody has consented to it (policy.consent)")
+            raise PolicyRefusal("the site's policy refuses this run: nobody has consented to it (policy.consent)")
 
     # ---- between connections ----
 
@@ -236,7 +244,8 @@ class SiteGate(Gate):
         if most is not None and used + num > most:
             self._day_is_over = _midnight_after(self._now())
             raise PolicyRefusal(
-                f"a task: it has {size(num)}, and today {size(used)} were transferred, but policy.bytes_per_day is "
+                "the site's policy refuses a task: "
+                f"it has {size(num)}, and today {size(used)} were transferred, but policy.bytes_per_day is "
                 f"{size(most)}",
                 "wait",
             )
@@ -294,7 +303,7 @@ class SiteGate(Gate):
         return not self.policy.tracebacks
 
     def logs_kept(self) -> AbstractContextManager[None]:
-        """Return a context in which log lines of the loggers in `SitePolicy.logs` are collected."""
+        """Return a context that collects log lines for the server, of the loggers that `SitePolicy.logs` names."""
         return nullcontext() if self._logs is None else self._logs.listening()
 
     def log_lines(self) -> tuple[LogLine, ...]:
@@ -308,15 +317,16 @@ class SiteGate(Gate):
             return
         if update.extra:
             raise PolicyRefusal(
-                f"this run: its method sends {', '.join(update.extra)} beside tensors, to which policy.privacy adds "
+                "the site's policy refuses this run: "
+                f"its method sends {', '.join(update.extra)} beside tensors, to which policy.privacy adds "
                 "no noise"
             )
         if update.refusal is not None:
-            raise PolicyRefusal("a task: its update contains NaN or infinity", "go on")
+            raise PolicyRefusal("the site's policy refuses a task: its update contains NaN or infinity", "go on")
         try:
             self._books.release(privacy, _in_words(assignment))
         except BudgetSpent as spent:
-            raise PolicyRefusal(f"a task: {spent}") from None
+            raise PolicyRefusal(f"the site's policy refuses a task: {spent}") from None
         privatise(privacy, self._trainer, assignment.spec, update.tensors, received)
 
     def _check_budget(self) -> None:
@@ -325,15 +335,19 @@ class SiteGate(Gate):
         try:
             self._books.check_budget(self.policy.privacy)
         except BudgetSpent as spent:
-            raise PolicyRefusal(f"this run: {spent}") from None
+            raise PolicyRefusal(f"the site's policy refuses this run: {spent}") from None
 
     def _ask(self, every: Literal["task", "update"], request: Mapping[str, Any]) -> None:
         if not self._consents.given(every, {**self._asks, **request}):
-            raise PolicyRefusal(f"a task: nobody has consented to its {every} (policy.consent)", "go on")
+            raise PolicyRefusal(
+                f"the site's policy refuses a task: nobody has consented to its {every} (policy.consent)", "go on"
+            )
 
     def _check_hours(self) -> None:
         if (closed := opens_at(self._hours, self._now())) is not None:
-            raise PolicyRefusal(f"a task: policy.hours allows no task until {closed:%a %H:%M}", "wait")
+            raise PolicyRefusal(
+                f"the site's policy refuses a task: policy.hours allows no task until {closed:%a %H:%M}", "wait"
+            )
 
     def _check_bytes(self, assignment: Assignment) -> None:
         most = self.policy.max_bytes
@@ -343,7 +357,8 @@ class SiteGate(Gate):
         if used + answer > most:
             self._day_is_over = _midnight_after(self._now())
             raise PolicyRefusal(
-                f"a task: its answer has {size(answer)}, and today {size(used)} were transferred, but "
+                "the site's policy refuses a task: "
+                f"its answer has {size(answer)}, and today {size(used)} were transferred, but "
                 f"policy.bytes_per_day is {size(most)}",
                 "wait",
             )
@@ -354,7 +369,9 @@ class SiteGate(Gate):
         num = min(num_batches * batch_size, self._data.num_samples)
         if num < self.policy.min_samples:
             raise PolicyRefusal(
-                f"a task: it trains on {num} samples, but policy.min_samples is {self.policy.min_samples}", "go on"
+                "the site's policy refuses a task: "
+                f"it trains on {num} samples, but policy.min_samples is {self.policy.min_samples}",
+                "go on",
             )
 
 

@@ -81,7 +81,7 @@ def replayed_seeds(grid: Grid, cell: Cell, label: str) -> list[int]:
 
     Args:
         grid: description of the grid.
-        cell: names of task and fleet.
+        cell: names of the learning task and the fleet.
         label: label of the method.
     """
     num = min(grid.replays, len(grid.seeds))

@@ -103,7 +103,7 @@ class Hello:
         """Build a client's first message; if the device's speed varies over time, the message contains a digest of the speeds.
 
         Args:
-            identity: identity of this process: config, model and version.
+            identity: fingerprints of this process's model and config, and its version.
             info: description of the client.
             unsent: id of a task whose update could not be sent on an earlier connection; None = none.
         """

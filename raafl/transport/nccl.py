@@ -62,7 +62,7 @@ def identity(device: torch.device) -> str:
 
 
 def nccl_problem(server: str, client: str) -> str | None:
-    """Explain why NCCL cannot connect two devices, each given by its `identity`; return None if it can."""
+    """Explain why NCCL cannot connect two devices, given as the texts that `identity` returns; return None if it can."""
     for side, name in (("server", server), ("client", client)):
         if not name.startswith("cuda:"):
             return f"the {side}'s tensors are on {name}"

@@ -53,7 +53,7 @@ class WindowPieces(OneOf):
         return RollingWindows(ratio=self.ratio, segments=self.segments, mask_rounds=0, distils=self.distils)
 
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
-        """Return all pieces of the model: windows of blocks, each cut into slices of the width; largest rate first."""
+        """Return all pieces of the model: windows (consecutive blocks), each cut into slices of the width; largest rate first."""
         windows, stack, cuts = self._windows(), stack_of(submodels), cuts_of(submodels, self.segments)
         pieces: dict[Spec, None] = {}
         for rate in sorted(self.rates, reverse=True):
@@ -76,7 +76,7 @@ class WindowPieces(OneOf):
         ]
 
     def what(self) -> str:
-        """Describe in a few words, for logs, which shares of the model its pieces (windows of blocks, narrowed) have."""
+        """Describe in a few words, for logs, which shares of the model its pieces (consecutive blocks, narrowed) have."""
         return (
             f"windows of blocks and slices of their width, {', '.join(f'{rate:g}' for rate in self.rates)} of the model"
         )

@@ -1,4 +1,4 @@
-"""Select Co-S2P's submodels: a window of blocks that moves up each round, cut in width by the client's own mask."""
+"""Select Co-S2P's submodels: consecutive blocks, further up in each round, cut in width by the client's own mask."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class _Size:
     def next_task(self, merged: int) -> tuple[int, tuple[str, ...]]:
         """Return the client's round to which its next task belongs, and the axes whose mask scores this task trains.
 
-        If there are no such axes, the task trains the window of blocks.
+        If there are no such axes, the task trains the blocks of the client's window instead.
 
         Args:
             merged: number of the client's tasks that were merged so far.
@@ -126,7 +126,7 @@ class _Size:
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class RollingWindows(Select):
-    """Select part (choice of submodels) of Co-S2P: a window of blocks that moves up in each round, narrowed by the client's mask.
+    """Select part (choice of submodels) of Co-S2P: a window (consecutive blocks) that moves up each round, cut in width by a mask.
 
     A client's share of the model is divided into a share r_d of the depth and r_w of the width. The window has ``ceil(r_d
     L)`` of L blocks. Blocks below the window are frozen and equally narrow; blocks above it are absent, and an exit
@@ -239,7 +239,7 @@ class RollingWindows(Select):
     def window(
         self, submodels: Submodels, start: int, stop: int, kept: Mapping[str, Sequence[int]], *, distils: bool
     ) -> Spec:
-        """Return the submodel that trains a window of blocks, with the exit (output head) at its top.
+        """Return the submodel that trains consecutive blocks (a window), with the exit (output head) at its top.
 
         Args:
             submodels: submodels of the model.

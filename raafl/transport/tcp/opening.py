@@ -39,7 +39,7 @@ _FOR_NOW = ("busy", "too-often", "stopped", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A client that wants to connect, with the identity that it has proven so far.
+    """A client that wants to connect, with what the server knows about it so far.
 
     Attributes:
         client: id that the client asks for.

@@ -83,7 +83,7 @@ class Task:
 
 
 def expected_next(assignment: Assignment) -> Assignment | None:
-    """Return what a client can expect as its next task, to begin it early; ``id``, ``version`` and ``extra`` are not known yet.
+    """Predict a client's next task, so that it can begin early; ``id``, ``version`` and ``extra`` are not known yet.
 
     Args:
         assignment: the client's latest task.

@@ -192,9 +192,7 @@ class CallbackHooks(RunHooks):
                 continue
             try:
                 if name in METRIC_COLUMNS or not isinstance(name, str):
-                    raise BadInput(
-                        f"the callback returns a metric '{name}', a name that raafl uses already: choose another name"
-                    )
+                    raise BadInput(f"it returns a metric '{name}', a name that raafl uses already: choose another name")
                 found[name] = float(value)
             except BadInput as error:
                 self._fail(callback, "on_evaluate", error)

@@ -131,7 +131,7 @@ class Experiment:
     emulate: bool = field(default=True, metadata=about(
         "in a wall-clock run, make each rank take as long as its device would", group="computed"))
     overlap: bool = field(default=False, metadata=about(
-        "give a client its next task while its update travels, where the algorithm allows it", "[BOOL]", group="who"))
+        "let a client begin its next task while its update travels, where the algorithm allows it", "[BOOL]", group="who"))
     server_device: str = field(default="cpu", metadata=about(
         "where the global model lies and is merged and measured: cpu, or cuda:0", "DEVICE", group="computed"))
     transport: str = field(default="staged", metadata=about(

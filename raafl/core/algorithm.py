@@ -318,7 +318,7 @@ class Algorithm:
         if self.local.steps_ahead:
             return None
         if self.local.resident:
-            return f"a client of {self.name} makes no step before it has what it receives"
+            return f"a client of {self.name} makes no step before it has what it receives; a sync_delay above 0 lets it"
         if not self.trigger.allows_overlap:
             return f"a client of {self.name} waits for the merge of its update before its next task"
         if self.merge.personalizes or self.select.needs_last_update:

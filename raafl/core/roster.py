@@ -76,7 +76,7 @@ class Roster:
 
     @property
     def out(self) -> list[ClientInfo]:
-        """Ids of the clients whose updates may still arrive: those at work, followed by those drawn to start."""
+        """Clients whose updates may still be accepted: those at work, followed by those drawn to start."""
         at_work = [client for client, number in self.busy.items() if number not in self.late]
         return [self.clients[client] for client in (*at_work, *self.drawn)]
 

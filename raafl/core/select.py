@@ -69,7 +69,7 @@ class SelectContext:
         plan: compression of updates, for predictions of transfer times; None = no compression.
         own_tests: number of test samples on which each client evaluates its trained submodel.
         drop_last: whether an epoch drops its last batch when that is smaller than the others.
-        overlap: whether a client trains its next task while its update travels.
+        overlap: whether a client trains its next task, or its first steps, while its update travels.
     """
 
     state: GlobalState

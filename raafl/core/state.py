@@ -26,8 +26,9 @@ class ClientState:
 
     Clients themselves store nothing between tasks. So a client may die and come back on another machine, a checkpoint
     is complete, and a replay rebuilds the store from the journal.
-    There are two exceptions, which a client loses when it disconnects: the residual of compression (error feedback), and
-    the tensors that clients of some methods keep between tasks (`raafl.compression.resident`).
+    There are two exceptions, which a client loses when it disconnects: the state of compression (the copy of its values
+    for top_k downwards, the residual of error feedback upwards), and the tensors that clients of some methods keep
+    between tasks (`raafl.compression.resident`).
 
     Attributes:
         values: tensors by name, then by client.

@@ -83,7 +83,7 @@ class TextFolder(TrainTestData):
         self._set(*sets)
 
     def _files(self) -> list[Path]:
-        folder = Path(package_folder(self.path))
+        folder = Path(package_folder(self.path, "path"))
         files = sorted(path for path in folder.glob(self.glob) if path.is_file()) if folder.is_dir() else []
         if not files:
             reason = f"has no file {self.glob}" if folder.is_dir() else "is no folder"

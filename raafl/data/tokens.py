@@ -179,8 +179,12 @@ def vocabulary(texts: Sequence[str], vocab_size: int) -> dict[str, int]:
     return {word: number for number, word in enumerate(ranked, start=_UNKNOWN + 1)}
 
 
-def package_folder(name: str) -> str:
+def package_folder(name: str, field: str = "tokenizer") -> str:
     """Return the path of the folder that `package:NAME/FOLDER` names in a Python package; return any other name unchanged.
+
+    Args:
+        name: name of a folder, tokenizer or file.
+        field: setting that gives it, for the error message.
 
     Raises:
         BadInput: the package is not installed or has no such folder.
@@ -200,7 +204,7 @@ def package_folder(name: str) -> str:
         if spec
         else f"package {package} is not installed: install it with pip"
     )
-    raise BadInput(f"'{name}' cannot be found: {reason}, or give the path of another folder")
+    raise BadInput(f"{field} is '{name}', but {reason}, or give the path of another folder")
 
 
 def _words(text: str) -> list[str]:

@@ -273,8 +273,8 @@ def assign(devices: Sequence[Profile], num_clients: int) -> list[Profile]:
     fewer clients than entries in the list, only the first entries are used.
 
     Raises:
-        ValueError: there are no devices or no clients; or the user has given counts whose sum is above the number of
-            clients.
+        ValueError: there are no devices or no clients; or a count is above 1, and the counts add up to more
+            than there are clients.
     """
     if num_clients < 1:
         raise ValueError(f"clients is {num_clients}; there must be at least 1 client")

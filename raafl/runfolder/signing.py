@@ -75,7 +75,11 @@ class Signer:
 
     @classmethod
     def choose(cls, path: Path | None) -> Signer | None:
-        """Return a signer with the key in a file, or with this user's own key if ``path`` is None or has no usable key."""
+        """Return a signer with the key in a file, or with this user's own key.
+
+        Args:
+            path: file of a private key; None, or a file that cannot be used (missing, damaged, RSA) = the user's own key.
+        """
         if path is None:
             return cls.own()
         try:

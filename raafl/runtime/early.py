@@ -45,7 +45,7 @@ class EarlySteps:
         return min(fleet.early_share(client, work) * compute_s, received_s - since_s)
 
     def forget(self, client: int) -> None:
-        """Forget what a client has begun, since it was lost or suspended, or its update was refused."""
+        """Forget what a client has begun, since it was lost, or since its update cannot be used."""
         self._since.pop(client, None)
 
     def save(self) -> list[Any]:

@@ -305,7 +305,7 @@ class Submodels:
         form._table, form.discovered = self._table, self.discovered
         form.attach_base(module)
         if form.layout(part="trained") != self.layout(part="trained"):
-            raise BadInput(f"submodel_hold('{base}') changes tensors that train: let it change only frozen parameters")
+            raise BadInput(f"submodel_hold('{base}') of {type(module).__name__} must change only frozen parameters")
         return form
 
     def base_of(self, spec: Spec) -> FrozenBase | None:

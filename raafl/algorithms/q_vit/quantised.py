@@ -46,7 +46,8 @@ def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: Tensor 
         step: step size, a scalar.
         low: lowest level, as a multiple of the step size; a scalar.
         high: highest level, as a multiple of the step size; a scalar.
-        factor: multiplier of the gradients of step and bounds, a scalar; LSQ uses ``1 / sqrt(size of x * high)``.
+        factor: multiplier of the gradients of step and bounds, a scalar; LSQ uses ``1 / sqrt(n * high)`` with n the size of
+            ``x``, for inputs that of one sample.
     """
     unknown = step.detach() == 0
     size = _damped(torch.where(unknown, 1.0, step.abs()), factor)

@@ -63,8 +63,8 @@ class Replica(Local):
 
     @property
     def steps_ahead(self) -> int:
-        """Number of a task's first steps (tau), which use only the client's own parameters."""
-        return self.sync_delay
+        """Number of a task's first steps (tau), which use only the client's own parameters; 0 with a proximal term."""
+        return 0 if self.prox else self.sync_delay
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that loads the client's copy of the model, mixes in the received fragment, and stores the copy again."""

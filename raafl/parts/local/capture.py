@@ -17,7 +17,8 @@ def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linea
     linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     if not linear or path not in (None, *linear):
         remedy = f"name one of {', '.join(linear)}" if linear else "use a model that has one"
-        raise BadInput(f"layer is {path}, but {type(module).__name__} has no such linear layer: {remedy}")
+        given = "" if path is None else f"layer is {path}, but "
+        raise BadInput(f"{given}{type(module).__name__} has no {'such ' if given else ''}linear layer: {remedy}")
     name = path or list(linear)[-1]
     return name, linear[name]
 

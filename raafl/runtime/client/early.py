@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
 from raafl.core.local import begins_alike
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
-from raafl.errors import BadInput, InvalidPayload, TaskFailed
+from raafl.errors import BadInput, GpuLost, InvalidPayload, TaskFailed
 from raafl.local.context import TaskContext
 from raafl.local.failure import attempt
 from raafl.local.train import LocalTrainer, Stopped
@@ -21,13 +22,16 @@ Item = tuple[Assignment, FlatTensors] | str | Exception
 class EarlyTask:
     """A task that a client expects, trained up to the step that needs what it receives, and then on once it has arrived.
 
-    If anything but the expected task arrives, or if training fails, nothing of it remains: what has arrived is then trained
-    from its first step, with the same result as without this.
+    If anything but the expected task arrives, or if training fails before, nothing of it remains: what has arrived is then
+    trained from its first step, with the same result as without this.
 
     Attributes:
+        expected: the expected task.
         values: payload of the task: the client's copy at first, completed when the task arrives.
+        stop: event that ends the early steps, set when they can no longer count.
         item: item that the connection has brought meanwhile; None = none was taken from it.
         update: result of the task; None = it has to be trained anew.
+        failure: error of the user's code after the task had arrived; None = there was none.
     """
 
     def __init__(
@@ -42,10 +46,22 @@ class EarlyTask:
             take: waits for the next item of the connection.
             unpack: writes the values of a task, as received, into ``values``.
         """
-        self.values = values
+        self.expected, self.values, self.stop = expected, values, threading.Event()
         self.item: Item | None = None
         self.update: Update | None = None
-        self._expected, self._take, self._unpack = expected, take, unpack
+        self.failure: Exception | None = None
+        self._take, self._unpack, self._goes_on = take, unpack, False
+
+    def watch(self, arrived: Assignment) -> None:
+        """End the early steps if the task that begins to arrive is not the expected one."""
+        if not begins_alike(self.expected, arrived):
+            self.stop.set()
+
+    def result(self) -> Update | None:
+        """Return the update of the task, None if it has to be trained anew; raises the error of the user's code, if any."""
+        if self.failure is not None:
+            raise self.failure
+        return self.update
 
     def train(self, trainer: LocalTrainer, data: ClientData, context: TaskContext) -> None:
         """Train the task, as far as is possible.
@@ -53,22 +69,33 @@ class EarlyTask:
         Args:
             trainer: trainer of the client's tasks.
             data: data of the client.
-            context: environment of the client's tasks.
+            context: environment of the client's tasks, with another event to stop them.
+
+        Raises:
+            GpuLost: the GPU had an error from which it cannot recover.
         """
         try:
-            update = attempt(trainer, self._expected, self.values, data, replace(context, receive=self._receive))
-        except (Stopped, TaskFailed, BadInput):
+            update = attempt(
+                trainer, self.expected, self.values, data, replace(context, stop=self.stop, receive=self._receive)
+            )
+        except GpuLost:
+            raise  # no task can be trained any more
+        except (TaskFailed, BadInput) as error:
+            self.failure = error if self._goes_on else None
             return
-        if isinstance(self.item, tuple) and update.refusal != OUT_OF_MEMORY:  # else no step has asked for it
+        except Stopped:
+            return
+        if self._goes_on and update.refusal != OUT_OF_MEMORY and isinstance(self.item, tuple):
             update.assignment = self.item[0].id
             self.update = update
 
     def _receive(self) -> Assignment:
         item = self.item = self._take()
-        if not isinstance(item, tuple) or not begins_alike(self._expected, item[0]):
+        if not isinstance(item, tuple) or not begins_alike(self.expected, item[0]):
             raise Stopped
         try:
             self._unpack(*item, self.values)
         except InvalidPayload:
             raise Stopped from None
+        self._goes_on = True
         return item[0]

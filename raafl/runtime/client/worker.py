@@ -51,7 +51,8 @@ class Client:
 
     One thread always receives, so that a stop message or a broken connection interrupts the present task, whose result
     is no longer needed. The other thread trains and sends. During a task the server sends nothing but stop and
-    keepalive messages, and replies if the task is split between client and server.
+    keepalive messages, and replies if the task is split between client and server; a task that was begun before it
+    arrived is sent while it is trained.
 
     Attributes:
         unsent: id of a task whose answer could not be sent; None = none.
@@ -107,6 +108,7 @@ class Client:
         self._received: queue.SimpleQueue[tuple[Assignment, FlatTensors] | str | Exception] = queue.SimpleQueue()
         self._sender, self._goes_ahead = Sender(self._received.put), False  # where the next task may come meanwhile
         self._expected: Assignment | None = None  # the next task, if it may be begun before it arrives
+        self._early: EarlyTask | None = None  # begun before it has arrived
 
     def run(self) -> str:
         """Work until the server tells the client to stop; return the server's reason, with the connection closed.
@@ -171,11 +173,13 @@ class Client:
         except Exception as error:
             self._received.put(error)
         self._stop.set()
+        if (early := self._early) is not None:
+            early.stop.set()
         self._questions.stop()
 
     @property
     def has_task(self) -> bool:
-        """Whether a task is being received or trained; false while only its answer is being sent."""
+        """Whether a task is being received or trained, or an update sent beside the next task."""
         return self._assignment is not None or self._sender.is_busy
 
     def _is_out(self, number: int) -> bool:
@@ -204,6 +208,8 @@ class Client:
             self._storage = None  # the old submodel goes before the new one comes
             self._storage = (layout, FlatTensors.empty(layout, self._trainer.fabric.device))
         self._assignment, self._head, self._goes_ahead = found, message.head, message.ahead
+        if (early := self._early) is not None:
+            early.watch(found)
         return self._storage[1]
 
     def _layout(self, assignment: Assignment) -> Layout:
@@ -227,16 +233,21 @@ class Client:
         if expected is None or own is None:
             return None
         peak_bytes(device, anew=True)
-        early = EarlyTask(expected, own, self._received.get, self._down.unpack)
+        early = self._early = EarlyTask(expected, own, self._received.get, self._down.unpack)
+        if (arrived := self._assignment) is not None:  # its arrival began before the reader could know of `early`
+            early.watch(arrived)
+        if self._stop.is_set():
+            early.stop.set()
         early.train(self._trainer, self._data, self._context)
+        self._early = None
         return early
 
     def _trained(
         self, assignment: Assignment, wire: FlatTensors, early: EarlyTask | None
     ) -> tuple[Update, FlatTensors]:
         """Return the result of a task, and the values from which it was trained."""
-        if early is not None and early.update is not None:
-            return early.update, early.values
+        if early is not None and (update := early.result()) is not None:
+            return update, early.values
         peak_bytes(self._trainer.fabric.device, anew=True)
         self.gate.before(assignment)
         received = self._down.unpack(assignment, wire)
@@ -293,7 +304,8 @@ class Client:
         )  # fmt: skip
         overlaps = self._goes_ahead
         is_alone = self._context.process_group is None and self._secure is None and not self.gate.asks_first
-        self._expected = expected_next(assignment) if is_alone else None
+        is_sound = update.refusal is None  # else its copy may hold values that are not finite
+        self._expected = expected_next(assignment) if is_alone and is_sound else None
         goes_ahead = (overlaps and not self.gate.counts_bytes) or self._expected is not None
         if self._secure is None:
             self._sender.wait()  # the last update lies where this one will

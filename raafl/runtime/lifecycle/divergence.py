@@ -39,7 +39,7 @@ class Divergence(RunHooks):
         self._said = False
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Check the metrics for NaN; if the initial model has NaN, look for NaN in the data. See `RunHooks.on_evaluate`."""
+        """Check that metrics are finite; if the initial model's are not, look for the fault in the data. See `RunHooks`."""
         if version == 0 and not all(map(math.isfinite, metrics.values())) and (fault := self._fault(None)) is not None:
             self._find(f"{_names(metrics)} at the start: {fault} has NaN or an infinity: correct it, or leave it out")
         bad = [name for name, value in metrics.items() if name in self._finite and not math.isfinite(value)]

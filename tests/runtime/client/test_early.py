@@ -13,7 +13,7 @@ from raafl.core.algorithm import Training
 from raafl.core.local import expected_next
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
-from raafl.errors import InvalidPayload
+from raafl.errors import GpuLost, InvalidPayload, TaskFailed
 from raafl.local.context import ALONE
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.early import EarlyTask
@@ -81,6 +81,39 @@ class Broken(Slope):
 def test_code_that_fails_before_the_task_comes_is_run_again_with_it():
     early = Table((NEXT, 0.0), module=Broken()).train()
     assert early.item is None and early.update is None
+
+
+class LateBroken(Slope):
+    def training_step(self, batch, index):
+        if self.line.weight.item() < 4.0:  # only once what was received is mixed in
+            raise RuntimeError("out of words")
+        return super().training_step(batch, index)
+
+
+def test_code_that_fails_after_the_task_came_is_not_run_again():
+    early = Table((NEXT, 0.0), module=LateBroken()).train()
+    with pytest.raises(TaskFailed, match="out of words"):
+        early.result()
+
+
+def test_a_lost_gpu_ends_the_client_before_the_task_comes(monkeypatch):
+    monkeypatch.setattr("raafl.local.failure._is_lost", lambda device: True)
+    with pytest.raises(GpuLost):
+        Table((NEXT, 0.0), module=Broken()).train()
+
+
+def test_steps_end_as_soon_as_another_task_begins_to_arrive():
+    table = Table((NEXT, 0.0))
+    table.early.watch(NEXT)
+    assert not table.early.stop.is_set()
+    table.early.watch(replace(NEXT, lr_scale=1.0))
+    early = table.train()
+    assert early.item is None and early.result() is None
+
+
+def test_no_step_is_made_early_with_a_proximal_term():
+    local = streaming_diloco(1, sync_delay=2).local
+    assert local.steps_ahead == 2 and replace(local, prox=0.1).steps_ahead == 0
 
 
 def test_a_task_without_the_next_ones_seed_is_not_followed_by_an_early_one():

@@ -35,8 +35,11 @@ class CannotOpen(Exception):
     """
 
     def __init__(self, detail: str, reason: Literal["too-few", "bad-share", "bad-group"]) -> None:
-        super().__init__(f"{reason}: {detail}")
+        super().__init__(detail, reason)  # both, so that it can be copied and pickled
         self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.args[0]}"
 
 
 @dataclass(frozen=True, slots=True)

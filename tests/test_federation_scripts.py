@@ -89,7 +89,7 @@ def test_a_script_starts_its_own_ranks_and_a_callback_ends_them(tmp_path):
     assert started.out.splitlines() == [
         "after stopped: enough",
         "equal True",
-        "local is 2, but this script has already called f",
+        "'local' is 2, but this script has already called",
     ]
     found = summary_of(output)
     assert (found["runtime"], found["versions"], len(found["participation"])) == ("distributed", 7, 2)

@@ -70,7 +70,7 @@ class Stream(IterableDataset):
             small_mlp,
             (DataLoader([1]), [1]),
             {},
-            "test is list, but train is a DataLoader: give a DataLoader for test too, or None",
+            "'test' is list, but 'train' is a DataLoader: give a DataLoader for 'test' too, or None",
         ),
         (small_mlp, digits(), {"devices": 3}, "their number is `clients`"),
     ],

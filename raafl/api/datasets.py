@@ -105,7 +105,7 @@ def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
         _only(given, "DataLoaders", "set it there")
         if data[1] is not None and not isinstance(data[1], DataLoader):
             raise BadInput(
-                f"test is {type(data[1]).__name__}, but train is a DataLoader: give a DataLoader for test too, or None"
+                f"'test' is {type(data[1]).__name__}, but 'train' is a DataLoader: give a DataLoader for 'test' too, or None"
             )
         return Loaders(*data)
     if isinstance(data, (tuple, list)) and len(data) == 2:

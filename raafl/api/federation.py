@@ -238,7 +238,7 @@ class Federation:
         with local_ranks(local):
             if "WORLD_SIZE" not in os.environ:
                 raise BadInput(
-                    "fit needs several processes: start the script with `torchrun --standalone --nproc-per-node 5 "
+                    "`fit` needs several processes: start the script with `torchrun --standalone --nproc-per-node 5 "
                     "SCRIPT`, or use fit(..., local=4), or simulate"
                 )
             num_clients = self.clients if self.clients is not None else int(os.environ["WORLD_SIZE"]) - 1

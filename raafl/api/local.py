@@ -75,22 +75,23 @@ def local_ranks(num_clients: int | None) -> Iterator[None]:
 def _script(num_clients: int) -> list[str]:
     """Return the command that started this script."""
     if num_clients < 1:
-        raise BadInput(f"local is {num_clients}: give the number of clients to start, 1 or more")
+        raise BadInput(f"'local' is {num_clients}: give the number of clients to start, 1 or more")
     if _started:
         raise BadInput(
-            f"local is {num_clients}, but this script has already called fit with local, and new clients would "
-            "repeat that call: use fit(local=) once in a script, or torchrun, or simulate"
+            f"'local' is {num_clients}, but this script has already called `fit` with it, and new clients would "
+            "repeat that call: use `fit(local=)` once in a script, or torchrun, or `simulate`"
         )
     if "RANK" in os.environ:
         raise BadInput(
-            "local starts processes of its own, but torchrun has started this one: leave out "
-            "local, or start the script without torchrun"
+            "'local' starts processes of its own, but torchrun has started this one: leave out "
+            "'local', or start the script without torchrun"
         )
     main = sys.modules.get("__main__")
     path = getattr(main, "__file__", None)
     if path is None or not Path(path).is_file():
         raise BadInput(
-            "local starts this script again, but this process runs none (is it a notebook?): use simulate, or a script"
+            "'local' starts the clients from your script's file, but this process has no such file (is it a notebook?): "
+            "use `simulate`, or put the code into a script"
         )
     spec = getattr(main, "__spec__", None)
     name = ["-m", spec.name.removesuffix(".__main__")] if spec is not None else [path]

@@ -73,7 +73,9 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
             return (
                 json.dumps(asdict(here[0])) if "--json" in rest else f"written to {own.measure}: devices: {own.measure}"
             )
-        raise BadInput("plan needs a config: give --config FILE, or --measure, --answer or --profiles (see --help)")
+        raise BadInput(
+            "`raafl plan` needs a config: give --config FILE, or --measure, --answer or --profiles (see --help)"
+        )
     check_plain("plan", rest)
     with quick_imports():
         from raafl.commands.auto import parse_run

@@ -102,11 +102,11 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         own.min_clients = None if own.min_clients is None else whole_number("min_clients", own.min_clients)
     elif not {"--help", "-h", "--print_config"} & set(rest):
         if own.address is None:
-            raise BadInput("join needs --address HOST:PORT, where the server listens")
+            raise BadInput("`raafl join` needs --address HOST:PORT, where the server listens")
         if own.dry_run and names_section(rest, "--config"):
             raise BadInput("--dry-run shows the server's config, but --config names another: leave --config out")
         if own.client is None:
-            raise BadInput("join needs --client ID: a number from 1 to the run's number of clients")
+            raise BadInput("`raafl join` needs --client ID: a number from 1 to the run's number of clients")
         own.client = whole_number("client", own.client)
     return own, rest
 

@@ -48,8 +48,8 @@ class TrainableSubmodel:
         self._configure()
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.buffers = Buffers(self.module, self.present)
-        self.state = self._state_of(submodels.form(spec))
-        named, frozen = () if self.base is None else self.module.named_parameters(), submodels.form(spec).frozen
+        self.state = self._state_of(submodels.base_variant(spec))
+        named, frozen = () if self.base is None else self.module.named_parameters(), submodels.base_variant(spec).frozen
         self.frozen = [(name, p) for name, p in named if name in frozen]
 
     def _placed(self, shrunk: Shrunk) -> Shrunk:

@@ -70,7 +70,7 @@ class Buffered(Trigger):
     mean staleness stays the same. L is measured as a mean over time.
 
     Attributes:
-        size: number of updates in a merge (K); with `at_work` only the initial number.
+        size: number of updates in a merge (K); if `at_work` is given, K starts there and is adjusted in the run.
         at_work: mean number of clients at work for which ``size`` is right, above 1; None = K never changes.
     """
 

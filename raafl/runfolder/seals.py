@@ -192,7 +192,12 @@ class SealFile:
 
 
 def read_seals(path: Path) -> list[Seal | None]:
-    """Read the seals of a file in order, with None for each invalid line; an incomplete last line is left out.
+    """Read the seals (signed entries with hashes of a run's files) of a file, one a line, in order.
+
+    An invalid line gives None in its place; an incomplete last line is left out.
+
+    Args:
+        path: the file, `seals.jsonl` of a run folder.
 
     Raises:
         OSError: the file cannot be read.

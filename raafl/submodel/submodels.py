@@ -220,7 +220,7 @@ class Submodels:
 
     def _layout(self, spec: Spec, part: Part) -> Layout:
         if spec.base is not None:
-            return self.form(spec).layout(spec.without_base, part)
+            return self.base_variant(spec).layout(spec.without_base, part)
         trains, lengths = self._trains(spec), self._table.lengths(spec) if spec.kept else {}
         absent = self._absent(spec)
         static = self.batch_norm == "static"
@@ -294,8 +294,8 @@ class Submodels:
         self.bases.take(self.base, rebuild)
         self._caches.clear()
 
-    def form(self, spec: Spec) -> Submodels:
-        """Return the `Submodels` for frozen parameters in the precision of ``spec``; self if that is the model's own."""
+    def base_variant(self, spec: Spec) -> Submodels:
+        """Return `Submodels` of the model with frozen parameters in ``spec``'s precision; self if they are in it already."""
         base = self.normal(spec).base
         return self if base is None else self.cached("form", base, lambda: self._form(base))
 
@@ -341,7 +341,7 @@ class Submodels:
         """
         spec = self.normal(spec)
         if spec.base is not None:
-            return self.form(spec).shrink(spec.without_base, rescale, device, present, base)
+            return self.base_variant(spec).shrink(spec.without_base, rescale, device, present, base)
         layout = self.layout(spec) if base is None else self.layout(spec, "sent")
         if present is None:
             present = FlatTensors.empty(layout, device)
@@ -389,7 +389,7 @@ class Submodels:
 
     def _cost(self, spec: Spec, batch_size: int) -> Cost:
         if spec.base is not None:
-            return self.form(spec).cost(spec.without_base, batch_size)
+            return self.base_variant(spec).cost(spec.without_base, batch_size)
         from raafl.submodel.cost.predicted import predict
 
         layouts = {part: self.layout(spec, part) for part in get_args(Part)}

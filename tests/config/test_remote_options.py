@@ -46,8 +46,8 @@ def test_a_dry_run_shows_what_the_server_asks_and_takes_no_config_of_ones_own():
 @pytest.mark.parametrize(
     ("command", "argv", "named"),
     [
-        ("join", ["--client", "1"], "join needs --address HOST:PORT"),
-        ("join", ["--address", "h:1"], "join needs --client ID"),
+        ("join", ["--client", "1"], "`raafl join` needs --address HOST:PORT"),
+        ("join", ["--address", "h:1"], "`raafl join` needs --client ID"),
         ("join", ["--address", "h:1", "--client", "0"], "client is '0': give a whole number from 1"),
         ("join", ["--address", "h:1", "--client", "two"], "client is 'two': give a whole number from 1"),
         ("serve", ["--min_clients", "-1"], "min_clients is '-1': give a whole number from 1"),

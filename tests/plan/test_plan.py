@@ -312,7 +312,7 @@ def test_plain_text_in_a_pipe_and_colour_on_a_terminal(world):
 
 def test_bad_options_name_the_remedy(capsys, tmp_path):
     for argv, said in (
-        ([], "plan needs a config"),
+        ([], "`raafl plan` needs a config"),
         ([*SMALL, "--updates", "0"], "updates is 0"),
         ([*SMALL, "--algorithms", "fedavg"], "algorithms has 'fedavg': did you mean 'fed_avg'"),
         (["--address", "h:1", *SMALL], "--address needs --measure"),

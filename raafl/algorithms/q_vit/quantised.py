@@ -36,10 +36,10 @@ def _round(x: Tensor) -> Tensor:
 def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: Tensor | float = 1.0) -> Tensor:
     """Round ``x`` to multiples of the step size: ``round(clip(x / s, low, high)) s`` with ``s = |step|``.
 
-    A step size of 0 means that it is not known yet; x is then returned unchanged. Gradients are those of learned step
-    sizes (LSQ, Esser et al. 2020): for x, 1 within the bounds and 0 outside; for s, ``round(x/s) - x/s`` within the
-    bounds, and the bound outside; for a bound, s where x lies outside it. Those of s and bounds are multiplied by
-    ``factor``.
+    A step size of 0 means that it is not known yet; x is then returned unchanged. The step size and both bounds can be
+    learned; gradients are those of LSQ (Esser et al. 2020). Where x / s lies between the bounds, the gradient of x is 1,
+    and that of s is ``round(x / s) - x / s``. Where x / s lies beyond a bound, the gradient of x is 0, that of s is the
+    bound, and that of the bound is s. Gradients of s and of the bounds are multiplied by ``factor``.
 
     Args:
         x: values to quantise, of any shape.

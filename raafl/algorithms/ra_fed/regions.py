@@ -81,17 +81,17 @@ class Regions(Select):
             raise BadInput(f"trained is {self.trained}: give 1 to {self.regions}, the number of regions")
         if self.every != 1 and self.trained is None:
             raise BadInput(
-                f"every is {self.every}, but no round leaves regions out: give trained, too, or leave out every"
+                f"'every' is {self.every}, but no round leaves regions out: give 'trained', too, or leave out 'every'"
             )
         if self.every != 1 and (self.rest is not None or self.hold):
-            what = "hold is true" if self.hold else f"rest is {self.rest}"
+            what = "'hold' is true" if self.hold else f"'rest' is {self.rest}"
             raise BadInput(
-                f"every is {self.every}, but {what}, which needs the same number of trained regions in every "
+                f"'every' is {self.every}, but {what}, which needs the same number of trained regions in every "
                 "round: leave out one of the two"
             )
         if self.hold and self.rest is not None:
             raise BadInput(
-                f"rest is {self.rest}, but hold is true, so that clients never change their regions: leave out rest or hold"
+                f"'rest' is {self.rest}, but 'hold' is true, so that clients never change their regions: leave out one of the two"
             )
 
     @property
@@ -156,10 +156,10 @@ class Regions(Select):
         return problems
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a message for the user if the model cannot be divided into regions.
+        """Return a warning if the model cannot be divided into regions, or if MIX-Arb favours some clients.
 
-        Warn, too, if the same half of the clients must always train two regions: classes of which only these clients have
-        samples then count more.
+        MIX-Arb gives two regions to half of the clients, drawn anew in each round. With a limit on rests this half must
+        stay the same if one region for each client cannot reach the coverage; its data then count more than others'.
         """
         submodels = fleet.state.submodels
         if not submodels.axes or self.hold or not self._keeps_half(fleet):
@@ -167,8 +167,8 @@ class Regions(Select):
         return [
             f"MIX-Arb with rest {self.rest}: the same half of the clients trains two regions in all rounds, since "
             f"with one region each {len(fleet.clients)} clients cannot cover {self.trained or self.regions} regions "
-            f"{self.coverage or 1} times; classes that only this half has then count more: leave out rest, or give "
-            "a smaller coverage or trained"
+            f"{self.coverage or 1} times; classes that only this half has then count more: leave out 'rest', or give "
+            "a smaller 'coverage' or 'trained'"
         ]
 
     # ---- number of regions of a client ----

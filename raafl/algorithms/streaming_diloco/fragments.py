@@ -153,7 +153,11 @@ class InTurn(WrappedSelect):
         return True
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Pass on how long the task took, but not with `overlap`, where its first steps may precede its assignment."""
+        """Tell the wrapped select part how long a task took, for its estimate of the client's speed.
+
+        With `overlap` it is not told: a client may then begin a task before the server assigns it, so that the time
+        from assignment to update is too short.
+        """
         if not fleet.overlap:
             super().on_update(client, assignment, seconds, fleet)
 

@@ -125,7 +125,7 @@ class Steps:
         if len(lengths) > 1 and not all(s.interval == "step" and s.frequency == 1 for s in built.schedulers):
             raise Unstackable(
                 "a learning rate scheduler steps once an epoch, but clients' epochs have different lengths: let it step "
-                "after each batch to train clients as one batch"
+                "at every optimizer step (interval 'step'), so that several clients can be trained together"
             )
         self.by_index = len(lengths) > 1 and max(counts) > min(lengths) and _reads_index(built.module)
         self.per_epoch = max(lengths)

@@ -20,13 +20,13 @@ MAX_SCORE = 1e4
 
 
 @dataclass(slots=True)
-class Start:
-    """Start of a client's current task: its submodel and values.
+class TaskStart:
+    """Record of the submodel and parameter values with which a client's current task started.
 
     Attributes:
         spec: submodel of the task.
-        masks: names of the axes whose mask scores the task trains.
-        start: copy of the values from which the task started; None = the model has not changed since.
+        masks: names of the axes (dimensions whose units can be cut) for which the task trains which units to keep.
+        start: copy of the parameter values; None = the global model has not changed since.
     """
 
     spec: Spec
@@ -39,7 +39,7 @@ class AtWork(MergeMemory):
     """Record of the submodel and values with which each client's current task started, by client id."""
 
     key = "at_work"
-    starts: dict[int, Start] = field(default_factory=dict)
+    starts: dict[int, TaskStart] = field(default_factory=dict)
 
     def to_plain(self) -> object:
         """Return each client's current task (submodel, trained masks, starting values) as plain data, by client id."""
@@ -48,7 +48,7 @@ class AtWork(MergeMemory):
     @classmethod
     def from_plain(cls, data: dict[int, dict[str, Any]]) -> AtWork:
         """Restore the record of clients' current tasks from the result of `to_plain`."""
-        return cls({client: Start(**one) for client, one in data.items()})
+        return cls({client: TaskStart(**one) for client, one in data.items()})
 
 
 @dataclass
@@ -73,7 +73,7 @@ def record_work(state: GlobalState, client: int, work: Work) -> None:
         client: id of the client.
         work: submodel and settings of the task.
     """
-    state.memory.of(AtWork).starts[client] = Start(work.spec, list(work.extra.get("masks", ())))
+    state.memory.of(AtWork).starts[client] = TaskStart(work.spec, list(work.extra.get("masks", ())))
 
 
 def forget_work(state: GlobalState, client: int) -> None:

@@ -183,14 +183,14 @@ class _PrivacyMemory(MergeMemory):
 class Private(Wrapped):
     """Wrapper of a merge that passes on only a noisy mean of clipped updates, for differential privacy.
 
-    The mean is ``(sum_n d_n min(1, C / ||d_n||) + N(0, (sigma C)^2)) / m``. d_n is an update's change of the model,
-    with its norm over everything that it trains. Noise is added to every element that an update of the merge trains. m
-    is fixed before the run, since it must not depend on data. All updates have weight 1, whatever number of samples a
-    client reports. The result is scaled by the mean of the updates' staleness factors. Memory: one sum for each
-    distinct submodel in a merge.
+    The mean is ``(sum_n d_n min(1, C / ||d_n||) + N(0, (sigma C)^2)) / m``, where d_n is client n's change of the model
+    and m a number that is fixed before the run. Noise is added to every element that an update of the merge trains. All
+    updates have weight 1, whatever number of samples a client reports. The result is multiplied by the updates' mean
+    staleness factor.
 
-    The noise of a merge is generated from the key and the ids of its assignments, which are unique. So runs replay and
-    resume to the bit, and a merge that a crash has lost shares no noise with the one that replaces it.
+    The noise is generated from a secret key and the ids of the merged tasks. So runs replay and resume to the bit, and
+    if a merge is lost in a crash and done again with other tasks, its noise is new. Memory: one sum for each distinct
+    submodel in a merge.
 
     Attributes:
         clip_norm: norm C to which changes are clipped.

@@ -17,13 +17,13 @@ Table = Literal["measured", "predicted"]
 
 @dataclass
 class SpeedMemory(MergeMemory):
-    """State of `BySpeed`: speeds of the clients that are present.
+    """State of `BySpeed`: seconds that one local step takes on each client that is present.
 
     Attributes:
-        measured: seconds of one step in a client's latest submodel, by client, for clients with an entry in ``ratio``.
-        predicted: predicted seconds of one step, by client, for clients without an entry in ``ratio``.
-        ratio: measured divided by predicted time of a client's latest task, by client.
-        latest: newest ratio of any client, used for clients without one.
+        measured: seconds of one step in its latest submodel, for each client with a finished task, by client id.
+        predicted: the same for each client without a finished task, predicted from its device profile, by client id.
+        ratio: measured divided by predicted time of a client's latest task, by client id.
+        latest: the newest of these ratios; it corrects the predicted seconds.
     """
 
     key = "by_speed"

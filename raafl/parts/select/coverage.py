@@ -83,11 +83,11 @@ class RegionCoverage:
         if self.trained is not None and not 1 <= self.trained <= self.regions:
             raise BadInput(f"trained is {self.trained}: give 1 to {self.regions}, the number of regions")
         if not self.takes:
-            raise BadInput("takes is empty: give the number of regions of at least one client")
+            raise BadInput("'takes' is empty: give the number of regions of at least one client")
         for take in self.takes:
             if not 1 <= take <= self.num_trained:
                 raise BadInput(
-                    f"takes has {take}: give 1 to {self.num_trained}, the number of regions trained in a round"
+                    f"'takes' contains {take}: give numbers from 1 to {self.num_trained} (the regions trained in a round)"
                 )
         most = min(sum(self.takes) // self.num_trained, len(self.takes))
         if not 1 <= self._least <= most:
@@ -107,7 +107,9 @@ class RegionCoverage:
     def _check_rotation(self) -> None:
         """Raise `BadInput` for a rest or a coverage that no rotation, or no held assignment, realises."""
         if self.rest is not None and self.hold:
-            raise BadInput(f"rest is {self.rest}, but with hold the assignment never changes: leave out rest or hold")
+            raise BadInput(
+                f"'rest' is {self.rest}, but with 'hold' the assignment never changes: leave out 'rest' or 'hold'"
+            )
         if self.rest is not None and self.rest > 2 * self.period - 2:
             raise BadInput(
                 f"rest (rounds in which a client may skip a region) is {self.rest}: clients train all regions every "

@@ -59,8 +59,8 @@ class RateSelect(Select):
             from device name.
         rate_of: quantity of which a rate is a share: model = the model's nominal size, where each axis keeps the square
             root of the rate (`width_of`); width = each axis; parameters = the number of parameters, which is counted.
-        rounds: number that moves rolling windows and random draws on: each client's own merged updates ("client"), or
-            the model's version ("server").
+        rounds: counter by which rolling windows move and random draws change: the number of a client's own merged
+            updates ("client"), or the model's version ("server").
         seconds: limit on a task's predicted time, including transfers; None = no limit.
         flops: limit on a task's training FLOPs; None = no limit.
         wire_bytes: limit on the bytes that a task transfers, download and upload together; None = no limit.
@@ -261,7 +261,8 @@ def by_rate(
         selector: rule for choosing units, as in `RateSelect.selector`.
         rates: share of each axis's units by client; None = ``levels``, which clients take in turn.
         levels: shares of the width that the method's paper uses.
-        rounds: number that moves rolling windows and random draws on, as in `RateSelect.rounds`.
+        rounds: counter by which rolling windows move and random draws change: "client" or "server", as in
+            `RateSelect.rounds`.
 
     Raises:
         BadInput: both ``submodel`` and ``rates`` are given.

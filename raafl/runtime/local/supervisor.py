@@ -227,7 +227,7 @@ class Supervisor:
     # ---- what the user asks ----
 
     def _heed(self, numbers: list[int]) -> None:
-        """Pass on to the server what ends a run; asked twice, it has ``stop_s`` left, asked three times nothing."""
+        """Send the server the signals by which the user ends the run; kill it ``stop_s`` after the second, or at the third."""
         for number in numbers:
             if number == signal.SIGTSTP:
                 self._pause()

@@ -140,8 +140,8 @@ def test_regions_share_the_units_of_an_axis_that_has_fewer():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"takes": ()}, "takes is empty"),
-        ({"takes": (5,)}, "takes has 5: give 1 to 4"),
+        ({"takes": ()}, "'takes' is empty"),
+        ({"takes": (5,)}, "'takes' contains 5: give numbers from 1 to 4"),
         ({"takes": (1, 1), "trained": 5}, "trained is 5: give 1 to 4"),
         ({"takes": (1, 1)}, "cover 4 regions 0 times: give fewer trained regions, or more takes"),
         ({"takes": (1,) * 10, "coverage": 3}, "coverage is 3: 10 clients take 10 regions .* give 1 to 2"),
@@ -151,7 +151,7 @@ def test_regions_share_the_units_of_an_axis_that_has_fewer():
             {"takes": (1,) * 10, "rest": 200},
             r"rest \(.*\) is 200: .* for more than 6: give at most that, or hold: true",
         ),
-        ({"takes": (1,) * 10, "rest": 4, "hold": True}, "rest is 4, but with hold the assignment never changes"),
+        ({"takes": (1,) * 10, "rest": 4, "hold": True}, "'rest' is 4, but with 'hold' the assignment never changes"),
         (
             {"takes": (4, 4, 1, 1), "coverage": 1, "rest": 3},
             r"coverage is 1, but the smallest number .* is 2 \(4 clients train 1 or 4 of 4 ",

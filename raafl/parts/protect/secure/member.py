@@ -136,11 +136,11 @@ class Member:
             add_mask_(words, self.coverage.shared_elements(member_id, other), seed, pair_sign(member_id, other))
 
     def reveal(self, survivors: Collection[int]) -> dict[int, bytes]:
-        """Return the shares of other members' secrets with which the server unmasks the sum, by member.
+        """Return this client's shares of other members' secrets, by member id; the server needs them to unmask the sum.
 
-        For a member that remains these are shares of its mask seeds, for one that dropped out a share of its private
-        key; both for the same member would reveal its update. A seed's share is left out if too few of the remaining
-        members train the elements that the seed masks.
+        For a member whose update has arrived these are shares of the seeds of its masks. For a member that dropped out it
+        is a share of its private key instead. They are never given together for one member: that would reveal its
+        update. If too few of the arrived updates change the elements that a seed masks, its share is left out.
 
         Args:
             survivors: ids of the members whose masked updates the server has received.

@@ -190,7 +190,9 @@ class SiteGate(Gate):
     def check_parts(
         self, submodels: Submodels, trainer: LocalTrainer, data: ClientData, digests: Mapping[str, str]
     ) -> None:
-        """Check the model and data that were built for a run; from now on this gate serves that run only.
+        """Check by the site's policy whether this client may train the run's model on its data.
+
+        From now on this gate (the check of all that a client does) serves that run only.
 
         Args:
             submodels: submodels of the model.
@@ -199,8 +201,8 @@ class SiteGate(Gate):
             digests: digest of each section of the config.
 
         Raises:
-            PolicyRefusal: another model is allowed, there are too few samples, updates of this method cannot be made
-                private, the privacy budget is used up, or consent is not given.
+            PolicyRefusal: the policy does not allow this model, the client has fewer samples than the policy requires,
+                this method's updates cannot be made private, the privacy budget is used up, or nobody has consented.
         """
         self._trainer, self._data = trainer, data
         self._asks["model_digest"] = digest = model_digest(submodels, digests)

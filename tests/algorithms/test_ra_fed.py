@@ -195,7 +195,7 @@ def test_a_client_gets_as_many_regions_as_its_memory_holds(tmp_path):
         ({"regions": 3}, "regions is 3, but the mask L-Arb is defined for 4 regions"),
         ({"mask": [5]}, r"mask is \[5\]: give a list with the number of regions that each client trains, from 1 to 4"),
         ({"mask": []}, r"mask is \[\]"),
-        ({"trained": 5}, "trained is 5: give 1 to 4"),
+        ({"trained": 5}, "'trained' is 5: give 1 to 4"),
         ({"every": 2}, "'every' is 2, but no round leaves regions out"),
         ({"trained": 3, "every": 2, "rest": 9}, "'every' is 2, but 'rest' is 9, which needs"),
         ({"coverage": 0}, "coverage is 0"),

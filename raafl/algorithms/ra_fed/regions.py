@@ -78,7 +78,7 @@ class Regions(Select):
                 f"{self.regions}, or {', '.join(LEVELS)}"
             )
         if self.trained is not None and not 1 <= self.trained <= self.regions:
-            raise BadInput(f"trained is {self.trained}: give 1 to {self.regions}, the number of regions")
+            raise BadInput(f"'trained' is {self.trained}: give 1 to {self.regions}, the number of regions")
         if self.every != 1 and self.trained is None:
             raise BadInput(
                 f"'every' is {self.every}, but no round leaves regions out: give 'trained', too, or leave out 'every'"
@@ -218,9 +218,9 @@ class Regions(Select):
         return RegionCoverage(within, self.regions, trained, self.coverage, self.rest, self.hold)
 
     def _keeps_half(self, fleet: SelectContext) -> bool:
-        """Whether MIX-Arb's half must be fixed: with a limit on rests, if one region per client does not reach the coverage.
+        """Whether the half of the clients to which MIX-Arb gives two regions must stay the same in all rounds.
 
-        And always where one assignment is kept.
+        That is so with `hold`, and with a limit on rests if one region for each client cannot reach the coverage.
         """
         if self.hold:
             return True

@@ -81,7 +81,7 @@ class RegionCoverage:
         object.__setattr__(self, "takes", tuple(self.takes))
         at_least("regions", self.regions, 1)
         if self.trained is not None and not 1 <= self.trained <= self.regions:
-            raise BadInput(f"trained is {self.trained}: give 1 to {self.regions}, the number of regions")
+            raise BadInput(f"'trained' is {self.trained}: give 1 to {self.regions}, the number of regions")
         if not self.takes:
             raise BadInput("'takes' is empty: give the number of regions of at least one client")
         for take in self.takes:

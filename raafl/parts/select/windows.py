@@ -104,9 +104,10 @@ class _Size:
     masks: tuple[tuple[str, ...], ...] = ()
 
     def next_task(self, merged: int) -> tuple[int, tuple[str, ...]]:
-        """Return the client's round to which its next task belongs, and the axes whose mask scores this task trains.
+        """Return the client's round to which its next task belongs, and the names of the axes whose masks it trains.
 
-        If there are no such axes, the task trains the blocks of the client's window instead.
+        A mask is the choice of the units of an axis that the client keeps. Without such axes the task trains the blocks
+        of the client's window instead.
 
         Args:
             merged: number of the client's tasks that were merged so far.

@@ -255,7 +255,7 @@ class Session(threading.Thread):
                 self._say_stop(self._stopping)
 
     def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
-        """Tell the client, once."""
+        """Send the client the message to stop, unless it was sent before."""
         if self._pair is None or self._told:
             return
         self._told = True

@@ -142,7 +142,7 @@ def test_regions_share_the_units_of_an_axis_that_has_fewer():
     [
         ({"takes": ()}, "'takes' is empty"),
         ({"takes": (5,)}, "'takes' contains 5: give numbers from 1 to 4"),
-        ({"takes": (1, 1), "trained": 5}, "trained is 5: give 1 to 4"),
+        ({"takes": (1, 1), "trained": 5}, "'trained' is 5: give 1 to 4"),
         ({"takes": (1, 1)}, "cover 4 regions 0 times: give fewer trained regions, or more takes"),
         ({"takes": (1,) * 10, "coverage": 3}, "coverage is 3: 10 clients take 10 regions .* give 1 to 2"),
         ({"takes": (2, 2, 2), "trained": 2, "coverage": 4}, "coverage is 4.*give 1 to 3"),

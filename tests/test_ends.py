@@ -272,7 +272,7 @@ def test_a_run_whose_files_may_not_grow_computes_as_any_other_and_has_failed_to_
     assert list((tmp_path / "run").rglob(".*.tmp")) == []
     with pytest.raises(BadInput, match=r"events\.jsonl: its last \d+ rows are missing"):
         replay(tmp_path / "run")
-    with pytest.raises(BadInput, match="checkpoint: there is none"):
+    with pytest.raises(BadInput, match="but there is none"):
         checkpoint.load(tmp_path / "run")
     assert replay(tmp_path / "run", until=5)["parted_at"] is None
 

@@ -60,7 +60,7 @@ def test_a_client_gets_its_last_model_and_at_first_the_global_one():
 
 
 def test_a_model_without_such_a_layer_and_bad_numbers_are_refused():
-    with pytest.raises(BadInput, match="layer is None"):
+    with pytest.raises(BadInput, match="ReLU has no linear layer"):
         moon().local.prepare(torch.nn.ReLU())
     with pytest.raises(BadInput, match="mu is -1"):
         moon(-1)

@@ -21,6 +21,7 @@ NOTES = {
     "co_s2p": "the model's width stays whole: ",
     "fed_raa": WHOLE + "cut into fragments: ",
     "fed_rolex": WHOLE + "cut by rates: ",
+    "fjord": WHOLE + "cut by rates: ",
     "hetero_fl": WHOLE + "cut by rates: ",
     "ist": WHOLE + "deal out: ",
     "oap": WHOLE + "cut by rates: ",

@@ -56,7 +56,7 @@ class PolicyRefusal(RunFailed):
     server_reason: ClassVar[str] = POLICY
 
     def __init__(self, text: str, then: Then = "end") -> None:
-        super().__init__(text)
+        super().__init__(f"the site's policy refuses {text}")
         self.then = then
 
 
@@ -164,18 +164,14 @@ class SiteGate(Gate):
             path = str(section.get("class_path") if isinstance(section, dict) else section)
             mine = [entry for entry in allowed if same_part(field, entry.partition("@")[0], path)]
             if not mine:
-                raise PolicyRefusal(
-                    "the site's policy refuses this run: "
-                    f"its {kind} is {path}, but policy.{field} allows only {allowed}"
-                )
+                raise PolicyRefusal(f"this run: its {kind} is {path}, but policy.{field} allows only {allowed}")
             if kind != "model":
                 self._check_digest(field, mine, digests[kind])
 
     def _check_digest(self, field: str, entries: list[str], digest: str) -> None:
         if not any(entry.partition("@")[2] in ("", digest) for entry in entries):
             raise PolicyRefusal(
-                "the site's policy refuses this run: "
-                f"its {KINDS[field]} has digest {digest}, but policy.{field} allows only {entries}"
+                f"this run: its {KINDS[field]} has digest {digest}, but policy.{field} allows only {entries}"
             )
 
     def check_size(self, num_parameters: int) -> None:
@@ -183,8 +179,7 @@ class SiteGate(Gate):
         most = self.policy.max_parameters
         if most is not None and num_parameters > most:
             raise PolicyRefusal(
-                "the site's policy refuses this run: "
-                f"its model has {num_parameters:,} parameters, but policy.max_parameters is {most:,}"
+                f"this run: its model has {num_parameters:,} parameters, but policy.max_parameters is {most:,}"
             )
 
     def check_parts(
@@ -210,16 +205,13 @@ class SiteGate(Gate):
             self._check_digest("models", self.policy.models, digest)
         if data.num_samples < self.policy.min_samples:
             raise PolicyRefusal(
-                "the site's policy refuses this run: "
-                f"the client has {data.num_samples} samples, but policy.min_samples is {self.policy.min_samples}"
+                f"this run: the client has {data.num_samples} samples, but policy.min_samples is {self.policy.min_samples}"
             )
         if self.policy.privacy is not None and (why := problem(trainer)) is not None:
-            raise PolicyRefusal(
-                f"the site's policy refuses this run: {why}, so policy.privacy cannot make its updates private"
-            )
+            raise PolicyRefusal(f"this run: {why}, so policy.privacy cannot make its updates private")
         self._check_budget()
         if not self._consents.given("run", self._asks):
-            raise PolicyRefusal("the site's policy refuses this run: nobody has consented to it (policy.consent)")
+            raise PolicyRefusal("this run: nobody has consented to it (policy.consent)")
 
     # ---- between connections ----
 
@@ -246,8 +238,7 @@ class SiteGate(Gate):
         if most is not None and used + num > most:
             self._day_is_over = _midnight_after(self._now())
             raise PolicyRefusal(
-                "the site's policy refuses a task: "
-                f"it has {size(num)}, and today {size(used)} were transferred, but policy.bytes_per_day is "
+                f"a task: it has {size(num)}, and today {size(used)} were transferred, but policy.bytes_per_day is "
                 f"{size(most)}",
                 "wait",
             )
@@ -319,16 +310,15 @@ class SiteGate(Gate):
             return
         if update.extra:
             raise PolicyRefusal(
-                "the site's policy refuses this run: "
-                f"its method sends {', '.join(update.extra)} beside tensors, to which policy.privacy adds "
+                f"this run: its method sends {', '.join(update.extra)} beside tensors, to which policy.privacy adds "
                 "no noise"
             )
         if update.refusal is not None:
-            raise PolicyRefusal("the site's policy refuses a task: its update contains NaN or infinity", "go on")
+            raise PolicyRefusal("a task: its update contains NaN or infinity", "go on")
         try:
             self._books.release(privacy, _in_words(assignment))
         except BudgetSpent as spent:
-            raise PolicyRefusal(f"the site's policy refuses a task: {spent}") from None
+            raise PolicyRefusal(f"a task: {spent}") from None
         privatise(privacy, self._trainer, assignment.spec, update.tensors, received)
 
     def _check_budget(self) -> None:
@@ -337,19 +327,15 @@ class SiteGate(Gate):
         try:
             self._books.check_budget(self.policy.privacy)
         except BudgetSpent as spent:
-            raise PolicyRefusal(f"the site's policy refuses this run: {spent}") from None
+            raise PolicyRefusal(f"this run: {spent}") from None
 
     def _ask(self, every: Literal["task", "update"], request: Mapping[str, Any]) -> None:
         if not self._consents.given(every, {**self._asks, **request}):
-            raise PolicyRefusal(
-                f"the site's policy refuses a task: nobody has consented to its {every} (policy.consent)", "go on"
-            )
+            raise PolicyRefusal(f"a task: nobody has consented to its {every} (policy.consent)", "go on")
 
     def _check_hours(self) -> None:
         if (closed := opens_at(self._hours, self._now())) is not None:
-            raise PolicyRefusal(
-                f"the site's policy refuses a task: policy.hours allows no task until {closed:%a %H:%M}", "wait"
-            )
+            raise PolicyRefusal(f"a task: policy.hours allows no task until {closed:%a %H:%M}", "wait")
 
     def _check_bytes(self, assignment: Assignment) -> None:
         most = self.policy.max_bytes
@@ -359,8 +345,7 @@ class SiteGate(Gate):
         if used + answer > most:
             self._day_is_over = _midnight_after(self._now())
             raise PolicyRefusal(
-                "the site's policy refuses a task: "
-                f"its answer has {size(answer)}, and today {size(used)} were transferred, but "
+                f"a task: its answer has {size(answer)}, and today {size(used)} were transferred, but "
                 f"policy.bytes_per_day is {size(most)}",
                 "wait",
             )
@@ -371,8 +356,7 @@ class SiteGate(Gate):
         num = min(num_batches * batch_size, self._data.num_samples)
         if num < self.policy.min_samples:
             raise PolicyRefusal(
-                "the site's policy refuses a task: "
-                f"it trains on {num} samples, but policy.min_samples is {self.policy.min_samples}",
+                f"a task: it trains on {num} samples, but policy.min_samples is {self.policy.min_samples}",
                 "go on",
             )
 

@@ -21,7 +21,7 @@ class DryRun(PolicyRefusal):
     server_reason = DRY_RUN
 
     def __init__(self) -> None:
-        super().__init__("the site's policy refuses this run: it only looks")
+        super().__init__("this run: it only looks")
 
 
 def look(make: Callable[[], ClientSetup], config_yaml: str, say: Callable[[str], None]) -> NoReturn:

@@ -50,7 +50,8 @@ class EarlyTask:
         self.item: Item | None = None
         self.update: Update | None = None
         self.failure: Exception | None = None
-        self._take, self._unpack, self._goes_on = take, unpack, False
+        self._take, self._unpack = take, unpack
+        self._arrived: Assignment | None = None  # the task, once its values are in `values`
 
     def watch(self, arrived: Assignment) -> None:
         """End the early steps if the task that begins to arrive is not the expected one."""
@@ -81,12 +82,12 @@ class EarlyTask:
         except GpuLost:
             raise  # no task can be trained any more
         except (TaskFailed, BadInput) as error:
-            self.failure = error if self._goes_on else None
+            self.failure = None if self._arrived is None else error
             return
         except Stopped:
             return
-        if self._goes_on and update.refusal != OUT_OF_MEMORY and isinstance(self.item, tuple):
-            update.assignment = self.item[0].id
+        if self._arrived is not None and update.refusal != OUT_OF_MEMORY:
+            update.assignment = self._arrived.id
             self.update = update
 
     def _receive(self) -> Assignment:
@@ -97,5 +98,5 @@ class EarlyTask:
             self._unpack(*item, self.values)
         except InvalidPayload:
             raise Stopped from None
-        self._goes_on = True
-        return item[0]
+        self._arrived = item[0]
+        return self._arrived

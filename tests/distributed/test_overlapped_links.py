@@ -43,21 +43,27 @@ def in_flight(run, event):
     raise AssertionError(event)
 
 
+def cut_then_killed(fleet, relay, free_port):
+    """The run of a client whose link is cut in its first update, and who is killed in its second, and of one who follows it."""
+    first, second = fleet.joiners
+
+    def harm():
+        begun(relay)
+        relay.cut()
+        wait_for(lambda: relay.up_bytes > 1.3 * NUM_BYTES, 100.0)  # the second update is on its way
+        first.send(signal.SIGKILL)
+        second.begin()
+
+    run = served_while(fleet, free_port, harm)
+    assert [first.exit_code(), second.exit_code()] == [-signal.SIGKILL, 0], second.words()
+    return run
+
+
 def test_a_link_is_cut_and_a_client_killed_with_two_tasks_in_flight(tmp_path, free_port):
     """The cut loses nothing. The client's death loses both tasks, at once; the one that follows it ends the run."""
     relay = Relay(free_port, RATE, None)
     with fleet_over(relay, tmp_path, free_port, clients=2, options=[*OVERLAP, "--max_updates=3"]) as fleet, relay:
-        first, second = fleet.joiners
-
-        def harm():
-            begun(relay)
-            relay.cut()
-            wait_for(lambda: relay.up_bytes > 1.3 * NUM_BYTES, 100.0)  # the second update is on its way
-            first.send(signal.SIGKILL)
-            second.begin()
-
-        run = served_while(fleet, free_port, harm)
-        assert [first.exit_code(), second.exit_code()] == [-signal.SIGKILL, 0], second.words()
+        run = cut_then_killed(fleet, relay, free_port)
     assert run.events("back") and in_flight(run, "away") == 2
     outcomes = [(row["assignment"], row["outcome"]) for row in run.rows()]
     assert outcomes[0] == ("1", "merged") and {number for number, _ in outcomes[1:3]} == {"2", "3"}
@@ -95,17 +101,7 @@ def test_a_link_is_cut_and_a_client_killed_while_it_is_ahead_of_its_task(tmp_pat
     """The cut loses nothing. After its death the next client gets the whole model, and begins nothing before."""
     relay = Relay(free_port, RATE, None)
     with fleet_over(relay, tmp_path, free_port, clients=2, options=[*STREAMING, "--max_updates=3"]) as fleet, relay:
-        first, second = fleet.joiners
-
-        def harm():
-            begun(relay)
-            relay.cut()
-            wait_for(lambda: relay.up_bytes > 1.3 * NUM_BYTES, 100.0)  # the second update is on its way
-            first.send(signal.SIGKILL)
-            second.begin()
-
-        run = served_while(fleet, free_port, harm)
-        assert [first.exit_code(), second.exit_code()] == [-signal.SIGKILL, 0], second.words()
+        run = cut_then_killed(fleet, relay, free_port)
     assert run.events("back") and in_flight(run, "away") == 1
     assert [(row["assignment"], row["outcome"].partition(":")[0]) for row in run.rows()] == [
         ("1", "merged"), ("2", "lost"), ("3", "merged"), ("4", "merged"),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from model_zoo.llama import LLaMA as LLaMA
     from model_zoo.mlp import MLP as MLP
     from model_zoo.resnet import ResNet as ResNet
+    from model_zoo.vgg import VGG as VGG
     from model_zoo.vgg import VGG11 as VGG11
     from model_zoo.vit import ViT as ViT
 
@@ -36,6 +37,7 @@ _HOMES = {
     "LLaMA": "llama",
     "MLP": "mlp",
     "ResNet": "resnet",
+    "VGG": "vgg",
     "VGG11": "vgg",
     "ViT": "vit",
 }

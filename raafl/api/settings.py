@@ -45,7 +45,7 @@ class Settings(TypedDict, total=False):
     num_epochs: int | None
     num_steps: int | None
     batch_size: int | None
-    lr_schedule: Literal["constant", "linear", "cosine"]
+    lr_schedule: Literal["constant", "linear", "cosine", "step"]
     lr_versions: int | None
     lr_time_s: float | None
     lr_warmup: float

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, get_args
 
 from raafl.errors import BadInput
 
-LrShape = Literal["constant", "linear", "cosine"]
+LrShape = Literal["constant", "linear", "cosine", "step"]
 _WARMUP_FROM = 0.1
 """Factor at the beginning of a warm-up: with 0 the first tasks would train nothing."""
 
@@ -34,12 +34,14 @@ class Training:
         num_steps: number of optimiser steps T in a task, instead of epochs; takes precedence if both are given.
         batch_size: local batch size; None = that of the datamodule.
         lr_schedule: shape in which the learning rate changes over the run. A task multiplies its optimizer's own rate
-            by the factor at the time of assignment; a scheduler of the module itself restarts in each task.
+            by the factor at the time of assignment; a scheduler of the module itself restarts in each task. "step"
+            multiplies the factor by ``lr_final`` after each span, as `torch.optim.lr_scheduler.StepLR` does.
         lr_versions: number of versions over which the factor falls from 1 to ``lr_final``; None = use ``lr_time_s``.
         lr_time_s: seconds of the run's clock over which the factor falls from 1 to ``lr_final``; None = use
             ``lr_versions``.
         lr_warmup: fraction of that span at its start in which the factor rises linearly from 0.1 to 1.
-        lr_final: factor at the end of that span and from then on.
+        lr_final: factor at the end of that span and from then on; for step, factor of each further span relative to
+            the one before.
     """
 
     num_epochs: int | None = 1
@@ -67,13 +69,17 @@ class Training:
         if self.lr_schedule == "constant":
             if given:
                 raise BadInput(
-                    f"train.{given[0]} has no effect with a constant lr_schedule: set train.lr_schedule to linear or "
-                    f"cosine, or leave train.{given[0]} out"
+                    f"train.{given[0]} has no effect with a constant lr_schedule: set train.lr_schedule to linear, cosine "
+                    f"or step, or leave train.{given[0]} out"
                 )
         elif len(given) != 1:
             raise BadInput(
                 f"train.lr_schedule is {self.lr_schedule}, which needs a length: give either train.lr_versions or "
                 f"train.lr_time_s, not {'both' if given else 'neither'}"
+            )
+        if self.lr_schedule == "step" and not self.lr_final:
+            raise BadInput(
+                "train.lr_final is 0, so that nothing is trained after the first step: give 0.1, for example"
             )
         if self.lr_time_s is not None and not 0 < self.lr_time_s < math.inf:
             raise BadInput(f"train.lr_time_s is {self.lr_time_s}: give seconds above 0")
@@ -90,6 +96,8 @@ class Training:
         done = version / self.lr_versions if self.lr_versions is not None else now_s / (self.lr_time_s or 1.0)
         if done < self.lr_warmup:
             return _WARMUP_FROM + (1 - _WARMUP_FROM) * done / self.lr_warmup
+        if self.lr_schedule == "step":
+            return float(self.lr_final ** math.floor(done))
         share = min((done - self.lr_warmup) / (1 - self.lr_warmup), 1.0)
         left = (1 + math.cos(math.pi * share)) / 2 if self.lr_schedule == "cosine" else 1 - share
         return self.lr_final + (1 - self.lr_final) * left

@@ -90,8 +90,8 @@ def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Tokens:
     template = str(tokenizer.chat_template or "")
     if not template:
         raise BadInput(
-            "data: the tokenizer has no chat template, which the column messages needs: name a file with one as "
-            "chat_template, or give columns prompt and completion"
+            "data: the tokenizer has no chat template, and samples with a column 'messages' need one: name a file with one "
+            "as chat_template, or give columns 'prompt' and 'completion'"
         )
     if "endgeneration" in template:
         found = tokenizer.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)

@@ -120,7 +120,7 @@ class Submodels:
 
     @property
     def problem(self) -> str | None:
-        """Reason for which the automatic search for axes failed, so that only declared ones exist; None = it succeeded."""
+        """Reason for which no axes were found automatically, so that only those that the module declares exist; None = found."""
         found = self.discovered if self._table else None
         return None if found is None else found.problem
 

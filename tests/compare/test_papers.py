@@ -27,6 +27,7 @@ def test_each_file_of_the_folder_that_is_a_papers_is_in_the_catalogue():
         "cifar10-gre-raa-windows",
         "diloco-shakespeare",
         "fed-prox-stragglers-mnist",
+        "hetero-fl-mnist",
         "niid-bench-mnist",
         "shakespeare-llama",
         "shakespeare-llama-10m",

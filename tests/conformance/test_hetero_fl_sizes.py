@@ -6,36 +6,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-from lightning import LightningModule
-from torch import nn
 
+from model_zoo import VGG
 from raafl.parts.select import leading
 from raafl.submodel import Submodels
 
 
-class PublishedCNN(LightningModule):
-    """Four 3 x 3 convolutions of 64, 128, 256 and 512 channels with batch norm, pooling, and one linear layer."""
-
-    def __init__(self):
-        super().__init__()
-        layers, channels = [], 1
-        for width in (64, 128, 256, 512):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2)]
-            channels = width
-        self.features = nn.Sequential(*layers[:-1], nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.head = nn.Linear(512, 10)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return nn.functional.cross_entropy(self.head(self.features(x)), y)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-
 @pytest.fixture(scope="module")
 def submodels():
-    return Submodels(PublishedCNN(), [torch.zeros(2, 1, 28, 28), torch.zeros(2, dtype=torch.int64)])
+    return Submodels(
+        VGG([64, "pool", 128, "pool", 256, "pool", 512], 1),
+        [torch.zeros(2, 1, 28, 28), torch.zeros(2, dtype=torch.int64)],
+    )
 
 
 @pytest.mark.parametrize(("width", "parameters"), [(1.0, 1_556_874), (0.0625, 6_594)])

@@ -32,10 +32,25 @@ def test_a_cosine_schedule_by_time_after_a_warm_up(now_s, factor):
     assert train.lr_scale(0, now_s) == pytest.approx(factor, abs=1e-12)
 
 
+@pytest.mark.parametrize(("version", "factor"), [(0, 1.0), (199, 1.0), (200, 0.1), (399, 0.1), (400, 0.01)])
+def test_a_step_schedule_multiplies_after_each_span(version, factor):
+    train = Training(lr_schedule="step", lr_versions=200, lr_final=0.1)
+    assert train.lr_scale(version, 0.0) == pytest.approx(factor)
+
+
+def test_a_step_schedule_rises_in_its_warm_up_first():
+    train = Training(lr_schedule="step", lr_versions=200, lr_final=0.1, lr_warmup=0.1)
+    assert [train.lr_scale(version, 0.0) for version in (0, 10, 20, 199, 200)] == pytest.approx([0.1, 0.55, 1, 1, 0.1])
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"lr_schedule": "step"}, "train.lr_schedule is 'step': give constant, linear, cosine"),
+        ({"lr_schedule": "stairs"}, "train.lr_schedule is 'stairs': give constant, linear, cosine, step"),
+        (
+            {"lr_schedule": "step", "lr_versions": 5},
+            "train.lr_final is 0, so that nothing is trained after the first step",
+        ),
         ({"lr_schedule": "cosine"}, "train.lr_schedule is cosine, which needs a length"),
         (
             {"lr_schedule": "linear", "lr_versions": 5, "lr_time_s": 3.0},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model_zoo import VGG11, CharLM, FastText, KeywordSpotter, ResNet
+from model_zoo import VGG, VGG11, CharLM, FastText, KeywordSpotter, ResNet
 
 
 def num_parameters(make):
@@ -50,6 +50,25 @@ def test_vgg11():
     pairs = [(3, 64), (64, 128), (128, 256), (256, 256), (256, 512), (512, 512), (512, 512), (512, 512)]
     convolutions = sum(9 * before * after + after + 2 * after for before, after in pairs)
     assert num_parameters(VGG11) == convolutions + linear(512, 10) == 9_231_114
+
+
+@pytest.mark.parametrize("layers", [["pool"], [4, "max"], [0], []])
+def test_layers_of_a_vgg_that_are_none_are_named(layers):
+    with pytest.raises(ValueError, match=r"VGG: layers is .*give numbers of channels above 0, and pool between them"):
+        VGG(layers)
+
+
+def test_a_vgg11_is_loaded_from_its_checkpoint(tmp_path):
+    import lightning
+
+    made = VGG11(1, width=0.1)
+    checkpoint = {
+        "state_dict": made.state_dict(), "hyper_parameters": dict(made.hparams), "epoch": 0, "global_step": 0,
+        "pytorch-lightning_version": lightning.__version__,
+    }  # fmt: skip
+    torch.save(checkpoint, tmp_path / "one.ckpt")
+    again = VGG11.load_from_checkpoint(tmp_path / "one.ckpt")
+    assert num_parameters(lambda: again) == num_parameters(lambda: made)
 
 
 def test_vgg11_has_the_convolutions_of_torchvision():

@@ -112,6 +112,9 @@ ZOO: dict[str, Model] = {
         lambda: model_zoo.VGG11(3, 3, width=1 / 32), (_normal(3, 3, 32, 32), LABELS),
         {f"features.{place}": channels for place, channels in _VGG.items()},
     ),
+    "VGG": _zoo(
+        lambda: model_zoo.VGG([4, "pool", 6], 1, 3), (_normal(3, 1, 8, 8), LABELS), {"features.0": 4, "features.4": 6},
+    ),
     "ViT": _zoo(
         lambda: model_zoo.ViT("micro", 8, 4, num_classes=3), (_normal(3, 3, 8, 8), LABELS),
         _blocks("model.vit.layers", 64), "model.width",

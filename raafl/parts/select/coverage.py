@@ -51,14 +51,14 @@ def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]
 class RegionCoverage:
     """Schedule that says which client trains which regions (parts of the model's width) in each round.
 
-    The schedule follows from the seed alone. There are three kinds:
+    The schedule follows from the seed alone. The attributes ``rest`` and ``hold`` choose one of three kinds:
 
-    - by default each round is drawn independently of the others;
-    - with ``rest``, the regions of a client change from round to round, so that it has trained all of them after
+    - without them, each round is drawn independently of the others;
+    - if ``rest`` is set, the regions of a client change from round to round, so that it has trained all of them after
       ``period`` rounds; the larger ``rest`` is, the more random is their order;
-    - with ``hold``, all rounds are the same, so that only ``trained`` of the regions are ever trained.
+    - if ``hold`` is true, all rounds are the same: ``trained`` regions are trained in each of them, the others never.
 
-    With ``rest`` or ``hold`` the least trained region is trained by exactly ``coverage`` clients in every round.
+    In the last two kinds, the region that the fewest clients train is trained by exactly ``coverage`` clients.
 
     Attributes:
         takes: number m_n of regions that client n trains in a round, by client.

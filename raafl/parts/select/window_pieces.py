@@ -53,7 +53,11 @@ class WindowPieces(OneOf):
         return RollingWindows(ratio=self.ratio, segments=self.segments, mask_rounds=0, distils=self.distils)
 
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
-        """Return all pieces of the model: windows (consecutive blocks), each cut into slices of the width; largest rate first."""
+        """Return all pieces of the model, those of the largest of ``rates`` first.
+
+        A piece is a window (some consecutive blocks) in which each layer has a part of its units. Pieces of a smaller
+        rate have fewer blocks, fewer units, or both.
+        """
         windows, stack, cuts = self._windows(), stack_of(submodels), cuts_of(submodels, self.segments)
         pieces: dict[Spec, None] = {}
         for rate in sorted(self.rates, reverse=True):

@@ -192,9 +192,10 @@ def _rescale(full: nn.Module, small: nn.Module, unscaled: frozenset[str]) -> Non
 
 
 class StandIn(nn.Module):
-    """Module that calls another module of the model in place of a replaced one, such as an exit in place of the head.
+    """Module that is put in the place of a removed module, and passes its calls on to another module of the same model.
 
-    The other module's tensors keep their names.
+    For example, if a model is cut to its first blocks, its early classifier is called where the last classifier was.
+    The module that is called keeps its place, and its tensors keep their names.
     """
 
     def __init__(self, module: nn.Module) -> None:

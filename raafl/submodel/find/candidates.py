@@ -26,12 +26,14 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """Position of a possible axis's units in one tensor dimension, where they may occur several times.
+    """Place of the units of a possible axis (dimensions that might shrink together) in one dimension of one tensor.
+
+    The same units may occur several times in a dimension, for example if two copies of them are concatenated.
 
     Attributes:
         name: name of the tensor.
         dim: index of the dimension, from 0.
-        starts: element at which each occurrence begins; unit i covers ``start + [i * unit, (i + 1) * unit)``.
+        starts: index of the first element of each occurrence; from there on, each unit has ``unit`` elements.
         unit: number of elements for each unit.
         is_read: whether a matrix product has summed over the dimension, as over the input side of a weight.
         is_made: whether a product or look-up has produced the dimension, as the output side of a weight does.

@@ -66,7 +66,7 @@ class Reached(NamedTuple):
     """An object that was found by following the attributes of a module.
 
     Attributes:
-        name: name of the attribute that leads to it, after the path of its module or the name of its class.
+        name: place where it was found: the path of its module or the name of its class, then the attribute.
         thing: object that was found: a module, a `ClassData`, or any object that is not a plain value.
         of_metric: whether it belongs to a torchmetrics metric, or to another object with a method `compute`.
         of_class: whether it was found through an attribute of a class.

@@ -96,8 +96,9 @@ class Member:
         least = threshold_of(num, self._threshold)
         if group.threshold < least or num < self._min_cover:
             raise CannotOpen(
-                f"{group.threshold} of {num} members could unmask the sum, but this client's secure_aggregation asks for "
-                f"{least} of at least {self._min_cover}: give server and client the same secure_aggregation",
+                f"in this group of {num}, {group.threshold} members could unmask the sum; this client's secure_aggregation "
+                f"wants groups of at least {self._min_cover}, and {least} members to unmask this one: give server and client "
+                "the same secure_aggregation",
                 "bad-group",
             )
         if group.min_cover < self._min_cover:

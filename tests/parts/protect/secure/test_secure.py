@@ -272,7 +272,7 @@ def group_of(keys: dict[int, Member], **changes) -> Group:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"threshold": 2}, "2 of 3 members could unmask the sum, but this client's secure_aggregation asks for 3"),
+        ({"threshold": 2}, "in this group of 3, 2 members could unmask the sum; this client"),
         ({"min_cover": 1}, "min_cover is 1 on the server, but 2 on this client"),
         ({"members": ()}, "does not list this client with its own public keys"),
     ],

@@ -301,7 +301,7 @@ class Runner:
 
     def _say_left(self, num: int, line: str = "") -> None:
         """Tell ``line``, how many runs are left of those that were asked for, and about how long they take."""
-        left = f"{num} runs left in this step"
+        left = f"{num} run{'s' * (num != 1)} left in this step"
         if self._seconds and num:
             left += f", about {duration(statistics.fmean(self._seconds) * num / self._jobs)}"
         self._tell(f"{line}  ({left})" if line else left)

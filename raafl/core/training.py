@@ -31,7 +31,8 @@ class Training:
 
     Attributes:
         num_epochs: number of passes E over the client's data in a task.
-        num_steps: number of optimiser steps T in a task, instead of epochs; takes precedence if both are given.
+        num_steps: number of batches T in a task, instead of epochs; takes precedence if both are given. Each is an optimiser
+            step, unless ``fabric.accumulate_grad_batches`` adds up the gradients of several.
         batch_size: local batch size; None = that of the datamodule.
         lr_schedule: shape in which the learning rate changes over the run. A task multiplies its optimizer's own rate
             by the factor at the time of assignment; a scheduler of the module itself restarts in each task. "step"

@@ -38,7 +38,7 @@ max_updates: 8
 ```
 
 `model`, `data`, `algorithm` and `partition` each name a class or a function, and its arguments.
-It may be one of raafl's, or your own, by its import path.
+The class or function may be raafl's or your own, named by its import path.
 The name alone is enough for a method of raafl's (`algorithm: fed_avg`).
 The last column says how a field is shared between processes and runs:
 *shared* fields must be the same on server and client, and are compared when a client joins;

@@ -92,7 +92,7 @@ def ram_fed(
         submodel: rule that chooses submodels in place of the regions, such as `raafl.parts.RateSelect`; leave mask to
             full_first at their defaults then. None = regions.
         hold: whether each client keeps its regions for the whole run. If trained is below regions, the other regions
-            are then trained in the first round only.
+            are then trained in the first round if full_first is true, else never.
     """
     server_lr = 1.0 if trigger == "all" and server_lr is None else server_lr
     folder = memory_folder_of(memory, memory_folder)

@@ -91,8 +91,8 @@ def co_s2p(
         linear_masks: origin of the masks on linear layers: trained, or drawn at random (Table VII).
         attention_masks: origin of the masks on attention heads: trained, or drawn at random.
         segments: number of equal segments of each linear layer; a mask keeps or drops a segment as a whole.
-        mask_rounds: number of visits to a block in which a client first trains the block's mask scores. The paper's 20
-            rounds (E1) equal 5 visits for a client that trains a quarter of the blocks at a time.
+        mask_rounds: number of visits to a block in which a client first trains the block's mask scores. The 20 rounds of
+            the paper's experiment E1 equal 5 visits for a client that trains a quarter of the blocks at a time.
         mask_epochs: number of local epochs in a task that trains mask scores.
         mask_steps: number of local steps in a task that trains mask scores, instead of epochs; set mask_epochs to null
             then.

@@ -74,7 +74,7 @@ def ra_fed(
         submodel: rule that chooses submodels in place of the regions, such as `raafl.parts.RateSelect`; leave mask to
             full_first at their defaults then. None = regions.
         hold: whether each client keeps its regions for the whole run. If trained is below regions, the other regions
-            are then trained in the first round only.
+            are then trained in the first round if full_first is true, else never.
     """
     return Algorithm(
         name="ra_fed",

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 import torch
+import yaml
 from torch.utils.data import TensorDataset
 
 from raafl.config.site_policy import SitePolicy
@@ -19,6 +20,10 @@ from raafl.submodel import FULL, FlatTensors, Submodels
 from tests.helpers.single_task import Slope
 
 DIGESTS = {"model": "0" * 16, "data": "d" * 16, "algorithm": "a" * 16}
+CONFIG = {
+    "model": {"class_path": "model_zoo.MLP", "init_args": {"in_features": 64}}, "data": {"class_path": "raafl.data.Digits"},
+    "algorithm": {"class_path": "raafl.fed_avg"},
+}  # fmt: skip
 NOON = datetime(2026, 11, 26, 12)  # a Thursday
 
 
@@ -56,6 +61,7 @@ def site_gate(
     submodels = Submodels(module or Slope(), (torch.ones(1, 1), torch.zeros(1, 1)))
     trainer = LocalTrainer(submodels, algorithm.local, algorithm.merge.sends, Training(num_steps=3, num_epochs=None))
     data = ClientData(TensorDataset(torch.ones(10, 1), torch.ones(10, 1)), torch.arange(10), batch_size=2)
+    gate.check_config(yaml.safe_dump(CONFIG), DIGESTS)
     gate.check_parts(submodels, trainer, data, DIGESTS)
     return gate
 

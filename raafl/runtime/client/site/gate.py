@@ -141,6 +141,7 @@ class SiteGate(Gate):
         self._day_is_over: datetime | None = None
         self._consents = Consents(policy.consent, lambda: self.stopped())
         self._asks: dict[str, Any] = {}
+        self._models: list[str] = []
 
     # ---- before a client joins ----
 
@@ -165,7 +166,9 @@ class SiteGate(Gate):
             mine = [entry for entry in allowed if same_part(field, entry.partition("@")[0], path)]
             if not mine:
                 raise PolicyRefusal(f"this run: its {kind} is {path}, but policy.{field} allows only {allowed}")
-            if kind != "model":
+            if kind == "model":
+                self._models = mine  # a model's digest covers its shapes, which are known once it is built
+            else:
                 self._check_digest(field, mine, digests[kind])
 
     def _check_digest(self, field: str, entries: list[str], digest: str) -> None:
@@ -201,8 +204,8 @@ class SiteGate(Gate):
         """
         self._trainer, self._data = trainer, data
         self._asks["model_digest"] = digest = model_digest(submodels, digests)
-        if self.policy.models is not None and all("@" in entry for entry in self.policy.models):
-            self._check_digest("models", self.policy.models, digest)
+        if self.policy.models is not None:
+            self._check_digest("models", self._models, digest)
         if data.num_samples < self.policy.min_samples:
             raise PolicyRefusal(
                 f"this run: the client has {data.num_samples} samples, but policy.min_samples is {self.policy.min_samples}"

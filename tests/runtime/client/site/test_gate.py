@@ -16,12 +16,7 @@ from raafl.runtime.client.site.gate import Gate, PolicyRefusal, SiteGate, model_
 from raafl.submodel import FlatTensors
 from raafl.transport import Connection, Kind, Message
 from raafl.transport.tcp.connection import TcpConnection
-from tests.helpers.site_gates import DIGESTS, NOON, Clock, answer, site_gate, task
-
-CONFIG = {
-    "model": {"class_path": "model_zoo.MLP", "init_args": {"in_features": 64}}, "data": {"class_path": "raafl.data.Digits"},
-    "algorithm": {"class_path": "raafl.fed_avg"},
-}  # fmt: skip
+from tests.helpers.site_gates import CONFIG, DIGESTS, NOON, Clock, answer, site_gate, task
 
 
 def refusal(gate, check):
@@ -63,6 +58,11 @@ def test_a_model_is_bounded_in_size_and_known_by_its_digest():
     site_gate(fed_avg(), models=[f"MLP@{digest}"])
     with pytest.raises(PolicyRefusal, match=f"its model has digest {digest}, but policy.models allows only"):
         site_gate(fed_avg(), models=["MLP@" + "0" * 16])
+    with pytest.raises(
+        PolicyRefusal, match=f"has digest {digest}, but policy.models allows only .'MLP@0000000000000000'.$"
+    ):
+        site_gate(fed_avg(), models=["CNN", "MLP@" + "0" * 16])  # that any CNN is allowed does not allow any MLP
+    site_gate(fed_avg(), models=["MLP", "MLP@" + "0" * 16])
     site_gate(fed_avg(), max_parameters=7).check_size(7)
     said = refusal(site_gate(fed_avg(), max_parameters=7), lambda gate: gate.check_size(8))
     assert said == ("end", "this run: its model has 8 parameters, but policy.max_parameters is 7")

@@ -41,7 +41,7 @@ def written(result: dict[str, Any]) -> str:
     source = _measured(_file_of(result["name"]), result) + "\n"
     if seeds > 1:
         source += f"Values are means over {seeds} seeds; the number after ± is half the width of the 95 % confidence interval.\n"
-        source += 'A difference is marked "not shown" if this interval contains 0.'
+        source += 'A difference is marked "not shown" if its interval contains 0.'
     else:
         source += "Each value is of one seed."
     missing = ""

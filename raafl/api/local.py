@@ -78,8 +78,8 @@ def _script(num_clients: int) -> list[str]:
         raise BadInput(f"'local' is {num_clients}: give the number of clients to start, 1 or more")
     if _started:
         raise BadInput(
-            f"'local' is {num_clients}, but this script has already called `fit` with it, and new clients would "
-            "repeat that call: use `fit(local=)` once in a script, or torchrun, or `simulate`"
+            f"'local' is {num_clients}, but this script has already called `fit(local=)`. Each client runs the whole script, "
+            "so it would repeat the first call: call `fit(local=)` once in a script, or use torchrun or `simulate`"
         )
     if "RANK" in os.environ:
         raise BadInput(

@@ -59,7 +59,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
 
 
 def table(rows: list[dict[str, str]], width: int) -> str:
-    """Format the list of algorithms as a table of ``width`` columns."""
+    """Format the list of algorithms as a table that is ``width`` characters wide."""
     from rich.console import Console
     from rich.table import Table
 

@@ -121,7 +121,7 @@ class DownlinkCodec(_End):
         return None if self._resident is None else self._resident.own(assignment, self._scratch, device)
 
     def unpack(self, assignment: Assignment, wire: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
-        """Decompress the tensors that a client has received, and update the record of its values; return the values.
+        """Decompress the tensors that a client has received, note the values as what it now has, and return them.
 
         Args:
             assignment: assignment of the task.

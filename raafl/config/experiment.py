@@ -376,8 +376,10 @@ def _refused(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
 def field_types(**parts: object) -> dict[str, Any]:
     """Return the type of each field of the configuration.
 
+    This module imports no torch, so the classes of models, data, algorithms and partitions are passed in.
+
     Args:
-        parts: types of the fields that need torch, by field name; a field that is left out gets ``object``.
+        parts: those classes, by name, such as ``LightningModule``; ``object`` stands for a class that is left out.
     """
     named = ("LightningModule", "LightningDataModule", "Algorithm", "Partition")
     return get_type_hints(Experiment, localns=dict.fromkeys(named, object) | parts)

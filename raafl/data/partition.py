@@ -73,12 +73,9 @@ class Partition(ABC):
         return _divided(num_samples, self.validation_share, "validation_share", (seed, num_samples))[1]
 
     def split(
-        self,
-        labels: torch.Tensor | npt.ArrayLike,
-        num_clients: int,
-        seed: int,
+        self, labels: torch.Tensor | npt.ArrayLike, num_clients: int, seed: int,
         columns: Mapping[str, Sequence[Any]] | None = None,
-    ) -> list[torch.Tensor]:
+    ) -> list[torch.Tensor]:  # fmt: skip
         """Divide the samples among the clients by `assign`, and check the result.
 
         Args:
@@ -157,7 +154,7 @@ class Dirichlet(Partition):
 
     def __post_init__(self) -> None:
         _check_alpha("Dirichlet", self.alpha)
-        _check_min_samples("Dirichlet", self.min_samples)
+        at_least("Dirichlet: min_samples", self.min_samples, 1)
 
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
@@ -201,9 +198,12 @@ class ClassesPerClient(Partition):
 
     Args:
         num_classes: number k of classes of each client.
+        even: whether clients take their classes in this way; False = they take one class in turn and draw the others, as
+            in the code of Li et al., so that some classes have many clients.
     """
 
     num_classes: int
+    even: bool = True
 
     def __post_init__(self) -> None:
         at_least("ClassesPerClient: num_classes", self.num_classes, 1)
@@ -229,22 +229,30 @@ class ClassesPerClient(Partition):
     def _owners(self, num_values: int, num_clients: int, rng: np.random.Generator) -> list[list[int]]:
         """The clients of each class."""
         if self.num_classes > num_values:
-            raise BadInput(
-                f"ClassesPerClient: num_classes is {self.num_classes}: give {num_values}, all classes, or fewer"
-            )
-        if num_clients * self.num_classes < num_values:
+            raise BadInput(f"ClassesPerClient: num_classes is {self.num_classes}: give {num_values} or fewer")
+        if num_clients * (self.num_classes if self.even else 1) < num_values:
+            change = f"num_classes to {math.ceil(num_values / num_clients)} or more" if self.even else "even to true"
             raise BadInput(
                 f"ClassesPerClient: {num_clients} clients with {self.num_classes} classes each leave some of the "
-                f"{num_values} classes without a client: set num_classes to {math.ceil(num_values / num_clients)} "
-                "or more, or use more clients"
+                f"{num_values} classes without a client: set {change}, or use more clients"
             )
         owners: list[list[int]] = [[] for _ in range(num_values)]
         for client in range(num_clients):
-            ties = rng.permutation(num_values)
-            fewest_first = sorted(range(num_values), key=lambda value: (len(owners[value]), ties[value]))
-            for value in fewest_first[: self.num_classes]:
+            for value in self._evenly(owners, rng) if self.even else self._drawn(client, num_values, rng):
                 owners[value].append(client)
         return owners
+
+    def _evenly(self, owners: list[list[int]], rng: np.random.Generator) -> list[int]:
+        ties = rng.permutation(len(owners))
+        return sorted(range(len(owners)), key=lambda value: (len(owners[value]), ties[value]))[: self.num_classes]
+
+    def _drawn(self, client: int, num_values: int, rng: np.random.Generator) -> list[int]:
+        mine = [client % num_values]
+        while len(mine) < self.num_classes:
+            drawn = int(rng.choice(num_values, 1)[0])
+            if drawn not in mine:
+                mine.append(drawn)
+        return mine
 
 
 @dataclass(frozen=True)
@@ -267,7 +275,7 @@ class QuantitySkew(Partition):
 
     def __post_init__(self) -> None:
         _check_alpha("QuantitySkew", self.alpha)
-        _check_min_samples("QuantitySkew", self.min_samples)
+        at_least("QuantitySkew: min_samples", self.min_samples, 1)
 
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
@@ -380,20 +388,12 @@ def _rebalance(parts: list[Ints], min_samples: int, rng: np.random.Generator) ->
 
 def _check_enough(num_samples: int, num_clients: int, min_samples: int) -> None:
     if num_samples < num_clients * min_samples:
-        each = "one each" if min_samples == 1 else f"{min_samples} each"
         raise BadInput(
-            f"more clients than data: {num_clients} clients need {num_clients * min_samples} samples ({each}) "
-            f"but there are {num_samples}: use at most {num_samples // min_samples} clients"
+            f"more clients than data: {num_clients} clients need {min_samples} sample(s) each, and there are {num_samples}: "
+            f"use at most {num_samples // min_samples} clients"
         )
 
 
 def _check_alpha(name: str, alpha: float) -> None:
     if not 0 < alpha < math.inf:
         raise BadInput(f"{name}: alpha is {alpha}: give a finite number above 0, such as 0.5 (use Iid for no skew)")
-
-
-def _check_min_samples(name: str, min_samples: int) -> None:
-    if min_samples < 1:
-        raise BadInput(
-            f"{name}: min_samples is {min_samples}: give at least 1, since a client without samples cannot train"
-        )

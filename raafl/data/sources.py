@@ -162,7 +162,7 @@ class _FromFolder(TrainTestData):
             return
         folder = self.files.find(self.root)
         if folder is None:
-            raise self._missing("")
+            raise self._missing()
         train, test = (self.files.read(folder, split) for split in ("train", "test"))
         scale = (self.mean, self.std) if self.normalize else ((0.0,) * len(self.mean), (1.0,) * len(self.std))
         self._set(TensorImages(train[0], train[1], *scale), TensorImages(test[0], test[1], *scale))
@@ -182,7 +182,7 @@ class _FromFolder(TrainTestData):
         except (OSError, RuntimeError) as error:
             raise self._missing(f"the download failed: {error}") from error
 
-    def _missing(self, reason: str) -> BadInput:
+    def _missing(self, reason: str = "") -> BadInput:
         places = " or ".join(str(place) for place in self.files.places(self.root))
         why = f" ({reason})" if reason else ""
         return BadInput(

@@ -366,7 +366,7 @@ def test_every_argument_reaches_its_part():
         ({"slack": -0.1}, r"slack is -0\.1: give 0 or more, a share of the round's length"),
         (
             {"slack": 0.2, "most_slack": 0.2},
-            r"most_slack is 0\.2: give a share of the round's length above slack, 0\.2, or null",
+            r"most_slack is 0\.2, but slack is 0\.2: give more, or null",
         ),
         ({"adaptive": False, "most_slack": 0.2}, "most_slack is given, but adaptive is false"),
         ({"layers": "tine"}, "layers is 'tine': did you mean 'time'"),

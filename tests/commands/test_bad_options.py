@@ -73,7 +73,7 @@ BAD = {
     ),
     "more clients than data": (
         ["--clients", "2000"],
-        "more clients than data: 2000 clients need 2000 samples (one each) but there are 1438",
+        "more clients than data: 2000 clients need 1 sample(s) each, and there are 1438",
     ),
     "devices missing": (
         ["--devices", "nowhere.yaml"],

@@ -132,8 +132,31 @@ def test_classes_per_client_are_exact_and_balanced(num_classes, num_clients, see
         assert max(shares) - min(shares) <= 1
 
 
+def test_classes_drawn_as_in_the_published_code():
+    """By a slow loop with the same generator: client n has class n, then one that it draws; a class is cut by its clients."""
+    parts = ClassesPerClient(2, even=False).split(LABELS, 10, 42)
+    rng = np.random.default_rng(42)
+    owners = {value: [] for value in range(10)}
+    for client in range(10):
+        other = client
+        while other == client:
+            other = int(rng.choice(10, 1)[0])
+        owners[client].append(client)
+        owners[other].append(client)
+    for value, clients in owners.items():
+        clients = sorted(clients)
+        rows = rng.permutation(np.flatnonzero(value == LABELS))
+        for client, mine in zip(clients, np.array_split(rows, len(clients)), strict=True):
+            assert set(parts[client].tolist()) & set(rows.tolist()) == set(mine.tolist())
+    assert max(map(len, owners.values())) > min(map(len, owners.values()))
+
+
 def test_classes_per_client_errors_name_the_numbers():
-    with pytest.raises(BadInput, match="num_classes is 11: give 10, all classes, or fewer"):
+    with pytest.raises(
+        BadInput, match="leave some of the 10 classes without a client: set even to true, or use more clients"
+    ):
+        ClassesPerClient(3, even=False).split(LABELS, 9, 0)
+    with pytest.raises(BadInput, match="num_classes is 11: give 10 or fewer"):
         ClassesPerClient(11).split(LABELS, 5, 0)
     with pytest.raises(BadInput, match=r"class 0 has 2 samples for its 4 clients"):
         ClassesPerClient(2).split([0, 0, 1, 1, 1, 1, 1], 4, 0)
@@ -181,9 +204,9 @@ def test_by_column_errors():
 
 
 def test_more_clients_than_data_names_both():
-    with pytest.raises(BadInput, match=r"11 clients need 11 samples .* there are 10"):
+    with pytest.raises(BadInput, match=r"11 clients need 1 sample.s. each, and there are 10"):
         Iid().split(np.zeros(10, int), 11, 0)
-    with pytest.raises(BadInput, match=r"4 clients need 12 samples .* there are 10: use at most 3 clients"):
+    with pytest.raises(BadInput, match=r"4 clients need 3 sample.s. each, and there are 10: use at most 3 clients"):
         Dirichlet(1.0, min_samples=3).split(np.zeros(10, int), 4, 0)
 
 

@@ -365,7 +365,7 @@ class BestUnits(Select):
         return share
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return an error message for each client that has no rate, or too little memory for any submodel."""
+        """Return an error message for each client without an entry in `rates`, or with too little memory for any submodel."""
 
         def ask(client: ClientInfo) -> None:
             self._limit().rate(client)

@@ -105,7 +105,7 @@ def choose(
     submodels: Submodels, values: Mapping[str, Tensor], squares: Mapping[str, Tensor], prunable: float,
     used: list[Unit] | None = None,
 ) -> list[Unit]:  # fmt: skip
-    """Choose the units (such as neurons) to use: the best unit of each layer, then all others worth their cost.
+    """Choose the units (such as neurons) of the next model: the best unit of each layer, and all others worth their cost.
 
     A unit's worth is its squared gradient divided by its training time in FLOPs. Units are returned best first.
 
@@ -113,8 +113,8 @@ def choose(
         submodels: submodels of the model.
         values: parameters by name; units with the smallest values may be dropped.
         squares: squared gradient of each parameter, up to a constant factor.
-        prunable: share of the units in use, in each layer, that may be dropped.
-        used: units in use now; None = all.
+        prunable: share of each layer's present units that may be dropped.
+        used: units of the present model; None = all.
     """
     times, fixed_time = unit_times(submodels)
     in_use = None if used is None else set(used)

@@ -199,7 +199,7 @@ class Timely(Select):
             raise BadInput(f"slack is {self.slack}: give 0 or more, a share of the round's length")
         if self.most_slack is not None and not self.slack < self.most_slack < math.inf:
             raise BadInput(
-                f"most_slack is {self.most_slack}: give a share of the round's length above slack, {self.slack:g}, or null"
+                f"most_slack is {self.most_slack}, but slack is {self.slack:g}: give more, or null to leave slack as it is"
             )
         if self.most_slack is not None and not self.adaptive:
             raise BadInput(

@@ -16,9 +16,11 @@ def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linea
     """
     linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     if not linear or path not in (None, *linear):
-        remedy = f"name one of {', '.join(linear)}" if linear else "use a model that has one"
-        given = "" if path is None else f"layer is {path}, but "
-        raise BadInput(f"{given}{type(module).__name__} has no {'such ' if given else ''}linear layer: {remedy}")
+        if not linear:
+            raise BadInput(f"{type(module).__name__} has no linear layer: use a model that has one")
+        raise BadInput(
+            f"layer is {path}, which is no linear layer of {type(module).__name__}: give {', '.join(linear)}"
+        )
     name = path or list(linear)[-1]
     return name, linear[name]
 

@@ -58,8 +58,8 @@ class Nesterov(Merge):
     Attributes:
         lr: outer learning rate (eta).
         beta: outer momentum (beta); 0 = none, which needs no storage.
-        weights: weight w_n of an update: equal = 1; samples = |D_n|; tokens = (trained tokens)^2 / steps (Decoupled
-            DiLoCo), for which the steps are used, since with batches of one size the two are proportional.
+        weights: weight w_n of an update: equal = 1; samples = |D_n|; tokens = number of steps. If all
+            batches have the same size, this is proportional to Decoupled DiLoCo's (trained tokens)^2 / steps.
         staleness: function s by which late updates count less.
     """
 

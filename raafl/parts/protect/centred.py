@@ -51,9 +51,10 @@ class Centred(Wrapped):
     radius: float | None
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return notes for the user: the wrapped merge's, and a warning if it averages by class.
+        """Return notes for the user: those of the wrapped merge, and a warning if that merge averages by class.
 
-        Averaging by class has no effect here, since a combined update does not say which clients lack a class.
+        Averaging by class then has no effect: the wrapped merge receives one update in place of several, which does not
+        say which clients have which classes.
         """
         return super().notes(state, num_clients) + joint_notes(self.inner)
 

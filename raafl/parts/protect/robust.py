@@ -253,10 +253,10 @@ def trimmed(values: Tensor, drop: Tensor) -> Tensor:
 def locate(
     state: GlobalState, stored: Sequence[tuple[Spec, FlatTensors]], combine: Combine, trim: float
 ) -> dict[Spec, FlatTensors]:
-    """Return the trimmed mean or median of each element over the updates that trained it, for each submodel.
+    """Return one tensor set for each submodel: the trimmed mean or median of each element over the updates that trained it.
 
-    Memory in addition to ``stored``: if all updates have the same submodel, one result of its size; else copies of all
-    updates and the result, each of the size of the whole model.
+    If all updates have the same submodel, this takes memory for one result of its size. Otherwise it takes memory for
+    copies of all updates and for the result, each of the size of the whole model.
 
     Args:
         state: the global model.

@@ -112,14 +112,14 @@ class _Attr:
 
 @dataclass(frozen=True, slots=True)
 class SizeUse:
-    """One use of a size: a number that was passed to a torch function, with its origin.
+    """Use of a size of a tensor as an argument of a torch function, and where this number came from.
 
     Attributes:
         method: path of the module whose method is running, and the method's name.
         site: position of the call in that method.
         where: position of the number among the call's arguments.
         name: name of the torch function.
-        origin: origin of the number.
+        origin: source of the number: an attribute of a module, a tensor's shape, or the number itself.
         dim: label of the dimension, or of a part of one, that has this size.
     """
 

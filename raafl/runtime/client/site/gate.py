@@ -313,8 +313,8 @@ class SiteGate(Gate):
             return
         if update.extra:
             raise PolicyRefusal(
-                f"this run: its method sends {', '.join(update.extra)} beside tensors, to which policy.privacy adds "
-                "no noise"
+                f"this run: its method sends {', '.join(update.extra)} beside the tensors, and policy.privacy can add noise "
+                "to tensors only"
             )
         if update.refusal is not None:
             raise PolicyRefusal("a task: its update contains NaN or infinity", "go on")

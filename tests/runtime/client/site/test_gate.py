@@ -187,7 +187,7 @@ def test_an_update_leaves_clipped_and_accounted_for_and_what_noise_does_not_cove
     then, said = refusal(gate, lambda gate: gate.after(task(), answer(7.0, extra={"classes": [1]}), RECEIVED))
     assert (then, said) == (
         "end",
-        "this run: its method sends classes beside tensors, to which policy.privacy adds no noise",
+        "this run: its method sends classes beside the tensors, and policy.privacy can add noise to tensors only",
     )
     assert refusal(gate, lambda gate: gate.after(task(), answer(7.0, refusal="non-finite"), RECEIVED))[0] == "go on"
     assert SiteBooks(str(tmp_path)).used().releases == 1

@@ -1,12 +1,14 @@
 """Ask a person at the site for consent: at the terminal, or by a file that a reviewer answers.
 
 In the folder a request is ``ID.json``. The reviewer answers by a file beside it, ``ID.yes`` or ``ID.no``; both are then removed by
-the client, and what was asked and answered goes to ``answers.jsonl``. No answer in time is a no.
+the client, and what was asked and answered goes to ``answers.jsonl``. No answer in time is a no, and so is a folder that cannot
+be used: without a line in ``answers.jsonl`` there is no consent.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import select
 import sys
 import time
@@ -21,6 +23,7 @@ from raafl.config.site_policy import Consent
 from raafl.errors import BadInput
 
 _LOOK_S = 0.2
+_log = logging.getLogger(__name__)
 
 
 class Consents:
@@ -37,6 +40,7 @@ class Consents:
             BadInput: the folder cannot be written.
         """
         self._consent, self.ended = consent, ended
+        self._is_failing = False
         if consent is not None and consent.folder is not None:
             try:
                 Path(consent.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -59,7 +63,23 @@ class Consents:
         shown = {"asks": f"consent to this {every}", **request}
         if consent.folder is None:
             return self._at_terminal(shown, consent.wait_s)
-        return self._by_spool(Path(consent.folder), shown, consent.wait_s)
+        try:
+            is_given = self._by_spool(Path(consent.folder), shown, consent.wait_s)
+        except OSError as error:  # a full disk, or the folder is gone
+            self._warn(consent.folder, error)
+            return False
+        self._is_failing = False
+        return is_given
+
+    def _warn(self, folder: str, error: OSError) -> None:
+        """Log, once until the folder works again, that nobody can be asked for consent."""
+        if not self._is_failing:
+            _log.warning(
+                f"policy.consent.folder is '{folder}', in which no file can be written ({error.strerror}): make room, "
+                "or create the folder again; until then nobody consents",
+                extra={"private": True},
+            )
+        self._is_failing = True
 
     def _at_terminal(self, request: Mapping[str, Any], wait_s: float) -> bool:
         """Show the request, and read a line; anything but yes is a no."""
@@ -77,16 +97,18 @@ class Consents:
         """Write the request, and wait for the reviewer's file."""
         name = f"{datetime.now():%Y%m%d-%H%M%S}-{uuid4().hex[:8]}"
         new, file = folder / f"{name}.new", folder / f"{name}.json"
-        new.write_text(json.dumps(request, indent=2, default=str) + "\n", encoding="utf-8")
-        new.rename(file)  # whole, as soon as it is seen
         yes, no = folder / f"{name}.yes", folder / f"{name}.no"
-        deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and not self.ended() and not (yes.exists() or no.exists()):
-            time.sleep(_LOOK_S)
-        answer = "no" if no.exists() else "yes" if yes.exists() else "none"
-        with (folder / "answers.jsonl").open("a", encoding="utf-8") as answers:
-            answers.write(json.dumps({"id": name, "answer": answer, **request}, default=str) + "\n")
-        for one in (file, yes, no):
-            with suppress(FileNotFoundError):
-                one.unlink()
+        try:
+            new.write_text(json.dumps(request, indent=2, default=str) + "\n", encoding="utf-8")
+            new.rename(file)  # whole, as soon as it is seen
+            deadline = time.monotonic() + wait_s
+            while time.monotonic() < deadline and not self.ended() and not (yes.exists() or no.exists()):
+                time.sleep(_LOOK_S)
+            answer = "no" if no.exists() else "yes" if yes.exists() else "none"
+            with (folder / "answers.jsonl").open("a", encoding="utf-8") as answers:
+                answers.write(json.dumps({"id": name, "answer": answer, **request}, default=str) + "\n")
+        finally:
+            for one in (new, file, yes, no):
+                with suppress(OSError):
+                    one.unlink()
         return answer == "yes"

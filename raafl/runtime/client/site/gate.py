@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
@@ -248,7 +248,8 @@ class SiteGate(Gate):
 
     def _moved(self, num: int) -> None:
         if num and self._books is not None:
-            self._books.add_bytes(num, self._now().date())
+            with self._writing():
+                self._books.add_bytes(num, self._now().date())
 
     def _closed(self) -> tuple[datetime, str] | None:
         """Return when the site opens, and why it is closed; None = it is open."""
@@ -319,10 +320,22 @@ class SiteGate(Gate):
         if update.refusal is not None:
             raise PolicyRefusal("a task: its update contains NaN or infinity", "go on")
         try:
-            self._books.release(privacy, _in_words(assignment))
+            with self._writing():
+                self._books.release(privacy, _in_words(assignment))
         except BudgetSpent as spent:
             raise PolicyRefusal(f"a task: {spent}") from None
         privatise(privacy, self._trainer, assignment.spec, update.tensors, received)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Return a context in which the site's books are written; where that fails, the client leaves for good."""
+        try:
+            yield
+        except OSError as error:
+            raise PolicyRefusal(
+                f"this run: policy.state is '{self.policy.state}', in which no file can be written ({error.strerror}): "
+                "make room, or name another folder, and start the client again"
+            ) from None
 
     def _check_budget(self) -> None:
         if self.policy.privacy is None or self._books is None:

@@ -61,6 +61,28 @@ def test_an_answer_that_is_no_longer_wanted_is_not_waited_for(tmp_path):
     assert asked.given("task", {}) is False
 
 
+def test_a_folder_that_cannot_be_used_is_a_no_and_is_said_once_until_it_works_again(tmp_path, caplog):
+    folder = tmp_path / "spool"
+    asked = Consents(Consent("spool", every="task", folder=str(folder), wait_s=0.01))
+    said = (
+        f"policy.consent.folder is '{folder}', in which no file can be written (No such file or directory): make room, or "
+        "create the folder again; until then nobody consents"
+    )
+    for times in (1, 2):
+        folder.rmdir()
+        assert not asked.given("task", {}) and not asked.given("task", {})
+        assert [(row.message, row.private) for row in caplog.records] == [(said, True)] * times
+        folder.mkdir()
+        assert not asked.given("task", {})
+        (folder / "answers.jsonl").unlink()
+
+
+def test_a_consent_that_cannot_be_recorded_is_none(tmp_path):
+    (tmp_path / "answers.jsonl").mkdir()
+    assert reviewed(tmp_path, "yes")[0] is False
+    assert [file.name for file in tmp_path.iterdir()] == ["answers.jsonl"]  # no request or answer is left
+
+
 def test_what_needs_no_consent_is_not_asked(tmp_path):
     assert Consents(None).given("run", {})
     asked = Consents(Consent("spool", every="update", folder=str(tmp_path), wait_s=0.01))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from datetime import datetime
 
@@ -151,6 +152,21 @@ def test_a_download_that_the_day_has_no_bytes_for_is_not_received(tmp_path):
         )
         assert pair.closed and pair.received_bytes < 800
     assert gate.wait() is True  # until midnight
+
+
+def test_what_cannot_be_accounted_for_ends_the_work(tmp_path):
+    """Whether a folder is full or gone, neither a byte nor an update leaves without a row in the site's books."""
+    noise = SitePrivacy(clip_norm=1.0, noise_multiplier=1.0)
+    gate = site_gate(fed_avg(), Clock(), bytes_per_day=1000, state=str(tmp_path / "state"), privacy=noise, metrics=[])
+    pair = gate.connection(Line())
+    shutil.rmtree(tmp_path / "state")
+    said = (
+        f"this run: policy.state is '{tmp_path / 'state'}', in which no file can be written (No such file or directory): "
+        "make room, or name another folder, and start the client again"
+    )
+    assert refusal(gate, lambda gate: pair.send(Message(Kind.HELLO))) == ("end", said)
+    assert refusal(gate, lambda gate: pair.recv(None, 1.0)) == ("end", said)
+    assert refusal(gate, lambda gate: gate.after(task(), answer(), RECEIVED)) == ("end", said)
 
 
 def test_bytes_are_counted_only_where_they_are_bounded():

@@ -1,7 +1,8 @@
 """Issue, renew and revoke the certificates of a federation: a certificate authority that is a folder of files.
 
 ``ca.crt`` and ``ca.key`` are the authority, ``issued/`` has a copy of each certificate it signed, ``revoked.crl`` the list of
-those it took back (RFC 5280), ``NAME.crt`` the latest certificate of each holder. Keys are ECDSA P-256.
+those it took back (RFC 5280), ``NAME.crt`` the latest certificate of each holder. Keys are ECDSA P-256. The copy of a revoked
+certificate ends with ``.revoked.crt``, so that revocations outlast a list that is lost or replaced by an older one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ DAYS = 30
 
 MAX_DAYS = 398
 _AUTHORITY_DAYS = 5 * 365
+_REVOKED = ".revoked.crt"
 _SKEW = datetime.timedelta(minutes=5)  # of clocks: a certificate is valid from a little before it was made
 _USES = (
     "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "key_cert_sign",
@@ -141,22 +143,34 @@ class Authority:
         return Issued(self._issue(last.holder, last.certificate.public_key(), names, days), last.holder, revoked=False)
 
     def revoke(self, name: str) -> list[Issued]:
-        """Revoke every certificate of a site, or of ``server``; return those that were valid before."""
+        """Revoke every certificate of a site, or of ``server``; return those that were valid before.
+
+        The list is written with all earlier revocations, even if it was lost.
+        """
         mine = self._certificates_of(name)
-        taken = {issued.certificate.serial_number for issued in self.issued() if issued.revoked}
-        self._write_revoked([*taken, *(issued.certificate.serial_number for issued in mine)])
+        revoked = self._revoked() | {issued.certificate.serial_number for issued in mine}
+        for path, certificate in self._copies():
+            if certificate.serial_number in revoked and not path.name.endswith(_REVOKED):
+                files.move(path, path.with_suffix(_REVOKED))
+        self._write_revoked(sorted(revoked))
         return [issued for issued in mine if issued.valid]
 
     def issued(self) -> list[Issued]:
         """Return all certificates that the authority has issued, in the order in which they expire."""
-        path = self.folder / "revoked.crl"
-        revoked = read_revoked(path, self.certificate) if path.is_file() else frozenset()
-        found = []
-        for file in (self.folder / "issued").glob("*.crt"):
-            certificate = files.read_certificate(file)
+        revoked, found = self._revoked(), []
+        for _, certificate in self._copies():
             if (holder := holder_of(uris_of(certificate))) is not None:
                 found.append(Issued(certificate, holder, certificate.serial_number in revoked))
         return sorted(found, key=lambda issued: issued.certificate.not_valid_after_utc)
+
+    def _copies(self) -> list[tuple[Path, x509.Certificate]]:
+        return [(path, files.read_certificate(path)) for path in (self.folder / "issued").glob("*.crt")]
+
+    def _revoked(self) -> frozenset[int]:
+        """Return the serial numbers of all revoked certificates: those of the list, and those whose copy says so."""
+        path = self.folder / "revoked.crl"
+        listed = read_revoked(path, self.certificate) if path.is_file() else frozenset()
+        return listed | {copy.serial_number for path, copy in self._copies() if path.name.endswith(_REVOKED)}
 
     def _certificates_of(self, name: str) -> list[Issued]:
         mine = [issued for issued in self.issued() if (issued.holder.site or "server") == name]
@@ -194,7 +208,7 @@ class Authority:
             .last_update(now - _SKEW)
             .next_update(self.certificate.not_valid_after_utc)
         )
-        for serial in dict.fromkeys(serials):
+        for serial in serials:
             builder = builder.add_revoked_certificate(
                 x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now).build()
             )

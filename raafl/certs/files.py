@@ -85,6 +85,14 @@ def write(path: Path, data: bytes) -> None:
         raise BadInput(f"'{path}' cannot be written: {error.strerror}: check the folder and its permissions") from None
 
 
+def move(path: Path, to: Path) -> None:
+    """Rename a file; raise `BadInput` if that fails."""
+    try:
+        path.replace(to)
+    except OSError as error:
+        raise BadInput(f"'{path}' cannot be renamed: {error.strerror}: check the folder and its permissions") from None
+
+
 def to_pem(thing: x509.Certificate | x509.CertificateRevocationList | x509.CertificateSigningRequest) -> bytes:
     """Encode a certificate, a revocation list or a signing request as PEM."""
     return thing.public_bytes(serialization.Encoding.PEM)

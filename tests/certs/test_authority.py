@@ -76,6 +76,23 @@ def test_renewed_and_revoked(authority, tmp_path):
     assert len(read_revoked(authority.folder / "revoked.crl", authority.certificate)) == 3
 
 
+@pytest.mark.parametrize("lost", ["the list", "the list's last rows", "a copy"])
+def test_a_revocation_outlasts_the_loss_of_a_file(authority, tmp_path, lost):
+    path = authority.folder / "revoked.crl"
+    empty = path.read_bytes()
+    serials = {authority.sign(request(tmp_path, name)).certificate.serial_number for name in ("north", "south")}
+    authority.revoke("north")
+    if lost == "the list":
+        path.unlink()
+    elif lost == "the list's last rows":
+        path.write_bytes(empty)
+    else:
+        next((authority.folder / "issued").glob("north-*")).unlink()
+    assert [one.revoked for one in authority.issued() if one.holder.site == "north"] == [True] * (lost != "a copy")
+    assert len(authority.revoke("south")) == 1
+    assert read_revoked(path, authority.certificate) == serials
+
+
 def test_a_second_key_for_a_name_is_refused_while_the_first_is_good(authority, tmp_path):
     authority.sign(request(tmp_path / "a", "north"))
     other = request(tmp_path / "b", "north")

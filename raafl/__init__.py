@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from raafl.api.callbacks import Callback, EarlyStopping, LambdaCallback, Printing
     from raafl.api.federation import Federation, Result
     from raafl.config.experiment import Experiment
-    from raafl.errors import BadInput
+    from raafl.errors import BadInput, RunFailed
     from raafl.plan.auto import auto
     from raafl.runtime.fit import fit
     from raafl.runtime.run import simulate
@@ -34,6 +34,7 @@ _HOME = {
     "LambdaCallback": "raafl.api.callbacks",
     "Printing": "raafl.api.callbacks",
     "Result": "raafl.api.federation",
+    "RunFailed": "raafl.errors",
     "auto": "raafl.plan.auto",
     "fit": "raafl.runtime.fit",
     "simulate": "raafl.runtime.run",

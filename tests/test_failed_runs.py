@@ -17,7 +17,7 @@ from raafl.api.federation import in_notebook
 from raafl.commands.cli import main
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Training
-from raafl.errors import BadInput, RunFailed
+from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.run import simulate
 from tests.helpers.small_runs import Finished, digits, experiment, finish, small_mlp, unequal
@@ -112,7 +112,7 @@ class FailsAtOnce(MLP):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_python_raises_run_failed_with_the_users_traceback(tmp_path, bad_label, workers):
     settings = {"max_updates": 60, "num_epochs": 1, "progress": "quiet", "output": tmp_path / "run", "workers": workers}
-    with pytest.raises(RunFailed, match=r"client 3, task 0, .* \(run folder: ") as raised:
+    with pytest.raises(raafl.RunFailed, match=r"client 3, task 0, .* \(run folder: ") as raised:
         raafl.Federation("fed_avg", devices=unequal(), **settings).simulate(model, digits())
     cause = raised.value.__cause__  # the error itself, or from another process what it left as text
     assert type(cause) is IndexError or f"line {LINE}" in cause.__notes__[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import raafl
 import raafl.algorithm
 from tests.habits.source import ROOT
@@ -26,6 +28,12 @@ def test_public_names_are_those_of_the_list():
 
 def test_every_name_of_the_facade_is_there():
     assert all(getattr(raafl.algorithm, name) is not None for name in raafl.algorithm.__all__)
+
+
+def test_the_classes_that_the_docs_name_are_public():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {name for page in pages for name in re.findall(r"\braafl\.([A-Z]\w*)", page.read_text(encoding="utf-8"))}
+    assert "Federation" in named and named <= set(raafl.__all__)
 
 
 if __name__ == "__main__":

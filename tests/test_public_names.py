@@ -32,7 +32,9 @@ def test_every_name_of_the_facade_is_there():
 
 def test_the_classes_that_the_docs_name_are_public():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    named = {name for page in pages for name in re.findall(r"\braafl\.([A-Z][a-z]\w*)", page.read_text(encoding="utf-8"))}
+    named = {
+        name for page in pages for name in re.findall(r"\braafl\.([A-Z][a-z]\w*)", page.read_text(encoding="utf-8"))
+    }
     assert "Federation" in named and named <= set(raafl.__all__)
 
 

@@ -67,7 +67,7 @@ class ObjectStore:
         except Exception as error:  # of the store's own library
             why = one_line(f"{type(error).__name__}: {error}")
             raise BadInput(
-                f"{field} is '{sanitize_text(url, 200)}', which does not answer ({why}): check the URL, the credentials and "
+                f"{field} is '{sanitize_text(url, 200)}', which cannot be used ({why}): check the URL, the credentials and "
                 "the network"
             ) from error
 

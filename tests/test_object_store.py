@@ -68,7 +68,7 @@ def test_a_store_that_nobody_knows_and_one_that_does_not_answer_are_bad_input(mo
     memory = fsspec.filesystem("memory")
     monkeypatch.setattr(type(memory), "find", lambda *_, **__: (_ for _ in ()).throw(PermissionError("denied")))
     with (
-        pytest.raises(BadInput, match=r"which does not answer \(PermissionError: denied\): check the URL"),
+        pytest.raises(BadInput, match=r"which cannot be used \(PermissionError: denied\): check the URL"),
         ObjectStore.answering("memory://run", "resume") as store,
     ):
         store.names()

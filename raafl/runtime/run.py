@@ -39,7 +39,7 @@ from raafl.runtime.lifecycle.divergence import Divergence
 from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.lifecycle.export import save_final
 from raafl.runtime.lifecycle.hub import push_model
-from raafl.runtime.lifecycle.mirror import Mirror
+from raafl.runtime.lifecycle.mirror import Mirror, check_store
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor, max_norm_ratio
 from raafl.submodel import FULL
@@ -111,10 +111,8 @@ class Run:
     def _name_folder(self, saved: resume.SavedRun | None) -> Path:
         if saved is not None:
             return saved.folder
-        experiment = self.parts.experiment
-        if experiment.output is None or is_url(experiment.output):  # the store has a copy
-            return default_run_folder(experiment.name)
-        return Path(experiment.output)
+        name, output = self.parts.experiment.name, self.parts.experiment.output
+        return default_run_folder(name) if output is None or is_url(output) else Path(output)  # a store has a copy
 
     def _figures(self) -> RunStatistics:
         fleet = self.parts.coordinator.fleet
@@ -123,6 +121,7 @@ class Run:
     def _begin(self, config_yaml: str, metrics: dict[str, float]) -> None:
         """Make a new run folder, and record the metrics of the initial model."""
         experiment, state = self.parts.experiment, self.parts.coordinator.state
+        check_store(experiment.output)
         self.folder = self._name_folder(None)  # anew: another run may have taken the name meanwhile
         check_space(self.folder, state.values.num_bytes, experiment.keep_checkpoints)
         try:

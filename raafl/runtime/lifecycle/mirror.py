@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
+from uuid import uuid4
 
 from raafl.errors import one_line
 from raafl.object_store import ObjectStore, is_url
@@ -16,6 +17,20 @@ from raafl.runfolder.schema import CHECKPOINTS, GROWING, SEALS
 _LEFT_OUT = "loggers"  # those have stores of their own
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 _log = logging.getLogger(__name__)
+
+
+def check_store(output: str | None) -> None:
+    """Write a small file to the object store of a new run and remove it; do nothing unless ``output`` is a URL.
+
+    Raises:
+        BadInput: the store refuses one of the two, so that it could not hold a copy of the run.
+    """
+    if output is None or not is_url(output):
+        return
+    with ObjectStore.answering(output, "output") as store:
+        name = f".{uuid4().hex}"  # the listing of a store leaves out such names
+        store.write(b"raafl", name)
+        store.remove(name)
 
 
 class Mirror:

@@ -11,9 +11,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from raafl.commands.stored_runs import with_local_resume
 from raafl.core.hooks import RunHooks
+from raafl.errors import BadInput
 from raafl.object_store import ObjectStore
 from raafl.runfolder.books import check_books
-from raafl.runtime.lifecycle.mirror import Mirror
+from raafl.runtime.lifecycle.mirror import Mirror, check_store
 from raafl.runtime.run import simulate
 from tests.helpers.small_runs import experiment, finish
 
@@ -44,6 +45,21 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture(params=["memory", "file"])
 def url(request, here):
     return f"memory://{uuid.uuid4()}/run" if request.param == "memory" else f"file://{here}/store/run"
+
+
+def test_a_store_that_cannot_be_written_is_found_before_any_training_and_leaves_no_run(here):
+    (here / "file").touch()
+    with pytest.raises(BadInput, match=r"output is 'file://.*/file/run', which cannot be used \(NotADirectoryError: "):
+        simulate(experiment(output=f"file://{here}/file/run"))
+    assert sorted(path.name for path in here.iterdir()) == ["file"]
+
+
+def test_a_store_from_which_nothing_can_be_removed_is_bad_input(monkeypatch):
+    """A copy of a run sheds its old checkpoints."""
+    check_store(f"memory://{uuid.uuid4()}/run")
+    monkeypatch.setattr(MemoryFileSystem, "rm", lambda *_, **__: (_ for _ in ()).throw(PermissionError("denied")))
+    with pytest.raises(BadInput, match=r"which cannot be used \(PermissionError: denied\): check the URL, the cred"):
+        check_store(f"memory://{uuid.uuid4()}/run")
 
 
 class StopAfter(RunHooks):
@@ -94,8 +110,7 @@ def test_a_store_that_fails_for_a_while_is_tried_again_and_the_summary_says_so(t
     ]
 
 
-def test_a_store_that_fails_for_good_ends_no_run(here):
-    Flaky.failures = 10**9
+def test_a_store_that_fails_for_good_after_the_start_ends_no_run(here):
     url = f"flaky://{uuid.uuid4()}/run"
     summary, folder = simulate(experiment(url, "fed_avg"), observer=GiveUpSoon())
     assert summary["finished"] == "max_updates" and (folder / "summary.json").is_file()
@@ -109,6 +124,9 @@ def test_a_store_that_fails_for_good_ends_no_run(here):
 class GiveUpSoon(RunHooks):
     def begin(self, run, saved=None):
         self.run = run
+
+    def on_settled(self, settled, now):
+        Flaky.failures = 10**9
 
     def end(self, summary):
         finish = self.run.mirror.finish

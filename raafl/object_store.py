@@ -11,12 +11,29 @@ from pathlib import Path, PurePosixPath
 from raafl.errors import BadInput, one_line
 from raafl.sanitize import sanitize_text
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+", re.S)
+_URL = re.compile(r"([a-z0-9+.-]*)://(.*)", re.S | re.I)
+_WITH_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 
 
 def is_url(text: object) -> bool:
-    """Check whether a text is a URL, and not a path."""
+    """Check whether a text is meant as a URL, and not as a path; the URL may lack its scheme or bucket."""
     return isinstance(text, str) and _URL.fullmatch(text) is not None
+
+
+def _whole_url(url: str, field: str) -> str:
+    """Return a URL with its scheme in small letters and without a slash at its end.
+
+    Raises:
+        BadInput: the URL lacks its scheme, its bucket or its folder, as with an empty variable of the shell.
+    """
+    found = _URL.fullmatch(url)
+    scheme, rest = ("", "") if found is None else (found[1].lower(), found[2].rstrip("/"))
+    if not scheme or not rest or (scheme in _WITH_BUCKETS and rest.startswith("/")):
+        raise BadInput(
+            f"{field} is '{sanitize_text(url, 200)}', which names no folder of a store: give its scheme, bucket and path, "
+            "such as s3://bucket/run"
+        )
+    return f"{scheme}://{rest}"
 
 
 class ObjectStore:
@@ -36,11 +53,11 @@ class ObjectStore:
             field: option that the URL is from, for messages.
 
         Raises:
-            BadInput: there is no such file system, or its package is not installed.
+            BadInput: the URL lacks a part, there is no such file system, or its package is not installed.
         """
         from fsspec.core import url_to_fs
 
-        self.url = url.rstrip("/")
+        self.url = _whole_url(url, field)
         try:
             self._files, self._root = url_to_fs(self.url)
         except Exception as error:  # each file system checks its URL in its own way

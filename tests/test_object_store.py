@@ -52,12 +52,31 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(name, tmp_path, monkeypa
         ("memory://x", True),
         ("runs/a", False),
         ("C:/runs", False),
-        ("://x", False),
+        ("S3://bucket/run", True),
+        ("s3://", True),
+        ("://x", True),
         (None, False),
     ],
 )
-def test_a_url_has_a_scheme(text, answer):
+def test_a_text_with_a_scheme_is_meant_as_a_url(text, answer):
     assert is_url(text) is answer
+
+
+@pytest.mark.parametrize("url", ["memory://", "s3://", "s3:///run", "gs:////run", "file:///", "://bucket/run"])
+def test_a_url_that_lacks_a_part_is_no_folder_on_this_machine(url):
+    """A variable of the shell may be empty: `s3://$BUCKET/run`."""
+    assert is_url(url)
+    with pytest.raises(
+        BadInput, match=f"output is '{url}', which names no folder of a store: give its scheme, bucket and"
+    ):
+        ObjectStore(url)
+
+
+def test_a_scheme_may_be_written_in_capitals(tmp_path):
+    name = uuid.uuid4()
+    ObjectStore(f"memory://{name}/Run").write(b"", "a")
+    store = ObjectStore(f"MEMORY://{name}/Run/")
+    assert store.url == f"memory://{name}/Run" and store.names() == ["a"]
 
 
 def test_a_store_that_nobody_knows_and_one_that_does_not_answer_are_bad_input(monkeypatch):

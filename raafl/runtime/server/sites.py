@@ -14,18 +14,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raafl.certs.files import read
 from raafl.devices import Profile
-from raafl.errors import BadInput, nearest
+from raafl.errors import BadInput, nearest, no_utf8
 from raafl.runtime.server.site_rules import ANYTHING, SiteRules
+from raafl.runtime.server.watched_files import WatchedFiles
 from raafl.sanitize import load_untrusted_yaml
 from raafl.transport import Refused
-from raafl.transport.tcp.credentials import stamp_of
 
 if TYPE_CHECKING:
     from raafl.transport.tcp.opening import Peer
 
 _LOOK_S = 0.25
+_LARGEST_BYTES = 1 << 20
 _FIELDS = ("clients", "max_samples", "own_data", "profile")
 _BOUNDED = tuple(one.name for one in fields(Profile) if one.default is None or isinstance(one.default, float))
 _log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 class Sites:
     """The allow-list of sites and the list of revoked certificates, read again when one of the files changes.
 
-    If a changed file is invalid, the earlier rules stay in force and a warning is logged, so that an editing mistake
-    does not end sessions. Only the first reading raises an error.
+    If a changed file is missing or invalid, the earlier list stays in force and a warning is logged, so that an editing
+    mistake neither ends sessions nor lets in a revoked certificate. Only the first reading raises an error.
     """
 
     def __init__(self, path: Path, revoked: Callable[[], frozenset[int]], watched: tuple[Path, ...] = ()) -> None:
@@ -49,18 +49,17 @@ class Sites:
         Raises:
             BadInput: the list or the revocations make no sense.
         """
-        self._path, self._read_revoked, self._watched = path, revoked, (path, *watched)
-        self._stamps = self._look()
-        self._sites, self._revoked = read_sites(path), revoked()
+        self._sites = WatchedFiles("list of sites", (path,), lambda: read_sites(path))
+        self._revoked = WatchedFiles("list of revoked certificates", watched, revoked)
 
     def authorize(self, peer: Peer) -> None:
         """Raise `Refused` for a client whose certificate was revoked, or whose site may not use the client id."""
         if peer.holder is None or peer.holder.site is None:
             return
         site = peer.holder.site
-        if peer.serial in self._revoked:
+        if peer.serial in self._revoked.value:
             raise Refused("revoked", f"the certificate of site '{site}' was revoked")
-        rules = self._sites.get(site)
+        rules = self._sites.value.get(site)
         if rules is None:
             raise Refused("unknown-site", f"site '{site}' is not on the server's list")
         if peer.client not in rules.clients:
@@ -69,7 +68,7 @@ class Sites:
 
     def rules(self, client: int) -> SiteRules:
         """Return the rules of the site to which the client id belongs."""
-        return next((rules for rules in self._sites.values() if client in rules.clients), ANYTHING)
+        return next((rules for rules in self._sites.value.values() if client in rules.clients), ANYTHING)
 
     @contextmanager
     def watch(self, changed: Callable[[], None]) -> Iterator[None]:
@@ -92,24 +91,13 @@ class Sites:
                 changed()
 
     def reread(self) -> bool:
-        """Read the lists of sites and revoked certificates again if a file has changed; return whether a list is new."""
-        stamps = self._look()
-        if stamps == self._stamps:
+        """Read a list again if its files have changed; return whether a list is new. See `WatchedFiles.reread`."""
+        new = [self._sites.reread(), self._revoked.reread()]  # one by one: a broken list must not hold up the other
+        if not any(new):
             return False
-        self._stamps = stamps
-        try:
-            sites, revoked = read_sites(self._path), self._read_revoked()
-        except BadInput as error:
-            _log.warning("the earlier list of sites stays in force: %s", error)
-            return False
-        if (sites, revoked) == (self._sites, self._revoked):
-            return False
-        self._sites, self._revoked = sites, revoked
-        _log.info("the list of sites has changed: %d sites, %d revoked certificates", len(sites), len(revoked))
+        sites, revoked = len(self._sites.value), len(self._revoked.value)
+        _log.info("the list of sites has changed: %d sites, %d revoked certificates", sites, revoked)
         return True
-
-    def _look(self) -> list[tuple[int, int, int]]:
-        return [stamp_of(path) for path in self._watched]
 
 
 def read_sites(path: Path) -> dict[str, SiteRules]:
@@ -118,16 +106,10 @@ def read_sites(path: Path) -> dict[str, SiteRules]:
     Raises:
         BadInput: an entry is invalid, or two sites have the same client id.
     """
+    text = _text(path)
     try:
-        tree = load_untrusted_yaml(read(path).decode("utf-8") or "{}") if path.stat().st_size else {}
-    except OSError as error:
-        raise BadInput(
-            f"sites is '{path}', which cannot be read ({error.strerror}): list the sites there, for example "
-            "`hospital-a: {clients: [1]}`, or give --sites FILE"
-        ) from None
+        tree = {} if _is_empty(text) else load_untrusted_yaml(text)
     except ValueError as error:
-        if _is_empty(path):
-            return {}
         raise BadInput(f"sites is '{path}': {error}: write one entry `SITE: {{clients: [1]}}` for each site") from None
     found = {str(site): _rules(f"{path}: {site}", entry) for site, entry in tree.items()}
     owner: dict[int, str] = {}
@@ -140,10 +122,26 @@ def read_sites(path: Path) -> dict[str, SiteRules]:
     return found
 
 
-def _is_empty(path: Path) -> bool:
-    """Check whether a file has nothing but comments."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return all(not line.strip() or line.lstrip().startswith("#") for line in lines)
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_BYTES + 1)
+    except OSError as error:
+        raise BadInput(
+            f"sites is '{path}', which cannot be read ({error.strerror}): list the sites there, for example "
+            "`hospital-a: {clients: [1]}`, or give --sites FILE"
+        ) from None
+    if len(data) > _LARGEST_BYTES:
+        raise BadInput(f"sites is '{path}', which has more than 1 MiB: give --sites FILE with a list of sites")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"sites is '{path}', which {no_utf8(error)}") from None
+
+
+def _is_empty(text: str) -> bool:
+    """Check whether a list has nothing but comments."""
+    return all(not line.strip() or line.lstrip().startswith("#") for line in text.splitlines())
 
 
 def _rules(where: str, entry: Any) -> SiteRules:

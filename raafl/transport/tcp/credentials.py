@@ -166,17 +166,17 @@ class ReloadedContext:
                     pass  # looked at again with the next caller: a key may be written before its certificate
             return self._context
 
-    def _look(self) -> list[tuple[int, int, int]]:
+    def _look(self) -> list[tuple[int, ...]]:
         return [stamp_of(path) for path in (self._files.ca, self._files.cert, self._files.key)]
 
 
-def stamp_of(path: Path) -> tuple[int, int, int]:
-    """Return inode, modification time and size of a file, by which a change is noticed; zeros if there is no file."""
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """Return inode, size and times of change of a file, by which a change is noticed; zeros if there is no file."""
     try:
         found = path.stat()
     except OSError:
-        return (0, 0, 0)
-    return (found.st_ino, found.st_mtime_ns, found.st_size)
+        return (0, 0, 0, 0)
+    return (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)  # a new mode changes ctime alone
 
 
 def _site_in(folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import time
 
@@ -38,6 +37,11 @@ def problem(sites, who):
     except Refused as refused:
         return refused.reason
     return None
+
+
+def changed(sites):
+    """Return whether a list is new, once a changed file has been at rest."""
+    return [sites.reread(), sites.reread()][-1]
 
 
 def test_who_is_let_in(path):
@@ -85,13 +89,39 @@ def test_an_empty_list_lets_in_nobody_and_a_missing_one_is_bad_input(path):
 def test_a_slip_of_an_editor_changes_nothing(path, caplog):
     sites = Sites(path, frozenset)
     path.write_text("north: {clients: [1, 2]\n")
-    assert sites.reread() is False and problem(sites, peer(1, "north")) is None
+    assert not changed(sites) and problem(sites, peer(1, "north")) is None
     assert "the earlier list of sites stays in force" in caplog.text
     path.write_text("south: {clients: [3]}\n")
-    assert sites.reread() is True and problem(sites, peer(1, "north")) == "unknown-site"
-    assert sites.reread() is False
-    os.unlink(path)
-    assert sites.reread() is False and problem(sites, peer(3, "south")) is None
+    assert changed(sites) and problem(sites, peer(1, "north")) == "unknown-site"
+    assert not changed(sites)
+    path.unlink()
+    assert not changed(sites) and problem(sites, peer(3, "south")) is None
+    path.mkdir()
+    assert not changed(sites) and problem(sites, peer(3, "south")) is None
+    assert "cannot be read (Is a directory): list the sites there" in caplog.text
+    path.rmdir()
+    path.write_text("north: {clients: [1]}\n")
+    assert changed(sites) and problem(sites, peer(1, "north")) is None
+
+
+def test_a_list_that_is_emptied_and_then_written_keeps_everybody(path):
+    """As many editors save a file; the look between the two sees no site."""
+    sites = Sites(path, frozenset)
+    path.write_text("")
+    assert not sites.reread() and problem(sites, peer(1, "north")) is None
+    path.write_text(LIST + "# saved\n")
+    assert not changed(sites) and problem(sites, peer(3, "south")) is None
+    path.write_text("")
+    assert changed(sites) and problem(sites, peer(1, "north")) == "unknown-site", "an empty list that stays is meant"
+
+
+def test_a_broken_list_does_not_hold_up_a_revocation(path, tmp_path):
+    crl, serials = tmp_path / "revoked.crl", set()
+    sites = Sites(path, lambda: frozenset(serials), (crl,))
+    path.write_text("north: {clients: [1, 2]\n")
+    serials.add(7)
+    crl.write_text("new")
+    assert changed(sites) and problem(sites, peer(1, "north", serial=7)) == "revoked"
 
 
 def test_what_is_taken_out_is_cut_within_a_second_and_others_stay(path):

@@ -264,8 +264,9 @@ def read_revoked(path: Path, authority: x509.Certificate) -> frozenset[int]:
     Raises:
         BadInput: the file has no revocation list, another authority has signed it, or its next update is overdue.
     """
+    data = files.read(path)
     try:
-        revoked = x509.load_pem_x509_crl(files.read(path))
+        revoked = x509.load_pem_x509_crl(data)
         if not revoked.is_signature_valid(authority.public_key()):  # type: ignore[arg-type]
             raise InvalidSignature
     except (ValueError, TypeError, InvalidSignature):

@@ -57,8 +57,9 @@ def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 def read_certificate(path: Path) -> x509.Certificate:
     """Read the first certificate of a PEM file; raise `BadInput` if there is none."""
+    data = read(path)
     try:
-        return x509.load_pem_x509_certificate(read(path))
+        return x509.load_pem_x509_certificate(data)
     except ValueError:
         raise BadInput(f"'{path}' has no PEM certificate: name a file with a certificate") from None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -67,14 +68,34 @@ def allow_list(own: Namespace, credentials: TlsFiles | LocalToken) -> Sites | No
         return None
     folder = Path(own.certs)
     revoked = Path(own.tls_crl) if own.tls_crl is not None else folder / "revoked.crl"
-    if own.tls_crl is not None and not revoked.is_file():
+    if own.tls_crl is not None and _is_missing(revoked):
         raise BadInput(f"tls_crl is '{revoked}', which does not exist: name a revocation list, or leave --tls_crl out")
-
-    def serials() -> frozenset[int]:
-        return read_revoked(revoked, read_certificate(credentials.ca)) if revoked.is_file() else frozenset()
-
     sites = Path(own.sites) if own.sites is not None else folder / "sites.yaml"
-    return Sites(sites, serials, (revoked, credentials.ca))
+    return Sites(sites, _revocations(revoked, credentials.ca), (revoked, credentials.ca))
+
+
+def _revocations(path: Path, ca: Path) -> Callable[[], frozenset[int]]:
+    """Return a function that reads the serial numbers of revoked certificates: none before there is a list for the first time.
+
+    After that a missing list is `BadInput`, so that nobody whose certificate was revoked comes back because a file is lost.
+    """
+    exists = False
+
+    def read() -> frozenset[int]:
+        nonlocal exists
+        exists = exists or not _is_missing(path)
+        return read_revoked(path, read_certificate(ca)) if exists else frozenset()
+
+    return read
+
+
+def _is_missing(path: Path) -> bool:
+    """Check whether there is nothing at a path; what cannot be looked up, or is no file, is not missing."""
+    try:
+        path.lstat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
+    return False
 
 
 def serve(

@@ -143,10 +143,18 @@ class Authority:
         return Issued(self._issue(last.holder, last.certificate.public_key(), names, days), last.holder, revoked=False)
 
     def revoke(self, name: str) -> list[Issued]:
-        """Revoke every certificate of a site, or of ``server``; return those that were valid before.
+        """Revoke every certificate of a site; return those that were valid before.
 
         The list is written with all earlier revocations, even if it was lost.
+
+        Raises:
+            BadInput: the site has no certificate, or ``name`` is the server, whose revocation no client would see.
         """
+        if name == "server":
+            raise BadInput(
+                "SITE is 'server', but clients read no list of revocations, so this would keep no client from a stolen key: "
+                "make a new authority with `raafl certs init --folder NEW`, and new certificates for the server and all sites"
+            )
         mine = self._certificates_of(name)
         revoked = self._revoked() | {issued.certificate.serial_number for issued in mine}
         for path, certificate in self._copies():

@@ -138,6 +138,12 @@ def test_bad_input(authority, tmp_path):
         authority.issue_server(["h"], 399)
     with pytest.raises(BadInput, match="'east' has no certificate here: give one of these: none"):
         authority.revoke("east")
+    authority.issue_server(["h"])
+    with pytest.raises(
+        BadInput, match=r"SITE is 'server', but clients read no list of revocations.*make a new authority"
+    ):
+        authority.revoke("server")
+    assert all(one.valid for one in authority.issued())
     (authority.folder / "ca.key").chmod(0o640)
     with pytest.raises(BadInput, match=r"other users can access \(mode 640\): chmod 600"):
         Authority(authority.folder)

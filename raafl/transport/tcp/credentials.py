@@ -21,6 +21,7 @@ TOKEN_BYTES = 32
 TOKEN_VARIABLE = "RAAFL_LOCAL_TOKEN"
 """Environment variable by which `raafl fit --local` hands its processes the token of their run."""
 
+_MINUTE = "%Y-%m-%d %H:%M UTC"
 _REMEDY = "make one with `raafl certs`, or name it with --tls_ca, --tls_cert and --tls_key"
 
 
@@ -105,10 +106,10 @@ class TlsFiles:
                 f"tls_key is '{self.key}', which other users can access (mode {mode:03o}): chmod 600 '{self.key}'"
             )
         certificate = x509.load_pem_x509_certificate(self.cert.read_bytes())
-        if certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
+        if certificate.not_valid_after_utc < (now := datetime.datetime.now(datetime.UTC)):
             raise BadInput(
                 f"tls_cert is '{self.cert}', which expired on {certificate.not_valid_after_utc:%Y-%m-%d}: have it renewed "
-                "with `raafl certs renew`"
+                f"with `raafl certs renew`, or set this machine's clock, which says {now:%Y-%m-%d}"
             )
         holder = holder_of(uris_of(certificate))
         if holder is None:
@@ -117,6 +118,20 @@ class TlsFiles:
                 "names have the URI raafl://FEDERATION/server, or raafl://FEDERATION/site/SITE"
             )
         return holder
+
+    def dates(self) -> str:
+        """Return between which dates the certificate is valid, and what this machine's clock says, as text.
+
+        Only the other side's clock decides whether it accepts the certificate, so a date to come is no `BadInput` here.
+        """
+        from cryptography import x509
+
+        certificate = x509.load_pem_x509_certificate(self.cert.read_bytes())
+        first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        return (
+            f"tls_cert is '{self.cert}', which is valid from {first:{_MINUTE}} to {last:{_MINUTE}}, and this machine's clock "
+            f"says {datetime.datetime.now(datetime.UTC):{_MINUTE}}"
+        )
 
     def context(self, *, server: bool) -> ssl.SSLContext:
         """Return a TLS 1.3 context that requires a certificate of the other side; raise `BadInput` if a file cannot be used."""

@@ -25,6 +25,7 @@ from raafl.transport.tcp.opening import Peer, client_opening, opening_stream, se
 from raafl.transport.tcp.proxy import proxy_for, tunnel
 from raafl.transport.tcp.rate_limit import TokenBucket
 from raafl.transport.tcp.stream import drain, hang_up, shut
+from raafl.transport.tcp.tls import REFUSED_THERE
 
 HANDSHAKE_S = 5.0
 """How long a caller may take for its part of the handshake."""
@@ -304,7 +305,10 @@ def connect(
         return TcpConnection(sock, pair_timeout_s)
     except Refused as refused:
         sock.close()
-        raise Refused(refused.reason, f"{address}: {refused.detail}") from None
+        dates = ""
+        if isinstance(credentials, TlsFiles) and refused.detail.startswith(REFUSED_THERE):
+            dates = f" ({credentials.dates()})"
+        raise Refused(refused.reason, f"{address}: {refused.detail}{dates}") from None
     except BaseException:
         sock.close()
         raise

@@ -27,16 +27,31 @@ READ_BYTES = 256 << 10
 RECORD_BYTES = 16 << 10
 """Longest plaintext of a TLS record."""
 
+REFUSED_THERE = "the other end does not accept this end's certificate or offer"
+"""Begin of the explanation if a TLS alert came from the other side."""
+
+_SAME_CA = "both ends need the same ca.crt"
 _ALERTS = {
-    "UNKNOWN_CA": ("bad-certificate", "its authority is not known there: both ends need the same ca.crt"),
+    "UNKNOWN_CA": ("bad-certificate", f"its authority is not known there: {_SAME_CA}"),
     "CERTIFICATE_EXPIRED": ("bad-certificate", "it has expired, or a clock is wrong: `raafl certs renew`"),
     "CERTIFICATE_REVOKED": ("bad-certificate", "it was revoked"),
     "UNSUPPORTED_CERTIFICATE": ("bad-certificate", "it was issued for another purpose"),
-    "BAD_CERTIFICATE": ("bad-certificate", "it is not sound"),
+    "BAD_CERTIFICATE": (
+        "bad-certificate",
+        "by the clock there it is not valid yet, or it is not for the name that was called: the other end's log says which",
+    ),
     "CERTIFICATE_UNKNOWN": ("bad-certificate", "it is not accepted"),
     "CERTIFICATE_REQUIRED": ("no-certificate", "there is none"),
     "PROTOCOL_VERSION": ("bad-version", "TLS 1.3 is asked for"),
 }
+_REMEDIES = {
+    **dict.fromkeys((7, 18, 19, 20, 21), _SAME_CA),
+    9: "compare the clocks of both machines",
+    10: "have it renewed with `raafl certs renew`, or compare the clocks of both machines",
+    **dict.fromkeys((62, 64), "use a name that its certificate has, or give it this one with `raafl certs server`"),
+}
+"""Remedy by OpenSSL's X509_V_ERR code, for what the other end's certificate lacks; see openssl-verification-options(1)."""
+
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE")
 _OLD_TLS = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "NO_PROTOCOLS_AVAILABLE")
 
@@ -162,13 +177,15 @@ def problem_of(error: OSError, has_opened: bool) -> Refused | PeerLost:
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError) or reason == "UNEXPECTED_EOF_WHILE_READING":
         return connection_ended()
     if isinstance(error, ssl.SSLCertVerificationError):
-        return Refused("bad-certificate", f"the other end's certificate is not accepted: {error.verify_message}")
+        remedy = _REMEDIES.get(error.verify_code)
+        words = [error.verify_message.rstrip("."), *([remedy] if remedy else [])]
+        return Refused("bad-certificate", f"the other end's certificate is not accepted: {': '.join(words)}")
     if "_ALERT_" in reason:
         name = reason.partition("_ALERT_")[2]
         if name == "BAD_RECORD_MAC":
             return Refused("bad-record", "the other end got a TLS record that was changed on its way")
         kind, why = _ALERTS.get(name, ("tls-failed", name.lower().replace("_", " ")))
-        return Refused(kind, f"the other end does not accept this end's certificate or offer: {why}")
+        return Refused(kind, f"{REFUSED_THERE}: {why}")
     if has_opened:
         return Refused("bad-record", "a TLS record was changed, repeated or left out on its way")
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import socket
 import subprocess
@@ -130,8 +131,11 @@ def test_what_a_client_does_not_take_for_its_server(tmp_path):
     elsewhere = CertifiedSites(tmp_path / "elsewhere", hosts=("server.example.org",))
     with House(credentials=elsewhere.server) as house:
         for files, why in (
-            (elsewhere.site(), "certificate is not valid for '127.0.0.1'"),
-            (here.site(), "unable to get local issuer|certificate signature failure|self-signed"),
+            (elsewhere.site(), "certificate is not valid for '127.0.0.1': use a name that its certificate has, or"),
+            (
+                here.site(),
+                "(unable to get local issuer|signature failure|self-signed).*: both ends need the same ca.crt",
+            ),
         ):
             with pytest.raises(Refused, match=rf"bad-certificate: .*({why})"):
                 house.call(1, files)
@@ -153,6 +157,24 @@ def test_a_certificate_that_names_no_site_or_another_federation_is_refused_in_wo
     )
     with House(credentials=server) as house, pytest.raises(Refused, match="not of the server of 'another'"):
         house.call(1, north)
+
+
+@pytest.mark.parametrize("early", ["north", "server"])
+def test_a_certificate_that_is_not_valid_yet_is_refused_with_dates_and_clocks(tmp_path, monkeypatch, caplog, early):
+    sites = CertifiedSites(tmp_path)
+    north, later = sites.site(), datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=40)
+    monkeypatch.setattr("raafl.certs.authority._now", lambda: later)
+    sites.authority.renew(early)
+    at_client = "certificate is not yet valid: compare the clocks of both machines"
+    at_server = "by the clock there it is not valid yet, or it is not for the name"
+    if early == "north":
+        first = f"{later - datetime.timedelta(minutes=5):%Y-%m-%d %H:%M} UTC"
+        dates = f"tls_cert is '.*/north.crt', which is valid from {first} to .* UTC"
+        at_client, at_server = f"{at_server}.*{dates}, and this machine's clock says 20", at_client
+    with House(credentials=sites.server) as house:
+        with pytest.raises(Refused, match=f"bad-certificate: .*{at_client}"):
+            house.call(1, north)
+        assert house.reason() == "bad-certificate" and at_server in caplog.text
 
 
 def test_a_renewed_certificate_is_taken_up_without_a_restart(tmp_path):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from raafl.config.argv import options_of, whole_number
 from raafl.errors import BadInput, nearest
+from raafl.sanitize import load_untrusted_yaml
 
 USAGE = """\
 usage: raafl certs COMMAND [--folder certs] [--days 30]
@@ -99,7 +100,7 @@ def _request(options: Namespace) -> str:
 
 def _sign(options: Namespace) -> str:
     from raafl.certs.authority import Authority, fingerprint, read_request, request_site
-    from raafl.certs.files import read
+    from raafl.certs.files import read, write
 
     authority = Authority(options.folder)
     request = read_request(
@@ -107,22 +108,64 @@ def _sign(options: Namespace) -> str:
     )
     site = request_site(request)
     clients = [] if options.clients is None else [whole_number("clients", one) for one in options.clients.split(",")]
+    sites = options.folder / "sites.yaml"
+    listed = _extended(sites, site, clients) if clients else None  # before signing: it may be refused
     made = authority.sign(request, options.days)
-    if clients:
-        _list_site(options.folder / "sites.yaml", site, clients)
+    if listed is not None:
+        write(sites, listed.encode())
     return (
         f"signed {options.folder / site}.crt for site '{site}', valid until {_day(made.certificate)}: send it back with "
         f"{options.folder / 'ca.crt'}, if this is the fingerprint that the site told you:\n{fingerprint(request)}"
     )
 
 
-def _list_site(path: Path, site: str, clients: list[int]) -> None:
-    """Append a site to the server's list, unless it is there."""
-    from raafl.certs.files import read, write
+def _extended(path: Path, site: str, clients: list[int]) -> str | None:
+    """Return the text of the server's list with a line for one more site; None if the site is listed with these clients.
 
-    text = read(path).decode() if path.exists() else SITES
-    if not re.search(rf"^{re.escape(site)}:", text, re.M):
-        write(path, f"{text.rstrip()}\n{site}: {{clients: {clients}}}\n".encode())
+    Args:
+        path: file of the list, which need not exist.
+        site: name of the site.
+        clients: client ids that the site may use.
+
+    Raises:
+        BadInput: the server would refuse the list, as it is or with this line, or lists the site with other clients.
+    """
+    from raafl.certs.files import read
+    from raafl.runtime.server.sites import read_sites
+
+    sites = read_sites(path) if path.exists() else {}
+    if site in sites and sites[site].clients == frozenset(clients):
+        return None
+    if site in sites:
+        raise BadInput(
+            f"clients is {clients}, but '{path}' lists site '{site}' with {sorted(sites[site].clients)}: change that entry, "
+            "or leave --clients out"
+        )
+    for other, rules in sites.items():
+        if taken := sorted(rules.clients.intersection(clients)):
+            raise BadInput(f"clients is {clients}, but '{path}' lists {taken} for '{other}': give ids of no other site")
+    old = read(path).decode() if path.exists() else SITES
+    return _with_line(old, load_untrusted_yaml(old) if sites else {}, path, site, clients)
+
+
+def _with_line(old: str, tree: dict[str, Any], path: Path, site: str, clients: list[int]) -> str:
+    """Return the text of a list with a line for one more site; raise `BadInput` if the text would not read so.
+
+    Args:
+        old: text of the list.
+        tree: the same list, parsed.
+        path: file of the list, for the message.
+        site: name of the site.
+        clients: client ids that the site may use.
+    """
+    expected = {**tree, site: {"clients": clients}}
+    line = f"{site}: {{clients: {clients}}}"
+    for found in (line, line.replace(site, f"'{site}'", 1)):  # unquoted, YAML reads 'on' or '007' as no text
+        text = f"{old.rstrip()}\n{found}\n"
+        with suppress(ValueError):
+            if load_untrusted_yaml(text) == expected:
+                return text
+    raise BadInput(f"'{path}' cannot take a line at its end: add `{line}` yourself, and leave --clients out")
 
 
 def _renew(options: Namespace) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from raafl.certs import authority
 from raafl.commands.cli import main
+from raafl.runtime.server.sites import read_sites
 
 
 def test_from_an_empty_folder_to_a_revoked_site(tmp_path, monkeypatch, capsys):
@@ -29,6 +30,46 @@ def test_from_an_empty_folder_to_a_revoked_site(tmp_path, monkeypatch, capsys):
     assert sorted((row["name"], row["state"]) for row in json.loads(rows)) == [
         ("north", "revoked"), ("north", "revoked"), ("server", "valid"), ("server", "valid"),
     ]  # fmt: skip
+
+
+@pytest.fixture
+def requests(tmp_path, monkeypatch, capsys):
+    """An authority, and the requests of sites named north, south, on and 007."""
+    monkeypatch.chdir(tmp_path)
+    for line in ("init", *(f"request {site} --folder sites" for site in ("north", "south", "on", "007"))):
+        assert main(["certs", *line.split()]) == 0
+    capsys.readouterr()
+    return tmp_path / "certs"
+
+
+def test_signed_sites_are_on_the_servers_list(requests):
+    for site, clients in (("north", "1,2"), ("south", "3"), ("on", "4"), ("007", "5"), ("north", "2,1")):
+        assert main(["certs", "sign", f"sites/{site}.csr", "--clients", clients]) == 0
+    found = {site: sorted(rules.clients) for site, rules in read_sites(requests / "sites.yaml").items()}
+    assert found == {"north": [1, 2], "south": [3], "on": [4], "007": [5]}
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        (
+            "south: {clients: [3, 1]}",
+            "clients is [1], but 'certs/sites.yaml' lists [1] for 'south': give ids of no other",
+        ),
+        ("north: {clients: [1, 2]}", "lists site 'north' with [1, 2]: change that entry, or leave --clients out"),
+        ('"north":\n  clients: 2', "lists site 'north' with [2]: change that entry"),
+        ("{south: {clients: [3]}}", "cannot take a line at its end: add `north: {clients: [1]}` yourself"),
+        ("south: {clients: [0]}", "certs/sites.yaml: south.clients is [0]: give the ids"),
+        ("south: [", "sites is 'certs/sites.yaml': it is not YAML with plain values"),
+    ],
+)
+def test_nothing_is_signed_where_the_server_would_refuse_the_list(requests, capsys, before, why):
+    path = requests / "sites.yaml"
+    path.write_text(before)
+    assert main(["certs", "sign", "sites/north.csr", "--clients", "1"]) == 2
+    assert why in capsys.readouterr().err
+    assert path.read_text() == before and not (requests / "north.crt").exists()
+    assert main(["certs", "sign", "sites/north.csr"]) == 0, "without --clients the list is not looked at"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,9 @@ _NOT_THE_USERS = (str(Path(__file__).resolve().parent), "<", sysconfig.get_path(
 LONGEST = 200
 """Letters of an error's own message that are shown."""
 
+USER_ERRORS = (Exception, SystemExit)
+"""What the user's code may raise: `sys.exit` in it would end the process without a summary, and with a code of its own."""
+
 
 class BadInput(ValueError):
     """Raised for wrong input before training starts; its message is one line, meant for the user.

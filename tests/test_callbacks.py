@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -161,6 +162,12 @@ def test_a_callback_that_raises_ends_the_run_whole_and_is_named(tmp_path, occasi
     assert log.told[-1] == ("end", summary["finished"] if occasion != "on_end" else "max_updates")
     assert federation(None).replay(folder, small_mlp, digits())["equal"]
     assert "in broken" in (folder / summary["traceback"]).read_text()
+
+
+def test_a_callback_that_exits_the_process_ends_the_run_as_failed(tmp_path):
+    ends = raafl.LambdaCallback(on_version=lambda run, version: sys.exit(3))
+    with pytest.raises(RunFailed, match=r"^callback LambdaCallback\.on_version: SystemExit: 3"):
+        federation(tmp_path / "run", ends).simulate(small_mlp, digits())
 
 
 def test_a_run_whose_callback_has_raised_goes_on(tmp_path):

@@ -90,8 +90,9 @@ def test_a_mended_run_goes_on_as_if_nothing_had_failed(tmp_path, bad_label, monk
     assert resumed.rows() == whole.rows()
 
 
-def test_the_command_line_says_it_in_one_line(tmp_path, capsys):
-    config = [f"--model={__name__}.FailsAtOnce", "--model.in_features=64", "--model.hidden=[8]"]
+@pytest.mark.parametrize("kind", ["FailsAtOnce", "ExitsAtOnce"])
+def test_the_command_line_says_it_in_one_line(tmp_path, capsys, kind):
+    config = [f"--model={__name__}.{kind}", "--model.in_features=64", "--model.hidden=[8]"]
     code = main(["simulate", "--config", "quickstart", *config, "--json", "--output", str(tmp_path / "run")])
     out, err = capsys.readouterr()
     assert code == 1 and json.loads(out)["finished"].startswith("failed: client ")
@@ -105,8 +106,18 @@ class FailsAtOnce(MLP):
 
     def training_step(self, batch, batch_idx):
         if len(batch[1]) > 2:
-            raise ValueError("what\nis this?")
+            self.fail()
         return super().training_step(batch, batch_idx)
+
+    def fail(self):
+        raise ValueError("what\nis this?")
+
+
+class ExitsAtOnce(FailsAtOnce):
+    """Would end the process with the exit code of a client that was replaced."""
+
+    def fail(self):
+        sys.exit(3)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

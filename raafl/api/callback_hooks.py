@@ -11,7 +11,7 @@ from raafl.api.run_view import MergedUpdate, RunView
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import RunHooks
 from raafl.core.types import Event, Joined, Lost, Settled
-from raafl.errors import BadInput, RunFailed
+from raafl.errors import USER_ERRORS, BadInput, RunFailed
 from raafl.runfolder.schema import METRIC_COLUMNS
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class CallbackHooks(RunHooks):
         """Store the callbacks; ``unwrap`` returns the user's module from raafl's wrapper, for `RunView.module`."""
         self._callbacks, self.unwrap = list(callbacks), unwrap
         self.run: Run | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._broken: Callback | None = None
         self._view: RunView | None = None
         self._stop: str | None = None
@@ -168,11 +168,11 @@ class CallbackHooks(RunHooks):
             return getattr(callback, occasion)(*what)
         except KeyboardInterrupt:  # the run ends as by any other Ctrl-C
             self._stop = "interrupted"
-        except Exception as error:
+        except USER_ERRORS as error:
             self._fail(callback, occasion, error)
         return None
 
-    def _fail(self, callback: Callback, occasion: str, error: Exception) -> None:
+    def _fail(self, callback: Callback, occasion: str, error: BaseException) -> None:
         if self.failure is None:
             kind = "" if isinstance(error, BadInput) else f"{type(error).__name__}: "
             said = " ".join(str(error).split())[:400]

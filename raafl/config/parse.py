@@ -21,7 +21,7 @@ from raafl.config.check import MADE, with_class_path
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
 from raafl.config.messages import explain, relative
 from raafl.config.options import GROUPS
-from raafl.errors import BadInput, cause, nearest, no_utf8, user_frame
+from raafl.errors import USER_ERRORS, BadInput, cause, nearest, no_utf8, user_frame
 from raafl.lean_import import PACKAGES
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
         text = str(parser.dump(namespace, skip_unset=False, skip_validation=True))
     except (ArgumentError, ValueError, TypeError) as error:
         raise BadInput(explain(f"the config is refused: {error}", parser, argv, hidden)) from error
-    except Exception as error:
+    except USER_ERRORS as error:
         if not user_frame(error):
             raise
         raise BadInput(explain(f"the config is refused: {cause(error)}", parser, argv, hidden)) from error
@@ -237,7 +237,7 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
         return namespace, text, parser.instantiate(namespace)
     except BadInput:
         raise
-    except Exception as error:
+    except USER_ERRORS as error:
         if user_frame(error):
             raise BadInput(explain(_failed(error, namespace), parser, argv, hidden)) from error
         if not isinstance(error, ArgumentError | ValueError | TypeError):
@@ -246,7 +246,7 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
         raise BadInput(explain(str(error), parser, argv, hidden)) from error
 
 
-def _failed(error: Exception, namespace: Namespace) -> str:
+def _failed(error: BaseException, namespace: Namespace) -> str:
     """Report which part could not be built when the user's own code raised the error."""
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     for name in MADE:

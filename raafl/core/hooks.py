@@ -21,7 +21,7 @@ class RunHooks:
     """
 
     failure: str | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
     def begin(self, run: Any, saved: object = None) -> None:
         """Prepare for a run; called before its first evaluation and before anything is written.

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from raafl.data.tensors import Collate, Fetch
-from raafl.errors import BadInput, briefly, format_error
+from raafl.errors import USER_ERRORS, BadInput, briefly, format_error
 from raafl.module_hooks import BATCH_HOOKS
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def reading(what: str) -> Iterator[None]:
         yield
     except BadInput:
         raise
-    except Exception as error:
+    except USER_ERRORS as error:
         reason = (
             f"{format_error(error)}: is there a data set without samples, or are samples not as that line takes them?"
         )

@@ -12,7 +12,7 @@ import torch
 
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
-from raafl.errors import BadInput, CodeFailed, GpuLost, TaskFailed, format_error
+from raafl.errors import USER_ERRORS, BadInput, CodeFailed, GpuLost, TaskFailed, format_error
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.submodel import FlatTensors, Layout, Spec
@@ -44,7 +44,7 @@ def attempt(
         return trainer.run(assignment, received, data, context)
     except (BadInput, Stopped, TaskFailed):
         raise
-    except Exception as error:
+    except USER_ERRORS as error:
         # The other processes of the client's group wait for this one, so there the task cannot be refused in one process alone.
         if context.process_group is not None:
             context.process_group.failed()
@@ -73,7 +73,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
-def _failed(device: torch.device, assignment: Assignment, context: TaskContext, error: Exception) -> TaskFailed:
+def _failed(device: torch.device, assignment: Assignment, context: TaskContext, error: BaseException) -> TaskFailed:
     where = f"task {assignment.task}, {_in_words(assignment.spec)}, {context.progress.place}"
     if _is_lost(device):
         return GpuLost(
@@ -97,13 +97,13 @@ def measuring(version: int) -> Iterator[None]:
     """Return a context in which a version of the global model is evaluated: errors of the user's code become `CodeFailed`."""
     try:
         yield
-    except Exception as error:
+    except USER_ERRORS as error:
         raise CodeFailed(
             f"evaluation of the global model at version {version}: {format_error(error)}", _in_full(error)
         ) from error
 
 
-def of_server(error: Exception, client: int | None = None) -> CodeFailed:
+def of_server(error: BaseException, client: int | None = None) -> CodeFailed:
     """Convert an error that the method's own code raised on the server to a `CodeFailed`.
 
     Args:

@@ -196,7 +196,7 @@ class DryRun(Simulation):
         """Return an empty state, since dry runs are not resumed."""
         return {}
 
-    def _take_raised(self, error: Exception, client: int | None) -> None:
+    def _take_raised(self, error: BaseException, client: int | None) -> None:
         raise error  # a part that reads values may need those of trained updates, which there are none of: `predict` says so
 
 

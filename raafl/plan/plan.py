@@ -10,7 +10,7 @@ from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import Experiment
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
-from raafl.errors import BadInput, nearest
+from raafl.errors import USER_ERRORS, BadInput, nearest
 from raafl.local.numerics import device_type
 from raafl.local.stacked import refusal_of, refusal_of_optimizer
 from raafl.optimizers import configure
@@ -113,7 +113,7 @@ def _by_the_loop(experiment: Experiment, submodels: Submodels) -> str | None:
         return reason
     try:
         return refusal_of_optimizer(configure(submodels.module)[0])
-    except Exception:  # of the user's code, which may want parameters that have values
+    except USER_ERRORS:  # of the user's code, which may want parameters that have values
         return None
 
 

@@ -19,7 +19,7 @@ from raafl.core.types import ClientInfo, Limits, derive_seed
 from raafl.data.federated import ClientData, FederatedData
 from raafl.data.loaders import reading
 from raafl.devices.gpus import Place
-from raafl.errors import BadInput, format_error
+from raafl.errors import USER_ERRORS, BadInput, format_error
 from raafl.local.numerics import device_problem, set_numerics
 from raafl.local.options import FabricOptions
 from raafl.local.preparation.prepare import prepare
@@ -87,7 +87,7 @@ def _prepared(experiment: Experiment) -> LightningModule:
         module = user_model(experiment)
     except BadInput:
         raise
-    except Exception as error:  # the user's code, or its library's; of arguments and configs the words say enough
+    except USER_ERRORS as error:  # the user's code, or its library's; of arguments and configs the words say enough
         is_plain = isinstance(error, ValueError | TypeError)
         why = " ".join(str(error).split())[:400] if is_plain else format_error(error)
         raise BadInput(f"the model cannot be constructed: {why}") from error

@@ -29,7 +29,7 @@ from raafl.core.types import (
     Work,
 )
 from raafl.devices.profiles import TaskTime
-from raafl.errors import BadInput, CodeFailed, TaskFailed
+from raafl.errors import USER_ERRORS, BadInput, CodeFailed, TaskFailed
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import measuring, of_server
 from raafl.runfolder.record import RunRecord
@@ -290,7 +290,7 @@ class Simulation(Driver):
     def _decide(self, event: Event, now: float) -> list[Action]:
         try:
             return super()._decide(event, now)
-        except Exception as error:  # a hook's comes out as it is
+        except USER_ERRORS as error:  # a hook's comes out as it is
             self._take_raised(error, None)
             return []
 
@@ -306,7 +306,7 @@ class Simulation(Driver):
         """Take it that the method is at fault: what a client says here is this process's own, and it is not let go."""
         self._take_raised(error, client)
 
-    def _take_raised(self, error: Exception, client: int | None) -> None:
+    def _take_raised(self, error: BaseException, client: int | None) -> None:
         if isinstance(error, BadInput):
             raise error
         self._has_raised = True

@@ -195,7 +195,7 @@ def draw(module: nn.Module, seed: int) -> None:
             value.zero_()
 
 
-def user_frame(error: Exception) -> str:
+def user_frame(error: BaseException) -> str:
     """Return the last line of the user's code in an error's traceback, as ``file.py:line``."""
     place, frame = "", error.__traceback__
     while frame is not None:
@@ -210,6 +210,6 @@ def is_theirs(file: str) -> bool:
     return "/torch/" not in file and "/raafl/submodel/" not in file and not file.startswith("<")
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Format an error of the user's code as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from raafl.core.training import Training
 from raafl.data.federated import FederatedData
-from raafl.errors import BadInput, user_frame
+from raafl.errors import USER_ERRORS, BadInput, user_frame
 from raafl.local.evaluation.record import Recorder
 from raafl.module_hooks import begin, move_batch
 from raafl.optimizers import Schedule, configure
@@ -209,7 +209,7 @@ def explained(module: nn.Module, method: str, batch: object = None) -> Iterator[
         yield
     except BadInput:
         raise
-    except Exception as error:
+    except USER_ERRORS as error:
         raise BadInput(_line(module, method, batch, entered, error)) from error
     finally:
         for handle in handles:
@@ -230,7 +230,7 @@ def _watch(name: str, layer: nn.Module, entered: list[tuple[str, nn.Module, Any]
 
 
 def _line(
-    module: nn.Module, method: str, batch: object, entered: list[tuple[str, nn.Module, Any]], error: Exception
+    module: nn.Module, method: str, batch: object, entered: list[tuple[str, nn.Module, Any]], error: BaseException
 ) -> str:
     text = f"{type(module).__name__}.{method} fails"
     if batch is not None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
-from raafl.errors import TaskFailed, format_error
+from raafl.errors import USER_ERRORS, TaskFailed, format_error
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.failure import attempt, is_out_of_memory
 from raafl.local.rng import generators, same_generators
@@ -151,7 +151,7 @@ class BatchedExecutor(Executor):
         self._num_together += 1
         try:
             return found.update(assignment_id, context)
-        except Exception:  # measuring its test part has failed: the loop says how
+        except USER_ERRORS:  # measuring its test part has failed: the loop says how
             return attempt(self._trainer, *found.member(assignment_id), context)
 
     def cancel(self, assignment_id: int) -> None:
@@ -209,7 +209,7 @@ class BatchedExecutor(Executor):
         known, begun = self._together.num_known, time.thread_time()
         try:
             trained = self._together.train(members)
-        except Exception as error:  # of the user's code on stacks, too: the loop says what there is to say
+        except USER_ERRORS as error:  # of the user's code on stacks, too: the loop says what there is to say
             self._leave(kind, error)
             for member in members:  # at least these
                 number = member.assignment.id
@@ -296,7 +296,7 @@ class BatchedExecutor(Executor):
                     other = trained.update(member.assignment.id, context, draws=True)
                     asked_s += time.thread_time() - begun
                     different = different or _difference(update, other, drawn)
-                except Exception as error:
+                except USER_ERRORS as error:
                     different = different or format_error(error)
             else:
                 different = "the training step fails"
@@ -311,7 +311,7 @@ class BatchedExecutor(Executor):
             del self._waiting[self._kinds[number]][number]
             self._kept[number] = one
 
-    def _leave(self, kind: Like, error: Exception) -> None:
+    def _leave(self, kind: Like, error: BaseException) -> None:
         """Leave a kind of tasks to the loop; where clients have parted, not at once, if they had gone together before."""
         standing = self._standing[kind]
         if isinstance(error, Parted) and standing.seen:

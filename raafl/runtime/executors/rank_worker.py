@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from raafl.core.types import OUT_OF_MEMORY, Assignment
-from raafl.errors import GpuLost, TaskFailed, format_error
+from raafl.errors import USER_ERRORS, GpuLost, TaskFailed, format_error
 from raafl.local.context import TaskContext
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.malloc import give_back
@@ -106,7 +106,7 @@ def _measured(made: Callable[[], Evaluator], asked: Measure, values: FlatTensors
         if values is not None:
             evaluator.fill(values)
         return Message(Kind.MEASURED, meta=evaluator.partials(asked.start, asked.stop))
-    except Exception as error:  # rank 0 measures on them itself, and says what there is to say
+    except USER_ERRORS as error:  # rank 0 measures on them itself, and says what there is to say
         return Message(Kind.FAILED, meta=Failed(error=format_error(error)).to_meta())
 
 

@@ -19,7 +19,7 @@ from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import RunHooks
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import RESTART, Arrived, Assignment, Event, Joined, Lost, Stop, Timer
-from raafl.errors import CodeFailed, TaskFailed, format_error
+from raafl.errors import USER_ERRORS, CodeFailed, TaskFailed, format_error
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import leave_traceback, of_server
 from raafl.runfolder.record import RunRecord
@@ -160,7 +160,7 @@ class Server(Driver):
                     self._turn()
             except KeyboardInterrupt:
                 self.stop("interrupted")
-            except Exception as error:  # no client's: what one says is caught where it is worked with (`Admission`)
+            except USER_ERRORS as error:  # no client's: what one says is caught where it is worked with (`Admission`)
                 self._fail(of_server(error))
             finally:
                 self._end()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from raafl.errors import USER_ERRORS
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.isolated_run import (
@@ -153,7 +154,7 @@ def _step(make: Make, spec: Spec, batch: object, on_values: Callable[[], tuple[S
     for default in ("meta", "cpu") if batch is not None else ():
         try:
             step = run.step(default)
-        except Exception as error:
+        except USER_ERRORS as error:
             run, failure = _Run(make(spec), batch), error
         else:
             if not run.ledger.asked:
@@ -171,7 +172,7 @@ def _step(make: Make, spec: Spec, batch: object, on_values: Callable[[], tuple[S
         why = _not_followed(failure)
         try:
             step, instead = run.forward(), "three times its forward pass counts"
-        except Exception:
+        except USER_ERRORS:
             run = _Run(make(spec), batch)
             step = run.update()
     else:
@@ -188,7 +189,7 @@ def _on_values(zeroed: Callable[[], Any], example_batch: object, batch_size: int
             if few.flops is None or few.flops * batch_size / num > _MOST_FLOPS:
                 return None
         return None if num == 0 else _followed(zeroed(), example_batch, batch_size)
-    except Exception:
+    except USER_ERRORS:
         return None
 
 
@@ -212,11 +213,11 @@ def _with_some(make: Make, spec: Spec, batch: object, default: str, step: Step) 
     except NotImplementedError as error:  # such as how many samples an expert gets
         guess = _Run(make(spec), batch).update()
         return replace(guess, guessed=f"{_not_followed(error)}: {_BY_PARAMETERS}")
-    except Exception:  # the user's own, for values that are not as they should be
+    except USER_ERRORS:  # the user's own, for values that are not as they should be
         return step
 
 
-def _not_followed(error: Exception) -> str:
+def _not_followed(error: BaseException) -> str:
     return f"the training step cannot be followed without values ({one_line(error)})"
 
 
@@ -225,7 +226,7 @@ def _runs_whole(make: Make, batch: object) -> bool:
         try:
             _Run(make(FULL), batch).step(default)
             return True
-        except Exception:
+        except USER_ERRORS:
             continue
     return False
 
@@ -297,7 +298,7 @@ class _Run:
             self._peak_of(self._optimise_again)  # with its state there
             moved_bytes += self.ledger.moved_bytes - before
             num_kernels += len(self.ledger.kernels)
-        except Exception as error:
+        except USER_ERRORS as error:
             state = _SLOTS * self.gradient_bytes
             update_bytes = gradients + state
             moved_bytes += 3 * self.gradient_bytes + 2 * state

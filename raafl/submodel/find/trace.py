@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raafl.errors import USER_ERRORS
 from raafl.submodel import isolated_run
 from raafl.submodel.cost.ledger import storage_key
 from raafl.submodel.cut.copying import on_meta, remade
@@ -204,7 +205,7 @@ def _runs(module: nn.Module, batch: object) -> bool:
     try:
         with torch.no_grad(), torch.device("meta"):
             isolated_run.call(copy, meta_batch(batch))
-    except Exception:
+    except USER_ERRORS:
         return False
     return True
 
@@ -246,7 +247,7 @@ def _attempt(module: nn.Module, batch: object, run: Callable[[Any, Any], Any], w
             time, before, unread = time + 1, unread, tracer.untouched() & parameters
             if values and unread and unread != before:
                 end = min(time + patience, 5 * patience)
-    except Exception as error:
+    except USER_ERRORS as error:
         if time < TIMES:
             seen.problem = ": ".join(filter(None, (isolated_run.user_frame(error), isolated_run.one_line(error))))
     if values and tracer.num_conditions and seen.problem is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from raafl.errors import USER_ERRORS
 from raafl.submodel import lora
 from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.cut.copying import persistent_buffers, without_values
@@ -58,7 +59,7 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Su
                 name: least.get(name, axis.size) for name, axis in submodels.axes.items()
             }:
                 return narrow, copy
-        except Exception:  # of the user's code, such as axes that it declares for one size
+        except USER_ERRORS:  # of the user's code, such as axes that it declares for one size
             continue
     return None
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from raafl.errors import USER_ERRORS
 from raafl.submodel.axes import Axis
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.declared import within
@@ -119,7 +120,7 @@ class _Proof:
             self.whole = self._made(FULL, self.values)
             self.state = ModuleState(self.whole, self.submodels)
             self.first = self._step(self.whole, self.noise[0])
-        except Exception as error:
+        except USER_ERRORS as error:
             return f"its training step does not run on random values: {one_line(error)}"
         step = self.first
         if step.loss is None or not all(torch.isfinite(x).all() for x in _tensors(step)):
@@ -134,7 +135,7 @@ class _Proof:
         """Check that the whole model's step runs with this in the place of noise, and gives finite numbers."""
         try:
             return all(bool(torch.isfinite(x).all()) for x in _tensors(self._step(self.whole, noise)))
-        except Exception:
+        except USER_ERRORS:
             return False
 
     def refuted(self) -> dict[str, str]:
@@ -196,7 +197,7 @@ class _Proof:
         plan = self.submodels.plan(equal, "present")
         try:
             small = self._step(self._made(equal, plan.gather(self.values)), noise)
-        except Exception as error:
+        except USER_ERRORS as error:
             return f"its training step does not run: {one_line(error)}"
         whole = self._masked(plan, 0.0, noise)
         if whole.loss is not None and not torch.isfinite(whole.loss).all():
@@ -228,7 +229,7 @@ class _Proof:
         """Check a step where a norm spans an axis, so that results are others: shapes, finiteness."""
         try:
             small = self._step(self._made(spec, self.submodels.plan(spec, "present").gather(self.values)), noise)
-        except Exception as error:
+        except USER_ERRORS as error:
             return f"its training step does not run: {one_line(error)}"
         if not all(torch.isfinite(x).all() for x in _tensors(small)):
             return "its training step gives numbers that are not finite"

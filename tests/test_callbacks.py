@@ -114,7 +114,7 @@ def test_metrics_of_callbacks_are_recorded_and_may_be_targets(tmp_path):
     def twice(run, metrics):
         return {"whole": 2 * metrics["half"]}  # of the callback before it
 
-    fed = federation(tmp_path / "run", Half(), raafl.LambdaCallback(on_evaluate=twice), target="constant=1")
+    fed = federation(tmp_path / "run", Half(), raafl.LambdaCallback(on_evaluate=twice), target="constant>=1")
     result = fed.simulate(small_mlp, digits())
     assert result.summary["finished"] == "target"
     assert all(row["whole"] == row["accuracy"] and row["constant"] == 1 for row in result.metrics)
@@ -214,7 +214,7 @@ def test_early_stopping_counts_evaluations_without_a_better_value(tmp_path):
     assert [row["score"] for row in result.metrics] == [1, 3, 2, 3.4]
 
 
-@pytest.mark.parametrize(("metric", "mode"), [("loss", "min"), ("val_perplexity", "min"), ("accuracy", "max")])
+@pytest.mark.parametrize(("metric", "mode"), [("val_loss", "min"), ("mse", "min"), ("accuracy", "max"), ("gap", None)])
 def test_early_stopping_knows_what_is_better(metric, mode):
     assert raafl.EarlyStopping(metric).mode == mode
 
@@ -231,6 +231,13 @@ def test_what_a_callback_cannot_be_is_said():
 def test_early_stopping_names_a_metric_that_is_not_there(tmp_path):
     with pytest.raises(RunFailed, match="there is no metric 'acuracy': did you mean 'accuracy'"):
         federation(tmp_path / "run", raafl.EarlyStopping("acuracy")).simulate(small_mlp, digits())
+
+
+def test_early_stopping_asks_which_values_of_an_unusual_metric_are_better():
+    view = raafl.Callback  # the run is not read
+    with pytest.raises(BadInput, match="the name 'gap' does not say which values are better: give max or min"):
+        raafl.EarlyStopping("gap").on_evaluate(view, {"gap": 0.5})
+    raafl.EarlyStopping("gap", mode="min").on_evaluate(view, {"gap": 0.5})
 
 
 def test_printing_writes_a_line_for_each_evaluation_and_the_end(tmp_path, capsys):

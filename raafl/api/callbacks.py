@@ -8,7 +8,7 @@ from collections.abc import Callable as _Callable
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from raafl.config.options import Target
+from raafl.config.options import direction
 from raafl.errors import BadInput, at_least, briefly, nearest
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class EarlyStopping(Callback):
         Args:
             metric: one from `validation_step` or an earlier callback.
             patience: evaluations without improvement after which the run ends.
-            mode: max or min; None = min for a loss, perplexity or error, max for anything else.
+            mode: max or min; None = as the metric's name says, such as min for val_loss or rmse and max for accuracy.
             min_delta: least improvement that counts.
 
         Raises:
@@ -146,7 +146,7 @@ class EarlyStopping(Callback):
         if not 0 <= min_delta < math.inf:
             raise BadInput(f"EarlyStopping: min_delta is {min_delta}: give 0 or more")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        self.mode = mode or ("min" if Target(metric, 0.0).at_most else "max")
+        self.mode = mode or direction(metric)
         self.best: float | None = None
         self.num_bad = 0
 
@@ -159,6 +159,10 @@ class EarlyStopping(Callback):
         """Compare the metric with its best value; end the run if it has not improved for too long."""
         if self.metric not in metrics:
             raise BadInput(f"EarlyStopping: there is no metric '{self.metric}': {nearest(self.metric, metrics)}")
+        if self.mode is None:
+            raise BadInput(
+                f"EarlyStopping: mode is None, and the name '{self.metric}' does not say which values are better: give max or min"
+            )
         value = metrics[self.metric]
         if not math.isfinite(value):
             run.stop(f"{self.metric} is {value}")

@@ -108,8 +108,8 @@ class Experiment:
     max_time: float | str | None = field(default=None, metadata=about(
         "end after so many seconds of the run's own clock (or 90s, 5m, 2h)", "SECONDS", group="end", may_change=True))
     target: str | list[str] | None = field(default=None, metadata=about(
-        "a metric's value to reach, such as accuracy=0.9, or a list of them: end when all are reached",
-        "METRIC=VALUE", group="end", may_change=True))
+        "a metric's value to reach, such as accuracy=0.9, loss=0.1 or, where the name does not say what is better, "
+        "'gap<=0.1', or a list of them: end when all are reached", "METRIC=VALUE", group="end", may_change=True))
     eval_every: int | None = field(default=None, metadata=about(
         "versions between evaluations; null = about one for each N updates", "N", group="shown", least=1))
     checkpoint_every: int | None = field(default=None, metadata=about(
@@ -120,8 +120,8 @@ class Experiment:
     keep_checkpoints: int = field(default=3, metadata=about(
         "how many checkpoints to keep", "N", group="shown", may_change=True, least=1))
     keep_best: str | None = field(default=None, metadata=about(
-        "a metric, such as accuracy, whose best checkpoint is kept beside the last, as checkpoints/best.ckpt; null = none",
-        "METRIC", group="shown", may_change=True))
+        "a metric, such as accuracy (or gap:min, where the name does not say what is better), whose best checkpoint is kept "
+        "beside the last, as checkpoints/best.ckpt; null = none", "METRIC", group="shown", may_change=True))
     safetensors: bool = field(default=False, metadata=about(
         "save the final model of a module without save_pretrained as model/model.safetensors, too", "[BOOL]", group="shown",
         may_change=True))

@@ -123,7 +123,7 @@ def log(logger: Any, measured: Measurements) -> None:
             if values:
                 row[f"histograms/{name}"] = wandb.Histogram(np_histogram=histogram(values, whole=name == "staleness"))
     elif _is_a(logger, "MLFlowLogger"):  # which drops the sign from a target's name, and warns each time
-        row = {name.replace("=", "_"): value for name, value in row.items()}
+        row = {re.sub("[<>=]+", "_", name): value for name, value in row.items()}
     logger.log_metrics(row, step=measured.version)
     if _is_a(logger, "TensorBoardLogger"):
         import numpy as np

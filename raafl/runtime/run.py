@@ -28,9 +28,10 @@ from raafl.parts.select.submodels import Full
 from raafl.runfolder.books import check_books
 from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.schema import CLIENT, CONFIG, JournalRow, Summary
+from raafl.runfolder.schema import CONFIG, JournalRow, Summary
 from raafl.runfolder.signing import Signer
 from raafl.runfolder.statistics import Coverage, RunStatistics
+from raafl.runtime.goals import check_goals, met_at_once
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.lifecycle.batch_norm import StaticStatistics, StatisticsHookList
 from raafl.runtime.lifecycle.best_checkpoint import BestCheckpoint
@@ -72,7 +73,7 @@ class Run:
         self._resumed, self.signer = saved is not None, signer or Signer.own()
         self.folder = self._name_folder(saved)
         metrics = self._first_metrics(saved)  # before there is a folder: a run that cannot start leaves none
-        self._notes = self._said_before()
+        self._notes = self._said_before(metrics if saved is None else {})
         if saved is not None:
             self._go_on(saved)
         else:
@@ -200,16 +201,7 @@ class Run:
             )
         kept = {} if saved is None else saved.section["record"]["metrics"]
         metrics = {**metrics, **kept} if kept else self.observer.on_measured(0, 0.0, metrics)
-        for target in self.parts.experiment.targets():
-            known = [*metrics, *(CLIENT + name for name in metrics if any(data.test_sizes))]
-            if target.metric not in known:
-                raise BadInput(
-                    f"target is '{target}', but validation_step gives no '{target.metric}': use one of {', '.join(known)}"
-                )
-        if (best := self.parts.experiment.keep_best) is not None and best not in metrics:
-            raise BadInput(
-                f"keep_best is '{best}', but validation_step gives no '{best}': use one of {', '.join(metrics)}, or null"
-            )
+        check_goals(self.parts.experiment, metrics, has_client_tests=any(data.test_sizes))
         return metrics
 
     def _try_step(self) -> None:
@@ -233,10 +225,11 @@ class Run:
                 "of the module: keep no state in the module, or use a method that trains the whole model"
             )
 
-    def _said_before(self) -> list[str]:
+    def _said_before(self, metrics: dict[str, float]) -> list[str]:
         """Collect the notes of the start; raises `BadInput` for warnings where the run is strict."""
         fleet = self.parts.coordinator.fleet.of(self.parts.clients)  # nobody has joined, but it is known who will
         notes = [*data_notes(self.parts), *self.parts.coordinator.algorithm.notes(fleet, len(self.parts.clients))]
+        notes += met_at_once(self.parts.experiment, metrics)
         algorithm = self.parts.coordinator.algorithm
         left_out = uncalled(self.parts.module, algorithm.local.leaves_out, algorithm.name)
         notes += [Warn(line) for line in (*self._tried, *left_out)]

@@ -35,7 +35,10 @@ class Goals:
     def from_json(cls, data: Any) -> Goals:
         """Restore goals from the result of `to_json`; the result has no goals if ``data`` has another form."""
         try:
-            targets = [Target(str(one["metric"]), float(one["value"])) for one in data["targets"]]
+            targets = [
+                Target.of(str(one["metric"]), float(one["value"]), "min" if one["at_most"] else "max")
+                for one in data["targets"]
+            ]
             updates, time_s = data["max_updates"], data["max_time_s"]
             return cls(updates and int(updates), time_s and float(time_s), tuple(targets))
         except (KeyError, TypeError, ValueError, OverflowError):

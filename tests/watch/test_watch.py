@@ -84,6 +84,11 @@ def test_a_target_is_met_where_the_line_through_the_evaluations_meets_it(values,
     assert found.in_s == in_s
 
 
+def test_targets_keep_their_direction_in_the_journal():
+    goals = Goals(targets=(Target("loss", 0.5), Target("gap", 0.1, "min"), Target("accuracy", 0.2, "min")))
+    assert Goals.from_json(goals.to_json()) == goals
+
+
 def test_without_progress_nothing_is_promised():
     assert etas(Goals(10), 5.0, 0, 0.0, []) == (Eta("max_updates", None),)
     assert ends_in_s(Goals(10), [Eta("max_updates", None)]) is None

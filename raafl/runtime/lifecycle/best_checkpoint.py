@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from raafl.config.options import lower_is_better
+from raafl.config.options import Direction, ranking
 from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
@@ -37,10 +37,14 @@ class BestCheckpoint(RunHooks):
         Args:
             folder: of the run.
             module: provides hyper-parameters and tensor names.
-            metric: lower is better for a loss, a perplexity or an error, higher for any other; None = keep none.
+            metric: METRIC, METRIC:min or METRIC:max; without min or max as the name says. None = keep none.
             warn: called with the first write error.
         """
-        self._folder, self._module, self._metric, self._warn = folder, module, metric, warn
+        self._folder, self._module, self._warn = folder, module, warn
+        self._metric: str | None = None
+        self._mode: Direction | None = None
+        if metric is not None:
+            self._metric, self._mode = ranking(metric)
         self.best: dict[str, Any] | None = self._found() if metric is not None else None
         self._warned = False
 
@@ -66,7 +70,7 @@ class BestCheckpoint(RunHooks):
         if self.best is None:
             return True
         before = float(self.best["value"])
-        return value < before if lower_is_better(str(self._metric)) else value > before
+        return value < before if self._mode == "min" else value > before
 
     def _found(self) -> dict[str, Any] | None:
         path = self._folder / CHECKPOINTS / NAME

@@ -30,11 +30,11 @@ def kept(folder):
     return saved.version, next(iter(saved.state_dict.values())).flatten()[0].item()
 
 
-@pytest.mark.parametrize(("metric", "best"), [("accuracy", (3, 3.0)), ("loss", (2, 2.0))])
+@pytest.mark.parametrize(("metric", "best"), [("accuracy", (3, 3.0)), ("mse", (2, 2.0)), ("gap:min", (2, 2.0))])
 def test_the_best_is_kept_and_of_equal_ones_the_first(tmp_path, model, metric, best):
     watcher = BestCheckpoint(tmp_path, model, metric)
     for version, value in enumerate((0.5, float("nan"), 0.2, 0.7, 0.7, 0.3), start=0):
-        watcher.on_values(version, {metric: value}, values_of(model, float(version)))
+        watcher.on_values(version, {metric.split(":")[0]: value}, values_of(model, float(version)))
     assert kept(tmp_path) == best and watcher.best["version"] == best[0]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -47,6 +49,55 @@ def test_the_config_of_a_server_is_data(tmp_path, monkeypatch, form):
     said = str(failed.value)
     assert said.startswith("the server's config is refused: model is ") and said.endswith("give it as --config FILE")
     assert list(tmp_path.iterdir()) == []
+
+
+def told_to_stop(reason):
+    """Join a server that answers the request for a config by a STOP; return what `join` returns, and the lines it shows."""
+
+    def admit(pair, peer):
+        with pair:
+            pair.recv(lambda kind, assignment, meta: None, WAIT_S)
+            pair.send(Message(Kind.STOP, meta={"reason": reason}))
+
+    said = []
+    with Listener("127.0.0.1:0", TOKEN, admit, lambda reason: None) as listener:
+        return join(listener.address, 1, TOKEN, lambda _: None, needs_config=True, alone_s=0.1, say=said.append), said
+
+
+def test_a_run_that_ends_before_a_client_has_its_config_is_a_good_end():
+    assert told_to_stop("max_updates") == ("max_updates", [])
+    with pytest.raises(RunFailed, match=r"^client 1: refused: client is 1: this run has no client$"):
+        told_to_stop("refused: client is 1: this run has no client")
+
+
+def test_a_client_that_builds_its_model_while_the_run_ends_is_told():
+    """The server's STOP lies in the closed connection until the client has built its model and looks."""
+
+    class Built:
+        notes = ()
+
+        def client(self, pair, **_):
+            return SimpleNamespace(run=lambda: hello(pair), unsent=None, num_answered=0, has_task=False)
+
+    def hello(pair):
+        pair.send(Message(Kind.HELLO))
+        message = pair.recv(lambda *_: None, WAIT_S)
+        return message.meta["reason"]
+
+    def build(config_yaml):
+        assert gone.wait(WAIT_S)
+        return Built()
+
+    def admit(pair, peer):
+        with pair:
+            pair.recv(lambda kind, assignment, meta: None, WAIT_S)
+            pair.send(Message(Kind.CONFIG, 0, 0, {"config_yaml": QUICKSTART.read_text()}, None))
+            pair.send(Message(Kind.STOP, meta={"reason": "max_updates"}))
+        gone.set()
+
+    gone, certificates = threading.Event(), federation()
+    with Listener("127.0.0.1:0", certificates.server, admit, lambda reason: None) as listener:
+        assert join(listener.address, 1, certificates.site(), build, needs_config=True, alone_s=1.0) == "max_updates"
 
 
 def test_a_server_that_refuses_a_client_is_there(monkeypatch):

@@ -77,10 +77,11 @@ def join(
         link = _Link(search, say)
         pair = gate.connection(link.connection)
         try:
-            if site is None:
-                site = _told(make_site(_ask_config(pair)), say)
+            site = site or _told(make_site(_ask_config(pair)), say)
             worker = link.worker = site.client(pair, unsent=unsent, on_welcome=search.succeeded, files=files)
             reason = _work(worker, site, say)
+        except ToldToStop as told:
+            reason = told.reason
         except PolicyRefusal as refusal:
             unsent = None
             _part(refusal, pair, link.worker, say)
@@ -97,11 +98,10 @@ def join(
             continue
         finally:
             pair.close()
-        if reason == PAUSED and files is not None:  # who started both on one machine ends both
-            say(f"the server at {address} was interrupted; waiting {alone_s:g} s for one that resumes the run")
-            search.pause()
-            continue
-        return _ended(client, reason)
+        if reason != PAUSED or files is None:  # who started both on one machine ends both
+            return _ended(client, reason)
+        say(f"the server at {address} was interrupted; waiting {alone_s:g} s for one that resumes the run")
+        search.pause()
 
 
 def _ended(client: int, reason: str) -> str:
@@ -117,8 +117,6 @@ def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
     """Let a client work; where its code fails on data of its own, say here what the server is not told."""
     try:
         return worker.run()
-    except ToldToStop as told:
-        return told.reason
     except TaskFailed as failed:
         if site.info.own_data:
             say(failed.traceback)
@@ -283,12 +281,13 @@ def _ask_config(pair: Connection) -> str:
     """Ask the server for its config, check it, and return it.
 
     Raises:
+        ToldToStop: the run has ended, or the server does not take this client.
         RunFailed: the config has anything but names and plain values.
     """
     pair.send(Message(Kind.CONFIG))
     answer = pair.recv(no_tensors, _CONFIG_S)
     if answer.kind is Kind.STOP:
-        raise RunFailed(Reason.from_meta(answer.meta).reason or "refused")
+        raise ToldToStop(Reason.from_meta(answer.meta).reason or "refused")
     config = Config.from_meta(answer.meta)
     if answer.kind is not Kind.CONFIG or config.config_yaml is None:
         raise Refused("bad-kind", f"expected CONFIG, got {answer.kind.name}")

@@ -49,20 +49,11 @@ class Server(Driver):
     """Runtime on the wall clock: passes events from real clients to a coordinator."""
 
     def __init__(
-        self,
-        coordinator: Coordinator,
-        inbox: Inbox,
-        record: RunRecord,
-        evaluator: Evaluator | None,
-        *,
-        waits: Timeouts | None = None,
-        hooks: RunHooks | None = None,
-        progress: Progress | None = None,
-        announce: Callable[[int | None, str], None] = lambda client, reason: None,
-        patience_s: float | None = None,
-        max_failures: int | None = None,
-        storage: PayloadRoom | None = None,
-    ) -> None:
+        self, coordinator: Coordinator, inbox: Inbox, record: RunRecord, evaluator: Evaluator | None, *,
+        waits: Timeouts | None = None, hooks: RunHooks | None = None, progress: Progress | None = None,
+        announce: Callable[[int | None, str], None] = lambda client, reason: None, patience_s: float | None = None,
+        max_failures: int | None = None, storage: PayloadRoom | None = None,
+    ) -> None:  # fmt: skip
         """Prepare; `run` starts the clock. ``announce`` is told why a client (None = all) is let go.
 
         ``storage`` makes room for what clients are sent; None = in memory.
@@ -83,11 +74,12 @@ class Server(Driver):
         # The assignment and values that each was last sent. A session's thread may read them until the answer is there or the
         # session has ended; only then are they given back, to be overwritten.
         self._sent: dict[_Life, dict[int, FlatTensors]] = {}
-        # The lock guards the next two, which the transport's threads write in `enter`. All else, global state, coordinator
+        # The lock guards the next four, which the transport's threads read or write in `enter`. All else, global state, coordinator
         # and record included, is the loop's alone.
         self._entering: dict[_Life, Session] = {}  # not yet joined
         self._lives: Counter[int] = Counter()
-        self._enter_lock, self._is_closed = threading.Lock(), False
+        self._farewell, self._is_closed = "", False  # farewell: reason that clients are told once the run has ended
+        self._enter_lock = threading.Lock()
         self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end
         self._timers: list[tuple[float, int]] = []
         self._links = LinkTracker(coordinator.roster, lambda row: record.link(row, self.now), self._note, self._offer)
@@ -135,6 +127,8 @@ class Server(Driver):
             incarnation = max(self._lives[client], self.coordinator.roster.joins[client])
             self._lives[client] = incarnation + 1
             session = self._entering[client, incarnation] = make(incarnation)
+            if self._farewell:
+                session.stop(self._farewell)  # as its first message: the last evaluation may take minutes
             session.start()  # under the lock: `close`, which takes it, finds a thread to end, or none that will begin
 
     def run(self) -> str:
@@ -322,7 +316,9 @@ class Server(Driver):
         farewell = PAUSED if is_paused else self.reason or "failed"
         # before any pair is closed: a client that finds it so looks there
         self._announce(None, farewell)
-        for session in self.sessions.values():
+        with self._enter_lock:
+            self._farewell, entering = farewell, list(self._entering.values())  # these may still build their model
+        for session in [*self.sessions.values(), *entering]:
             session.stop(farewell)
         if self._evaluator is not None and self._evaluator.is_alive():
             self._take_metrics(self._evaluator.finish(self.waits.eval_s))

@@ -94,3 +94,16 @@ def test_a_client_that_comes_again_and_again_is_refused_while_seven_of_its_sessi
     house.enter(2, lambda incarnation: Life(2, incarnation))
     del house._leaving[0]  # one has ended
     house.enter(1, lambda incarnation: Life(1, incarnation))
+
+
+def test_clients_on_their_way_in_are_told_of_the_end_and_so_are_those_that_come_later():
+    """One may build its model, another come while the last evaluation is under way."""
+    house = server()
+    house.enter(1, lambda incarnation: Life(1, incarnation))
+    house.reason = "max_updates"
+    house._end()
+    house.enter(2, lambda incarnation: Life(2, incarnation))
+    assert [(life.client, life.stopped, life.started) for life in house._entering.values()] == [
+        (1, ["max_updates"], True),
+        (2, ["max_updates"], True),
+    ]

@@ -77,16 +77,19 @@ def write(result: Mapping[str, Any], folder: Path, *, draws: bool = True) -> lis
         draws: whether to write the figure and the HTML page, which need plotly and matplotlib.
     """
     table = cells(result)
-    files = {
+    paths = _save(folder, {
         "result.json": (json.dumps(result, indent=1) + "\n").encode(),
         "table.csv": as_csv(table).encode(),
         "table.tex": latex(table).encode(),
-    }
-    if draws:
-        groups = _groups(result, folder)
-        if groups:
-            files["curves.svg"] = draw(groups, ".svg")
-            files["index.html"] = _page(result, table, groups).encode()
+    })  # fmt: skip
+    groups = _groups(result, folder) if draws else []  # after the numbers are saved: an error of the drawing loses none
+    if groups:
+        page_text = _page(result, table, groups)
+        paths += _save(folder, {"curves.svg": draw(groups, ".svg"), "index.html": page_text.encode()})
+    return paths
+
+
+def _save(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
     for name, data in files.items():
         with atomic_file(folder / name) as file:
             file.write(data)

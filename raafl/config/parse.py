@@ -23,6 +23,7 @@ from raafl.config.messages import explain, relative
 from raafl.config.options import GROUPS
 from raafl.errors import USER_ERRORS, BadInput, cause, nearest, no_utf8, user_frame
 from raafl.lean_import import PACKAGES
+from raafl.plain_yaml import load_yaml, yaml_problem
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -362,11 +363,9 @@ def _check_config(file: str) -> None:
     if not path.is_file():
         raise BadInput(f"config is '{file}', which does not exist: {_other_configs(path)}")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load_yaml(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
-        raise BadInput(f"config {file} is not valid YAML: {where}{getattr(error, 'problem', error)}") from None
+        raise BadInput(f"config {file} is not valid YAML: {yaml_problem(error)}") from None
     except UnicodeDecodeError as error:
         raise BadInput(f"config {file} {no_utf8(error)}") from None
     except OSError as error:

@@ -17,6 +17,7 @@ import yaml
 
 from raafl.config.hours import Hours
 from raafl.errors import BadInput, at_least, installing, nearest, no_utf8, positive
+from raafl.plain_yaml import load_yaml, yaml_problem
 
 PINNED: Final = ("models", "data", "algorithms")
 """Fields that list names of parts, each with the digest of its section where it is to be that section to the letter."""
@@ -233,9 +234,9 @@ def load_policy(file: str) -> SitePolicy:
 
     path = Path(file)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = load_yaml(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise BadInput(f"policy {file} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise BadInput(f"policy {file} is not valid YAML: {yaml_problem(error)}") from None
     except UnicodeDecodeError as error:
         raise BadInput(f"policy {file} {no_utf8(error)}") from None
     except OSError as error:

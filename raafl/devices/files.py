@@ -10,6 +10,7 @@ from typing import Any
 from raafl.devices.catalog import names
 from raafl.devices.checks import CHANGES, number
 from raafl.errors import nearest, no_utf8
+from raafl.plain_yaml import load_yaml, yaml_problem
 
 _NUMBERS = (
     "flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes", "bytes_per_s", "latency_s", "launch_s", "period_s",
@@ -82,11 +83,9 @@ def _entries(text: str, where: str) -> list[Any]:
     import yaml
 
     try:
-        data = yaml.safe_load(text)
+        data = load_yaml(text)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        raise ValueError(f"{where} is not valid YAML: {at}{getattr(error, 'problem', error)}") from error
+        raise ValueError(f"{where} is not valid YAML: {yaml_problem(error)}") from error
     rows = data.get("devices") if isinstance(data, Mapping) else data
     if not isinstance(rows, list):
         raise ValueError(f"{where} must hold a list of devices, alone or under the key 'devices'")

@@ -215,6 +215,7 @@ NO_TABLE = "write fields, with lines such as `clients: 4`"
     [
         ("name: x\nclients: [4\n", "is not valid YAML: line 3, column 1: expected ',' or ']'"),
         ("seed: 1\n\tclients: 2\n", "is not valid YAML: line 2, column 1: found character '\\t'"),
+        ("clients: 2\nseed: 1\nclients: 3\n", "is not valid YAML: line 3, column 1: 'clients' is given twice"),
         ("", f"holds nothing: {NO_TABLE}"),
         ("just text", f"holds 'just text': {NO_TABLE}"),
         ("- a\n- b\n", f"holds ['a', 'b']: {NO_TABLE}"),

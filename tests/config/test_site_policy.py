@@ -50,6 +50,7 @@ def test_each_problem_is_a_line_of_its_own(tmp_path):
         ("hours: []", "policy.hours is empty: give hours"),
         ("- models", "holds ['models']: write fields"),
         ("models: [", "is not valid YAML: "),
+        ("max_hours: 1\nmax_hours: 2", "is not valid YAML: line 2, column 1: 'max_hours' is given twice"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, text, said):

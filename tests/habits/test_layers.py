@@ -30,6 +30,7 @@ ORDER = (
         "module_hooks",
         "object_store",
         "optimizers",
+        "plain_yaml",
         "sanitize",
         "state_folder",
         "trainer_stand_in",

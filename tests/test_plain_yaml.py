@@ -1,0 +1,30 @@
+"""YAML of users: a key given twice is an error with its line."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from raafl.plain_yaml import load_yaml, yaml_problem
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: 1\nb: 2\na: 3", "line 3, column 1: 'a' is given twice"),
+        ("- x: {c: 1, c: 2}", "line 1, column 13: 'c' is given twice"),
+        ("0.1: a\n0.10: b", "line 2, column 1: '0.10' is given twice"),
+        ("a: [", "line 1, column 5: expected the node content"),
+        ("a: 2020-13-01", "ValueError: month must be in 1..12"),
+    ],
+)
+def test_errors_say_where(text, problem):
+    with pytest.raises(yaml.YAMLError) as caught:
+        load_yaml(text)
+    assert yaml_problem(caught.value).startswith(problem)
+
+
+def test_a_merged_mapping_may_be_overridden():
+    assert load_yaml("x: &x {a: 1, b: 2}\ny: {<<: *x, a: 3}\n=: 4") == {
+        "x": {"a": 1, "b": 2}, "y": {"a": 3, "b": 2}, "=": 4
+    }  # fmt: skip

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import itertools
 import random
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from raafl.compare.fields import (
+    Options,
+    check_fields,
+    check_folder_name,
+    check_names,
+    labelled,
+    mapping,
+    numbers,
+    read_mapping,
+    seeds_of,
+    words,
+)
 from raafl.errors import BadInput, at_least, nearest
-
-Options = tuple[str, ...]
-"""Options of `raafl simulate`, as words of a command line."""
 
 _HOLDOUT = 0.1
 
@@ -157,6 +163,7 @@ class Comparison:
     published: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_folder_name(self.name)
         at_least("smooth", self.smooth, 1)
         if not self.rows:
             raise BadInput("rows is empty: give at least one row, LABEL: OPTIONS")
@@ -199,119 +206,66 @@ def read(path: Path, variant: str | None = None) -> Comparison:
             replacement.
 
     Raises:
-        BadInput: the file is missing or not YAML, or a field is unknown, missing or out of range.
+        BadInput: the file is missing or not YAML, or a field is unknown, missing, of another type or out of range.
     """
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"comparison '{path}' cannot be read: {error.strerror}: name a YAML file") from None
-    except yaml.YAMLError as error:
-        raise BadInput(f"comparison '{path}' is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise BadInput(f"comparison '{path}' is not a mapping: give config, rows and seeds")
-    raw = _variant({"name": path.stem, **raw}, variant)
-    check_names(raw, Comparison, "")
+    raw = read_mapping(path, f"comparison '{path}'", "give config, rows and seeds")
+    raw = _variant({**raw, "name": str(path.stem if raw.get("name") is None else raw["name"])}, variant)
+    if raw.get("baseline") is not None:
+        raw["baseline"] = str(raw["baseline"])  # a label, which YAML may read as a number
+    raw = check_fields(raw, Comparison, "")
     for name in ("config", "rows", "seeds"):
         if name not in raw:
             raise BadInput(f"{name} is missing in '{path}': a comparison needs config, rows and seeds")
-    rows = mapping("rows", raw["rows"])
     given = {
         **raw,
-        "name": str(raw["name"]),
-        "rows": {str(label): words(f"rows.{label}", text) for label, text in rows.items()},
+        "rows": {label: words(f"rows.{label}", text) for label, text in labelled("rows", raw["rows"]).items()},
         "seeds": seeds_of("seeds", raw["seeds"]),
         "options": words("options", raw.get("options")),
         "targets": tuple(numbers("targets", raw.get("targets", []))),
-        "search": _search(raw["search"]) if raw.get("search") else None,
-        "published": mapping("published", raw.get("published", {})),
+        "search": _search(raw["search"]) if "search" in raw else None,
+        "published": _published(raw.get("published")),
     }
     return Comparison(**given)
 
 
-def _variant(raw: dict[str, Any], variant: str | None) -> dict[str, Any]:
+def _variant(raw: Mapping[str, Any], variant: str | None) -> dict[str, Any]:
     """Return a file's fields as one of its variants has them."""
     variants = {
-        name: mapping(f"variants.{name}", fields)
-        for name, fields in mapping("variants", raw.get("variants", {})).items()
+        name: mapping(f"variants.{name}", fields) for name, fields in labelled("variants", raw.get("variants")).items()
     }
     for name, given in variants.items():
         check_names(given, Comparison, f"variants.{name}.")
     if variant is not None and variant not in variants:
         raise BadInput(f"variant is '{variant}', which the comparison does not have: {nearest(variant, variants)}")
-    fields_of_file = {name: value for name, value in raw.items() if name != "variants"}
+    found = {name: value for name, value in raw.items() if name != "variants"}
     if variant is None:
-        return fields_of_file
-    return fields_of_file | {"name": f"{raw['name']}-{variant}"} | dict(variants[variant])
+        return found
+    own = variants[variant].get("name")
+    return {**found, **variants[variant], "name": f"{raw['name']}-{variant}" if own is None else str(own)}
 
 
-def words(name: str, text: object) -> Options:
-    """Split a text into command-line options, as a shell does; raise `BadInput` if it is not text, or a quote is not closed.
-
-    Args:
-        name: name of the field, for messages.
-        text: value of the field.
-    """
-    if text is None:
-        return ()
-    if isinstance(text, list) and all(isinstance(word, str | int | float) for word in text):
-        return tuple(map(str, text))
-    if not isinstance(text, str):
-        raise BadInput(f"{name} is {text!s:.80}: give the options in one string, such as '--model.lr 0.1'")
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise BadInput(f"{name} is {text!r:.80}: {error}") from None
+def _published(value: object) -> dict[str, float | str]:
+    found = {label: one for label, one in labelled("published", value).items() if one is not None}
+    for label, one in found.items():
+        if type(one) not in (int, float, str):
+            raise BadInput(f"published.{label} is {one!s:.80}: give a number or text")
+    return found
 
 
 def _search(raw: object) -> Search:
-    given = mapping("search", raw)
-    check_names(given, Search, "search.")
+    given = check_fields(mapping("search", raw), Search, "search.")
     for name in ("grid", "seeds"):
         if name not in given:
             raise BadInput(f"search.{name} is missing: give search.grid (--OPTION: [VALUE, ...]) and search.seeds")
     halving = given.get("halving")
     if halving is not None:
-        check_names(mapping("search.halving", halving), Halving, "search.halving.")
+        halving = Halving(**check_fields(mapping("search.halving", halving), Halving, "search.halving."))
+    rows = labelled("search.rows", given.get("rows"))
     return Search(**{
         **given,
         "grid": mapping("search.grid", given["grid"]),
         "seeds": seeds_of("search.seeds", given["seeds"]),
-        "rows": {label: mapping(f"search.rows.{label}", grid) for label, grid in given.get("rows", {}).items()},
+        "rows": {label: mapping(f"search.rows.{label}", grid) for label, grid in rows.items()},
         "options": words("search.options", given.get("options")),
-        "halving": Halving(**halving) if halving is not None else None,
+        "halving": halving,
     })  # fmt: skip
-
-
-def check_names(given: Mapping[str, Any], kind: type, prefix: str) -> None:
-    """Raise `BadInput` if a mapping has a key that is not the name of a field of a dataclass.
-
-    Args:
-        given: mapping read from a file.
-        kind: dataclass whose fields are allowed.
-        prefix: text before the key in the error message.
-    """
-    names = [one.name for one in fields(kind)]
-    for name in given:
-        if name not in names:
-            raise BadInput(f"{prefix}{name} is unknown: {nearest(str(name), names)}")
-
-
-def mapping(name: str, value: object) -> Mapping[str, Any]:
-    """Check that the value of a field is a mapping, and return it; else raise a `BadInput` that names the field."""
-    if not isinstance(value, dict):
-        raise BadInput(f"{name} is {value!s:.80}: give a mapping")
-    return value
-
-
-def seeds_of(name: str, value: object) -> tuple[int, ...]:
-    """Check that the value of a field is a list of seeds, and return them; else raise a `BadInput` that names the field."""
-    if not isinstance(value, list) or not all(type(seed) is int and seed >= 0 for seed in value):
-        raise BadInput(f"{name} is {value!s:.80}: give a list of whole numbers from 0")
-    return tuple(value)
-
-
-def numbers(name: str, value: object) -> Iterator[float]:
-    """Check that the value of a field is a list of numbers, and yield them; else raise a `BadInput` that names the field."""
-    if not isinstance(value, list) or not all(type(number) in (int, float) for number in value):
-        raise BadInput(f"{name} is {value!s:.80}: give a list of numbers")
-    return map(float, value)

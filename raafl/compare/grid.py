@@ -8,9 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from raafl.compare.comparison import Comparison, Options, Search, check_names, mapping, numbers, seeds_of, words
+from raafl.compare.comparison import Comparison, Search
+from raafl.compare.fields import (
+    Options,
+    check_fields,
+    check_folder_name,
+    labelled,
+    mapping,
+    numbers,
+    read_mapping,
+    seeds_of,
+    words,
+)
 from raafl.errors import BadInput, at_least, nearest
 
 Cell = tuple[str, str]
@@ -127,6 +136,7 @@ class Grid:
     about: str = ""
 
     def __post_init__(self) -> None:
+        check_folder_name(self.name)
         for name, value in (("tasks", self.tasks), ("fleets", self.fleets), ("methods", self.methods)):
             if not value:
                 raise BadInput(f"{name} is empty: give at least one file")
@@ -201,10 +211,10 @@ class Grid:
 def is_grid(path: Path) -> bool:
     """Check whether a file describes a grid, and not a comparison; False if it cannot be read."""
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+        raw = _load(path)
+    except BadInput:
         return False
-    return isinstance(raw, dict) and "tasks" in raw and "fleets" in raw
+    return "tasks" in raw and "fleets" in raw
 
 
 def read_grid(path: Path, more: Sequence[Path] = ()) -> Grid:
@@ -217,28 +227,36 @@ def read_grid(path: Path, more: Sequence[Path] = ()) -> Grid:
     Raises:
         BadInput: a file is missing or not YAML, or a field is unknown, missing or out of range.
     """
-    raw = _load(path)
-    check_names({**raw}, Grid, "")
+    raw = check_fields(_texts(_load(path), "name", "baseline"), Grid, "")
     folder = path.parent
-    named = {
-        kind: [_file(folder, kind, name) for name in raw.get(kind) or ()] for kind in ("tasks", "fleets", "methods")
-    }
+    named = {kind: [_file(folder, kind, name) for name in _names(kind, raw)] for kind in ("tasks", "fleets", "methods")}
     for file in more:
         named["fleets" if "devices" in _load(file) else "methods"].append(file)
-    search = mapping("search", raw.get("search", {}))
-    check_names(search, GridSearch, "search.")
+    given = mapping("search", raw.get("search", {}))
+    search = check_fields(_texts(given, "fleet"), GridSearch, "search.")
     for name in ("fleet", "seeds"):
         if name not in search:
             raise BadInput(f"search.{name} is missing in '{path}': give search.fleet and search.seeds")
-    return Grid(
-        name=str(raw.get("name", path.stem)), about=str(raw.get("about", "")), seeds=seeds_of("seeds", raw.get("seeds")),
-        tasks=_by_name(map(_task, named["tasks"])), fleets=_by_name(map(_fleet, named["fleets"])),
-        methods=_by_name(map(_method, named["methods"])),
-        search=GridSearch(
-            str(search["fleet"]), seeds_of("search.seeds", search["seeds"]), words("search.options", search.get("options"))
+    return Grid(**{"name": path.stem} | raw | {
+        "seeds": seeds_of("seeds", raw.get("seeds")),
+        "tasks": _by_name(map(_task, named["tasks"])), "fleets": _by_name(map(_fleet, named["fleets"])),
+        "methods": _by_name(map(_method, named["methods"])),
+        "search": GridSearch(
+            search["fleet"], seeds_of("search.seeds", search["seeds"]), words("search.options", search.get("options"))
         ),
-        baseline=raw.get("baseline"), replays=raw.get("replays", 1),
-    )  # fmt: skip
+    })  # fmt: skip
+
+
+def _texts(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return fields with those of these names as text: YAML may read a name as a number."""
+    return {name: str(one) if name in names and one is not None else one for name, one in given.items()}
+
+
+def _names(kind: str, raw: Mapping[str, Any]) -> list[Any]:
+    found = raw.get(kind, [])
+    if not isinstance(found, list):
+        raise BadInput(f"{kind} is {found!s:.80}: give a list of files' names")
+    return found
 
 
 def _file(folder: Path, kind: str, name: object) -> Path:
@@ -246,31 +264,21 @@ def _file(folder: Path, kind: str, name: object) -> Path:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        near = nearest(path.stem, [file.stem for file in path.parent.glob("*.yaml")]) if path.parent.is_dir() else ""
-        raise BadInput(f"'{path}' cannot be read: {error.strerror}: {near or 'name a YAML file'}") from None
-    except yaml.YAMLError as error:
-        raise BadInput(f"'{path}' is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise BadInput(f"'{path}' is not a mapping: see docs/unequal-bench.md for its fields")
-    return raw
+    return read_mapping(path, f"'{path}'", "see docs/unequal-bench.md for its fields")
 
 
 def _fields(path: Path, kind: type, needed: Sequence[str]) -> dict[str, Any]:
-    raw = {"name": path.stem, **_load(path)}
-    check_names(raw, kind, f"{path}: ")
+    raw = {"name": path.stem} | check_fields(_texts(_load(path), "name"), kind, f"{path}: ")
     for name in needed:
         if name not in raw:
             raise BadInput(f"{name} is missing in '{path}': give {', '.join(needed)}")
-    return raw | {"name": str(raw["name"])}
+    return raw
 
 
 def _task(path: Path) -> GridTask:
     raw = _fields(path, GridTask, ("config", "search", "targets"))
-    beside = path.parent / str(raw["config"])
-    config = beside.as_posix() if beside.is_file() else str(raw["config"])
+    beside = path.parent / raw["config"]
+    config = beside.as_posix() if beside.is_file() else raw["config"]
     return GridTask(**raw | {
         "config": config, "options": words("options", raw.get("options")), "search": mapping("search", raw["search"]),
         "targets": tuple(numbers("targets", raw["targets"])),
@@ -279,16 +287,17 @@ def _task(path: Path) -> GridTask:
 
 def _fleet(path: Path) -> GridFleet:
     raw = _fields(path, GridFleet, ("devices", "max_time"))
-    devices = raw["devices"] if isinstance(raw["devices"], dict) else {_ALL: raw["devices"]}
+    devices = (
+        labelled(f"{path}: devices", raw["devices"]) if isinstance(raw["devices"], dict) else {_ALL: raw["devices"]}
+    )
     devices = {task: one if isinstance(one, str) else json.dumps(one) for task, one in devices.items()}
-    times = {name: mapping(f"{path}: {name}", raw.get(name, {})) for name in ("max_time", "task_s")}
+    times = {name: labelled(f"{path}: {name}", raw.get(name)) for name in ("max_time", "task_s")}
     return GridFleet(**raw | times | {"devices": devices})
 
 
 def _method(path: Path) -> GridMethod:
     raw = _fields(path, GridMethod, ("options",))
-    tasks = mapping(f"{path}: tasks", raw.get("tasks", {}))
-    search = mapping(f"{path}: search", raw.get("search", {}))
+    tasks, search = (labelled(f"{path}: {name}", raw.get(name)) for name in ("tasks", "search"))
     return GridMethod(**raw | {
         "options": words("options", raw["options"]),
         "tasks": {name: words(f"tasks.{name}", text) for name, text in tasks.items()},

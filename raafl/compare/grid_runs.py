@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from raafl.compare.comparison import Options
+from raafl.compare.fields import Options
 from raafl.compare.grid import Cell, Grid
 from raafl.compare.processes import in_processes
 from raafl.compare.runs import Outcome, Run, Runner, resolve

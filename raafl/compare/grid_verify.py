@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raafl.compare.comparison import Options
+from raafl.compare.fields import Options
 from raafl.compare.grid import Grid
 from raafl.compare.grid_result import load_grid, standings
 from raafl.compare.processes import in_processes

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from raafl.atomic_file import atomic_file
-from raafl.compare.comparison import Options
+from raafl.compare.fields import Options
 from raafl.compare.processes import check_free, in_processes, start
 from raafl.compare.provenance import code_digest, file_digest, provenance
 from raafl.config.bundled import with_paths

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raafl.compare.comparison import Comparison, Halving, Options, Search
+from raafl.compare.comparison import Comparison, Halving, Search
+from raafl.compare.fields import Options
 from raafl.compare.results import curve_of
 from raafl.compare.runs import Outcome, Run, Runner, resolve
 from raafl.compare.statistics import smoothed

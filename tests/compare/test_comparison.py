@@ -59,11 +59,58 @@ def test_trials_are_drawn_once_for_a_row_and_as_many_for_each(tmp_path):
         ({"search": {**SEARCH, "halving": {"keep": 1}}}, "search.halving.keep is 1"),
         ({"search": {**SEARCH, "validation_share": 0}}, "search.validation_share is 0"),
         ({"search": {"seeds": [3]}}, "search.grid is missing"),
+        ({"search": {}}, "search.grid is missing"),
+        ({"search": []}, r"search is \[\]: give a mapping"),
+        ({"smooth": "a"}, "smooth is 'a': give a whole number"),
+        ({"smooth": 2.5}, "smooth is 2.5: give a whole number"),
+        ({"maximize": "false"}, "maximize is 'false': give true or false"),
+        ({"metric": ["accuracy"]}, r"metric is \['accuracy'\]: give text"),
+        ({"about": 2026}, "about is 2026: give text"),
+        ({"targets": [float("nan")]}, "targets is .*: give a list of numbers"),
+        ({"published": {"A": [1]}}, r"published.A is \[1\]: give a number or text"),
+        ({"rows": {1: None, "1": "--x 1"}}, "rows has '1' twice"),
+        ({"name": "../../evil"}, "name is '../../evil', which is no name of a folder"),
+        ({"name": ".."}, "name is '..', which is no name of a folder"),
+        ({"search": {**SEARCH, "rows": ["A"]}}, r"search.rows is \['A'\]: give a mapping"),
+        ({"search": {**SEARCH, "trials": "a"}}, "search.trials is 'a': give a whole number"),
+        ({"search": {**SEARCH, "trials": 1.5}}, "search.trials is 1.5: give a whole number"),
+        ({"search": {**SEARCH, "validation_share": "a"}}, "search.validation_share is 'a': give a number"),
+        ({"search": {**SEARCH, "halving": {"rungs": 2.5}}}, "search.halving.rungs is 2.5: give a whole number"),
+        ({"search": {**SEARCH, "halving": {"keep": "a"}}}, "search.halving.keep is 'a': give a number"),
     ],
 )
 def test_bad_files_are_named(tmp_path, changes, message):
     with pytest.raises(BadInput, match=message):
         read(written(tmp_path, **changes))
+
+
+def test_a_field_without_a_value_has_its_default(tmp_path):
+    names = ("name", "about", "smooth", "targets", "published", "baseline", "search")
+    found = read(written(tmp_path, **dict.fromkeys(names)))
+    assert found == read(written(tmp_path))
+    assert read(written(tmp_path, search={**SEARCH, "rows": None, "halving": None})).search.rows == {}
+
+
+def test_labels_that_are_numbers_are_read_as_text(tmp_path):
+    rows, search = {0.1: "--x 1", 0.2: None}, {**SEARCH, "rows": {0.2: {"--x": [1, 2]}}}
+    found = read(written(tmp_path, rows=rows, baseline=0.2, published={0.1: 3}, search=search, variants={7: {}}))
+    assert (list(found.rows), found.reference, found.published) == (["0.1", "0.2"], "0.2", {"0.1": 3})
+    assert list(found.search.rows) == ["0.2"]
+    assert read(tmp_path / "mine.yaml", "7").name == "mine-7"
+
+
+def test_a_label_given_twice_is_named(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("config: quickstart\nseeds: [0]\nrows:\n  A: --seed 1\n  A: --seed 2\n")
+    with pytest.raises(BadInput, match=r"mine.yaml' is not YAML: line 5, column 3: 'A' is given twice"):
+        read(path)
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"about: \xe9")
+    with pytest.raises(BadInput, match=r"mine.yaml' is not text in UTF-8"):
+        read(path)
 
 
 def test_some_rows_alone(tmp_path):

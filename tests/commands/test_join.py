@@ -110,7 +110,7 @@ def test_a_server_that_refuses_a_client_is_there(monkeypatch):
     with pytest.raises(RunFailed, match="refuses this client: unknown-site: not taken"):
         join("127.0.0.1:1", 1, TOKEN, lambda _: None, needs_config=True, alone_s=600, say=told.append)
     assert told == [
-        "the server at 127.0.0.1:1 refuses this client: unknown-site: not taken; trying again for up to 600 s"
+        "the server at 127.0.0.1:1 refuses this client: unknown-site: not taken; trying again, until it has refused 3 times"
     ]
 
 

@@ -1,7 +1,7 @@
 """Work as a client for a server on another machine, and connect again when the connection breaks.
 
 The client retries for as long as ``waits.alone_s``, so it survives a server that is restarted with ``--resume``, after a crash
-or after SIGTERM, also as another version of the package.
+or after SIGTERM, also as another version of the package. A server that refuses the client is asked three times.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class _Search:
         """Look for the server and connect to it; return the connection.
 
         Raises:
-            RunFailed: the server refuses this client, or was not found within ``alone_s`` seconds.
+            RunFailed: the server has refused this client three times, or was not found within ``alone_s`` seconds.
         """
         doubts, told = 0, False
         spare, self.spare = self.spare, None
@@ -189,15 +189,18 @@ class _Search:
                     raise RunFailed(f"the server at {self._address} refuses this client: {refused}") from None
                 problem = str(refused)
                 told = told or self._tell(
-                    f"the server at {self._address} refuses this client: {problem}; trying again for"
+                    f"the server at {self._address} refuses this client: {problem}; trying again, until it has "
+                    f"refused {_SURE} times"
                 )
             except (PeerLost, PeerTimeout, OSError) as error:
                 problem = str(error)
-                told = told or self._tell(f"no server at {self._address} yet ({problem}); waiting for")
+                told = told or self._tell(
+                    f"no server at {self._address} yet ({problem}); waiting for up to {self._alone_s:g} s"
+                )
             self.pause(problem)
 
     def _tell(self, what: str) -> bool:
-        self._say(f"{what} up to {self._alone_s:g} s")
+        self._say(what)
         return True
 
     def pause(self, problem: str = "") -> None:

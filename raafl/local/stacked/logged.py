@@ -40,10 +40,13 @@ class Logged:
     ) -> None:  # fmt: skip
         """Record a value that the clients' common step logs, called inside vmap; see `Recorder.log`."""
         how = getattr(reduce_fx, "__name__", str(reduce_fx))
-        if callable(getattr(value, "compute", None)) or how not in _START:
+        if callable(getattr(value, "compute", None)):
             raise Unstackable(
-                f"the training step logs '{name}', which is no number, or has reduce_fx '{how}': log a number with reduce_fx "
-                f"{', '.join(_START)} to train clients as one batch"
+                f"the training step logs '{name}', an object of {type(value).__name__}: log a number to train clients as one batch"
+            )
+        if how not in _START:
+            raise Unstackable(
+                f"the training step logs '{name}' with reduce_fx '{how}': give {', '.join(_START)} to train clients as one batch"
             )
         value = widened(value) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
         self._step.append((name, value, self.weight if batch_size is None else float(batch_size), how))

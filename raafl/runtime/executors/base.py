@@ -134,6 +134,8 @@ def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         sum(one.get(name, 0) for one in found) for name in ("tasks", "together", "cohorts", "in_cohorts", "in_vain")
     )
     reasons = dict.fromkeys(reason for one in found for reason in one.get("by_the_loop", ()))
+    if not reasons and not together:
+        reasons = dict.fromkeys(one["not_tried"] for one in found if one.get("not_tried"))
     return {
         "share": together / max(tasks, 1), "mean_cohort": in_cohorts / max(cohorts, 1), "in_vain": in_vain,
         "by_the_loop": list(reasons),

@@ -121,6 +121,7 @@ class BatchedExecutor(Executor):
         self._num_tasks = self._num_together = self._num_in_vain = self._num_cohorts = self._num_in_cohorts = 0
         self._loop_s = self._tried_s = 0.0
         self._reasons: dict[str, None] = {}
+        self._not_tried = ""  # why the last tasks were not trained together, although nothing spoke against it
 
     def max_together(self, assignment: Assignment) -> int:
         """Return the largest number of tasks like this one that are trained together; 1 = they are trained one by one."""
@@ -172,7 +173,7 @@ class BatchedExecutor(Executor):
         return {
             "tasks": self._num_tasks, "together": self._num_together, "cohorts": self._num_cohorts,
             "in_cohorts": self._num_in_cohorts, "in_vain": self._num_in_vain + len(self._kept),
-            "by_the_loop": list(self._reasons),
+            "by_the_loop": list(self._reasons), "not_tried": self._not_tried,
         }  # fmt: skip
 
     # ---- together, or not ----
@@ -196,15 +197,15 @@ class BatchedExecutor(Executor):
         kind = self._kinds[assignment_id]
         standing = self._standing.setdefault(kind, _Standing())
         if kind == _ALONE or standing.reason is not None:
+            self._not_tried = "train.lr_schedule gives tasks learning rates of their own"
             return
         most = self._cap(kind[0])
         members = self._due(kind, most if self.needed is None else min(most, self.needed))
         trial = standing.trials < len(_TRIALS) or self._is_worth_another(standing, len(members))
         if trial:
             members = members[: _TRIALS[min(standing.trials, 1)]]
-        if len(members) < self._least:
-            return
-        if not (self._may_try(kind, len(members)) if trial else self._pays(standing, len(members))):
+        self._not_tried = self._why_not(kind, len(members), trial)
+        if self._not_tried:
             return
         known, begun = self._together.num_known, time.thread_time()
         try:
@@ -238,6 +239,14 @@ class BatchedExecutor(Executor):
         standing.note(trained, seconds + asked_s, loop_s, len(members))
         if self._most == "auto" and standing.is_slow and len(members) >= _TRIALS[-1]:
             self._leave(kind, Unstackable(f"{len(members)} clients are not faster together than one after the other"))
+
+    def _why_not(self, kind: Like, size: int, trial: bool) -> str:
+        """Return why so many waiting tasks of a kind are not trained together now; empty if they are."""
+        if size < self._least:
+            return f"fewer than {self._least} tasks of the same submodel and length wait at a time"
+        if trial:
+            return "" if self._may_try(kind, size) else "the run is too short for a trial of clients as one batch"
+        return "" if self._pays(self._standing[kind], size) else f"{size} clients are not faster as one batch"
 
     def _cap(self, spec: Spec) -> int:
         return min(MOST, MOST_BYTES // max(self._together.num_bytes(spec), 1)) if self._most == "auto" else self._most

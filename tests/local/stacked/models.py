@@ -212,6 +212,25 @@ class Skipping(Net):
         return None if index == 1 else super().training_step(batch, index)
 
 
+class Mean:
+    """Has what makes an object a metric."""
+
+    def compute(self):
+        return torch.tensor(0.0)
+
+
+class LogsMetric(Net):
+    def training_step(self, batch, index):
+        self.log("mean", Mean())
+        return super().training_step(batch, index)
+
+
+class LogsProduct(Net):
+    def training_step(self, batch, index):
+        self.log("one", 1.0, reduce_fx="prod")
+        return super().training_step(batch, index)
+
+
 class Seldom(Scheduled):
     """A scheduler that steps every second batch of an epoch."""
 

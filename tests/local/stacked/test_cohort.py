@@ -27,6 +27,8 @@ from tests.local.stacked.models import (
     Groups,
     Hooked,
     Logging,
+    LogsMetric,
+    LogsProduct,
     Losses,
     Mapped,
     Monitored,
@@ -164,6 +166,8 @@ REFUSED = {
     Estimating: "configure_optimizers reads self.trainer.estimated_stepping_batches",
     Monitored: "a learning rate scheduler goes by a metric",
     Skipping: "a loss that is not a tensor",
+    LogsMetric: "logs 'mean', an object of Mean: log a number to train",
+    LogsProduct: "logs 'one' with reduce_fx 'prod': give mean, sum, min, max to train",
 }
 
 

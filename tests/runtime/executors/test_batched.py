@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -90,8 +92,6 @@ def test_tasks_of_other_specs_and_lengths_are_not_mixed(small):
 
 
 def _numbered(assignment, number):
-    from dataclasses import replace
-
     return replace(assignment, id=number + 1, client=number + 1)
 
 
@@ -118,6 +118,20 @@ def test_what_cannot_be_stacked_is_trained_by_the_loop_and_its_reason_said_once(
     assert notes == [f"clients are trained one after the other: {reason}"]
     report, _ = alike(Net, tasks_of(Net, 6), accumulate_grad_batches=2)
     assert report["by_the_loop"] == ["fabric.accumulate_grad_batches is 2"]
+
+
+@pytest.mark.parametrize(
+    ("num", "most", "lr_scale", "reason"),
+    [
+        (3, "auto", 1.0, "fewer than 4 tasks of the same submodel and length wait at a time"),
+        (1, 4, 1.0, "fewer than 2 tasks of the same submodel and length wait at a time"),
+        (4, 4, 0.5, "train.lr_schedule gives tasks learning rates of their own"),
+    ],
+)
+def test_tasks_that_were_never_tried_together_have_a_reason(num, most, lr_scale, reason):
+    tasks = [task._replace(assignment=replace(task.assignment, lr_scale=lr_scale)) for task in tasks_of(Net, num)]
+    report, notes = alike(Net, tasks, most)
+    assert report == {"share": 0.0, "mean_cohort": 0.0, "in_vain": 0, "by_the_loop": [reason]} and not notes
 
 
 def test_any_difference_is_found_and_ends_it(small, monkeypatch):

@@ -14,7 +14,7 @@ from raafl.config.remote_options import share_of
 from raafl.errors import BadInput, at_least
 from raafl.lean_import import quick_imports
 from raafl.runfolder.books import Books, check_books
-from raafl.runfolder.schema import CONFIG, JOURNAL
+from raafl.runfolder.schema import GROWING, JOURNAL, SEALS, SUMMARY
 from raafl.runfolder.signing import key_name, read_public_key
 from raafl.sanitize import sanitize_text
 
@@ -66,9 +66,8 @@ def audit(argv: Sequence[str]) -> tuple[str, bool]:
     at_least("workers", options.workers, 1)
     share = share_of("share", options.share)
     folder = run_folder(options.run)
-    for name in (CONFIG, JOURNAL):
-        if not (folder / name).is_file():
-            raise BadInput(f"'{folder}' is not a run folder: it has no {name}")
+    if not any((folder / name).is_file() for name in (*GROWING, SEALS, SUMMARY)):
+        raise BadInput(f"'{folder}' is not a run folder: it has no {JOURNAL}, and none of a run's other files")
     sites = _sites(options.site)
     keys = [read_public_key(text) for text in options.key] or [key for site in sites for key in site.keys]
     try:
@@ -128,7 +127,7 @@ class _Site:
         site = self.books
         try:
             findings, notes = compare(site, run, books)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             findings, notes = [f"receipts were not compared: {error}"], []
         entry = {"site": str(site.folder), "client": site.client, "receipts": len(site.receipts), "trained_again": 0}
         if share is not None and any(site.inputs()):

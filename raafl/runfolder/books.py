@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from raafl.runfolder.chain import MAX_NAMED, START, ChainCheck
-from raafl.runfolder.schema import CHECKPOINTS, GROWING, JOURNAL, MODEL, SEALS, SUMMARY
+from raafl.runfolder.schema import CHECKPOINTS, CONFIG, GROWING, JOURNAL, MODEL, SEALS, SUMMARY
 from raafl.runfolder.seals import Seal, TableDigest, file_digest, read_seals, seal_digest
 from raafl.runfolder.signing import is_signed, key_name
 from raafl.sanitize import sanitize_text
@@ -66,7 +66,7 @@ def signature_warning(folder: Path) -> str | None:
     Large files (checkpoints, model, config and summary) are not read.
     """
     try:
-        if not (folder / JOURNAL).is_file():
+        if not any((folder / name).is_file() for name in (JOURNAL, SEALS)):
             return None
         books = check_books(folder, whole_files=False)
     except OSError as error:
@@ -91,6 +91,8 @@ def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool =
     seen = _check_journal(folder, books, {seal.data["rows"] for _, seal in seals}, collect=heads)
     _check_seals(books, seals, seen, keys)
     _check_end(folder, books, seals, keys)
+    if whole_files and not (folder / CONFIG).is_file():
+        books.findings.append(f"{CONFIG} was removed")
     if seals:
         last = seals[-1][1].data
         _check_tables(folder, books, last["tables"])
@@ -247,7 +249,7 @@ def _check_files(folder: Path, books: Books, seals: list[Seal]) -> None:
                 kind.append(f"{shown} is not sealed" + (": it was added after the end" if books.final else ""))
             elif file_digest(path) != sealed[name]:
                 books.findings.append(f"{shown} was altered")
-        elif name in seals[-1].data["files"]:
+        elif name == SUMMARY or (name != CONFIG and name in seals[-1].data["files"]):  # old checkpoints are deleted
             books.findings.append(f"{shown} was removed")
 
 

@@ -63,9 +63,23 @@ def test_watch_and_report_say_unsigned_or_altered(folder, tmp_path, capsys):
         assert line in page.read_text()
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "events.jsonl"])
+def test_a_file_without_which_no_replay_is_possible_is_found_missing(folder, capsys, name):
+    (folder / name).unlink()
+    assert main(["audit", str(folder)]) == 1
+    printed = capsys.readouterr().out
+    assert f"FOUND: {name} was removed" in printed and f"it has no {name}" in printed
+    site = folder.parent / "site"
+    site.mkdir()
+    (site / "site.json").write_text('{"client": 1, "key": "k", "conditions": {}}')
+    (site / "receipts.jsonl").touch()
+    assert main(["audit", str(folder), "--site", str(site)]) == 1
+    assert f"FOUND: {name} was removed" in capsys.readouterr().out
+
+
 def test_a_wrong_folder_and_a_wrong_key_are_bad_input(tmp_path, capsys):
     assert main(["audit", str(tmp_path)]) == 2
-    assert "is not a run folder: it has no config.yaml" in capsys.readouterr().err
+    assert "is not a run folder: it has no events.jsonl" in capsys.readouterr().err
     assert main(["audit", str(tmp_path), "--share"]) == 2
 
 

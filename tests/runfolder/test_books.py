@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from raafl.runfolder.append_file import read_table, write_table
-from raafl.runfolder.books import check_books
+from raafl.runfolder.books import check_books, signature_warning
 from raafl.runfolder.chain import START, link, unlink
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.signing import Signer
@@ -122,6 +122,7 @@ def test_a_flipped_bit_of_any_file_is_found_and_named(run, name, finding):
         (lambda run: cut(run / "events.jsonl", 1), "events.jsonl: rows 4 to 4, which seal 4 covers, are missing"),
         (lambda run: cut(run / "seals.jsonl", 1), "seals.jsonl: the run has ended, and its end is not sealed"),
         (lambda run: rename_column(run / "metrics.csv"), "metrics.csv: its header was altered"),
+        (lambda run: (run / "config.yaml").unlink(), "config.yaml was removed"),
     ],
 )
 def test_what_is_removed_or_added_is_found(run, change, finding):
@@ -136,6 +137,22 @@ def cut(path, num):
 def rename_column(path):
     header, *rows = read_table(path)
     write_table(path, [[name.replace("loss", "gain") for name in header], *rows])
+
+
+def test_a_summary_of_an_earlier_end_that_was_removed_is_found(run, signer):
+    with RunFolder.reopen(run) as folder:
+        folder.signer = signer
+        folder.seal(folder.sealed(), 2, ["config.yaml"])
+    assert check_books(run).findings == []
+    (run / "summary.json").unlink()
+    assert check_books(run).findings == ["summary.json was removed"]
+
+
+def test_a_journal_that_was_removed_is_no_run_without_one(run):
+    (run / "events.jsonl").unlink()
+    assert str(signature_warning(run)).startswith("books: altered: events.jsonl was removed")
+    (run / "seals.jsonl").unlink()
+    assert signature_warning(run) is None
 
 
 def rewrite_chain(run):

@@ -75,9 +75,9 @@ def audit(argv: Sequence[str]) -> tuple[str, bool]:
     except OSError as error:
         raise BadInput(f"'{folder}' cannot be read ({error}): give a run folder whose files you may read") from None
     result: dict[str, Any] = {
-        "books": books.state, "findings": list(books.findings), "notes": list(books.notes), "rows": books.num_rows,
-        "signed_rows": books.num_signed, "head": books.head, "seals": books.num_seals, "key": books.key, "replay": None,
-        "sites": [],
+        "books": books.state, "findings": list(books.findings), "notes": [*books.notes, *books.unsealed],
+        "rows": books.num_rows, "signed_rows": books.num_signed, "head": books.head, "seals": books.num_seals,
+        "key": books.key, "replay": None, "sites": [],
     }  # fmt: skip
     for site in sites:
         site.audit(folder, books, result, None if options.books_only else share, rest, trusted=options.trust_config)

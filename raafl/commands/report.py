@@ -133,7 +133,9 @@ def _deal_out(run: RecordedRun, *, trusted: bool) -> FederatedData:
 
 def _top(groups: Sequence[Group], runs: Sequence[RecordedRun]) -> str:
     parts: list[str] = []
-    books = {id(run): [line] if (line := signature_warning(run.path)) is not None else [] for run in runs}
+    books = {
+        id(run): [line] if (line := signature_warning(run.path, unsealed=True)) is not None else [] for run in runs
+    }
     notes_of = {id(run): [*books[id(run)], *overview.notes_of(run)] for run in runs}
     noted = [f"<li>{escaped(run.name)}: {escaped(note)}</li>" for run in runs for note in notes_of[id(run)]]
     notes = f'<div class="notes"><ul>{"".join(noted[:60])}</ul></div>' if noted else ""

@@ -21,6 +21,7 @@ from raafl.atomic_file import atomic_file
 
 KEPT_ROWS = 10_000
 """Rows of one file that are kept in memory while they cannot be written."""
+_READ_BYTES = 2**16  # at a time, of a file's end
 RETRY_S = 1.0
 """Seconds between two tries to write them: a full disk may take milliseconds to say so again."""
 DELETED = "it was deleted during the run"
@@ -194,6 +195,33 @@ class AppendFile(Generic[Item]):
                 f"{self.path} cannot be written: {why}; the run goes on, and rows that cannot be written later "
                 f"are counted as unwritten in the summary"
             )
+
+
+def measure(path: Path) -> tuple[int, int]:
+    """Return the sizes in bytes of a file up to its last line end, and of what follows: an incomplete row, or nothing.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(end - _READ_BYTES, 0)
+            file.seek(start)
+            if (found := file.read(end - start).rfind(b"\n")) >= 0:
+                return start + found + 1, size - start - found - 1
+            end = start
+    return 0, size
+
+
+def cut_incomplete_row(path: Path) -> None:
+    """Remove what follows the last line end of a file, as a crash leaves it."""
+    os.truncate(path, measure(path)[0])
+
+
+def complete_rows(data: bytes) -> list[bytes]:
+    """Return the complete rows in the content of a file, with their line ends."""
+    return [row + b"\n" for row in data.split(b"\n")[:-1]]  # splitlines would end rows at other bytes too
 
 
 def read_table(path: Path) -> Iterator[list[str]]:

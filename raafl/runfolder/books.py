@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from raafl.runfolder.append_file import complete_rows, measure
 from raafl.runfolder.chain import MAX_NAMED, START, ChainCheck
 from raafl.runfolder.schema import CHECKPOINTS, CONFIG, GROWING, JOURNAL, MODEL, SEALS, SUMMARY
 from raafl.runfolder.seals import Seal, TableDigest, file_digest, read_seals, seal_digest
@@ -26,6 +28,7 @@ class Books:
     Attributes:
         findings: descriptions of records that were changed, removed or added, a line each; empty = none.
         notes: descriptions of what cannot be checked, a line each.
+        unsealed: descriptions of rows that follow the last seal of a run that has not ended, a line for each file.
         num_rows: number of rows in the journal.
         num_signed: number of journal rows that are protected by a signature.
         head: hash of the journal's last row.
@@ -37,6 +40,7 @@ class Books:
 
     findings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unsealed: list[str] = field(default_factory=list)
     num_rows: int = 0
     num_signed: int = 0
     head: str = ""
@@ -57,13 +61,18 @@ class Books:
             return f"books: {ALTERED}: {self.findings[0]}{more}"
         if self.key is None:
             return f"books: {UNSIGNED}{', ' + self.notes[0] if self.notes else ''}"
-        return f"books: {SIGNED} by {key_name(self.key)}, {self.num_signed} of {self.num_rows} journal rows"
+        line = f"books: {SIGNED} by {key_name(self.key)}, {self.num_signed} of {self.num_rows} journal rows"
+        return "; ".join([line, *self.unsealed])
 
 
-def signature_warning(folder: Path) -> str | None:
+def signature_warning(folder: Path, *, unsealed: bool = False) -> str | None:
     """Return a line about a run whose records are unsigned or changed; None if they are signed, or there are none yet.
 
     Large files (checkpoints, model, config and summary) are not read.
+
+    Args:
+        folder: folder of the run.
+        unsealed: whether to return a line, too, if rows follow the last seal, as in each run in progress.
     """
     try:
         if not any((folder / name).is_file() for name in (JOURNAL, SEALS)):
@@ -71,7 +80,7 @@ def signature_warning(folder: Path) -> str | None:
         books = check_books(folder, whole_files=False)
     except OSError as error:
         return f"books: cannot be read: {error.strerror or error}"
-    return None if books.state == SIGNED else books.line()
+    return None if books.state == SIGNED and not (unsealed and books.unsealed) else books.line()
 
 
 def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool = True, heads: bool = False) -> Books:
@@ -95,7 +104,9 @@ def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool =
         books.findings.append(f"{CONFIG} was removed")
     if seals:
         last = seals[-1][1].data
+        _check_tail(folder, books, JOURNAL, books.num_rows - last["rows"])
         _check_tables(folder, books, last["tables"])
+        _check_tail(folder, books, SEALS, 0)
         if whole_files:
             _check_files(folder, books, [seal for _, seal in seals])
     return books
@@ -108,7 +119,7 @@ def _read_seals(folder: Path, books: Books) -> list[tuple[int, Seal]]:
     books.num_seals = len(found)
     books.findings += [f"{SEALS}: line {number} is not a seal" for number, seal in enumerate(found, 1) if seal is None]
     before = START
-    lines = path.read_bytes().splitlines(keepends=True) if found else []
+    lines = complete_rows(path.read_bytes()) if found else []
     for number, seal in enumerate(found, 1):
         if seal is not None and seal.data.get("before") != before:
             books.findings.append(f"{SEALS}: seal {number} does not follow the line before it")
@@ -208,6 +219,26 @@ def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: 
         )
 
 
+def _check_tail(folder: Path, books: Books, name: str, num_rows: int) -> None:
+    """Report what follows the last seal in a file: after the end of a run nothing may, before it rows are unsealed.
+
+    Args:
+        folder: folder of the run.
+        books: result of the check so far; gets the description.
+        name: name of the file.
+        num_rows: number of complete rows that follow the last seal; negative = rows are missing.
+    """
+    if num_rows < 0 or not (folder / name).is_file():
+        return
+    num_bytes = measure(folder / name)[1]
+    parts = [(num_rows, "row"), (num_bytes, "byte")]
+    what = " and ".join(f"{num} {unit}{'s' if num != 1 else ''}" for num, unit in parts if num)
+    if what and books.final:
+        books.findings.append(f"{name}: {what} too many, added after the end of the run")
+    elif what:
+        books.unsealed.append(f"{name}: unsealed: {what} after the last seal, in which an alteration is not found")
+
+
 def _check_tables(folder: Path, books: Books, tables: Mapping[str, Any]) -> None:
     for name, sealed in tables.items():
         if name not in GROWING:
@@ -220,17 +251,37 @@ def _check_tables(folder: Path, books: Books, tables: Mapping[str, Any]) -> None
         try:
             lines, columns, wanted = int(sealed["lines"]), list(sealed["columns"]), sealed["sha256"]
             found = TableDigest.of_file(path, lines)
-            with path.open(encoding="utf-8", errors="replace", newline="") as file:
-                header = next(csv.reader(file), [])
+            header, uneven = _check_cells(path, lines)
         except (KeyError, TypeError, ValueError, csv.Error):
             books.findings.append(f"{name}: its seal cannot be read")
             continue
-        if header[: len(columns)] != columns:
+        if header[: None if books.final else len(columns)] != columns:  # a run that goes on may add columns
             books.findings.append(f"{path.name}: its header was altered")
         if found.lines < lines:
             books.findings.append(f"{path.name}: {lines - found.lines} of its last {lines} sealed lines are missing")
         elif found.seal(()).sha256 != wanted:
             books.findings.append(f"{path.name}: a line of its first {lines} was altered")
+        elif uneven:
+            books.findings.append(f"{path.name}: line {uneven} was altered: it has not as many cells as the header")
+        _check_tail(folder, books, name, found.lines + found.more_lines - lines)
+
+
+def _check_cells(path: Path, lines: int) -> tuple[list[str], int]:
+    """Return a table's header, and the number of the first line after it with more or fewer cells; 0 if there is none.
+
+    The digest of a table leaves out empty cells at the ends of rows, so it does not show how many there are.
+
+    Args:
+        path: of the table.
+        lines: number of lines after the header to check.
+    """
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        header = next(csv.reader(file), [])
+        rows = csv.reader(islice(file, lines))
+        try:
+            return header, next((rows.line_num for row in rows if len(row) != len(header)), 0)
+        except csv.Error:
+            return header, rows.line_num
 
 
 def _check_files(folder: Path, books: Books, seals: list[Seal]) -> None:

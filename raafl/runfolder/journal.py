@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from raafl.atomic_file import atomic_file, remove_leftovers
 from raafl.errors import BadInput
-from raafl.runfolder.append_file import AppendFile
+from raafl.runfolder.append_file import AppendFile, cut_incomplete_row
 from raafl.runfolder.growing_files import JournalFile, TableFile
 from raafl.runfolder.json_text import to_json
 from raafl.runfolder.schema import (
@@ -52,7 +52,6 @@ from raafl.runfolder.seals import Sealed, SealFile, digests
 from raafl.runfolder.signing import Signer
 from raafl.runfolder.tail import Reader
 
-_READ_BYTES = 2**16  # at a time, of a file's end
 _log = logging.getLogger(__name__)
 
 
@@ -107,8 +106,9 @@ class RunFolder:
         for name in (CONFIG, *GROWING):
             if not (folder.path / name).is_file():
                 raise BadInput(f"resume: '{folder.path}' is not a run folder: it has no {name}")
-        for name in GROWING:
-            _cut_torn_line(folder.path / name)
+        for name in (*GROWING, SEALS):
+            if (path := folder.path / name).is_file():
+                cut_incomplete_row(path)
         for place in (folder.path, folder.path / CHECKPOINTS):
             remove_leftovers(place)
         folder._config = (folder.path / CONFIG).read_text(encoding="utf-8")
@@ -273,6 +273,9 @@ class RunFolder:
                 self._warn(f"{self.path / SEALS} cannot be written: {error.strerror}; the run's books are not sealed")
                 return
         self._seals.add(sealed, version=version, files=files, final=final, altered=altered)
+        if final:  # the summary counts rows that wait for space as unwritten; after the seal they would count as added
+            for file in (self._events, self._metrics, self._clients):
+                file.abandon()
 
     def _checkpoints(self) -> list[str]:
         return [f"{CHECKPOINTS}/{path.name}" for path in sorted((self.path / CHECKPOINTS).glob("*.ckpt"))]
@@ -304,14 +307,3 @@ def _rounded(name: str, value: object) -> object:
     """Round times and shares to hide summation error; leave metrics exact."""
     is_figure = name in RUN_COLUMNS or name.endswith("_s") or name.startswith(TIME_TO)
     return float(f"{value:.12g}") if is_figure and type(value) is float else value
-
-
-def _cut_torn_line(path: Path) -> None:
-    with path.open("rb+") as file:
-        end, found = file.seek(0, os.SEEK_END), -1
-        while end and found < 0:
-            start = max(end - _READ_BYTES, 0)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            end = start
-        file.truncate(end + found + 1)

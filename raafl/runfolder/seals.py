@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
-from raafl.runfolder.append_file import AppendFile
+from raafl.runfolder.append_file import AppendFile, complete_rows
 from raafl.runfolder.chain import START
 from raafl.runfolder.json_text import to_json
 from raafl.runfolder.schema import GROWING
@@ -49,15 +49,20 @@ class TableSeal:
 
 
 class TableDigest:
-    """Digest of the rows of a table, computed as rows are added; the header is left out."""
+    """Digest of the rows of a table, computed as rows are added; the header is left out.
+
+    Attributes:
+        lines: number of lines in the digest.
+        more_lines: number of complete lines of the file that follow them.
+    """
 
     def __init__(self) -> None:
-        self.lines = 0
+        self.lines = self.more_lines = 0
         self._hash = hashlib.sha256()
 
     @classmethod
     def of_file(cls, path: Path, lines: int | None = None) -> Self:
-        """Compute the digest of the first ``lines`` lines after the header of a file; None = all lines."""
+        """Compute the digest of the first ``lines`` complete lines after the header of a file; None = all lines."""
         found = cls()
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as text:
             header = csv.reader(text)
@@ -65,16 +70,17 @@ class TableDigest:
             skipped = header.line_num
         with path.open("rb") as file:
             for number, line in enumerate(file):
-                if number < skipped:
+                if number < skipped or not line.endswith(b"\n"):
                     continue
                 if found.lines == lines:
-                    break
-                found.add(line)
+                    found.more_lines += 1
+                else:
+                    found.add(line)
         return found
 
     def add(self, data: bytes) -> None:
         """Add complete lines to the digest."""
-        for line in data.splitlines() if data.count(b"\n") > 1 else (data[:-1],):
+        for line in data[:-1].split(b"\n"):
             self._hash.update(line.rstrip(b",\r") + b"\n")
             self.lines += 1
 
@@ -202,7 +208,7 @@ def read_seals(path: Path) -> list[Seal | None]:
     Raises:
         OSError: the file cannot be read.
     """
-    return [_seal(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return [_seal(line) for line in complete_rows(path.read_bytes())]
 
 
 def _seal(line: bytes) -> Seal | None:
@@ -227,7 +233,7 @@ def seal_digest(line: bytes) -> str:
 def _last_digest(path: Path) -> str:
     if not path.is_file():
         return START
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = complete_rows(path.read_bytes())
     return seal_digest(lines[-1]) if lines else START
 
 

@@ -151,6 +151,10 @@ class Run:
         self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
         with resume.restoring(saved), self.statistics.untouched(coordinator.state.values):
             resume.resume(saved, mended, coordinator, self.record)
+        if altered:
+            self.progress.warn(f"the books of the run were altered before it was resumed: {'; '.join(altered[:5])}")
+        # before any row: killed in between, a run that had ended would else be taken for one to which a row was added
+        self._writer.seal(self._writer.sealed(), coordinator.state.version, [CONFIG], altered=altered)
         if mended.num_missing:
             self._writer.gap(mended.num_missing)
             self.progress.warn(resume.missing(self.folder, mended.num_missing))
@@ -165,9 +169,6 @@ class Run:
             "start": self._start(),
         }
         self._writer.event(row)
-        if altered:
-            self.progress.warn(f"the books of the run were altered before it was resumed: {'; '.join(altered[:5])}")
-        self._writer.seal(self._writer.sealed(), coordinator.state.version, [CONFIG], altered=altered)
         watched = follow(self.folder)
         watched.look()
         self._show(watched.state)

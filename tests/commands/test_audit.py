@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from raafl.commands.cli import main
 from raafl.runfolder.books import check_books
+from raafl.runfolder.journal import RunFolder
 from raafl.runtime.run import simulate
 from tests.helpers import cached_models
 from tests.helpers.crash import crashed, simulated
@@ -77,6 +79,23 @@ def test_a_file_without_which_no_replay_is_possible_is_found_missing(folder, cap
     assert f"FOUND: {name} was removed" in capsys.readouterr().out
 
 
+def test_a_row_added_to_a_table_is_found_after_the_end_and_named_as_unsealed_before(folder, capsys):
+    row = (folder / "metrics.csv").read_text().splitlines()[-1]
+    with (folder / "metrics.csv").open("a") as file:
+        file.write(row + "\n")
+    assert main(["audit", str(folder), "--books_only"]) == 1
+    assert "FOUND: metrics.csv: 1 row too many, added after the end of the run" in capsys.readouterr().out
+    seals = (folder / "seals.jsonl").read_text().splitlines(keepends=True)
+    (folder / "seals.jsonl").write_text("".join(seals[:-1]))
+    (folder / "summary.json").unlink()  # now it is as a run that was killed
+    said = "metrics.csv: unsealed: 1 row after the last seal, in which an alteration is not found"
+    assert main(["audit", str(folder), "--books_only"]) == 0
+    printed = capsys.readouterr().out
+    assert f"note: {said}" in printed and "books: signed" in printed
+    assert main(["report", str(folder), "--output", str(folder.parent / "page.html")]) == 0
+    assert said in (folder.parent / "page.html").read_text()
+
+
 def test_a_wrong_folder_and_a_wrong_key_are_bad_input(tmp_path, capsys):
     assert main(["audit", str(tmp_path)]) == 2
     assert "is not a run folder: it has no events.jsonl" in capsys.readouterr().err
@@ -90,6 +109,24 @@ def test_equal_simulations_have_equal_heads(tmp_path, monkeypatch):
         _, second = simulate(experiment(tmp_path / "b", "fed_async", checkpoint_every=4))
     one, two = check_books(first), check_books(second)
     assert (one.state, one.head) == (two.state, two.head) == ("signed", one.head)
+
+
+def test_a_run_that_is_killed_as_it_is_resumed_after_its_end_is_not_taken_for_altered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    ended = "tests/runfolder/of_0_1_0/simulated"  # by an interruption, so that its end is sealed
+    folder = Path(shutil.copytree(ended, tmp_path / "run"))
+    event = RunFolder.event
+
+    def killed(self, row):
+        event(self, row)
+        raise SystemExit
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(RunFolder, "event", killed)
+        simulated("--resume", str(folder))
+    books = check_books(folder)
+    assert [line for line in books.findings if "is signed by" not in line] == []  # another user's key
+    assert any(line.startswith("events.jsonl: unsealed: 1 row") for line in books.unsealed)
 
 
 OPTIONS = ("--config=configs/quickstart.yaml", "--max_updates=12", "--eval_every=2", "--checkpoint_every=3")

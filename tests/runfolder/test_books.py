@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from raafl.runfolder.append_file import read_table, write_table
+from raafl.runfolder.append_file import AppendFile, read_table, write_table
 from raafl.runfolder.books import check_books, signature_warning
 from raafl.runfolder.chain import START, link, unlink
 from raafl.runfolder.journal import RunFolder
@@ -62,9 +62,52 @@ def test_books_as_they_were_written_are_signed_to_the_last_row(run, signer):
     assert books.line().startswith("books: signed by ") and books.line().endswith("4 of 4 journal rows")
 
 
+UNSEALED = "after the last seal, in which an alteration is not found"
+
+
 def test_a_run_that_goes_on_or_was_killed_is_signed_to_its_last_checkpoint(tmp_path, signer):
-    books = check_books(write(tmp_path / "run", signer, end=False))
+    path = write(tmp_path / "run", signer, end=False)
+    books = check_books(path)
     assert (books.findings, books.num_rows, books.num_signed, books.final) == ([], 4, 3, False)
+    one_row = [f"{name}: unsealed: 1 row {UNSEALED}" for name in ("events.jsonl", "clients.csv")]
+    assert books.unsealed == one_row and books.line().endswith("; ".join(["journal rows", *one_row]))
+    assert signature_warning(path) is None and signature_warning(path, unsealed=True) == books.line()
+
+
+def test_what_a_killed_run_left_unsealed_is_sealed_once_it_was_resumed(tmp_path, signer):
+    path = write(tmp_path / "run", signer, end=False)
+    for name in ("events.jsonl", "metrics.csv", "clients.csv", "seals.jsonl"):
+        with (path / name).open("ab") as file:
+            file.write(b'{"x')  # the row that was being written
+    books = check_books(path)
+    assert books.findings == [] and books.unsealed == [
+        f"{name}: unsealed: {what} {UNSEALED}"
+        for name, what in (
+            ("events.jsonl", "1 row and 3 bytes"), ("metrics.csv", "3 bytes"), ("clients.csv", "1 row and 3 bytes"),
+            ("seals.jsonl", "3 bytes"),
+        )
+    ]  # fmt: skip
+    with RunFolder.reopen(path) as run:
+        run.signer = signer
+        run.seal(run.sealed(), 2, ["config.yaml"], altered=books.findings)
+        run.event({"time_s": 2.0, "event": "resumed", "kept": 4})
+        assert check_books(path).unsealed == [f"events.jsonl: unsealed: 1 row {UNSEALED}"]
+        run.finish({"versions": 2}, 0, [])
+        run.seal(run.sealed(), 2, [], final=True)
+    books = check_books(path)
+    assert (books.findings, books.unsealed, books.num_signed, books.final) == ([], [], 5, True)
+
+
+def test_rows_that_wait_for_space_are_not_added_after_the_seal_of_the_end(tmp_path, monkeypatch):
+    with RunFolder(tmp_path / "run", "seed: 1\n") as run:
+        run.event(timer(1))
+        with monkeypatch.context() as full:
+            full.setattr(AppendFile, "_write", lambda *_: (_ for _ in ()).throw(OSError("full")))
+            run.event(timer(2))
+            run.finish(summary := {}, 0, [])
+            sealed = run.sealed()
+        run.seal(sealed, 0, [], final=True)
+    assert summary["unwritten"] == {"events.jsonl": 1} and check_books(tmp_path / "run").findings == []
 
 
 def test_without_a_key_books_are_unsigned_and_still_checked(tmp_path):
@@ -111,6 +154,9 @@ def test_a_flipped_bit_of_any_file_is_found_and_named(run, name, finding):
     assert check_books(run).findings == [finding]
 
 
+ADDED = "too many, added after the end of the run"
+
+
 @pytest.mark.parametrize(
     ("change", "finding"),
     [
@@ -123,11 +169,46 @@ def test_a_flipped_bit_of_any_file_is_found_and_named(run, name, finding):
         (lambda run: cut(run / "seals.jsonl", 1), "seals.jsonl: the run has ended, and its end is not sealed"),
         (lambda run: rename_column(run / "metrics.csv"), "metrics.csv: its header was altered"),
         (lambda run: (run / "config.yaml").unlink(), "config.yaml was removed"),
+        (lambda run: append(run / "events.jsonl", forged_row(run)), f"events.jsonl: 1 row {ADDED}"),
+        (lambda run: append(run / "events.jsonl", bytes(5000)), f"events.jsonl: 5000 bytes {ADDED}"),
+        (lambda run: append(run / "seals.jsonl", bytes(5000)), f"seals.jsonl: 5000 bytes {ADDED}"),
+        (lambda run: append(run / "seals.jsonl", b"x\r"), f"seals.jsonl: 2 bytes {ADDED}"),
+        (lambda run: append(run / "metrics.csv", b"3,3,3,0.1,1,1\n"), f"metrics.csv: 1 row {ADDED}"),
+        (lambda run: append(run / "clients.csv", b"1,0\n2,0\n7"), f"clients.csv: 2 rows and 1 byte {ADDED}"),
+        (lambda run: append(run / "clients.csv", b"\n"), f"clients.csv: 1 row {ADDED}"),
+        (lambda run: flip(run / "metrics.csv", -1), "metrics.csv: 1 of its last 2 sealed lines are missing"),
+        (lambda run: flip(run / "clients.csv", -1), "clients.csv: 1 of its last 4 sealed lines are missing"),
+        (lambda run: flip(run / "events.jsonl", -1), "events.jsonl: rows 4 to 4, which seal 4 covers, are missing"),
+        (lambda run: flip(run / "seals.jsonl", -1), "seals.jsonl: the run has ended, and its end is not sealed"),
+        (lambda run: widen_line(run / "metrics.csv", b","), "metrics.csv: line 1 was altered"),
+        (lambda run: widen_line(run / "metrics.csv", b"\r,"), "metrics.csv: line 1 was altered"),
+        (lambda run: add_column(run / "metrics.csv"), "metrics.csv: its header was altered"),
     ],
 )
 def test_what_is_removed_or_added_is_found(run, change, finding):
     change(run)
     assert any(line.startswith(finding) for line in check_books(run).findings)
+
+
+def append(path, data):
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def forged_row(run):
+    """A row that fits the chain, as anybody can compute it."""
+    return link(check_books(run).head, json.dumps(timer(9)).encode() + b"\n")[0]
+
+
+def widen_line(path, ending):
+    """Add to the first row what its digest leaves out; readers then skip the row."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], lines[1][:-1] + ending + b"\n", *lines[2:]]))
+
+
+def add_column(path):
+    header, *rows = read_table(path)
+    write_table(path, [[*header, "more"], *([*row, ""] for row in rows)])
 
 
 def cut(path, num):

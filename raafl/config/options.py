@@ -167,7 +167,8 @@ class Timeouts:
             this time.
         stop_s: seconds for threads and clients to end.
         eval_s: seconds for the last evaluation, once the run has ended.
-        alone_s: seconds after which `raafl serve` ends if it has too few clients, and `raafl join` if it has no server.
+        alone_s: seconds after which `raafl serve` ends if it has too few clients, and `raafl join` if it has no server;
+            also for a client to build its model from the server's config.
         resume_s: seconds for which `raafl serve` waits for a client whose connection broke during a task, and keeps the
             part of its update that has arrived; 0 = the task is lost at once. Only for runs on several machines.
     """

@@ -34,7 +34,7 @@ from raafl.transport import (
     Transport,
 )
 
-_GREET_S = 30.0  # for a client that has called to greet; it may have to load its data first
+_GREET_S = 30.0  # for a client that has called to greet; one that asks for the config gets longer
 
 
 def host(

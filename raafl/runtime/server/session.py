@@ -204,7 +204,8 @@ class Session(threading.Thread):
                 config = Config(self._terms.config_yaml)
                 pair.send(Message(Kind.CONFIG, 0, self.incarnation, config.to_meta()))
             self._say_if_stopping()
-            message = pair.recv(no_tensors, self._waits.join_s)
+            # it now loads its data and builds its model, and a person at its site may have to consent
+            message = pair.recv(no_tensors, max(self._waits.join_s, self._waits.alone_s))
         if message.kind is Kind.FAILED and (why := Failed.from_meta(message.meta).reason) in NOT_JOINING:
             raise Refused(why, NOT_JOINING[why])
         if message.kind is not Kind.HELLO:

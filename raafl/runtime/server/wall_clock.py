@@ -349,7 +349,7 @@ class Server(Driver):
         if session is None:  # one that was there from the start
             return
         earlier, self.sessions[client] = self.sessions.get(client), session
-        self._note_clients(f"client {client} joined{' again' if event.client.incarnation else ''}")
+        self._note_clients(f"client {client} joined{' again' if self.coordinator.roster.joins[client] else ''}")
         if earlier is not None:
             earlier.stop(f"replaced: client {client} has joined from elsewhere", wait_s=0.0)
             self._leaving.append((time.perf_counter() + min(_PARTING_S, self.waits.stop_s), earlier))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -72,6 +73,17 @@ def test_the_config_is_given_to_a_client_that_asks_and_compared_with_one_that_ha
         reason = table.hear().meta["reason"]
         assert reason == "refused: different config: 'data' differs from the server's config.yaml"
         assert "different config" in table.event().reason
+    finally:
+        table.close()
+
+
+def test_a_client_that_has_the_config_may_take_long_to_build_its_model_or_to_be_consented_to():
+    table = Table(terms=Terms("name: x\n"), join_s=0.2)
+    try:
+        table.say(Kind.CONFIG)
+        assert table.hear().kind is Kind.CONFIG
+        time.sleep(0.4)
+        table.greet()
     finally:
         table.close()
 

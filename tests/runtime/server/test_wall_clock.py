@@ -62,12 +62,18 @@ def test_the_log_says_who_joined_and_left_and_how_many_the_run_waits_for():
     joins(2)
     house.coordinator.started = True
     house._let_go(Lost(1, "disconnected: the peer is gone", 0))
+    house.coordinator.roster.joins[1] = 1
+    house.enter(3, lambda incarnation: Life(3, incarnation))
+    house._let_go(Lost(3, "disconnected: the peer is gone", 0))
     joins(1, 1)
+    joins(3, 1)  # its first session ended before it had joined
     assert said == [
         "client 1 joined; 1 client is here, the run starts with 2",
         "client 2 joined; 2 clients are here",
         "client 1 was lost: disconnected: the peer is gone; 1 client is here",
+        "client 3 was refused: disconnected: the peer is gone; 1 client is here",
         "client 1 joined again; 2 clients are here",
+        "client 3 joined; 3 clients are here",
     ]
 
 

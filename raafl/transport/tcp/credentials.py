@@ -6,6 +6,7 @@ TLS 1.3 alone, with a certificate at both ends; the authority is the federation'
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import ssl
 import stat
@@ -22,6 +23,7 @@ TOKEN_VARIABLE = "RAAFL_LOCAL_TOKEN"
 """Environment variable by which `raafl fit --local` hands its processes the token of their run."""
 
 _MINUTE = "%Y-%m-%d %H:%M UTC"
+_log = logging.getLogger(__name__)
 _REMEDY = "make one with `raafl certs`, or name it with --tls_ca, --tls_cert and --tls_key"
 
 
@@ -168,18 +170,27 @@ class ReloadedContext:
         """Load the files; raises `BadInput`."""
         self._files, self._lock = files, threading.Lock()
         self._stamp, self._context = self._look(), files.context(server=True)
+        self._warned = ""
 
     def get(self) -> ssl.SSLContext:
-        """Return the context of the present files; the previous context if the files do not match each other at the moment."""
+        """Return the context of the present files; if they cannot be used at the moment, warn and return the previous context."""
         with self._lock:
             stamp = self._look()
             if stamp != self._stamp:
                 try:
-                    self._context = self._files.context(server=True)
-                    self._stamp = stamp
-                except BadInput:
-                    pass  # looked at again with the next caller: a key may be written before its certificate
+                    context = self._files.context(server=True)
+                    self._files.check()
+                except (ValueError, OSError) as error:  # looked at again with the next caller: half may be written
+                    self._warn(str(error))
+                else:
+                    self._context, self._stamp, self._warned = context, stamp, ""
+                    _log.info("the server's TLS files have changed, and are in use from now on")
             return self._context
+
+    def _warn(self, problem: str) -> None:
+        if problem != self._warned:
+            _log.warning("the earlier certificate of the server stays in use: %s", problem)
+        self._warned = problem
 
     def _look(self) -> list[tuple[int, ...]]:
         return [stamp_of(path) for path in (self._files.ca, self._files.cert, self._files.key)]

@@ -18,7 +18,7 @@ from raafl.certs.authority import Authority, request
 from raafl.errors import BadInput
 from raafl.transport import PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.credentials import TlsFiles
+from raafl.transport.tcp.credentials import ReloadedContext, TlsFiles
 from raafl.transport.tcp.listener import connect
 from raafl.transport.tcp.proxy import proxy_for, tunnel
 from raafl.transport.tcp.stream import TimeBudget
@@ -187,6 +187,26 @@ def test_a_renewed_certificate_is_taken_up_without_a_restart(tmp_path):
                 house.admitted.get(timeout=WAIT_S)
             sites.authority.renew("server")
         assert len(serials) == 2
+
+
+def test_a_new_certificate_that_is_of_no_use_is_named_once_and_the_earlier_one_stays(tmp_path, caplog):
+    sites = CertifiedSites(tmp_path)
+    files, other = sites.server, sites.site()
+    context = ReloadedContext(files)
+    before, right = context.get(), files.cert.read_bytes()
+    for damage, why in (
+        (lambda: files.cert.write_bytes(other.cert.read_bytes()), "not a certificate and its key without a passphrase"),
+        (files.cert.unlink, "which does not exist"),
+        (lambda: (files.cert.write_bytes(right), files.key.chmod(0o640)), "other users can access"),
+    ):
+        caplog.clear()
+        damage()
+        assert all(context.get() is before for _ in range(3))
+        (message,) = caplog.messages
+        assert message.startswith("the earlier certificate of the server stays in use: tls_") and why in message
+    files.key.chmod(0o600)
+    with caplog.at_level("INFO"):
+        assert context.get() is not before and "are in use from now on" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from raafl.certs.authority import Authority
+from raafl.certs.authority import Authority, request
 from raafl.commands.serve import allow_list
 from raafl.errors import BadInput
 from raafl.transport.tcp.credentials import TlsFiles
@@ -16,7 +16,8 @@ from raafl.transport.tcp.credentials import TlsFiles
 def folder(tmp_path):
     authority = Authority.create(tmp_path, "tests")
     authority.issue_server(["localhost"])
-    authority.revoke("server")
+    authority.sign(request(tmp_path, "north"))
+    authority.revoke("north")
     (tmp_path / "sites.yaml").write_text("north: {clients: [1]}\n")
     return tmp_path
 

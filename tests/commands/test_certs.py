@@ -60,7 +60,7 @@ def test_signed_sites_are_on_the_servers_list(requests):
         ('"north":\n  clients: 2', "lists site 'north' with [2]: change that entry"),
         ("{south: {clients: [3]}}", "cannot take a line at its end: add `north: {clients: [1]}` yourself"),
         ("south: {clients: [0]}", "certs/sites.yaml: south.clients is [0]: give the ids"),
-        ("south: [", "sites is 'certs/sites.yaml': it is not YAML with plain values"),
+        ("south: [", "sites is 'certs/sites.yaml': line 1, column 9: expected"),
     ],
 )
 def test_nothing_is_signed_where_the_server_would_refuse_the_list(requests, capsys, before, why):

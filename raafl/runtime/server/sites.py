@@ -14,8 +14,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from raafl.devices import Profile
 from raafl.errors import BadInput, nearest, no_utf8
+from raafl.plain_yaml import load_yaml, yaml_problem
 from raafl.runtime.server.site_rules import ANYTHING, SiteRules
 from raafl.runtime.server.watched_files import WatchedFiles
 from raafl.sanitize import load_untrusted_yaml
@@ -104,13 +107,17 @@ def read_sites(path: Path) -> dict[str, SiteRules]:
     """Read an allow-list; return the rules of each site, by the site's name.
 
     Raises:
-        BadInput: an entry is invalid, or two sites have the same client id.
+        BadInput: an entry is invalid, a site has two entries, or two sites have the same client id.
     """
     text = _text(path)
     try:
+        load_yaml(text)  # says where the text is wrong, or has a site twice
         tree = {} if _is_empty(text) else load_untrusted_yaml(text)
-    except ValueError as error:
-        raise BadInput(f"sites is '{path}': {error}: write one entry `SITE: {{clients: [1]}}` for each site") from None
+    except (yaml.YAMLError, ValueError) as error:
+        problem = yaml_problem(error) if isinstance(error, yaml.YAMLError) else error
+        raise BadInput(
+            f"sites is '{path}': {problem}: write one entry `SITE: {{clients: [1]}}` for each site"
+        ) from None
     found = {str(site): _rules(f"{path}: {site}", entry) for site, entry in tree.items()}
     owner: dict[int, str] = {}
     for site, rules in found.items():

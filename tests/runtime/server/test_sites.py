@@ -67,7 +67,9 @@ def test_who_is_let_in(path):
         ("north: {clients: 1, profile: {flops: 1}}", "profile.flops is unknown: did you mean 'flops_per_s'"),
         ("north: {clients: 1, profile: {flops_per_s: [2, 1]}}", "give the largest value, or"),
         ("a: {clients: 1}\nb: {clients: [1]}", "client 1 is listed for 'a' and for 'b'"), ("- north", "not a mapping of fields"),
-        ("north: *x", "not YAML with plain values"),
+        ("north: *x", "line 1, column 8: found undefined alias 'x'"),
+        ("a: {clients: 1}\n'a': {clients: 2}", "line 2, column 1: 'a' is given twice: write one entry `SITE"),
+        ("a: &a {clients: 1}\nb: {<<: *a}", "not YAML with plain values"),
     ],
 )  # fmt: skip
 def test_a_list_that_makes_no_sense(path, text, why):

@@ -25,6 +25,8 @@ _READ_BYTES = 2**16  # at a time, of a file's end
 RETRY_S = 1.0
 """Seconds between two tries to write them: a full disk may take milliseconds to say so again."""
 DELETED = "it was deleted during the run"
+LOST = "the run goes on, and rows that cannot be written later are lost"
+COUNTED = "the run goes on, and rows that cannot be written later are counted as unwritten in the summary"
 
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ class AppendFile(Generic[Item]):
 
     def __init__(
         self, path: Path, encode: Callable[[Item], bytes], warn: Callable[[str], None] = _log.warning, *,
-        new: bool = True, remake: Callable[[], None] = lambda: None,
+        new: bool = True, remake: Callable[[], None] = lambda: None, consequence: str = LOST,
     ) -> None:  # fmt: skip
         """Open the file.
 
@@ -50,11 +52,13 @@ class AppendFile(Generic[Item]):
             warn: is called once when rows can no longer be written.
             new: the file must not exist; else rows are appended.
             remake: recreates the folder if it was deleted.
+            consequence: end of the warning, which says what becomes of rows that cannot be written.
 
         Raises:
             OSError: the file cannot be opened.
         """
         self.path, self._encode, self._warn, self._remake = path, encode, warn, remake
+        self._consequence = consequence
         self._tried_s, self._looked_s = 0.0, time.monotonic()
         self._file = io.FileIO(path, "xb" if new else "ab")
         self._kept: deque[Item] = deque()
@@ -191,10 +195,7 @@ class AppendFile(Generic[Item]):
     def _complain(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            self._warn(
-                f"{self.path} cannot be written: {why}; the run goes on, and rows that cannot be written later "
-                f"are counted as unwritten in the summary"
-            )
+            self._warn(f"{self.path} cannot be written: {why}; {self._consequence}")
 
 
 def measure(path: Path) -> tuple[int, int]:

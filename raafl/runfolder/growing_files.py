@@ -8,7 +8,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from raafl.runfolder.append_file import AppendFile, read_table, write_table
+from raafl.runfolder.append_file import COUNTED, AppendFile, read_table, write_table
 from raafl.runfolder.chain import START, link, read_head
 from raafl.runfolder.json_text import plain, to_json
 from raafl.runfolder.schema import JournalRow
@@ -28,7 +28,7 @@ class JournalFile(AppendFile[bytes]):
     ) -> None:  # fmt: skip
         self._time_s, self._last_id = 0.0, 0
         self.head, self.length = (START, 0) if new else read_head(path)
-        super().__init__(path, bytes, warn, remake=remake, new=new)
+        super().__init__(path, bytes, warn, remake=remake, new=new, consequence=COUNTED)
 
     def _write(self, data: bytes) -> None:
         line, head = link(self.head, data)
@@ -68,7 +68,7 @@ class TableFile(AppendFile[list[Any]]):
         self.columns = self._header or tuple(columns)
         self._rows: list[str] = []
         self._writer = csv.writer(_Into(self._rows), lineterminator="\n")
-        super().__init__(path, self._text, warn, new=new, remake=remake)
+        super().__init__(path, self._text, warn, new=new, remake=remake, consequence=COUNTED)
         try:
             self._prepare()
         except OSError:

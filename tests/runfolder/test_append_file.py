@@ -83,6 +83,7 @@ def test_rows_are_kept_and_written_when_there_is_space_again(folder, monkeypatch
     assert ids(folder) == [("timer", n) for n in (1, 2, 3, 4)]
     assert folder.unwritten == {}
     assert len(warned) == 1 and "events.jsonl cannot be written: No space left on device" in warned[0]
+    assert warned[0].endswith("are counted as unwritten in the summary")
 
 
 def test_beyond_the_bound_rows_are_dropped_and_the_journal_says_where(folder, monkeypatch, warned):
@@ -188,7 +189,9 @@ def test_a_device_that_is_always_full(tmp_path, warned, monkeypatch):
         rows.add(b"row\n")
     rows.close()
     assert rows.num_unwritten == 5 and len(warned) == 1
-    assert "No space left on device" in warned[0]
+    assert warned[0].endswith(
+        "No space left on device; the run goes on, and rows that cannot be written later are lost"
+    )
 
 
 LIMITED = """

@@ -25,7 +25,7 @@ from raafl.atomic_file import atomic_file
 from raafl.core.records_json import assignment_from_json, assignment_to_json
 from raafl.core.types import Assignment
 from raafl.errors import BadInput
-from raafl.runfolder.append_file import AppendFile
+from raafl.runfolder.append_file import AppendFile, complete_rows
 from raafl.runfolder.json_text import to_json
 from raafl.runfolder.schema import CONFIG
 from raafl.runfolder.signing import Signer, is_signed
@@ -42,6 +42,9 @@ RECEIPTS: Final = "receipts.jsonl"
 SITE: Final = "site.json"
 INPUTS: Final = "inputs"
 _CONTEXT: Final = "raafl receipt 1\n"
+_LOST: Final = (
+    "training goes on; receipts that cannot be written later are lost, and raafl audit --site reports their updates"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -96,12 +99,11 @@ class Receipts:
             OSError: the folder cannot be made.
         """
         folder.mkdir(parents=True, mode=0o700)
-        (folder / INPUTS).mkdir()
-        (folder / CONFIG).write_text(config_yaml, encoding="utf-8")
         site = {"client": client, "share": share, "own_data": own_data, "key": signer.public, "conditions": conditions}
-        (folder / SITE).write_text(to_json(site) + "\n", encoding="utf-8")
+        self._texts = {CONFIG: config_yaml, SITE: to_json(site) + "\n"}
         self.folder, self._signer, self._share = folder, signer, share
-        self._file: AppendFile[bytes] = AppendFile(folder / RECEIPTS, bytes, remake=folder.mkdir)
+        self._remake()
+        self._file: AppendFile[bytes] = AppendFile(folder / RECEIPTS, bytes, remake=self._remake, consequence=_LOST)
         self._draw = random.SystemRandom()  # the system's entropy: no seed of the run foretells which tasks are kept
         self._kept: dict[Path, int] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inputs")
@@ -165,6 +167,14 @@ class Receipts:
         signature = self._signer.sign(_CONTEXT + text)
         self._file.add(to_json({"receipt": text, "signature": signature}).encode() + b"\n")
 
+    def _remake(self) -> None:
+        """Create the folder and the files by which an audit reads it, where they are missing."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (self.folder / INPUTS).mkdir(exist_ok=True)
+        for name, text in self._texts.items():
+            if not (self.folder / name).exists():
+                (self.folder / name).write_text(text, encoding="utf-8")
+
     def _keep(self, number: int, values: FlatTensors) -> None:
         path = self.folder / INPUTS / f"{number:09d}.pt"
         try:
@@ -181,9 +191,11 @@ class Receipts:
                 gone.unlink()
 
     def close(self) -> None:
-        """Finish writing the receipts, and end the thread that writes them."""
+        """Finish writing the receipts, and end the thread that writes inputs; warn if receipts could not be written."""
         self._writer.shutdown()
         self._file.close()
+        if self._file.num_unwritten:
+            _log.warning(f"not written: {self._file.num_unwritten} of {self._file.path}")
 
 
 def receipt_of(
@@ -233,17 +245,17 @@ class SiteReceipts:
         try:
             site = json.loads((folder / SITE).read_text(encoding="utf-8"))
             client, key, known = int(site["client"]), site["key"], dict(site["conditions"])
-            lines = (folder / RECEIPTS).read_bytes().splitlines(keepends=True)
+            lines = complete_rows((folder / RECEIPTS).read_bytes())
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BadInput(
                 f"site is '{folder}', which is not a folder of receipts written by raafl join: {error}"
             ) from None
         receipts, findings = list[Receipt](), list[str]()
         for number, line in enumerate(lines, 1):
-            receipt = _read(line, key) if line.endswith(b"\n") else None
+            receipt = _read(line, key)
             if receipt is not None:
                 receipts.append(receipt)
-            elif line.endswith(b"\n"):
+            else:
                 findings.append(f"{RECEIPTS}: receipt {number} was altered")
         return cls(folder, client, site.get("own_data") is True, known, receipts, findings)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
+import pytest
 import torch
 
 from raafl.core.types import Assignment
+from raafl.runfolder.append_file import AppendFile
 from raafl.runfolder.signing import Signer
 from raafl.runtime.client import receipts as module
 from raafl.runtime.client.receipts import Receipts, SiteReceipts, receipt_of
@@ -18,9 +22,13 @@ def task(number):
     return Assignment(number, 1, 0, number, 0, FULL, 0, 1, None, 7, 0.5)
 
 
-def write(monkeypatch, tmp_path, num, share):
+def opened(monkeypatch, tmp_path, share=0.0):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    made = Receipts.open(1, "seed: 1\n", {"threads": 1}, share=share, own_data=True)
+    return Receipts.open(1, "seed: 1\n", {"threads": 1}, share=share, own_data=True)
+
+
+def write(monkeypatch, tmp_path, num, share):
+    made = opened(monkeypatch, tmp_path, share)
     signer = Signer.own()
     for number in range(1, num + 1):
         head = SignedHead.sign("a" * 64, number, signer)
@@ -48,6 +56,38 @@ def test_inputs_stay_within_a_bound_and_a_share(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "MAX_KEPT_BYTES", size)
     assert len(list(write(monkeypatch, tmp_path / "many", 20, share=1.0).inputs())) == 2
     assert list(write(monkeypatch, tmp_path / "none", 20, share=0.0).inputs()) == []
+
+
+def send(receipts, *numbers):
+    for number in numbers:
+        receipts.sent(receipt_of(task(number), None, trained="t", sent="t", num_samples=5), None)
+
+
+def test_receipts_that_cannot_be_written_are_said_and_counted_at_the_client(monkeypatch, tmp_path, caplog):
+    made = opened(monkeypatch, tmp_path)
+    send(made, 1)
+    monkeypatch.setattr(AppendFile, "_write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    send(made, 2, 3)
+    made.close()
+    file = made.folder / "receipts.jsonl"
+    assert caplog.messages == [
+        f"{file} cannot be written: No space left on device; training goes on; receipts that cannot be written "
+        "later are lost, and raafl audit --site reports their updates",
+        f"not written: 2 of {file}",
+    ]
+    assert [receipt.assignment["id"] for receipt in SiteReceipts.read(made.folder).receipts] == [1]
+
+
+@pytest.mark.parametrize("delete", [lambda folder: (folder / "receipts.jsonl").unlink(), shutil.rmtree])
+def test_receipts_that_were_deleted_are_made_again_with_what_an_audit_reads(monkeypatch, tmp_path, delete):
+    monkeypatch.setattr("raafl.runfolder.append_file.RETRY_S", 0.0)
+    made = opened(monkeypatch, tmp_path)
+    send(made, 1)
+    delete(made.folder)
+    send(made, 2)
+    made.close()
+    site = SiteReceipts.read(made.folder)
+    assert (site.client, [receipt.assignment["id"] for receipt in site.receipts]) == (1, [2])
 
 
 def test_where_no_file_can_be_written_there_are_no_receipts(monkeypatch):

@@ -116,9 +116,7 @@ class Target:
         except ValueError:
             number = math.nan
         if not match or not math.isfinite(number):
-            raise BadInput(
-                f"target is '{text}': give METRIC=VALUE, for example accuracy=0.93, or METRIC<=VALUE, METRIC>=VALUE"
-            )
+            raise BadInput(f"target is '{text}': give METRIC=VALUE, for example accuracy=0.93")
         given: dict[str, Direction] = {"<=": "min", ">=": "max"}
         return cls.of(match[1], number, given.get(match[2]))
 

@@ -7,6 +7,7 @@ import socket
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -205,17 +206,34 @@ def resolves(text: str) -> None:
         ) from None
 
 
-def refuse_unused(reason: str, **given: tuple[object, object]) -> None:
+def refuse_unused(reason: str, remedy: str = "", /, **given: tuple[object, object]) -> None:
     """Raise `BadInput` for each argument that the user has set although it has no effect.
 
     Args:
         reason: explanation of why the arguments have no effect, for the message.
+        remedy: another remedy than to leave the arguments out, such as "give clip_norm"; empty = there is none.
         given: value and default of each argument, by its name.
     """
     unused = [f"{name} is {value}" for name, (value, default) in given.items() if value != default]
     if unused:
         names = " and ".join(text.partition(" is ")[0] for text in unused)
-        raise BadInput(f"{', '.join(unused)}, but {reason}: leave out {names}, which would have no effect")
+        other = f"{remedy}, or " if remedy else ""
+        raise BadInput(f"{', '.join(unused)}, but {reason}: {other}leave out {names}, which would have no effect")
+
+
+def refuse_unused_fields(section: str, options: Any, names: Iterable[str], reason: str, remedy: str) -> None:
+    """Raise `BadInput` for each field of a record of options that is not at its default although it has no effect.
+
+    Args:
+        section: name of the record in the config, such as "privacy".
+        options: the record, a dataclass.
+        names: fields that have no effect.
+        reason: explanation of why they have none, for the message.
+        remedy: another remedy than to leave the fields out.
+    """
+    default = {f.name: f.default for f in fields(options)}
+    given = {f"{section}.{name}": (getattr(options, name), default[name]) for name in names}
+    refuse_unused(reason, remedy, **given)
 
 
 def fraction(field: str, value: float, *, zero: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raafl.errors import fraction, one_of
+from raafl.errors import fraction, one_of, refuse_unused_fields
 
 Name = Literal["none", "bf16", "int8", "top_k"]
 NAMES: tuple[Name, ...] = ("none", "bf16", "int8", "top_k")
@@ -30,3 +30,6 @@ class Compress:
         for field, name in (("down", self.down), ("up", self.up)):
             one_of(f"compress.{field}", name, NAMES)
         fraction("compress.top_k", self.top_k)
+        if "top_k" not in (self.down, self.up):
+            reason = "neither compress.down nor compress.up is top_k"
+            refuse_unused_fields("compress", self, ("top_k",), reason, "set one of these to top_k")

@@ -68,10 +68,11 @@ class Training:
                 raise BadInput(f"train.{name} is {value}: give a number from 0" + (" to below 1" if most == 1 else ""))
         given = [name for name in ("lr_versions", "lr_time_s") if getattr(self, name) is not None]
         if self.lr_schedule == "constant":
-            if given:
+            unused = [*given, *(name for name in ("lr_warmup", "lr_final") if getattr(self, name))]
+            if unused:
                 raise BadInput(
-                    f"train.{given[0]} has no effect with a constant lr_schedule: set train.lr_schedule to linear, cosine "
-                    f"or step, or leave train.{given[0]} out"
+                    f"train.{unused[0]} has no effect with a constant lr_schedule: set train.lr_schedule to linear, cosine "
+                    f"or step, or leave train.{unused[0]} out"
                 )
         elif len(given) != 1:
             raise BadInput(

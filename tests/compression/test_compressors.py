@@ -282,6 +282,10 @@ def test_a_scale_below_zero_is_refused():
         ({"up": "bits"}, "compress.up is 'bits'"),
         ({"top_k": 0.0}, "compress.top_k is 0.0"),
         ({"top_k": 1.5}, "compress.top_k is 1.5"),
+        (
+            {"top_k": 0.2, "up": "int8"},
+            "compress.top_k is 0.2, but neither .* is top_k: set one of these to top_k, or leave out",
+        ),
     ],
 )
 def test_values_out_of_range(fields, problem):

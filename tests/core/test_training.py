@@ -57,6 +57,8 @@ def test_a_step_schedule_rises_in_its_warm_up_first():
             "give either train.lr_versions or train.lr_time_s, not both",
         ),
         ({"lr_versions": 5}, "train.lr_versions has no effect with a constant lr_schedule"),
+        ({"lr_warmup": 0.1}, "train.lr_warmup has no effect with a constant lr_schedule"),
+        ({"lr_final": 0.1}, "train.lr_final has no effect with a constant lr_schedule: set"),
         ({"lr_warmup": 1.0}, "train.lr_warmup is 1.0: give a number from 0 to below 1"),
         ({"lr_final": math.inf}, "train.lr_final is inf"),
         ({"lr_schedule": "linear", "lr_time_s": math.nan}, "train.lr_time_s is nan: give seconds above 0"),

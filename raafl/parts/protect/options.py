@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from raafl.errors import BadInput, one_of, positive
+from raafl.errors import BadInput, one_of, positive, refuse_unused_fields
 
 Combine = Literal["mean", "trimmed_mean", "median", "centred_clip"]
 
@@ -55,6 +55,13 @@ class Guard:
             )
         if not 0 <= self.trim < 0.5:
             raise BadInput(f"guard.trim is {self.trim}: give a number from 0 to below 0.5")
+        for name, needed, is_given in (
+            ("trim", "guard.combine trimmed_mean", self.combine == "trimmed_mean"),
+            ("radius", "guard.combine centred_clip", self.combine == "centred_clip"),
+            ("warm_up", "guard.outlier", self.outlier is not None),
+        ):
+            if not is_given:
+                refuse_unused_fields("guard", self, (name,), f"it belongs to {needed}", f"give {needed}")
 
     @property
     def is_on(self) -> bool:
@@ -100,6 +107,11 @@ class Privacy:
             raise BadInput(f"privacy.delta is {self.delta}: give a number between 0 and 1, such as 1e-5")
         if self.clip_norm == math.inf and self.noise_multiplier > 0:
             raise BadInput("privacy.clip_norm is inf: give a finite norm, since the noise is proportional to it")
+        if not self.is_on:
+            names = ("noise_multiplier", "delta", "divisor", "seed_file")
+            refuse_unused_fields(
+                "privacy", self, names, "privacy.clip_norm is null, so privacy is off", "give a clip_norm"
+            )
 
     @property
     def is_on(self) -> bool:
@@ -142,6 +154,10 @@ class SecureAggregation:
             raise BadInput(f"secure_aggregation.threshold is {self.threshold}: give a number from 0.5 to below 1")
         if self.bound == math.inf:
             raise BadInput("secure_aggregation.bound is inf: give a finite number, such as 8")
+        if not self.is_on:
+            names = ("bound", "clip_norm", "threshold", "simulate_masks", "step_s")
+            reason = "secure_aggregation.min_cover is null, so the server reads each update"
+            refuse_unused_fields("secure_aggregation", self, names, reason, "give a min_cover, such as 3")
 
     @property
     def is_on(self) -> bool:

@@ -21,7 +21,8 @@ def compare(argv: Sequence[str]) -> str:
     """Run the comparison that a file describes and return its table of results; with `--verify`, replay some of its runs.
 
     Raises:
-        BadInput: an option or the file is wrong; raised before any run starts.
+        BadInput: an option or the file is wrong; raised before any run starts. A metric that runs do not measure is found
+            at the first evaluation of the first run.
         RunFailed: some runs failed, or a replay gave another result.
         KeyboardInterrupt: the user ended it; the same command continues it.
     """
@@ -65,7 +66,7 @@ def run(comparison: Comparison, options: Namespace) -> str:
         for label, options in comparison.rows.items()
     }  # fmt: skip
     by_seed = [run for some in zip(*runs.values(), strict=True) for run in some]  # all rows of a seed before the next
-    outcomes = runner.run_all(by_seed)
+    outcomes = runner.run_all(by_seed, comparison.metric)
     found = report.result(comparison, outcomes, trials, best, folder) | {"not_run": left_out}
     paths = report.write(found, folder, draws=not options.no_page)
     failed = [run for row in found["rows"] for run in row["runs"] if "error" in run]

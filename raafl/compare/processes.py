@@ -11,7 +11,7 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,7 +37,7 @@ PRELOADED = (
 
 def in_processes(
     queue: list[Item], jobs: int, start_one: Callable[[Item], BaseProcess], wait_on: Callable[[int], None]
-) -> Iterator[tuple[Item, BaseProcess, int]]:
+) -> Generator[tuple[Item, BaseProcess, int]]:
     """Run a process for each item, ``jobs`` at a time; yield the item, its process and the number of items left as each ends.
 
     Args:
@@ -47,11 +47,13 @@ def in_processes(
         start_one: function that starts the process for an item.
         wait_on: function called every half second with the number of items left.
 
+    Where a function raises an error, or the caller closes the generator early, the other processes are interrupted, too.
+
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM was received; the processes were interrupted and have ended.
     """
     active: dict[BaseProcess, Item] = {}
-    with Interrupt() as interrupt:
+    with Interrupt() as interrupt, _ended_on_error(active):
         while queue or active:
             while queue and len(active) < jobs:
                 item = queue.pop(0)
@@ -66,8 +68,16 @@ def in_processes(
             yield from ((active.pop(process), process, len(queue) + len(active)) for process in ended)
         if interrupt.asked:
             _log.info("interrupted: waiting for the runs under way to save their state", extra={"prefix": ""})
-            _end(active)
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _ended_on_error(processes: Collection[BaseProcess]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        _end(processes)
+        raise
 
 
 def _end(processes: Collection[BaseProcess]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import hashlib
 import importlib.util
 import json
@@ -24,12 +26,12 @@ from raafl.compare.processes import check_free, in_processes, start
 from raafl.compare.provenance import code_digest, file_digest, provenance
 from raafl.config.bundled import with_paths
 from raafl.devices import fleets
-from raafl.errors import BadInput
+from raafl.errors import BadInput, nearest
 from raafl.report.groups import NOT_THE_EXPERIMENT
 from raafl.runfolder.checkpoints import load, newest
 from raafl.runfolder.events import read_summary
 from raafl.runfolder.outcome import REASONS
-from raafl.runfolder.schema import Summary
+from raafl.runfolder.schema import CLIENT, METRICS, TRAIN, Summary, is_metric
 from raafl.units import duration
 
 if TYPE_CHECKING:
@@ -235,30 +237,44 @@ class Runner:
                 return Outcome(run, folder, summary, str(note.get("code", "")))
         return None
 
-    def run_all(self, runs: Sequence[Run]) -> list[Outcome]:
+    def run_all(self, runs: Sequence[Run], metric: str | None = None) -> list[Outcome]:
         """Run all runs that have not finished, and return the outcome of each run, in order.
+
+        Args:
+            runs: runs of which some may have finished.
+            metric: metric that each run must measure; None = any.
 
         Raises:
             KeyboardInterrupt: Ctrl-C or SIGTERM was received; runs in progress were interrupted, and the next call
                 continues them.
-            BadInput: another process is working on one of the runs.
+            BadInput: another process is working on one of the runs, or a run does not measure the metric; runs in
+                progress were interrupted.
         """
         found = {run: outcome for run in runs if (outcome := self.find(run)) is not None}
         queue = [run for run in dict.fromkeys(runs) if run not in found]
         begun_s: dict[Run, float] = {}
+        for outcome in found.values():
+            _check_metric(metric, outcome.run, outcome.folder, ended=True)
 
         def start_run(run: Run) -> BaseProcess:
             begun_s[run] = time.monotonic()
             return self._start(run)
 
-        for run, process, left in in_processes(queue, self._jobs, start_run, self._tell_sometimes):
-            outcome = self._outcome(run, process)
-            if outcome is None:
-                queue.insert(0, run)
-                continue
-            found[run] = outcome
-            self._seconds.append(time.monotonic() - begun_s[run])
-            self._say_left(left, f"{run.label}, seed {run.seed}: {_sentence(outcome)}")
+        def wait_on(num: int) -> None:
+            for run in begun_s.keys() - found.keys():
+                _check_metric(metric, run, run.folder(self._root, code_digest()), ended=False)
+            self._tell_sometimes(num)
+
+        with contextlib.closing(in_processes(queue, self._jobs, start_run, wait_on)) as processes:
+            for run, process, left in processes:
+                outcome = self._outcome(run, process)
+                if outcome is None:
+                    queue.insert(0, run)
+                    continue
+                _check_metric(metric, run, outcome.folder, ended=outcome.summary is not None)
+                found[run] = outcome
+                self._seconds.append(time.monotonic() - begun_s[run])
+                self._say_left(left, f"{run.label}, seed {run.seed}: {_sentence(outcome)}")
         return [found[run] for run in runs]
 
     def _start(self, run: Run) -> BaseProcess:
@@ -306,6 +322,22 @@ class Runner:
             left += f", about {duration(statistics.fmean(self._seconds) * num / self._jobs)}"
         self._tell(f"{line}  ({left})" if line else left)
         self._told_s = time.monotonic()
+
+
+def _check_metric(metric: str | None, run: Run, folder: Path, *, ended: bool) -> None:
+    """Raise `BadInput` if a run does not measure the metric; a run in progress says so with its first evaluation."""
+    try:
+        with (folder / METRICS).open(newline="") as file:
+            columns = next(csv.reader(file), [])
+    except OSError:
+        return
+    later = not ended and metric is not None and metric.startswith((CLIENT, TRAIN.rstrip("/")))  # after a task
+    if metric is None or metric in columns or later or not columns:
+        return
+    raise BadInput(
+        f"metric is '{metric}', which the runs of row '{run.label}' do not measure: "
+        f"{nearest(metric, filter(is_metric, columns))}"
+    )
 
 
 def made_by(folder: Path) -> dict[str, Any]:

@@ -78,13 +78,14 @@ def run_trials(
         runner: object that runs the trials.
 
     Raises:
+        BadInput: a run does not measure the metric.
         RunFailed: a run was interrupted from outside, or all trials of a row failed, for example by diverging.
     """
     going = {label: list(some) for label, some in trials.items()}
     fractions = rungs(search.halving)
     for fraction in fractions:
         asked = [run.part(fraction) for some in going.values() for trial in some for run in trial.runs]
-        outcomes = {outcome.run: outcome for outcome in runner.run_all(asked)}
+        outcomes = {outcome.run: outcome for outcome in runner.run_all(asked, comparison.metric)}
         for outcome in outcomes.values():
             if outcome.summary is None and not outcome.by_itself:
                 raise RunFailed(

@@ -20,6 +20,7 @@ from raafl.compare.search import Trial
 from raafl.config.bundled import with_paths
 from raafl.config.parse import parse
 from raafl.errors import BadInput, RunFailed
+from raafl.runfolder.outcome import REASONS
 from raafl.runtime.run import simulate
 
 pytestmark = pytest.mark.timeout(240)
@@ -42,6 +43,7 @@ def simulated(command, folder):
 
 
 def written(folder, **changes):
+    folder.mkdir(exist_ok=True)
     path = folder / "small.yaml"
     path.write_text(yaml.safe_dump({**SMALL, **changes}, sort_keys=False))
     return str(path)
@@ -148,6 +150,22 @@ def test_a_wrong_option_of_any_row_is_named_before_anything_runs(tmp_path):
     with pytest.raises(BadInput, match=r"row 'worse.*': .*clientz"):
         compare([file, "--output", str(tmp_path / "out"), "--no_page"])
     assert not list((tmp_path / "out").glob("runs/*"))
+
+
+def test_a_metric_that_runs_do_not_measure_ends_the_first_of_them(tmp_path):
+    options = "--max_updates 100000 --clients 3 --model.hidden [16]"
+    file = written(tmp_path, search=None, options=options, metric="acuracy")
+    with pytest.raises(BadInput, match=r"metric is 'acuracy', which .* row 'Fed-RAA' do not measure: .*'accuracy'"):
+        compare([file, "--output", str(tmp_path / "out"), "--no_page"])
+    (summary,) = (tmp_path / "out" / "runs").glob("*/summary.json")
+    assert json.loads(summary.read_text())["finished"] not in REASONS
+
+
+def test_a_metric_that_finished_runs_do_not_measure_is_named(finished):
+    _, out, _ = finished
+    file = written(out.parent.with_name("other"), metric="acuracy")
+    with pytest.raises(BadInput, match="metric is 'acuracy'"):
+        compare([file, "--output", str(out), "--no_page"])
 
 
 @pytest.mark.long("test_nothing_is_run_twice")

@@ -43,7 +43,8 @@ def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
     """List the trials (settings to try) for each row of a comparison, under the row's label.
 
     Raises:
-        BadInput: an option is wrong, or two trials of a row have the same settings.
+        BadInput: an option is wrong, two trials of a row have the same settings, or trials that are to be halved have no
+            budget.
     """
     extra = (*search.options, "--partition.validation_share", str(search.validation_share))
     trials = {
@@ -55,6 +56,11 @@ def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
         for label, options in comparison.rows.items()
     }  # fmt: skip
     for label, some in trials.items():
+        if search.halving is not None and any(trial.runs[0].limits == (None, None) for trial in some):
+            raise BadInput(
+                f"search.halving needs a budget, and trials of row '{label}' end by a target alone: give --max_updates or "
+                "--max_time in search.options, or leave halving out"
+            )
         first: dict[str, Options] = {}
         for trial in some:
             same = first.setdefault(trial.runs[0].digest, trial.settings)

@@ -74,7 +74,7 @@ class Authority:
 
     def __init__(self, folder: Path) -> None:
         """Open the authority in a folder; raises `BadInput` where there is none."""
-        if not (folder / "ca.key").is_file():
+        if not files.is_file(folder / "ca.key"):
             raise BadInput(
                 f"folder is '{folder}', which has no certificate authority: make one with `raafl certs init`"
             )

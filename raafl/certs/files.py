@@ -76,6 +76,14 @@ def read(path: Path) -> bytes:
     return data
 
 
+def is_file(path: Path) -> bool:
+    """Check whether there is a file at a path; raise `BadInput` if this user may not look it up."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise BadInput(f"'{path}' cannot be read: {error.strerror}: check the path and its permissions") from None
+
+
 def write(path: Path, data: bytes) -> None:
     """Replace a file atomically, so that no reader sees half of it; raise `BadInput` if that fails."""
     try:

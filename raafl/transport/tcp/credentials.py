@@ -137,6 +137,8 @@ class TlsFiles:
 
     def context(self, *, server: bool) -> ssl.SSLContext:
         """Return a TLS 1.3 context that requires a certificate of the other side; raise `BadInput` if a file cannot be used."""
+        from raafl.certs.files import is_file
+
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
@@ -145,7 +147,7 @@ class TlsFiles:
         if server:
             context.num_tickets = 0
         for name, path in (("tls_ca", self.ca), ("tls_cert", self.cert), ("tls_key", self.key)):
-            if not path.is_file():
+            if not is_file(path):
                 raise BadInput(f"{name} is '{path}', which does not exist: {_REMEDY}")
         try:
             context.load_verify_locations(self.ca)
@@ -207,10 +209,11 @@ def stamp_of(path: Path) -> tuple[int, ...]:
 
 def _site_in(folder: Path) -> str:
     """Return the name of the only site whose certificate and key lie in a folder."""
+    from raafl.certs.files import is_file
     from raafl.certs.names import RESERVED
 
     found = sorted(
-        file.stem for file in folder.glob("*.key") if file.stem not in RESERVED and file.with_suffix(".crt").is_file()
+        file.stem for file in folder.glob("*.key") if file.stem not in RESERVED and is_file(file.with_suffix(".crt"))
     )
     if len(found) == 1:
         return found[0]

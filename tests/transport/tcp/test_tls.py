@@ -230,6 +230,17 @@ def test_files_that_are_of_no_use(files, why):
         found.check()
 
 
+def test_files_in_a_folder_that_this_user_may_not_read_are_bad_input(tmp_path, monkeypatch):
+    def is_file(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    sites = CertifiedSites(tmp_path)
+    monkeypatch.setattr(type(tmp_path), "is_file", is_file)
+    for use in (lambda: sites.server.context(server=True), lambda: Authority(tmp_path)):
+        with pytest.raises(BadInput, match=r"'.*ca\.(crt|key)' cannot be read: Permission denied: check the path"):
+            use()
+
+
 def test_a_key_that_others_may_read_is_refused(tmp_path):
     sites = CertifiedSites(tmp_path)
     sites.server.key.chmod(0o644)

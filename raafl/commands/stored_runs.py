@@ -14,6 +14,7 @@ from raafl.config.argv import values, without
 from raafl.errors import BadInput
 from raafl.object_store import ObjectStore, is_url
 from raafl.runfolder.journal import default_run_folder
+from raafl.runfolder.lock import FolderLock
 from raafl.runfolder.schema import CHECKPOINTS, MODEL
 
 AUTO = "auto"
@@ -54,8 +55,8 @@ def with_local_resume(argv: Sequence[str]) -> list[str]:
     with the time as a suffix, and the run starts anew; `--resume` is then left out.
 
     Raises:
-        BadInput: there is no run at the URL, the store does not answer, or `--resume auto` is used without `--config`
-            or `--output`.
+        BadInput: there is no run at the URL, the store does not answer, another process is writing the run that is to
+            be renamed, or `--resume auto` is used without `--config` or `--output`.
     """
     named = values(argv, _RESUMES)
     if not named or not (named[-1] == AUTO or is_url(named[-1])):
@@ -95,7 +96,8 @@ def _present(folder: Path) -> Path | None:
     if any((folder / CHECKPOINTS).glob("version-*.ckpt")):
         return folder
     if folder.is_dir() and any(folder.iterdir()):
-        folder.rename(folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+        with FolderLock(folder, "output"):  # a run that has begun may have no checkpoint yet
+            folder.rename(folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
     return None
 
 

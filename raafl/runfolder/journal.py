@@ -28,6 +28,7 @@ from raafl.errors import BadInput
 from raafl.runfolder.append_file import AppendFile, cut_incomplete_row
 from raafl.runfolder.growing_files import JournalFile, TableFile
 from raafl.runfolder.json_text import to_json
+from raafl.runfolder.lock import FolderLock
 from raafl.runfolder.schema import (
     CHECKPOINTS,
     CLIENT_COLUMNS,
@@ -68,24 +69,22 @@ class RunFolder:
         warn: function called with a warning, once for each file that cannot be written; by default a logger's method.
 
     Raises:
-        BadInput: the folder is not empty, or `path` is not a folder.
+        BadInput: the folder is not empty, another process writes a run there, or `path` is not a folder.
         OSError: the folder cannot be created; nothing is left behind.
     """
 
     reader: Reader | None = None
     signer: Signer | None = None
     _seals: SealFile | None = None
+    _lock: FolderLock | None = None
 
     def __init__(
         self, path: str | os.PathLike[str], config_yaml: str, warn: Callable[[str], None] = _log.warning
     ) -> None:
         self.path = Path(path)
         was_there = self.path.exists()
-        if was_there and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise BadInput(
-                f"output: {str(self.path)!r} exists and is not an empty folder; name a new one, or remove it first"
-            )
         self._config, self._warn = config_yaml, warn
+        self._take()
         try:
             self._remake()
             self._open(new=True)
@@ -96,6 +95,8 @@ class RunFolder:
     @classmethod
     def reopen(cls, path: str | os.PathLike[str], warn: Callable[[str], None] = _log.warning) -> Self:
         """Open the folder of an interrupted run to continue it; an incomplete last line is removed.
+
+        The caller holds the folder's lock, since it has read the run's state there before.
 
         Raises:
             BadInput: the folder does not contain a run.
@@ -115,6 +116,18 @@ class RunFolder:
         folder._warn = warn
         folder._open(new=False)
         return folder
+
+    def _take(self) -> None:
+        """Create and lock the folder, and then check that it is empty: another process may be creating it, too."""
+        if self.path.is_dir() or not self.path.exists():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.path, "output")
+            if not any(self.path.iterdir()):
+                return
+            self._lock.close()
+        raise BadInput(
+            f"output: {str(self.path)!r} exists and is not an empty folder; name a new one, or remove it first"
+        )
 
     def _open(self, *, new: bool) -> None:
         opened: list[AppendFile[Any]] = []
@@ -144,6 +157,7 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
             if folder:
                 self.path.rmdir()
+        self._unlock()
 
     @property
     def unwritten(self) -> dict[str, int]:
@@ -286,6 +300,11 @@ class RunFolder:
             file.close()
         if self._seals is not None:
             self._seals.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> Self:
         return self

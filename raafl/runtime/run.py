@@ -368,9 +368,8 @@ def simulate(
     from raafl.runtime.simulation import Simulation
 
     experiment.check()
-    saved = resume.load(Path(experiment.resume), "simulated") if experiment.resume else None
-    parts = build(experiment, pace=False)
-    with ExitStack() as stack:
+    with resume.opened(experiment.resume, "simulated") as saved, ExitStack() as stack:
+        parts = build(experiment, pace=False)
         executor = make_executor(parts, experiment.workers, ranks=transport is not None)
         stack.callback(executor.close)
         monitor = stack.enter_context(Monitor(experiment))  # after the executor, which forks: it starts a thread

@@ -11,6 +11,7 @@ from raafl.commands.cli import main
 from raafl.commands.stored_runs import run_folder, with_local_resume
 from raafl.errors import BadInput
 from raafl.object_store import ObjectStore
+from raafl.runfolder.journal import RunFolder
 
 
 @pytest.fixture
@@ -50,6 +51,16 @@ def test_resume_auto_starts_a_run_goes_on_with_it_or_sets_aside_what_has_no_chec
     assert len(list(tmp_path.glob("run-*"))) == 1
     (aside,) = {path.split("/")[2] for path in ObjectStore(url.rpartition("/")[0])._files.find("/") if "run 1-" in path}
     assert aside.startswith("run 1-")
+
+
+def test_resume_auto_leaves_a_run_alone_that_has_begun_and_has_no_checkpoint_yet(tmp_path):
+    output = tmp_path / "run"
+    argv = ["--config", "c", "--resume", "auto", "--output", str(output)]
+    with RunFolder(output, ""):
+        with pytest.raises(BadInput, match=r"output is '.*run', where another process is writing its run"):
+            with_local_resume(argv)
+        assert list(tmp_path.iterdir()) == [output]
+    assert "--resume" not in with_local_resume(argv) and not output.exists()
 
 
 def _in_folder(output, name):

@@ -29,7 +29,6 @@ ELSEWHERE = {
     "raafl/runtime/server/link_tracker.py": "tests/runtime/server/test_link.py",
     "raafl/runtime/server/evaluator.py": "tests/runtime/server/test_wall_clock.py",
     "raafl/runtime/server/terms.py": "tests/runtime/server/test_session_hello.py",
-    "raafl/runtime/server/host.py": "tests/distributed/test_torchrun.py",
     "raafl/runtime/setup.py": "tests/runtime/test_simulation.py",
     "raafl/runtime/simulate_over_ranks.py": "tests/distributed/test_torchrun.py",
     "raafl/submodel/cost/fused.py": "tests/submodel/cost/test_flops.py",

@@ -50,6 +50,14 @@ def test_an_empty_folder_is_taken_and_a_full_one_refused(tmp_path):
         RunFolder(tmp_path / "run" / "config.yaml", "")
 
 
+def test_a_folder_that_is_being_written_is_refused_until_it_is_closed(folder):
+    with pytest.raises(BadInput, match=r"output is '.*run', where another process is writing its run"):
+        RunFolder(folder.path, "")
+    folder.close()
+    with pytest.raises(BadInput, match="not an empty folder"):
+        RunFolder(folder.path, "")
+
+
 def test_events_are_readable_at_once_and_in_order(folder):
     events = [{"type": "joined", "client": 1}, {"type": "arrived", "tags": ["a\nb", "é"], "loss": None}]
     for event in events:

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from raafl.errors import BadInput, RunFailed
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.append_file import read_table, write_table
 from raafl.runfolder.events import JournalReader
+from raafl.runfolder.lock import FolderLock
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CLIENTS, JOURNAL, LOST_AT_RESTART, MERGED, METRICS, JournalRow
 from raafl.sanitize import sanitize_text
@@ -81,6 +82,26 @@ def load(folder: Path, runtime: str) -> SavedRun:
     with restoring(found):
         _check(saved.raafl)
     return found
+
+
+@contextmanager
+def opened(folder: str | None, runtime: str) -> Iterator[SavedRun | None]:
+    """Return a context that locks the folder of a run to be resumed, and has loaded its last checkpoint; see `load`.
+
+    Args:
+        folder: folder of the run; None = no run is resumed.
+        runtime: runtime that is to resume the run, "simulated" or "distributed".
+
+    Raises:
+        BadInput: another process is writing the run, or it cannot be resumed.
+    """
+    if not folder:
+        yield None
+        return
+    path = Path(folder)
+    # first: the checkpoint must still be the last one when the tables are cut back to it
+    with FolderLock(path, "resume") if path.is_dir() else nullcontext():
+        yield load(path, runtime)
 
 
 _WANDB_LOGS = ("loggers", "wandb", "logs")

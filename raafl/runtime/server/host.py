@@ -60,8 +60,11 @@ def host(
         observer: observer called during the run; None = none.
     """
     inbox = inbox or Inbox()
-    with transport, Monitor(experiment, lambda: inbox.num_waiting) as monitor:
-        saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
+    with (
+        transport,
+        Monitor(experiment, lambda: inbox.num_waiting) as monitor,
+        resume.opened(experiment.resume, "distributed") as saved,  # after the ports: they may be in use
+    ):
         if transport.comes_and_goes:
             before = None if saved is None else saved.section["coordinator"]["min_clients"]
             min_clients = min_clients or before or experiment.clients

@@ -18,7 +18,9 @@ from raafl.commands.replay import replay
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.runfolder.append_file import write_table
+from raafl.runfolder.books import check_books
 from raafl.runfolder.checkpoints import newest
+from raafl.runfolder.lock import FolderLock
 from raafl.runtime.lifecycle.resume import SavedRun, load, mend
 from raafl.watch.state import follow
 from tests.helpers import forkserver
@@ -75,6 +77,25 @@ def test_a_run_that_crashed_knows_which_targets_it_had_met(tmp_path, monkeypatch
         cells = [row[header.index(f"time_to/{target}")] for row in table]
         written = set() if at_s is None else {str(float(f"{at_s:.12g}"))}
         assert resumed["time_to"][target] == at_s and set(cells) == {"", *written}
+
+
+def test_a_run_that_another_process_writes_is_read_and_neither_resumed_nor_touched(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    options = ("--config", CONFIG, *SMALL, "--max_updates=8", "--checkpoint_every=2")
+    crashed(monkeypatch, 5, *options, f"--output={folder}")
+    before = contents(folder)
+    with FolderLock(folder, "resume"):
+        with pytest.raises(BadInput, match=r"resume is '.*run', where another process is writing its run"):
+            simulated("--resume", str(folder))
+        follow(folder).look()
+        assert not check_books(folder).findings
+        assert contents(folder) == before
+    assert simulated("--resume", str(folder))["updates_merged"] == 8
+    FolderLock(folder, "resume").close()  # as it is once the run has ended, in this process, too
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.long

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from raafl.algorithms import ALGORITHMS
+from raafl.config.experiment import Experiment
+from raafl.errors import BadInput
+from raafl.runfolder.lock import FolderLock
+from raafl.runtime.server.host import host
+from raafl.transport import Transport
+from tests.helpers.small_runs import digits, small_mlp
+
+
+class Port(Transport):
+    """A transport that can take its port, or cannot, and whom nobody calls."""
+
+    comes_and_goes = True
+
+    def __init__(self, problem=None):
+        self.problem, self.states = problem, []
+
+    def __enter__(self):
+        if self.problem is not None:
+            raise BadInput(self.problem)
+        self.states.append("open")
+        return self
+
+    def __exit__(self, *_):
+        self.states.append("closed")
+
+    def listen(self, *_):
+        pytest.fail("a run has begun")
+
+    def connect(self, *_):
+        pytest.fail("the server calls")
+
+
+def test_a_run_that_another_process_writes_is_not_resumed_after_the_port_is_taken(tmp_path):
+    algorithm = ALGORITHMS["fed_avg"]()
+    experiment = Experiment(model=small_mlp, data=digits, algorithm=algorithm, clients=2, resume=str(tmp_path))
+    with FolderLock(tmp_path, "resume"):
+        with pytest.raises(BadInput, match="address is in use"):
+            host(experiment, "", Port("address is in use"))
+        with pytest.raises(BadInput, match=r"resume is '.*', where another process is writing its run"):
+            host(experiment, "", port := Port())
+    assert port.states == ["open", "closed"] and list(tmp_path.iterdir()) == []
+    with pytest.raises(BadInput, match=r"checkpoint is .*, but there is none"):  # now the lock is free
+        host(experiment, "", Port())
+    FolderLock(tmp_path, "resume").close()

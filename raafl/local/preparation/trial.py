@@ -71,9 +71,8 @@ def try_training(
             tried = Tried(recorder.names, _warnings(kind, trainer, recorder, schedules), optimizer)
             if answer is None and may_skip:
                 return tried
-            loss = answer.get("loss") if isinstance(answer, Mapping) else answer
             with explained(module, "training_step, backward", batch):
-                _checked_loss(kind, loss).backward()  # type: ignore[no-untyped-call]
+                _checked_loss(kind, answer).backward()  # type: ignore[no-untyped-call]
             _check_buffers(module, before)
             return tried
     finally:
@@ -119,10 +118,15 @@ def _warnings(name: str, trainer: TrainerStandIn, recorder: Recorder, schedules:
     return found
 
 
-def _checked_loss(kind: str, loss: object) -> Tensor:
+def _checked_loss(kind: str, answer: object) -> Tensor:
+    loss, given = answer, _shown(answer)
+    if isinstance(answer, Mapping):
+        loss = answer.get("loss")
+        keys = ", ".join(repr(key) for key in answer) or "nothing"
+        given = f"{_shown(loss)} as 'loss'" if "loss" in answer else f"a dict with {keys} and without 'loss'"
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise BadInput(
-            f"{kind}.training_step gives {_shown(loss)}: return the loss, one number that depends on the parameters, or a dict "
+            f"{kind}.training_step gives {given}: return the loss, one number that depends on the parameters, or a dict "
             "with it under 'loss'"
         )
     return loss

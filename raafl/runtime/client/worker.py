@@ -23,7 +23,7 @@ from raafl.data.federated import ClientData
 from raafl.errors import InvalidPayload, TaskFailed
 from raafl.local.client_group import ClientProcesses
 from raafl.local.context import TaskContext
-from raafl.local.evaluation.metrics import PEAK, peak_bytes
+from raafl.local.evaluation.metrics import PEAK, left_out, logged_not_finite, peak_bytes
 from raafl.local.failure import attempt
 from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped
@@ -294,6 +294,8 @@ class Client:
             received: from which it was trained.
             trained: fingerprint of it before the site's policy; "" where no receipts are kept.
         """
+        if values := logged_not_finite(update.metrics):
+            warn_once(_log, left_out(self._info.id, values))
         head, leaves = self._head, "" if self.receipts is None else update.tensors.fingerprint()
         device, base = self._trainer.fabric.device, assignment.spec.base
         answer = Answer(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from raafl.core.hooks import RunHooks
 from raafl.core.types import HUGE_NORM, OVERFLOW, Settled
+from raafl.local.evaluation.metrics import left_out, logged_not_finite
 
 NON_FINITE = "refused:non-finite"
 TOO_LARGE = frozenset({f"refused:{HUGE_NORM}", f"refused:{OVERFLOW}"})
@@ -37,6 +38,7 @@ class Divergence(RunHooks):
         self._refused = False
         self._too_large: set[int] = set()  # clients; none that has been merged since
         self._said = False
+        self._left_out: set[str] = set()  # names of logged values, each warned of once
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
         """Check that metrics are finite; if the initial model's are not, look for the fault in the data. See `RunHooks`."""
@@ -65,6 +67,7 @@ class Divergence(RunHooks):
             self._find(self._of_client(settled.client))
         if settled.outcome == "merged":
             self._too_large.discard(settled.client)
+            self._warn_of_logged(settled)
         elif settled.outcome in TOO_LARGE and settled.client not in self._too_large:
             self._too_large.add(settled.client)
             if len(self._too_large) > 1 and not self._said:
@@ -74,6 +77,12 @@ class Divergence(RunHooks):
                     f"training diverges: updates of clients {clients} are many times as large as earlier ones, and "
                     f"were refused ({reason}): use a smaller learning rate, or clip gradients"
                 )
+
+    def _warn_of_logged(self, settled: Settled) -> None:
+        values = {} if settled.update is None else logged_not_finite(settled.update.metrics)
+        if values.keys() - self._left_out:
+            self._warn(left_out(settled.client, values))
+            self._left_out |= values.keys()
 
     def _of_client(self, client: int) -> str:
         what = f"an update of client {client} is not finite, and refused; more are counted in updates_refused"

@@ -79,7 +79,9 @@ def test_a_loss_that_fails_outside_any_layer_is_not_blamed_on_one():
     ("answer", "given"),
     [
         (lambda loss: None, "nothing"),
-        (lambda loss: {"score": loss}, "nothing"),
+        (lambda loss: {"score": loss, "l": loss}, "a dict with 'score', 'l' and without 'loss'"),
+        (lambda loss: {"loss": None}, "nothing as 'loss'"),
+        (lambda loss: {"loss": loss.detach()}, "detached float32 () as 'loss'"),
         (lambda loss: loss.item(), "float"),
         (lambda loss: loss.detach(), "detached float32 ()"),
         (lambda loss: torch.stack([loss, loss]), "float32 (2,)"),

@@ -12,13 +12,14 @@ import torch
 
 from model_zoo import MLP
 from raafl.core.algorithm import Training
-from raafl.core.types import Settled
+from raafl.core.types import Settled, Update
 from raafl.data import Digits, Iid
 from raafl.data.federated import FederatedData
 from raafl.local.data_faults import fault_in, first_not_finite
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.lifecycle.divergence import Divergence
 from raafl.runtime.run import simulate
+from raafl.submodel import FlatTensors, Layout
 from raafl.watch.show import evaluation, plain
 from raafl.watch.state import RunState
 from tests.helpers.small_runs import Finished, experiment, finish
@@ -69,6 +70,16 @@ def test_what_diverges_is_said_once():
         found.on_settled(Settled(None, client, "refused:non-finite", 3, 0), 3.0)
         found.on_settled(Settled(None, client, "refused:late", 3, 0), 3.0)
     assert len(said) == 2 and "an update of client 2 is not finite" in said[1]
+    assert found.stop_asked() is None
+
+
+def test_logged_values_that_are_left_out_are_named_once_and_end_no_run():
+    said = []
+    found = Divergence(said.append, strict=True)
+    for client, metrics in ((1, {"loss": math.nan, "f1": 0.5}), (2, {"f1": math.nan}), (1, {"f1": -math.inf})):
+        update = Update(client, client, 0, FlatTensors.empty(Layout(())), 8, metrics=metrics)
+        found.on_settled(Settled(None, client, "merged", 3, 0, update), 3.0)
+    assert said == ["client 2: training_step logs values that are not recorded, 'f1' is nan: log finite numbers"]
     assert found.stop_asked() is None
 
 

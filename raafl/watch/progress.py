@@ -152,7 +152,7 @@ class Progress:
         self._say(text, partial(self._print_warning, text), logging.WARNING)
 
     def _print_warning(self, text: str) -> None:
-        alike = self._file is sys.stderr or (_is_terminal(self._file) and _is_terminal(sys.stderr))
+        alike = _is_same(self._file, sys.stderr) or (_is_terminal(self._file) and _is_terminal(sys.stderr))
         if self.mode != "quiet":
             self._print(f"warning: {text}")
         if self.mode == "quiet" or not alike:
@@ -198,6 +198,14 @@ class Progress:
 
 def _stamp() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S  ")
+
+
+def _is_same(file: TextIO, other: TextIO | None) -> bool:
+    """Check whether two streams end in one file or pipe, as after ``2>&1``."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if other is not None and file is not other:
+            return os.path.samestat(os.fstat(file.fileno()), os.fstat(other.fileno()))
+    return file is other
 
 
 def _is_terminal(file: TextIO | None) -> bool:

@@ -245,6 +245,19 @@ def test_a_view_on_standard_error_says_a_warning_once(capsys, mode, said):
     assert capsys.readouterr().err == said
 
 
+def test_a_warning_is_said_once_where_both_streams_end_in_one_log(tmp_path, monkeypatch):
+    with (
+        (tmp_path / "log").open("a") as out,
+        (tmp_path / "log").open("a") as err,
+        (tmp_path / "other").open("w") as other,
+    ):
+        monkeypatch.setattr(sys, "stderr", err)
+        Progress("plain", out, Clock()).warn("full")
+        Progress("plain", other, Clock()).warn("slow")
+    assert (tmp_path / "log").read_text() == "warning: full\nraafl: warning: slow\n"
+    assert (tmp_path / "other").read_text() == "warning: slow\n"
+
+
 def test_warnings_are_bounded_and_need_no_standard_error(monkeypatch):
     progress = Progress("quiet", io.StringIO(), Clock())
     monkeypatch.setattr(sys, "stderr", None)

@@ -1,4 +1,4 @@
-"""Format durations, sizes and shares for people, in a unit that suits the number."""
+"""Format durations, sizes, shares and quantities for people, in a unit that suits the number."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def size(num_bytes: float) -> str:
 def percent(share: float) -> str:
     """Format a share as a percentage: 0.4 %, 25 %, 100 %; below 10 % with up to two significant digits."""
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
+
+
+def quantity(number: int, noun: str) -> str:
+    """Format a number of things, such as 0 clients, 1 client, 2 clients; ``noun`` is in the singular, with a plural in s."""
+    return f"{number} {noun}" + "s" * (number != 1)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from raafl.units import duration, percent, size
+from raafl.units import duration, percent, quantity, size
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,9 @@ from raafl.units import duration, percent, size
 )  # fmt: skip
 def test_a_quantity_has_the_unit_that_suits_it(write, value, text):
     assert write(value) == text
+
+
+def test_one_thing_is_singular():
+    assert [quantity(number, "revoked certificate") for number in (0, 1, 2)] == [
+        "0 revoked certificates", "1 revoked certificate", "2 revoked certificates",
+    ]  # fmt: skip

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from raafl.config.options import direction
 from raafl.errors import BadInput, at_least, briefly, nearest
+from raafl.units import quantity
 
 if TYPE_CHECKING:
     from raafl.api.run_view import MergedUpdate, RunView
@@ -208,11 +209,11 @@ class Printing(Callback):
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> None:
         """Print the metrics of an evaluation."""
         shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self._line(f"{run.time_s:9.1f} s  version {run.version}  {run.num_updates} updates  {shown}")
+        self._line(f"{run.time_s:9.1f} s  version {run.version}  {quantity(run.num_updates, 'update')}  {shown}")
 
     def on_end(self, run: RunView, summary: Mapping[str, Any]) -> None:
         """Print the reason why the run ended."""
-        self._line(f"finished: {summary['finished']}, {summary['updates_merged']} updates, {run.folder}")
+        self._line(f"finished: {summary['finished']}, {quantity(summary['updates_merged'], 'update')}, {run.folder}")
 
     def _line(self, text: str) -> None:
         file = self._file or sys.stdout

@@ -42,6 +42,7 @@ from raafl.local.numerics import numerics_left
 from raafl.log import console
 from raafl.plan.auto import NAME
 from raafl.submodel.isolated_run import undisturbed
+from raafl.units import quantity
 
 OnInterrupt = Literal["raise", "return"]
 
@@ -64,8 +65,8 @@ class Result:
         summary = self.summary
         final = ", ".join(f"{name} {value:.4g}" for name, value in self.final.items())
         return (
-            f"Result({summary['algorithm']}: {final or 'no metrics'} after {summary['updates_merged']} updates, "
-            f"{summary['versions']} versions, {summary['time_s']:.4g} s; finished {summary['finished']!r:.80}, "
+            f"Result({summary['algorithm']}: {final or 'no metrics'} after {quantity(summary['updates_merged'], 'update')}, "
+            f"{quantity(summary['versions'], 'version')}, {summary['time_s']:.4g} s; finished {summary['finished']!r:.80}, "
             f"folder {str(self.folder)!r})"
         )
 

@@ -17,6 +17,7 @@ from raafl.runfolder.books import Books, check_books
 from raafl.runfolder.schema import GROWING, JOURNAL, SEALS, SUMMARY
 from raafl.runfolder.signing import key_name, read_public_key
 from raafl.sanitize import sanitize_text
+from raafl.units import quantity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -179,18 +180,21 @@ def _replay(folder: Path, options: Any, result: dict[str, Any]) -> None:
 def _lines(books: Books, result: Mapping[str, Any]) -> list[str]:
     """Return the lines of text that report an audit."""
     lines = [
-        f"journal: {books.num_rows} rows, head {books.head[:16]}",
+        f"journal: {quantity(books.num_rows, 'row')}, head {books.head[:16]}",
         f"seals: {books.num_seals}" + ("" if books.key is None else f", key {key_name(books.key)}: {books.key}")
-        + f"; {books.num_signed} rows are signed",
+        + f"; {quantity(books.num_signed, 'row')} {'are' if books.num_signed != 1 else 'is'} signed",
     ]  # fmt: skip
     if (played := result["replay"]) is not None:
         equal = {True: "equal to the recorded model", False: "NOT equal to the recorded model", None: "no end recorded"}
-        lines.append(f"replay: {played['events']} events, version {played['versions']}, {equal[played['equal']]}")
+        lines.append(
+            f"replay: {quantity(played['events'], 'event')}, version {played['versions']}, {equal[played['equal']]}"
+        )
     lines += [
-        f"site: client {one['client']}, {one['receipts']} receipts, {one['trained_again']} tasks trained again"
+        f"site: client {one['client']}, {quantity(one['receipts'], 'receipt')}, "
+        f"{quantity(one['trained_again'], 'task')} trained again"
         for one in result["sites"]
     ]
     lines += [f"note: {note}" for note in result["notes"]]
     lines += [f"FOUND: {finding}" for finding in result["findings"]]
-    lines.append(f"books: {books.state}" if not result["findings"] else f"{len(result['findings'])} findings")
+    lines.append(f"books: {books.state}" if not result["findings"] else quantity(len(result["findings"]), "finding"))
     return lines

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from raafl.config.argv import options_of
 from raafl.errors import BadInput, at_least
 from raafl.lean_import import quick_imports
+from raafl.units import quantity
 
 if TYPE_CHECKING:
     from raafl.devices.profiles import Profile
@@ -76,7 +77,9 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     fits = calibrate(run, own.tasks or MOST_FITTED)
     profiles = [fit.profile(run.clients[client].profile) for client, fit in sorted(fits.items())]
     said = [_said(fit) for _, fit in sorted(fits.items())]
-    comment = f"Calibrated by `raafl calibrate` from {len(run.tasks)} tasks of {own.run}.\n" + "\n".join(said)
+    comment = f"Calibrated by `raafl calibrate` from {quantity(len(run.tasks), 'task')} of {own.run}.\n" + "\n".join(
+        said
+    )
     try:
         write_rows(output, device_rows(profiles), comment)
     except OSError as error:
@@ -112,7 +115,9 @@ def _percent(value: float | None, *, sign: bool = False) -> str:
 
 def _said(fit: Fit) -> str:
     errors = f"a task {_percent(fit.task_error)}, all together {_percent(fit.sum_error, sign=True)}"
-    return f"client {fit.client}: {fit.num_fitted} tasks fitted; error on {fit.num_held_out} others: {errors}"
+    return (
+        f"client {fit.client}: {quantity(fit.num_fitted, 'task')} fitted; error on {fit.num_held_out} others: {errors}"
+    )
 
 
 def _table(run: RealRun, fits: dict[int, Fit], profiles: Sequence[Profile], width: int, terminal: bool) -> str:
@@ -140,7 +145,11 @@ def _table(run: RealRun, fits: dict[int, Fit], profiles: Sequence[Profile], widt
             ]
         )  # fmt: skip
     return table(
-        f"Calibrated from {len(run.tasks)} tasks; errors are of held-out tasks", names, rows, width, terminal=terminal
+        f"Calibrated from {quantity(len(run.tasks), 'task')}; errors are of held-out tasks",
+        names,
+        rows,
+        width,
+        terminal=terminal,
     )
 
 

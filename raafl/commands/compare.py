@@ -13,6 +13,7 @@ from raafl.compare.comparison import Comparison, read
 from raafl.compare.grid import is_grid
 from raafl.config.argv import options_of
 from raafl.errors import BadInput, RunFailed, at_least
+from raafl.units import quantity
 
 _log = logging.getLogger(__name__)
 
@@ -167,4 +168,4 @@ def _verify(folder: Path, share: float, jobs: int, *, as_json: bool) -> str:
         )
     if as_json:
         return json.dumps({"replayed": len(verdicts), "equal": True})
-    return f"{len(verdicts)} runs replayed, each equal to what the result says, to the last bit"
+    return f"{quantity(len(verdicts), 'run')} replayed, each equal to what the result says, to the last bit"

@@ -10,6 +10,7 @@ from typing import Any
 
 from raafl.compare.grid import Grid, read_grid
 from raafl.errors import BadInput, RunFailed
+from raafl.units import quantity
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def _verify(grid: Grid, folder: Path, options: Namespace) -> str:
         )
     if options.json:
         return json.dumps({"verified": len(verdicts), "equal": True})
-    return f"{len(verdicts)} runs made again and replayed, each equal to what {path} says, to the last bit"
+    return f"{quantity(len(verdicts), 'run')} made again and replayed, each equal to what {path} says, to the last bit"
 
 
 def _tell(line: str) -> None:

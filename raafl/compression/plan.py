@@ -13,6 +13,7 @@ from raafl.core.payload import MAX_CACHED, Payload, Way
 from raafl.errors import BadInput
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.spec import FULL, Spec
+from raafl.units import quantity
 
 if TYPE_CHECKING:
     from raafl.core.coordinator import Coordinator
@@ -184,5 +185,5 @@ class CompressionPlan:
         whole = "the clients' part of the model" if self.submodels.whole else "the whole model"
         words = f"compress: {'; '.join(texts)} for {whole}"
         if held:
-            words += f"; the server holds up to {num_clients * held:,} bytes more, for {num_clients} clients at work"
+            words += f"; the server holds up to {num_clients * held:,} bytes more, for {quantity(num_clients, 'client')} at work"
         return [words]

@@ -12,7 +12,7 @@ from raafl.plan.dry import Prediction
 from raafl.plan.plan import Plan
 from raafl.plan.tasks import STRAGGLER
 from raafl.submodel.find.trace import MOST_VALUES
-from raafl.units import size
+from raafl.units import quantity, size
 
 _NO_END = 100_000
 _WIDEST_OF_AXES = 120
@@ -36,7 +36,9 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
     shown = [table(*one, width, terminal=terminal) for one in (_submodels(plan), _devices(plan), _algorithms(plan))]
     shown.insert(2, "\n".join(_advice(plan)))
     shown.insert(0, axes_text(plan.axes, width, terminal=terminal, most=_MOST_AXES))
-    head = f"{plan.name}: {plan.params:,} parameters, {plan.num_clients} clients, batches of {plan.batch_size}"
+    head = (
+        f"{plan.name}: {plan.params:,} parameters, {quantity(plan.num_clients, 'client')}, batches of {plan.batch_size}"
+    )
     shown += [f"{one.name} {one.note}." for one in plan.algorithms if one.note]
     if len(plan.algorithms) == 1 and plan.params > MOST_VALUES:
         shown.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raafl.runfolder.schema import Summary
-from raafl.units import duration, size
+from raafl.units import duration, quantity, size
 
 REASONS = {
     "max_updates": "max_updates reached",
@@ -24,7 +24,7 @@ def summary_lines(summary: Summary, folder: Path) -> list[str]:
     lines = [
         "",
         f"finished: {REASONS.get(summary['finished'], summary['finished'])} after "
-        f"{_num(summary['updates_merged'], 'update')}, {_num(summary['versions'], 'version')}, "
+        f"{quantity(summary['updates_merged'], 'update')}, {quantity(summary['versions'], 'version')}, "
         f"{duration(summary['time_s'])} of {clock} time{real}",
         f"global model on the held-out data: {final}",
     ]
@@ -63,7 +63,3 @@ def _participation(participation: dict[str, int]) -> list[str]:
     if len(participation) > len(shown):
         lines.append(f"  ... and {len(participation) - len(shown)} more, in summary.json")
     return lines
-
-
-def _num(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)

@@ -32,6 +32,7 @@ from raafl.runfolder.schema import (
     kind_of,
 )
 from raafl.sanitize import load_untrusted_yaml
+from raafl.units import quantity
 
 Numbers = npt.NDArray[np.float64]
 
@@ -272,7 +273,7 @@ def _read_clients(run: RecordedRun, path: Path) -> None:
         num_unknown += len(some) - len(known)
         parts.append(_tasks(header, known))
     if num_unknown:
-        run.notes.append(f"clients.csv: {num_unknown} rows without a client are left out")
+        run.notes.append(f"clients.csv: {quantity(num_unknown, 'row')} without a client, left out")
     run.tasks = Tasks(
         np.concatenate([part.client for part in parts]),
         [outcome for part in parts for outcome in part.outcome],

@@ -45,6 +45,7 @@ from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor, max_norm_ratio
 from raafl.submodel import FULL
 from raafl.transport import Transport
+from raafl.units import quantity
 from raafl.watch.eta import Goals
 from raafl.watch.progress import Progress
 from raafl.watch.state import RunState, follow
@@ -257,7 +258,7 @@ class Run:
         experiment, coordinator = self.parts.experiment, self.parts.coordinator
         described = coordinator.algorithm.describe()
         title = (
-            f"{experiment.name}: {described['name']} on {len(self.parts.clients)} clients, "
+            f"{experiment.name}: {described['name']} on {quantity(len(self.parts.clients), 'client')}, "
             f"select {described['select']}, merge {described['merge']}, "
             f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
         )

@@ -7,7 +7,7 @@ import math
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from raafl.units import duration, size
+from raafl.units import duration, quantity, size
 from raafl.watch.snapshot import ClientProgress, ProgressState
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def _counts(state: ProgressState) -> tuple[int, int]:
 
 
 def _updates(state: ProgressState) -> str:
-    goal = f" of {state.num_updates_goal}" if state.num_updates_goal is not None else ""
-    return f"{state.num_updates}{goal} updates"
+    done, goal = state.num_updates, state.num_updates_goal
+    return quantity(done, "update") if goal is None else f"{done} of {quantity(goal, 'update')}"
 
 
 def _moment(time_s: float, version: int) -> str:

@@ -104,7 +104,7 @@ def test_a_stranger_verifies_a_result_and_a_flipped_digest_is_found(finished, tm
     file, out, result = finished
     own = tmp_path / "stranger"
     said = ["--beside", str(out / "result.json"), "--output", str(own)]
-    assert "1 runs made again and replayed" in compare([str(file), "--verify", "0.2", *said])
+    assert "1 run made again and replayed" in compare([str(file), "--verify", "0.2", *said])
     text = (out / "result.json").read_text()
     for cell in result["cells"]:
         for row in cell["rows"]:

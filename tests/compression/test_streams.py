@@ -193,7 +193,7 @@ def test_what_top_k_holds_at_either_end_is_predicted():
     assert plan_of(up="top_k").cost(plain, FULL).peak_bytes - plain.peak_bytes == held_by(UplinkCodec) == 48 + 4 * full
     assert plan_of(down="top_k").cost(plain, FULL).peak_bytes - plain.peak_bytes == 48 + 2 * full
     (note,) = plan_of(down="top_k").notes(num_clients=1)
-    assert note.endswith(f"up to {held_by(DownlinkCodec):,} bytes more, for 1 clients at work")
+    assert note.endswith(f"up to {held_by(DownlinkCodec):,} bytes more, for 1 client at work")
 
 
 def held_by(end):

@@ -56,7 +56,7 @@ def test_only_what_is_damaged_is_left_out(tmp_path):
     assert np.isnan([run.metrics["time_s"][3], run.metrics["accuracy"][3]]).all()
     assert run.summary is None
     said = "\n".join(run.notes)
-    for part in ("2 damaged rows", "1 rows without a client", "journal is damaged", "summary.json is damaged"):
+    for part in ("2 damaged rows", "1 row without a client", "journal is damaged", "summary.json is damaged"):
         assert part in said
 
 

@@ -23,6 +23,7 @@ from raafl.runtime.server.site_rules import ANYTHING, SiteRules
 from raafl.runtime.server.watched_files import WatchedFiles
 from raafl.sanitize import load_untrusted_yaml
 from raafl.transport import Refused
+from raafl.units import quantity
 
 if TYPE_CHECKING:
     from raafl.transport.tcp.opening import Peer
@@ -99,7 +100,8 @@ class Sites:
         if not any(new):
             return False
         sites, revoked = len(self._sites.value), len(self._revoked.value)
-        _log.info("the list of sites has changed: %d sites, %d revoked certificates", sites, revoked)
+        what = f"{quantity(sites, 'site')}, {quantity(revoked, 'revoked certificate')}"
+        _log.info("the list of sites has changed: %s", what)
         return True
 
 

@@ -35,7 +35,7 @@ from raafl.runtime.server.session import Session
 from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import NoRoom, PayloadRoom
 from raafl.transport import Refused
-from raafl.units import duration
+from raafl.units import duration, quantity
 from raafl.watch.progress import Progress
 
 _Life = tuple[int, int]  # client, incarnation
@@ -144,7 +144,8 @@ class Server(Driver):
             session.start()
         if self._patience_s is not None and not self.coordinator.started:
             self._note(
-                f"waiting for {self.coordinator.limits.min_clients} clients, for {duration(self._patience_s)} at most"
+                f"waiting for {quantity(self.coordinator.limits.min_clients, 'client')}, for "
+                f"{duration(self._patience_s)} at most"
             )
         with self._interrupt:
             try:
@@ -378,7 +379,7 @@ class Server(Driver):
         if self.progress is None:
             return
         there, wanted = len(self.sessions), self.coordinator.limits.min_clients
-        here = f"{there} client{'s are' if there != 1 else ' is'} here"
+        here = f"{quantity(there, 'client')} {'are' if there != 1 else 'is'} here"
         if not self.coordinator.started and there < wanted:
             here += f", the run starts with {wanted}"
         self._note(f"{text}; {here}")

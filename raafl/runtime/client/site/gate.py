@@ -30,7 +30,7 @@ from raafl.runtime.client.site.noise import privatise, problem
 from raafl.runtime.fields import LogLine
 from raafl.submodel import FlatTensors, Submodels
 from raafl.transport import Connection
-from raafl.units import size
+from raafl.units import quantity, size
 
 _log = logging.getLogger(__name__)
 
@@ -208,7 +208,8 @@ class SiteGate(Gate):
             self._check_digest("models", self._models, digest)
         if data.num_samples < self.policy.min_samples:
             raise PolicyRefusal(
-                f"this run: the client has {data.num_samples} samples, but policy.min_samples is {self.policy.min_samples}"
+                f"this run: the client has {quantity(data.num_samples, 'sample')}, but policy.min_samples is "
+                f"{self.policy.min_samples}"
             )
         if self.policy.privacy is not None and (why := problem(trainer)) is not None:
             raise PolicyRefusal(f"this run: {why}, so policy.privacy cannot make its updates private")
@@ -372,7 +373,7 @@ class SiteGate(Gate):
         num = min(num_batches * batch_size, self._data.num_samples)
         if num < self.policy.min_samples:
             raise PolicyRefusal(
-                f"a task: it trains on {num} samples, but policy.min_samples is {self.policy.min_samples}",
+                f"a task: it trains on {quantity(num, 'sample')}, but policy.min_samples is {self.policy.min_samples}",
                 "go on",
             )
 

@@ -12,7 +12,7 @@ from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.client.site.gate import PolicyRefusal, model_digest
 from raafl.runtime.protocol import DRY_RUN
 from raafl.sanitize import sanitize_text
-from raafl.units import size
+from raafl.units import quantity, size
 
 
 class DryRun(PolicyRefusal):
@@ -59,11 +59,11 @@ def offer(setup: ClientSetup, config_yaml: str) -> list[str]:
     trainer, submodels, data, experiment = setup.trainer, setup.submodels, setup.data, setup.experiment
     batch = trainer.training.batch_size or data.batch_size or 1
     epochs, steps = trainer.training.num_epochs, trainer.training.num_steps
-    length = f"{epochs} epochs" if steps is None else f"{steps} batches"
+    length = quantity(epochs or 1, "epoch") if steps is None else f"{steps} {'batch' if steps == 1 else 'batches'}"
     compress, local = experiment.compress, trainer.local
     lines = [
         f"the model has {sum(submodels.parameters.values()):,} parameters, digest {model_digest(submodels, sections(config_yaml))}",
-        f"a task: {length} of {batch}, unless the server says otherwise, on {data.num_samples} samples",
+        f"a task: {length} of {batch}, unless the server says otherwise, on {quantity(data.num_samples, 'sample')}",
         f"it comes with at most {size(trainer.payload.layout().num_bytes)} (compressed: {compress.down})",
         f"its answer has at most {size(trainer.payload.layout(way='trained').num_bytes)} (compressed: {compress.up}), what the "
         f"module logs, and the number of samples and steps",
@@ -73,7 +73,7 @@ def offer(setup: ClientSetup, config_yaml: str) -> list[str]:
         lines.append("during a task activations are sent to the server, and gradients come back")
     if data.test is not None:
         lines.append(
-            f"the trained model is measured on {data.test.num_samples} samples of the client's, and the means are sent"
+            f"the trained model is measured on {quantity(data.test.num_samples, 'sample')} of the client's, and the means are sent"
         )
     return lines
 

@@ -28,6 +28,8 @@ class Guard:
             refused, once eight are accepted; null = refuse none. See `raafl.parts.protect.bounded`.
         own_data: whether clients may train on their own data; false = such a client is refused when it joins.
         trim: share that trimmed_mean drops at each end, from 0 to below 0.5.
+        radius: distance from the last result beyond which centred_clip clips an update, as an L2 norm; null = the median
+            distance of the updates.
     """
 
     clip_norm: float | None = None

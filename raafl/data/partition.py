@@ -11,7 +11,7 @@ import heapq
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from raafl.data.labels import class_numbers
-from raafl.errors import BadInput, at_least
+from raafl.errors import BadInput, at_least, briefly
 
 _log = logging.getLogger(__name__)
 _MAX_TRIES = 100
@@ -328,8 +328,9 @@ class ByColumn(Partition):
 
 def _checked(name: str, parts: Sequence[npt.ArrayLike], num_samples: int, num_clients: int) -> list[Ints]:
     """Return the parts that a partition has made, if they are one for each client, with samples that there are."""
-    if len(parts) != num_clients:
-        raise BadInput(f"{name}.assign returned {len(parts)} parts for {num_clients} clients: return one for each")
+    given = f"{len(parts)} parts" if isinstance(parts, Sized) else briefly(parts)
+    if given != f"{num_clients} parts":
+        raise BadInput(f"{name}.assign returned {given} for {num_clients} clients: return one for each")
     checked = []
     for client, part in enumerate(parts, start=1):
         rows = np.asarray(part)

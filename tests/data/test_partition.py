@@ -262,6 +262,9 @@ def test_a_partition_of_ones_own_gives_numbers_of_samples_of_any_kind():
     ("parts", "message"),
     [
         ([[0], [1]], "Own.assign returned 2 parts for 3 clients: return one for each"),
+        (None, "Own.assign returned None for 3 clients: return one for each"),
+        (3, "Own.assign returned 3 for 3 clients: return one for each"),
+        (iter([[0], [1], [2]]), "Own.assign returned an object of list_iterator for 3 clients: return one for each"),
         (
             [[0], [], [1]],
             "Own.assign returned 0 samples of type float64 for client 2: return the indices of one or",

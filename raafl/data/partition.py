@@ -328,8 +328,7 @@ class ByColumn(Partition):
 
 def _checked(name: str, parts: Sequence[npt.ArrayLike], num_samples: int, num_clients: int) -> list[Ints]:
     """Return the parts that a partition has made, if they are one for each client, with samples that there are."""
-    given = f"{len(parts)} parts" if isinstance(parts, Sized) else briefly(parts)
-    if given != f"{num_clients} parts":
+    if (given := f"{len(parts)} parts" if isinstance(parts, Sized) else briefly(parts)) != f"{num_clients} parts":
         raise BadInput(f"{name}.assign returned {given} for {num_clients} clients: return one for each")
     checked = []
     for client, part in enumerate(parts, start=1):

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorData
 import raafl
 from raafl.api.python_objects import digest
 from raafl.commands.cli import main
+from raafl.core.training import Training
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from raafl.runtime.run import simulate
@@ -378,6 +379,15 @@ def test_a_run_leaves_the_generators_of_an_emulated_gpu_as_they_were(tmp_path, e
         ),
         ({"algorithm": raafl.fed_avg}, r"algorithm is fed_avg: give what it makes, raafl.fed_avg\(\), or its name"),
         ({"guard": 3}, "guard is 3: give its fields as a dict"),
+        ({"clients": 2.5}, "clients is 2.5: give a whole number or null"),
+        ({"lr_time_s": "5m"}, "train.lr_time_s is '5m': give a number or null"),
+        ({"lr_versions": "3"}, "train.lr_versions is '3': give a whole number or null"),
+        ({"train": {"num_steps": 2.5}}, "train.num_steps is 2.5: give a whole number or null"),
+        ({"train": Training(lr_schedule="linear", lr_versions=True)}, "train.lr_versions is True: give a whole number"),
+        ({"max_updates": "auto"}, "max_updates is 'auto': give a whole number or null"),
+        ({"target": 0.9}, "target is 0.9: give text or a list of texts or null"),
+        ({"overlap": "no", "seed": 1.5}, "overlap is 'no': give true or false\nseed is 1.5: give a whole number"),
+        ({"devices": [{"flops_per_s": "fast"}]}, "devices.flops_per_s is 'fast': give a number"),
     ],
 )
 def test_a_setting_that_is_none_is_named(settings, message):

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
+from raafl.config.value_types import check_types
 from raafl.data import FPB, SST2, AGNews, HuggingFaceText
 from raafl.data.hub import load_splits
 from raafl.data.labels import labels_of
@@ -44,6 +45,7 @@ class Datasets(LightningDataModule):
         for name, dataset in (("train", train), ("test", test)):
             if name == "train" or dataset is not None:
                 check_dataset(name, dataset)
+        check_types({"batch_size": batch_size}, {"batch_size": int})
         at_least("batch_size", batch_size, 1)
         self.train, self.test, self.batch_size = train, test, batch_size
         self.collate_fn = collate_fn or default_collate

@@ -36,6 +36,7 @@ from raafl.api.settings import (
     without_addresses,
 )
 from raafl.config.experiment import Experiment
+from raafl.config.value_types import check_types
 from raafl.core.algorithm import Algorithm
 from raafl.errors import BadInput, CodeFailed, RunFailed
 from raafl.local.numerics import numerics_left
@@ -122,6 +123,7 @@ class Federation:
             raise BadInput(f"on_interrupt is {on_interrupt!r:.60}: give 'raise' or 'return'")
         self.on_interrupt = on_interrupt
         self.algorithm = algorithm_of(algorithm)
+        check_types({"clients": clients}, {"clients": int | None})
         self.clients, self.devices = clients, devices_of(devices)
         self.callbacks = callbacks_of(callbacks)
         self._fields = fields_of(settings)

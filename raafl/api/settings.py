@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_type_hints
 
 import yaml
 
@@ -15,10 +15,11 @@ from raafl.algorithms import ALGORITHMS
 from raafl.api.modules import ModuleSpec, qualified_name
 from raafl.api.python_objects import digest
 from raafl.compression.options import Compress
-from raafl.config.experiment import SECTIONS, Experiment, marked
+from raafl.config.experiment import SECTIONS, Experiment, field_types, marked
 from raafl.config.options import Timeouts
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.config.trainer_flags import unknown
+from raafl.config.value_types import check_types
 from raafl.core.algorithm import Algorithm, Training
 from raafl.devices.catalog import FIGURES
 from raafl.devices.files import no_file
@@ -95,31 +96,41 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the keyword arguments of `Federation` to fields of `Experiment`.
 
     Raises:
-        BadInput: a setting is unknown, or a section of settings is invalid.
+        BadInput: a setting is unknown or of another type, or a section of settings is invalid.
     """
     known = marked("keyword")
     given: dict[str, Any] = {}
     flat: dict[str, dict[str, Any]] = {}
-    for name, value in settings.items():
+    for name, value in ((name, _as_text(name, value)) for name, value in settings.items()):
         if value is None and (name in SECTIONS or name == "partition"):
             continue  # as if it were not given
         if name in _FLAT:
             flat.setdefault(_FLAT[name], {})[name] = value
         elif name in known:
-            given[name] = str(value) if isinstance(value, Path) else value
+            given[name] = value
         else:
             raise BadInput(unknown(f"Federation has no '{name}'", name, [*known, *_FLAT]))
+    check_types({name: value for name, value in given.items() if name not in SECTIONS}, field_types())
     for group, cls in SECTIONS.items():
         value = given.get(group)
         if isinstance(value, Mapping):
             given[group] = _made(group, cls, value)
         elif value is not None and not isinstance(value, cls):
             raise BadInput(f"{group} is {briefly(value)}: give its fields as a dict")
+        elif value is not None:
+            found = {f.name: _as_text(f.name, getattr(value, f.name)) for f in dataclasses.fields(cls)}
+            check_types(found, get_type_hints(cls), group)
         if group in flat:
+            check_types(flat[group], get_type_hints(cls), group)
             earlier = given.get(group, cls())
             more = {"num_epochs": None} if "num_steps" in flat[group] and group not in given else {}
             given[group] = dataclasses.replace(earlier, **{**more, **flat[group]})
     return given
+
+
+def _as_text(name: str, value: Any) -> Any:
+    """Convert a path, and Lightning's ``precision=32``, to text; return any other value as it is."""
+    return str(value) if isinstance(value, Path) or (name == "precision" and type(value) is int) else value
 
 
 def _made(group: str, cls: Any, value: Mapping[str, Any]) -> Any:
@@ -127,6 +138,8 @@ def _made(group: str, cls: Any, value: Mapping[str, Any]) -> Any:
     for name in value:
         if name not in names:
             raise BadInput(unknown(f"unknown field {group}.{name}", str(name), names))
+    value = {name: _as_text(name, item) for name, item in value.items()}
+    check_types(value, get_type_hints(cls), group)
     try:
         return cls(**value)
     except ValueError as error:

@@ -311,7 +311,7 @@ class ErrorCollector(Check):
             raise Wrong(f"{where} is {value!r:.60}: give its fields, as in --{where}.FIELD VALUE (see --help)", where)
         shown = f"'{value}'" if isinstance(value, str) else f"{value}"
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        raise Wrong(f"{where} is {shown}: give {' or '.join(dict.fromkeys(_words(hint)))}", where)
+        raise Wrong(f"{where} is {shown}: give {' or '.join(dict.fromkeys(describe_type(hint)))}", where)
 
     def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
         """Raise an error with the unknown argument and the nearest valid name; see `Check.refuse_name`."""
@@ -354,11 +354,11 @@ def _nested(name: str, text: str) -> dict[str, Any]:
     return tree
 
 
-def _words(hint: object) -> list[str]:
+def describe_type(hint: object) -> list[str]:
     """Describe in words what a type accepts, one phrase for each kind, null last."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        found = [word for one in inner for word in _words(one)]
+        found = [word for one in inner for word in describe_type(one)]
         return sorted(found, key=lambda word: word == "null")
     if origin is Literal:
         return ["one of " + ", ".join(str(one) for one in inner)]

@@ -12,6 +12,9 @@ LrShape = Literal["constant", "linear", "cosine", "step"]
 _WARMUP_FROM = 0.1
 """Factor at the beginning of a warm-up: with 0 the first tasks would train nothing."""
 
+_LARGEST = 1_000
+"""Largest factor on a learning rate; beyond it a mistake is likelier than an intention."""
+
 
 class Amount(Protocol):
     """Interface of objects that state the length of a task; `raafl.core.types.Work` implements it."""
@@ -41,8 +44,8 @@ class Training:
         lr_time_s: seconds of the run's clock over which the factor falls from 1 to ``lr_final``; None = use
             ``lr_versions``.
         lr_warmup: fraction of that span at its start in which the factor rises linearly from 0.1 to 1.
-        lr_final: factor at the end of that span and from then on; for step, factor of each further span relative to
-            the one before.
+        lr_final: factor at the end of that span and from then on, at most 1,000; for step, factor of each further span
+            relative to the one before, at most 1.
     """
 
     num_epochs: int | None = 1
@@ -62,10 +65,13 @@ class Training:
         """
         if self.lr_schedule not in get_args(LrShape):
             raise BadInput(f"train.lr_schedule is '{self.lr_schedule}': give {', '.join(get_args(LrShape))}")
-        for name, most in (("lr_warmup", 1.0), ("lr_final", math.inf)):
-            value = getattr(self, name)
-            if not 0 <= value < most:
-                raise BadInput(f"train.{name} is {value}: give a number from 0" + (" to below 1" if most == 1 else ""))
+        if not 0 <= self.lr_warmup < 1:
+            raise BadInput(f"train.lr_warmup is {self.lr_warmup}: give a number from 0 to below 1")
+        most = (
+            1 if self.lr_schedule == "step" else _LARGEST
+        )  # a step's factor is taken to a power, which would overflow
+        if not 0 <= self.lr_final <= most:
+            raise BadInput(f"train.lr_final is {self.lr_final}: give a number from 0 to {most}")
         given = [name for name in ("lr_versions", "lr_time_s") if getattr(self, name) is not None]
         if self.lr_schedule == "constant":
             unused = [*given, *(name for name in ("lr_warmup", "lr_final") if getattr(self, name))]

@@ -61,6 +61,14 @@ def test_a_step_schedule_rises_in_its_warm_up_first():
         ({"lr_final": 0.1}, "train.lr_final has no effect with a constant lr_schedule: set"),
         ({"lr_warmup": 1.0}, "train.lr_warmup is 1.0: give a number from 0 to below 1"),
         ({"lr_final": math.inf}, "train.lr_final is inf"),
+        (
+            {"lr_final": 1e200, "lr_schedule": "linear", "lr_versions": 1},
+            "train.lr_final is 1e+200: give a number from 0 to 1000",
+        ),
+        (
+            {"lr_final": 1.5, "lr_schedule": "step", "lr_versions": 1},
+            "train.lr_final is 1.5: give a number from 0 to 1",
+        ),
         ({"lr_schedule": "linear", "lr_time_s": math.nan}, "train.lr_time_s is nan: give seconds above 0"),
     ],
 )

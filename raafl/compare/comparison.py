@@ -19,6 +19,7 @@ from raafl.compare.fields import (
     numbers,
     read_mapping,
     seeds_of,
+    with_direction,
     words,
 )
 from raafl.errors import BadInput, at_least, nearest
@@ -212,7 +213,7 @@ def read(path: Path, variant: str | None = None) -> Comparison:
     raw = _variant({**raw, "name": str(path.stem if raw.get("name") is None else raw["name"])}, variant)
     if raw.get("baseline") is not None:
         raw["baseline"] = str(raw["baseline"])  # a label, which YAML may read as a number
-    raw = check_fields(raw, Comparison, "")
+    raw = with_direction(check_fields(raw, Comparison, ""), Comparison.metric)
     for name in ("config", "rows", "seeds"):
         if name not in raw:
             raise BadInput(f"{name} is missing in '{path}': a comparison needs config, rows and seeds")

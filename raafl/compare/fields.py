@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from yaml import YAMLError
 
+from raafl.config.options import direction
 from raafl.errors import BadInput, nearest, no_utf8
 from raafl.plain_yaml import load_yaml, yaml_problem
 
@@ -68,6 +69,16 @@ def check_fields(given: Mapping[str, Any], kind: type, prefix: str) -> dict[str,
         if plain and not any(_is_plain(value, one) for one in plain):
             raise BadInput(f"{prefix}{name} is {value!r:.80}: give {' or '.join(_PLAIN[one] for one in plain)}")
     return found
+
+
+def with_direction(given: Mapping[str, Any], metric: str) -> dict[str, Any]:
+    """Return the fields with ``maximize``, which is false by default if smaller values of the metric are better.
+
+    Args:
+        given: fields that have a value.
+        metric: metric of fields that name none.
+    """
+    return {"maximize": direction(given.get("metric", metric)) != "min", **given}
 
 
 def _is_plain(value: object, kind: type) -> bool:

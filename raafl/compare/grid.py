@@ -18,6 +18,7 @@ from raafl.compare.fields import (
     numbers,
     read_mapping,
     seeds_of,
+    with_direction,
     words,
 )
 from raafl.errors import BadInput, at_least, nearest
@@ -279,7 +280,7 @@ def _task(path: Path) -> GridTask:
     raw = _fields(path, GridTask, ("config", "search", "targets"))
     beside = path.parent / raw["config"]
     config = beside.as_posix() if beside.is_file() else raw["config"]
-    return GridTask(**raw | {
+    return GridTask(**with_direction(raw, GridTask.metric) | {
         "config": config, "options": words("options", raw.get("options")), "search": mapping("search", raw["search"]),
         "targets": tuple(numbers("targets", raw["targets"])),
     })  # fmt: skip

@@ -25,6 +25,15 @@ def test_options_are_words_and_the_name_is_the_files(tmp_path):
     assert found.rows == {"A": ("--model.lr", "0.1"), "B": ()}
 
 
+@pytest.mark.parametrize(
+    ("given", "maximize"),
+    [({}, True), ({"metric": "loss"}, False), ({"metric": "val_mse"}, False), ({"metric": "gap"}, True),
+     ({"metric": "loss", "maximize": True}, True), ({"metric": "gap", "maximize": False}, False)],
+)  # fmt: skip
+def test_a_metrics_name_says_what_is_better_unless_the_file_does(tmp_path, given, maximize):
+    assert read(written(tmp_path, **given)).maximize is maximize
+
+
 def test_a_grid_is_a_product_in_order(tmp_path):
     search = read(written(tmp_path, search=SEARCH)).search
     assert search.settings("A") == [

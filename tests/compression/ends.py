@@ -18,7 +18,8 @@ def model() -> Submodels:
 
 
 def plan_of(down="none", up="none", top_k=0.25, merge=None) -> CompressionPlan:
-    made = CompressionPlan.of(model(), Compress(down, up, top_k), (merge or Mean()).sends, Local())
+    wanted = Compress(down, up, top_k) if "top_k" in (down, up) else Compress(down, up)
+    made = CompressionPlan.of(model(), wanted, (merge or Mean()).sends, Local())
     assert made is not None
     return made
 

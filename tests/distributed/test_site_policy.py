@@ -99,7 +99,7 @@ def test_who_only_looks_sees_what_is_asked_and_does_not_join(tmp_path):
     said = second.words()
     assert "model: model_zoo.MLP(in_features=64, " in said and "data: raafl.data.Digits(" in said
     assert "the model has 15,010 parameters, digest " in said
-    assert "a task: 1 batches of 32, " in said and "its answer has at most 60 kB (compressed: " in said
+    assert "a task: 1 batch of 32, " in said and "its answer has at most 60 kB (compressed: " in said
     refused = "the site's policy refuses this run: its model has 15,010 parameters, but policy.max_parameters is 100"
     assert refused in third.words() and "a task: " not in third.words()
     assert run.summary["connections_refused"] == {"dry-run": 2}

@@ -90,9 +90,15 @@ def console(kind: LogFormat = "text") -> Iterator[None]:
 
 
 @lru_cache(1000)
-def warn_once(logger: logging.Logger, text: str) -> None:
-    """Log a warning, unless this process has logged the same one before."""
-    logger.warning(text)
+def warn_once(logger: logging.Logger, text: str, private: bool = False) -> None:
+    """Log a warning, unless this process has logged the same one before.
+
+    Args:
+        logger: logger of the warning.
+        text: text of the warning.
+        private: whether only this machine may see it, so that it never goes to a server with a client's log lines.
+    """
+    logger.warning(text, extra={"private": private})
 
 
 def is_printed() -> bool:

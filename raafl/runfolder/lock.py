@@ -11,12 +11,13 @@ import logging
 import os
 from pathlib import Path
 from typing import Final, Self
+from weakref import WeakSet
 
 from raafl.errors import BadInput
 
 _log = logging.getLogger(__name__)
-_held: Final[set[int]] = set()
-"""Descriptors of this process's locks."""
+_held: Final[WeakSet[FolderLock]] = WeakSet()
+"""Locks of this process."""
 
 
 class FolderLock:
@@ -39,7 +40,7 @@ class FolderLock:
         self._descriptor: int | None = None
         try:
             self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            _held.add(self._descriptor)
+            _held.add(self)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
@@ -54,10 +55,13 @@ class FolderLock:
 
     def close(self) -> None:
         """Release the lock; a second call does nothing."""
-        if self._descriptor in _held:  # else it was closed when this process was forked
-            _held.remove(self._descriptor)
-            os.close(self._descriptor)
-        self._descriptor = None
+        _held.discard(self)
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __del__(self) -> None:  # the run failed before somebody could close it
+        self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -68,8 +72,8 @@ class FolderLock:
 
 def _leave_to_parent() -> None:
     """Close a forked child's copies of its parent's locks, which would outlive a parent that is killed."""
-    while _held:
-        os.close(_held.pop())
+    for lock in list(_held):
+        lock.close()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -80,3 +81,25 @@ def test_where_nothing_can_be_locked_the_run_goes_on_with_a_warning(folder, monk
         pass
     (said, _) = caplog.messages
     assert said == f"{folder} cannot be locked (No locks available): make sure that no other process writes there"
+
+
+def test_a_run_that_is_dropped_leaves_its_lock(folder):
+    FolderLock(folder, "resume")
+    gc.collect()
+    FolderLock(folder, "resume").close()
+
+
+def test_a_forked_child_can_take_a_lock_of_its_own_beside_the_inherited_one(folder):
+    """The child's copy of the parent's lock closes nothing of the child's, though a descriptor's number is used again."""
+    other = folder.parent / "other"
+    other.mkdir()
+    parents = FolderLock(folder, "resume")
+
+    def work():
+        lock = FolderLock(other, "resume")
+        parents.close()
+        return lock
+
+    with forked(work), pytest.raises(BadInput):
+        FolderLock(other, "resume")
+    parents.close()

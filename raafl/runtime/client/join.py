@@ -275,7 +275,7 @@ def _tell_not_joining(pair: Connection, reason: str) -> None:
         pair: connection to the server.
         reason: reason for not joining, `POLICY` or `DRY_RUN`.
     """
-    with suppress(PeerLost, PeerTimeout, Refused):
+    with suppress(PeerLost, PeerTimeout, Refused, PolicyRefusal):  # the reason is told already: this one is no news
         pair.send(Message(Kind.FAILED, meta=Failed(reason).to_meta()))
         pair.recv(no_tensors, _PARTING_S)
 

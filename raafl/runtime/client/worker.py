@@ -295,7 +295,7 @@ class Client:
             trained: fingerprint of it before the site's policy; "" where no receipts are kept.
         """
         if values := logged_not_finite(update.metrics):
-            warn_once(_log, left_out(self._info.id, values))
+            warn_once(_log, left_out(self._info.id, values), private=True)  # names metrics that may not leave the site
         head, leaves = self._head, "" if self.receipts is None else update.tensors.fingerprint()
         device, base = self._trainer.fabric.device, assignment.spec.base
         answer = Answer(

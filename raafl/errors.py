@@ -232,6 +232,11 @@ def refuse_unused_fields(section: str, options: Any, names: Iterable[str], reaso
         remedy: another remedy than to leave the fields out.
     """
     default = {f.name: f.default for f in fields(options)}
+    remedy += "".join(
+        f", or set {section}.{n} to {'null' if default[n] is None else default[n]}"
+        for n in names
+        if getattr(options, n) != default[n]
+    )
     given = {f"{section}.{name}": (getattr(options, name), default[name]) for name in names}
     refuse_unused(reason, remedy, **given)
 

@@ -47,7 +47,7 @@ class Datasets(LightningDataModule):
                 check_dataset(name, dataset)
         check_types({"batch_size": batch_size}, {"batch_size": int})
         at_least("batch_size", batch_size, 1)
-        self.train, self.test, self.batch_size = train, test, batch_size
+        self.train, self.test, self.batch_size = train, test, int(batch_size)
         self.collate_fn = collate_fn or default_collate
 
     def train_dataloader(self) -> DataLoader[Any]:

@@ -31,6 +31,7 @@ from raafl.api.settings import (
     count_of,
     devices_of,
     fields_of,
+    plain_value,
     same_settings,
     to_yaml,
     without_addresses,
@@ -124,7 +125,7 @@ class Federation:
         self.on_interrupt = on_interrupt
         self.algorithm = algorithm_of(algorithm)
         check_types({"clients": clients}, {"clients": int | None})
-        self.clients, self.devices = clients, devices_of(devices)
+        self.clients, self.devices = plain_value("clients", clients), devices_of(devices)
         self.callbacks = callbacks_of(callbacks)
         self._fields = fields_of(settings)
         self._observer: CallbackHooks | None = None

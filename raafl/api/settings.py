@@ -101,7 +101,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     known = marked("keyword")
     given: dict[str, Any] = {}
     flat: dict[str, dict[str, Any]] = {}
-    for name, value in ((name, _as_text(name, value)) for name, value in settings.items()):
+    for name, value in ((name, plain_value(name, value)) for name, value in settings.items()):
         if value is None and (name in SECTIONS or name == "partition"):
             continue  # as if it were not given
         if name in _FLAT:
@@ -118,8 +118,11 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None and not isinstance(value, cls):
             raise BadInput(f"{group} is {briefly(value)}: give its fields as a dict")
         elif value is not None:
-            found = {f.name: _as_text(f.name, getattr(value, f.name)) for f in dataclasses.fields(cls)}
+            found = {f.name: plain_value(f.name, getattr(value, f.name)) for f in dataclasses.fields(cls)}
             check_types(found, get_type_hints(cls), group)
+            given[group] = dataclasses.replace(
+                value, **{f.name: found[f.name] for f in dataclasses.fields(cls) if f.init}
+            )
         if group in flat:
             check_types(flat[group], get_type_hints(cls), group)
             earlier = given.get(group, cls())
@@ -128,9 +131,11 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _as_text(name: str, value: Any) -> Any:
-    """Convert a path, and Lightning's ``precision=32``, to text; return any other value as it is."""
-    return str(value) if isinstance(value, Path) or (name == "precision" and type(value) is int) else value
+def plain_value(name: str, value: Any) -> Any:
+    """Convert a path, and Lightning's ``precision=32``, to text, and numpy's numbers to Python's; return others as they are."""
+    if isinstance(value, Path) or (name == "precision" and type(value) is int):
+        return str(value)
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
 
 
 def _made(group: str, cls: Any, value: Mapping[str, Any]) -> Any:
@@ -138,7 +143,7 @@ def _made(group: str, cls: Any, value: Mapping[str, Any]) -> Any:
     for name in value:
         if name not in names:
             raise BadInput(unknown(f"unknown field {group}.{name}", str(name), names))
-    value = {name: _as_text(name, item) for name, item in value.items()}
+    value = {name: plain_value(name, item) for name, item in value.items()}
     check_types(value, get_type_hints(cls), group)
     try:
         return cls(**value)

@@ -66,16 +66,26 @@ def about(text: str, metavar: str | None = None, **more: Any) -> dict[str, About
     return {"about": About(text, metavar, **more)}
 
 
+_OF_A_METRIC = ("drop", "gap", "diff", "std", "var", "variance")
+"""Last words of names that say something of a metric, whose direction is another one."""
+
+
 def direction(metric: str) -> Direction | None:
     """Tell by the words of a metric's name whether lower or higher values are better; None if the name does not say it.
 
-    The last known word counts, as in ``val_loss``, ``train/rmse`` or ``top5_accuracy``; a leading ``neg_`` turns a loss
-    or an error round, as in scikit-learn.
+    The last known word counts, as in ``val_loss``, ``train/rmse`` or ``top5_accuracy``; a leading ``neg_`` turns the
+    direction round, as in scikit-learn.
     """
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", metric).lower()
-    found = [match.lastgroup for match in _KNOWN.finditer(words)]
+    if words.rpartition("_")[2] in _OF_A_METRIC:
+        return None
+    # mIoU and the like are words of their own
+    whole = re.sub(r"[^A-Za-z0-9]+", "_", metric).lower()
+    found = [match.lastgroup for match in _KNOWN.finditer(words)] or [
+        match.lastgroup for match in _KNOWN.finditer(whole)
+    ]
     if found[-1:] == ["max"]:
-        return "max"
+        return "min" if _NEGATED.search(words) else "max"
     if found or words.endswith(("loss", "perplexity", "error")):
         return "max" if _NEGATED.search(words) else "min"
     return "max" if "score" in words.split("_") else None
@@ -116,7 +126,9 @@ class Target:
         except ValueError:
             number = math.nan
         if not match or not math.isfinite(number):
-            raise BadInput(f"target is '{text}': give METRIC=VALUE, for example accuracy=0.93")
+            raise BadInput(
+                f"target is '{text}': give METRIC=VALUE, for example accuracy=0.93, or METRIC<=VALUE or METRIC>=VALUE"
+            )
         given: dict[str, Direction] = {"<=": "min", ">=": "max"}
         return cls.of(match[1], number, given.get(match[2]))
 

@@ -78,7 +78,7 @@ class Training:
             if unused:
                 raise BadInput(
                     f"train.{unused[0]} has no effect with a constant lr_schedule: set train.lr_schedule to linear, cosine "
-                    f"or step, or leave train.{unused[0]} out"
+                    f"or step, or leave train.{unused[0]} out (at {'null' if unused[0] in given else 0})"
                 )
         elif len(given) != 1:
             raise BadInput(

@@ -284,7 +284,7 @@ def test_a_scale_below_zero_is_refused():
         ({"top_k": 1.5}, "compress.top_k is 1.5"),
         (
             {"top_k": 0.2, "up": "int8"},
-            "compress.top_k is 0.2, but neither .* is top_k: set one of these to top_k, or leave out",
+            "compress.top_k is 0.2, but neither .* is top_k: set one of these to top_k, or set compress.top_k to 0.1, or",
         ),
     ],
 )

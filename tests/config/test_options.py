@@ -36,6 +36,17 @@ def test_a_target_may_state_its_direction(text, shown, at_most):
     )
 
 
+@pytest.mark.parametrize(
+    ("metric", "better"),
+    [
+        ("mIoU", "max"), ("val_IoU", "max"), ("neg_accuracy", "min"), ("neg_rmse", "max"), ("accuracy_drop", None),
+        ("loss_std", None), ("val_mAP", "max"),
+    ],
+)  # fmt: skip
+def test_the_direction_of_names_in_camel_case_negated_or_of_differences(metric, better):
+    assert direction(metric) == better
+
+
 def test_a_target_without_any_direction_is_not_clear():
     assert not Target.parse("gap=0.1").is_clear
 

@@ -12,6 +12,8 @@ import pytest
 from raafl.config.value_types import check_types, fits
 from raafl.core.training import Training
 from raafl.errors import BadInput
+from tests.helpers.small_federations import federation
+from tests.helpers.small_runs import digits, small_mlp
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,8 @@ def test_each_wrong_value_has_a_line():
         "train.lr_time_s is '5m': give a number or null",
         "train.num_steps is 2.5: give a whole number",
     ]
+
+
+def test_numbers_of_numpy_are_taken_as_python_s(tmp_path):
+    made = federation(tmp_path / "run", batch_size=np.int64(8), max_time=np.float64(30.0), max_updates=np.int64(3))
+    assert made.simulate(small_mlp, digits()).summary["finished"] == "max_updates"

@@ -9,6 +9,7 @@ import pytest
 from raafl.algorithms import fed_avg
 from raafl.config.site_policy import SiteLogs
 from raafl.errors import BadInput
+from raafl.log import warn_once
 from raafl.runtime.client.site.gate import Gate
 from raafl.runtime.client.site.logs import LogBuffer
 from raafl.runtime.fields import MAX_LOG_LINES, MAX_LOG_TEXT, LogLine
@@ -39,6 +40,7 @@ def test_lines_of_the_named_loggers_leave_once_cleaned_and_cut(heard):
 
 def test_what_the_policy_refuses_and_why_is_for_the_site_alone(heard):
     MINE.warning("the site's policy refuses a task", extra={"private": True})
+    warn_once(MINE, "the site's metric 'cases' is inf", private=True)
     assert heard.take() == ()
 
 

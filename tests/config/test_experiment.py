@@ -119,7 +119,10 @@ def test_a_sound_experiment_has_no_problem():
             {"algorithm": raafl.fed_mezo(), "train": Training(lr_schedule="linear", lr_versions=9)},
             "train.lr_schedule is linear, but fed_mezo steps without the module's optimizer: leave it out",
         ),
-        ({"target": ["accuracy=0.9", "loss"]}, "target is 'loss': give METRIC=VALUE, for example accuracy=0.93"),
+        (
+            {"target": ["accuracy=0.9", "loss"]},
+            "target is 'loss': give METRIC=VALUE, for example accuracy=0.93, or METRIC<=VALUE or METRIC>=VALUE",
+        ),
         ({"max_time": "soon"}, "max_time is soon: give seconds above 0, or text such as 90s, 5m, 2h"),
         (
             {"devices": "nowhere.csv"},

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from raafl.errors import BadInput, no_utf8
 
 if TYPE_CHECKING:
     import yaml
@@ -35,6 +38,28 @@ def load_yaml(text: str) -> Any:
         return yaml.load(text, Loader)
     except (ValueError, RecursionError) as error:  # such as a date with a month 13
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from None
+
+
+def read_yaml(path: Path, what: str, fault: str = "is not valid YAML") -> Any:
+    """Read a YAML file by `load_yaml`.
+
+    Args:
+        path: path of the file.
+        what: name of the file in messages, such as "config run.yaml".
+        fault: words for a file that is not YAML.
+
+    Raises:
+        BadInput: the file is not text in UTF-8, or not YAML.
+        OSError: the file cannot be read.
+    """
+    import yaml
+
+    try:
+        return load_yaml(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise BadInput(f"{what} {fault}: {yaml_problem(error)}") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{what} {no_utf8(error)}") from None
 
 
 def yaml_problem(error: yaml.YAMLError) -> str:

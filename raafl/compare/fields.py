@@ -10,11 +10,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-from yaml import YAMLError
-
 from raafl.config.options import direction
-from raafl.errors import BadInput, nearest, no_utf8
-from raafl.plain_yaml import load_yaml, yaml_problem
+from raafl.errors import BadInput, nearest
+from raafl.plain_yaml import read_yaml
 
 Options = tuple[str, ...]
 """Options of `raafl simulate`, as words of a command line."""
@@ -34,14 +32,10 @@ def read_mapping(path: Path, what: str, remedy: str) -> dict[str, Any]:
         BadInput: the file is missing, not YAML, not a mapping, or a mapping in it has a key twice.
     """
     try:
-        raw = load_yaml(path.read_text(encoding="utf-8"))
+        raw = read_yaml(path, what, "is not YAML")
     except OSError as error:
         near = nearest(path.stem, [file.stem for file in path.parent.glob("*.yaml")], none="name a YAML file")
         raise BadInput(f"{what} cannot be read: {error.strerror}: {near}") from None
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{what} {no_utf8(error)}") from None
-    except YAMLError as error:
-        raise BadInput(f"{what} is not YAML: {yaml_problem(error)}") from None
     if not isinstance(raw, dict):
         raise BadInput(f"{what} is not a mapping: {remedy}")
     return raw

@@ -21,9 +21,9 @@ from raafl.config.check import MADE, with_class_path
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
 from raafl.config.messages import explain, relative
 from raafl.config.options import GROUPS
-from raafl.errors import USER_ERRORS, BadInput, cause, nearest, no_utf8, user_frame
+from raafl.errors import USER_ERRORS, BadInput, cause, nearest, user_frame
 from raafl.lean_import import PACKAGES
-from raafl.plain_yaml import load_yaml, yaml_problem
+from raafl.plain_yaml import read_yaml
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -355,19 +355,13 @@ def config_first(argv: Sequence[str]) -> list[str]:
 
 def _check_config(file: str) -> None:
     """Raise `BadInput` unless ``file`` is YAML with a table of fields."""
-    import yaml
-
     path = Path(file)
     if path.is_dir():
         raise BadInput(f"config is '{file}', which is a folder: {_other_configs(path / 'x')}")
     if not path.is_file():
         raise BadInput(f"config is '{file}', which does not exist: {_other_configs(path)}")
     try:
-        content = load_yaml(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise BadInput(f"config {file} is not valid YAML: {yaml_problem(error)}") from None
-    except UnicodeDecodeError as error:
-        raise BadInput(f"config {file} {no_utf8(error)}") from None
+        content = read_yaml(path, f"config {file}")
     except OSError as error:
         raise BadInput(f"config {file} cannot be read ({error.strerror}): name a YAML file") from None
     if not isinstance(content, dict):

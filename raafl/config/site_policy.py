@@ -13,11 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal
 
-import yaml
-
 from raafl.config.hours import Hours
-from raafl.errors import BadInput, at_least, installing, nearest, no_utf8, positive
-from raafl.plain_yaml import load_yaml, yaml_problem
+from raafl.errors import BadInput, at_least, installing, nearest, positive
+from raafl.plain_yaml import read_yaml
 
 PINNED: Final = ("models", "data", "algorithms")
 """Fields that list names of parts, each with the digest of its section where it is to be that section to the letter."""
@@ -234,11 +232,7 @@ def load_policy(file: str) -> SitePolicy:
 
     path = Path(file)
     try:
-        tree = load_yaml(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise BadInput(f"policy {file} is not valid YAML: {yaml_problem(error)}") from None
-    except UnicodeDecodeError as error:
-        raise BadInput(f"policy {file} {no_utf8(error)}") from None
+        tree = read_yaml(path, f"policy {file}")
     except OSError as error:
         raise BadInput(f"policy is '{file}', which cannot be read ({error.strerror}): name a YAML file") from None
     if not isinstance(tree, dict):

@@ -13,6 +13,7 @@ from typing import Any
 from raafl.config.argv import options_of, whole_number
 from raafl.errors import BadInput, nearest
 from raafl.sanitize import load_untrusted_yaml
+from raafl.units import quantity
 
 USAGE = """\
 usage: raafl certs COMMAND [--folder certs] [--days 30]
@@ -179,7 +180,7 @@ def _revoke(options: Namespace) -> str:
     from raafl.certs.authority import Authority
 
     taken = Authority(options.folder).revoke(options.name)
-    return f"revoked '{options.name}': {len(taken)} valid certificate{'s' if len(taken) != 1 else ''}"
+    return f"revoked '{options.name}': {quantity(len(taken), 'valid certificate')}"
 
 
 def _list(options: Namespace) -> str:

@@ -24,7 +24,7 @@ from raafl.report.submodels import axes, regions, specs, staleness
 from raafl.report.timeline import time_spent, timeline
 from raafl.runfolder.books import signature_warning
 from raafl.runfolder.reading import RecordedRun, read
-from raafl.units import size
+from raafl.units import quantity, size
 
 if TYPE_CHECKING:
     from raafl.data.federated import FederatedData
@@ -91,7 +91,7 @@ def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
     except OSError as error:
         why = error.strerror or error
         raise BadInput(f"{name} is '{path}', which cannot be written ({why}): name another file") from None
-    return f"{path}: {num_runs} run{'s' * (num_runs != 1)}, {size(len(data))}"
+    return f"{path}: {quantity(num_runs, 'run')}, {size(len(data))}"
 
 
 def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = False) -> str:

@@ -32,7 +32,7 @@ from raafl.runfolder.checkpoints import load, newest
 from raafl.runfolder.events import read_summary
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.schema import CLIENT, METRICS, TRAIN, Summary, is_metric
-from raafl.units import duration
+from raafl.units import duration, quantity
 
 if TYPE_CHECKING:
     from raafl.config.parse import Parsed
@@ -317,7 +317,7 @@ class Runner:
 
     def _say_left(self, num: int, line: str = "") -> None:
         """Tell ``line``, how many runs are left of those that were asked for, and about how long they take."""
-        left = f"{num} run{'s' * (num != 1)} left in this step"
+        left = f"{quantity(num, 'run')} left in this step"
         if self._seconds and num:
             left += f", about {duration(statistics.fmean(self._seconds) * num / self._jobs)}"
         self._tell(f"{line}  ({left})" if line else left)

@@ -14,6 +14,7 @@ from statistics import NormalDist
 from typing import Literal
 
 from raafl.devices.profiles import Pairs, Profile, TaskTime
+from raafl.units import quantity
 
 Draw = Callable[..., int]
 """Makes a 63-bit seed from the parts that it is given; its own seed is that of the run and the client."""
@@ -79,7 +80,7 @@ def description(profile: Profile) -> str:
         ("links", _variation(profile, "link")),
     ):
         repeats = "" if profile.repeat_s is None else f" in {profile.repeat_s:g} s"
-        said = [f"{len(changes)} change{'s' * (len(changes) > 1)}{repeats}"] if changes else []
+        said = [f"{quantity(len(changes), 'change')}{repeats}"] if changes else []
         said += [f"drift {drift:g} over {profile.drift_s:g} s"] if drift else []
         said += [f"jitter {jitter:g}"] if jitter else []
         parts += [f"{name}: {', '.join(said)}"] if said else []

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raafl.units import quantity
+
 if TYPE_CHECKING:
     from raafl.local.options import FabricOptions
 
@@ -64,7 +66,7 @@ def device_problem(options: FabricOptions) -> str | None:
 def count_gpus() -> str:
     """Describe in words how many GPUs torch can use."""
     num_gpus = torch.cuda.device_count()
-    return f"{num_gpus} GPU{'s' * (num_gpus != 1)}" if num_gpus else "no GPU"
+    return quantity(num_gpus, "GPU") if num_gpus else "no GPU"
 
 
 def precision_of(options: FabricOptions) -> str:

@@ -15,6 +15,7 @@ from raafl.runfolder.schema import CHECKPOINTS, CONFIG, GROWING, JOURNAL, MODEL,
 from raafl.runfolder.seals import Seal, TableDigest, file_digest, read_seals, seal_digest
 from raafl.runfolder.signing import is_signed, key_name
 from raafl.sanitize import sanitize_text
+from raafl.units import quantity
 
 UNSIGNED: Final = "unsigned"
 ALTERED: Final = "altered"
@@ -232,7 +233,7 @@ def _check_tail(folder: Path, books: Books, name: str, num_rows: int) -> None:
         return
     num_bytes = measure(folder / name)[1]
     parts = [(num_rows, "row"), (num_bytes, "byte")]
-    what = " and ".join(f"{num} {unit}{'s' if num != 1 else ''}" for num, unit in parts if num)
+    what = " and ".join(quantity(num, unit) for num, unit in parts if num)
     if what and books.final:
         books.findings.append(f"{name}: {what} too many, added after the end of the run")
     elif what:

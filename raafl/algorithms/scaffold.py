@@ -18,6 +18,8 @@ Choices that the paper leaves open:
 - Option I computes the gradient at x over the task's batches, which doubles the computation.
 - Submodels: c is a mean that leaves out clients that do not train an element (`raafl.parts.merge.variates`); for whole models
   it is over N.
+- Clients count equally in both means, as in the paper. `by_samples` weights both by |D_n|, as Flower's niid_bench does; with
+  other weights for x than for c the corrections of a round would not cancel.
 - With a `buffer_size` it is asynchronous: K differences make a merge, each against the model and the c that its client received,
   weighted by s(staleness) = 1/sqrt(1 + staleness) as in FedBuff; c_i^+ is stored when it arrives, and c changes at the merge.
 """
@@ -47,7 +49,7 @@ SERVER, CLIENT = "c", "c_i"
 
 def scaffold(
     option: Literal[1, 2] = 2, server_lr: float = 1.0, cohort: int | None = None, concurrency: int | None = None,
-    buffer_size: int | None = None, submodel: Select | None = None,
+    buffer_size: int | None = None, submodel: Select | None = None, by_samples: bool = False,
 ) -> Algorithm:  # fmt: skip
     """Return SCAFFOLD, in which control variates keep the clients' steps from drifting apart.
 
@@ -63,6 +65,7 @@ def scaffold(
         buffer_size: number of updates in a merge of an asynchronous run; None = synchronous rounds.
         submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
+        by_samples: whether to weight clients by their numbers of samples |D_n|, in the model and in c; False = equally.
     """
     if option not in (1, 2):
         raise BadInput(f"option is {option}: give 1 or 2")
@@ -73,7 +76,9 @@ def scaffold(
         select=submodel or Full(),
         local=Controlled(option),
         trigger=AllReported() if buffer_size is None else Buffered(buffer_size),
-        merge=WithVariates(Deltas(server_lr, Staleness("polynomial", a=0.5)), Variates(CLIENT, SERVER)),
+        merge=WithVariates(
+            Deltas(server_lr, Staleness("polynomial", a=0.5), by_samples), Variates(CLIENT, SERVER, by_samples)
+        ),
     )
 
 

@@ -114,6 +114,22 @@ def test_the_server_by_hand():
     assert sent(again, two) == [[1.5, 1.5], [3, 3], [4, 4]]
 
 
+def test_by_samples_both_means_are_weighted_and_silent_clients_count_as_the_others():
+    """N = 3, clients 1 and 2 with 30 and 10 samples: x + (30 * 2 + 10 * 6) / 40, c + (30 * 8 + 10 * 4) / (30 + 10 + 20)."""
+    algorithm = scaffold(cohort=2, by_samples=True)
+    coordinator = coordinator_for(algorithm, line_state(hidden=2), num_clients=3)
+    merge, state = algorithm.merge, coordinator.state
+    for client, num_samples, delta, change in ((1, 30, 2.0, 8.0), (2, 10, 6.0, 4.0)):
+        bundles = {"c_i": filled(state, change)}
+        merge.receive(state, Update(0, client, 0, filled(state, delta), num_samples, bundles=bundles), FULL, 0)
+    merge.apply(state)
+    bundles = {name: filled(state, 9.0) for name in ("c", "c_i")}
+    merge.personalize(state, 2, FULL, filled(state, 0.0), bundles)
+    assert state.values["fc2.weight"][0].tolist() == [3.0, 3.0]
+    assert bundles["c"]["fc2.weight"][0].tolist() == pytest.approx([280 / 60] * 2)
+    assert bundles["c_i"]["fc2.weight"][0].tolist() == [4.0, 4.0]
+
+
 def test_c_stands_still_within_a_round():
     coordinator = coordinator_for(scaffold(concurrency=1), line_state(hidden=2), min_clients=2, num_clients=2)
     (first,) = assigned(join(coordinator, [1, 2])).values()

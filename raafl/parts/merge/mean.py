@@ -315,23 +315,26 @@ class Deltas(Merge):
     Attributes:
         server_lr: server learning rate eta_g.
         staleness: function s by which late updates count less, by default 1/sqrt(1 + staleness).
+        by_samples: whether clients are weighted by |D_n|; False = equally, as in the paper.
     """
 
     server_lr: float = 1.0
     staleness: Staleness = field(default_factory=lambda: Staleness("polynomial", a=0.5))
+    by_samples: bool = False
     sends: Literal["values", "delta"] = "delta"
 
     def __post_init__(self) -> None:
         positive("server_lr", self.server_lr)
 
     def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
-        """Return an update's weight, always 1, and the factor on its change: server learning rate times staleness factor."""
-        return 1.0, self.server_lr * self.staleness(staleness)
+        """Return an update's weight in the mean, and the factor on its change: server learning rate times staleness factor."""
+        return float(update.num_samples) if self.by_samples else 1.0, self.server_lr * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the update's change, times its staleness factor, to the sum."""
-        memory = state.memory.of(DeltasMemory)
-        Accumulator(state, memory).add(update.tensors, spec, 1.0, self.staleness(staleness))
+        """Add the update's change, times its weight and staleness factor, to the sum."""
+        weight, _ = self.weigh(update, staleness)
+        accumulator = Accumulator(state, state.memory.of(DeltasMemory))
+        accumulator.add(update.tensors, spec, weight, self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
         """Move the model by the mean change in the buffer."""
@@ -360,4 +363,5 @@ class Deltas(Merge):
 
     def __str__(self) -> str:
         stale = str(self.staleness)
-        return f"mean of deltas{' x ' + stale if stale else ''}, server lr {self.server_lr:g}"
+        weighted = ", by samples" if self.by_samples else ""
+        return f"mean of deltas{' x ' + stale if stale else ''}{weighted}, server lr {self.server_lr:g}"

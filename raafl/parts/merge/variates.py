@@ -21,15 +21,17 @@ class _VariatesMemory(MergeMemory):
     Attributes:
         sum: sum at the time of the last merge.
         new: changes of variates since the last merge.
-        count: number of clients that have trained each element.
-        received: client and submodel of each update since the last merge.
+        count: total weight of the clients that have trained each element.
+        weight: total weight of the clients in `seen`.
+        received: client, submodel and weight of each update since the last merge.
         seen: submodels that a client has trained so far, by client.
     """
 
     sum: FlatTensors
     new: FlatTensors
     count: FlatTensors
-    received: list[tuple[int, Spec]] = field(default_factory=list)
+    weight: float = 0.0
+    received: list[tuple[int, Spec, float]] = field(default_factory=list)
     seen: dict[int, list[Spec]] = field(default_factory=dict)
 
 
@@ -37,17 +39,19 @@ class _VariatesMemory(MergeMemory):
 class Variates:
     """Control variates of all clients, which correct the drift of local training: one number for each trained parameter.
 
-    All start at 0. Their mean is over all N clients of the run, as in the papers. With submodels, the mean of an element
+    All start at 0. Their mean, weighted or not, is over all N clients of the run, as in the papers. With submodels, the mean of an element
     leaves out clients that have sent updates but never trained this element. Otherwise the mean of a rarely trained
     element would be too small to cancel the clients' variates, and the clients would drift away from their optimum.
 
     Attributes:
         name: name of the variates in `GlobalState.clients`, and of the bundle (tensors beside the model) that carries them.
         mean: name of the bundle that carries the mean; None = it is not sent.
+        by_samples: whether the mean weights clients by |D_n|; False = equally.
     """
 
     name: str
     mean: str | None = None
+    by_samples: bool = False
 
     def own_(self, state: GlobalState, client: int, spec: Spec, out: FlatTensors) -> None:
         """Write a client's control variate, cut to its submodel, into ``out``.
@@ -74,12 +78,16 @@ class Variates:
         """
         memory, plan = self._memory(state), plan_of(state, spec)
         plan.gather(memory.sum, out)
-        # clients that never sent an update count at every element, as variates of 0
-        count, unheard = plan.gather(memory.count), state.num_clients - len(memory.seen)
+        # clients that never sent an update count at every element, as variates of 0 with the mean weight of the others
+        count, unheard = plan.gather(memory.count), float(state.num_clients - len(memory.seen))
+        if memory.seen:
+            unheard *= memory.weight / len(memory.seen)
         for dtype, buffer in out.buffers.items():
             buffer.div_((count.buffers[dtype] + unheard).clamp_min(1))
 
-    def add_(self, state: GlobalState, client: int, spec: Spec, change: FlatTensors, alpha: float = 1.0) -> None:
+    def add_(
+        self, state: GlobalState, client: int, spec: Spec, change: FlatTensors, alpha: float = 1.0, weight: float = 1.0
+    ) -> None:
         """Add ``alpha * change`` to a client's control variate; `settle` later adds it to the mean.
 
         Args:
@@ -88,12 +96,13 @@ class Variates:
             spec: submodel to which ``change`` belongs.
             change: tensors to add.
             alpha: factor on ``change``.
+            weight: weight of the client in the mean, the same in all its updates.
         """
         memory, plan = self._memory(state), plan_of(state, spec)
         own = state.clients.of(self.name, client, plan.full_layout, state.values.device)
-        for flat in (own, memory.new):
-            plan.add_(flat, change.to(flat.device), alpha)
-        memory.received.append((client, spec))
+        for flat, scale in ((own, alpha), (memory.new, alpha * weight)):
+            plan.add_(flat, change.to(flat.device), scale)
+        memory.received.append((client, spec, weight))
 
     def settle(self, state: GlobalState) -> None:
         """Add pending changes of clients' control variates to the mean over all clients.
@@ -104,17 +113,19 @@ class Variates:
         for dtype, total in memory.sum.buffers.items():
             total.add_(memory.new.buffers[dtype])
         memory.new.zero_()
-        for client, spec in memory.received:
-            self._count(state, memory, client, spec)
+        for client, spec, weight in memory.received:
+            self._count(state, memory, client, spec, weight)
         memory.received.clear()
 
-    def _count(self, state: GlobalState, memory: _VariatesMemory, client: int, spec: Spec) -> None:
+    def _count(self, state: GlobalState, memory: _VariatesMemory, client: int, spec: Spec, weight: float) -> None:
         """Count the client at the elements that it has not trained before."""
+        if client not in memory.seen:
+            memory.weight += weight
         seen = memory.seen.setdefault(client, [])
         if spec in seen:
             return
         new = FlatTensors.zeros(memory.count.layout, state.values.device)
-        plan_of(state, spec).cover_(new)
+        plan_of(state, spec).cover_(new, weight)
         # elements of an earlier submodel are counted already, so they are set back to 0
         for other in seen:
             plan_of(state, other).scatter_(new, FlatTensors.zeros(plan_of(state, other).layout, new.device))
@@ -162,7 +173,8 @@ class WithVariates(Wrapped):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Update the client's control variate, and pass the client's values to the wrapped merge."""
-        self.variates.add_(state, update.client, spec, update.bundles[self.variates.name])
+        weight = float(update.num_samples) if self.variates.by_samples else 1.0
+        self.variates.add_(state, update.client, spec, update.bundles[self.variates.name], weight=weight)
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:

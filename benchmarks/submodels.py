@@ -220,6 +220,7 @@ def on_device(models: Sequence[str], rates: Sequence[float], device: str, num_st
         spec = spec_of(submodels, case.rate, case.window)
         values, trainer, before = values_of(submodels.layout(spec)), client.make(submodels), 0
         if on_gpu:
+            gc.collect()  # what the last task left in cycles would be freed in this one, and hide its memory
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
         steps = client.train(trainer, spec, values, num_steps)[1]

@@ -57,7 +57,7 @@ def run(comparison: Comparison, options: Namespace) -> str:
         report.check_drawing()
     search = comparison.search
     trials = {} if search is None else trials_of(comparison, search)  # an option that is wrong ends it here
-    runner = Runner(folder / "runs", options.jobs, options.any_code, _tell)
+    runner = Runner(folder / "runs", options.jobs, options.any_code, _tell, options.ranks)
     best = {} if search is None else run_trials(trials, comparison, search, runner)
     runs = {
         label: resolve(
@@ -111,6 +111,9 @@ def with_common(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="DIR", help="its folder; default: comparisons/NAME")
     parser.add_argument("--rows", nargs="+", metavar="LABEL", help="run these rows alone; the result names the others")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process of its own")
+    parser.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="processes that share the tasks of each run, on GPUs too"
+    )
     parser.add_argument("--plan", action="store_true", help="run nothing; say what each row takes on this machine")
     parser.add_argument(
         "--any_code", action="store_true", help="take finished runs of other versions of raafl's code too"
@@ -131,6 +134,7 @@ def options_in(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     """
     options = options_of(parser, argv)
     at_least("jobs", options.jobs, 1)
+    at_least("ranks", options.ranks, 1)
     if options.verify is not None and not 0 < options.verify <= 1:
         raise BadInput(f"verify is {options.verify}: give a share of the runs above 0 and at most 1, such as 0.2")
     return options

@@ -42,7 +42,7 @@ def run_file(options: Namespace) -> str:
     folder: Path = options.output or Path("comparisons") / grid.name
     if options.verify is not None:
         return _verify(grid, folder, options)
-    runner = Runner(root_of(folder), options.jobs, options.any_code, _tell)
+    runner = Runner(root_of(folder), options.jobs, options.any_code, _tell, options.ranks)
 
     def write(runs: GridRuns) -> dict[str, Any]:
         found = grid_result(grid, runs, folder)

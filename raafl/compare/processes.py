@@ -9,13 +9,14 @@ import multiprocessing as mp
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from raafl.errors import BadInput
 from raafl.runtime.lifecycle.signals import Interrupt
@@ -25,6 +26,7 @@ Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+_END_S = 20.0
 _FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 PRELOADED = (
     "raafl.runtime.run",
@@ -89,14 +91,15 @@ def _end(processes: Collection[BaseProcess]) -> None:
         process.join()
 
 
-def start(argv: Sequence[str], log: Path) -> BaseProcess:
+def start(argv: Sequence[str], log: Path, num_ranks: int = 1) -> BaseProcess:
     """Start a command of raafl in a new process, which ends when this process ends.
 
     Args:
         argv: arguments of the command, beginning with its name.
         log: file for the output of the process; the process locks it while it runs.
+        num_ranks: number of processes of the command; more than 1 only for `simulate`.
     """
-    process = _new_process(argv, log)
+    process = _new_process(argv, log, num_ranks)
     # The server of forks inherits the mask: a signal to the whole group would end it, and with it all knowledge of the runs.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
     try:
@@ -106,10 +109,10 @@ def start(argv: Sequence[str], log: Path) -> BaseProcess:
     return process
 
 
-def _new_process(argv: Sequence[str], log: Path) -> BaseProcess:
+def _new_process(argv: Sequence[str], log: Path, num_ranks: int) -> BaseProcess:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    return context.Process(target=_command, args=(list(argv), log))
+    return context.Process(target=_command, args=(list(argv), log, num_ranks))
 
 
 def check_free(log: Path) -> None:
@@ -127,10 +130,52 @@ def _lock(file: int, log: Path) -> None:
         ) from None
 
 
-def _command(argv: list[str], log: Path) -> None:
+def _command(argv: list[str], log: Path, num_ranks: int) -> None:
     set_up_process(log)
     sys.argv = ["raafl", *argv]
-    runpy.run_module("raafl", run_name="__main__", alter_sys=True)
+    with other_ranks(argv, num_ranks, log):
+        runpy.run_module("raafl", run_name="__main__", alter_sys=True)
+
+
+@contextlib.contextmanager
+def other_ranks(argv: Sequence[str], num_ranks: int, log: Path) -> Iterator[None]:
+    """Start the ranks 1, 2, ... of a command, and make this process its rank 0, as under torchrun; they end after it.
+
+    Args:
+        argv: arguments of the command, beginning with its name.
+        num_ranks: number of ranks, with this process; 1 = start nothing.
+        log: file of rank 0's output; what the others print goes to a file beside it, so that rank 0 has the last word.
+    """
+    if num_ranks == 1:
+        yield
+        return
+    from torch import distributed
+
+    dist: Any = distributed  # much of it is not typed
+    # The store is here before any rank looks for it, at a port that nobody else can take in between.
+    store = dist.TCPStore("127.0.0.1", 0, num_ranks, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    with log.with_suffix(".ranks.log").open("ab") as others:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "raafl", *argv], stdout=others, stderr=others,
+                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(1, num_ranks)
+        ]  # fmt: skip
+    os.environ.update(common, RANK="0", LOCAL_RANK="0")
+    try:
+        yield
+    finally:
+        del store  # a rank that still waits hears of the end by it
+        for process in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            process.kill()
+            process.wait()
 
 
 def set_up_process(log: Path) -> None:

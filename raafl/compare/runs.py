@@ -209,17 +209,19 @@ class Outcome:
 
 
 class Runner:
-    """Runs simulations in separate processes, ``jobs`` at a time.
+    """Runs simulations, ``jobs`` at a time, each in processes of its own.
 
     Args:
         root: folder that contains the run folders.
         jobs: number of processes at a time.
         any_code: whether finished runs of other versions of the code may be reused.
         tell: function called with a line of text for each run that ends, and sometimes with the number of runs left.
+        num_ranks: number of processes that share the tasks of one run.
     """
 
-    def __init__(self, root: Path, jobs: int, any_code: bool, tell: Callable[[str], None]) -> None:
+    def __init__(self, root: Path, jobs: int, any_code: bool, tell: Callable[[str], None], num_ranks: int = 1) -> None:
         self._root, self._jobs, self._any_code, self._tell = root, jobs, any_code, tell
+        self._num_ranks = num_ranks
         self._seconds: list[float] = []  # wall time of each run that ended here
         self._told_s = time.monotonic()
         root.mkdir(parents=True, exist_ok=True)
@@ -293,7 +295,7 @@ class Runner:
         }  # fmt: skip
         with atomic_file(_note_path(folder)) as file:
             file.write(json.dumps(note, indent=1).encode())
-        return start(["simulate", *argv, "--progress", "quiet"], log)
+        return start(["simulate", *argv, "--progress", "quiet"], log, self._num_ranks)
 
     def _outcome(self, run: Run, process: BaseProcess) -> Outcome | None:
         """Return the outcome of a run whose process has ended; None where it is to begin anew."""

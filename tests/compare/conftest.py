@@ -14,17 +14,17 @@ from raafl.compare import processes
 from tests.helpers import cached_models
 
 
-def _command(argv, log):
+def _command(argv, log, num_ranks):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     processes.set_up_process(log)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    with cached_models.reuse_findings():
+    with cached_models.reuse_findings(), processes.other_ranks(argv, num_ranks, log):
         sys.exit(main(argv))
 
 
-def new_process(argv, log):
-    return mp.get_context("fork").Process(target=_command, args=(list(argv), log))
+def new_process(argv, log, num_ranks):
+    return mp.get_context("fork").Process(target=_command, args=(list(argv), log, num_ranks))
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -81,6 +81,32 @@ def test_the_printed_command_gives_the_same_digits(finished, tmp_path):
     assert simulated(run["command"], tmp_path / "again")["model_digest"] == run["model_digest"]
 
 
+def test_ranks_that_share_a_run_change_no_digit(finished, tmp_path, monkeypatch):
+    """Rank 1 is a process with the same arguments, which this one's fork starts; it ends by itself, and has no complaint."""
+    _, _, result = finished
+    row = result["rows"][0]
+    lr = row["searched"]["settings"][1]
+    file = written(tmp_path, search=None, rows={row["row"]: f"--model.lr {lr}"})
+    popen, told = subprocess.Popen, tmp_path / "ranks"
+
+    def start_rank(command, **options):
+        told.write_text(f"{options['env']['RANK']} of {options['env']['WORLD_SIZE']}: {command[3]}")
+        return popen(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_rank)
+    out = tmp_path / "out"
+    found = json.loads(compare([file, "--output", str(out), "--ranks", "2", "--no_page", "--json"]))
+    assert told.read_text() == "1 of 2: simulate"
+    assert found["rows"][0]["runs"][0]["model_digest"] == row["runs"][0]["model_digest"]
+    assert [path.read_text() for path in (out / "runs").glob("*.ranks.log")] == [""]
+
+
+def test_a_run_over_ranks_that_fails_says_why(tmp_path):
+    file = written(tmp_path, search=None, rows={"row": "--workers 2"})
+    with pytest.raises(RunFailed, match=r"workers is 2, but torchrun started 2 ranks"):
+        compare([file, "--output", str(tmp_path / "out"), "--ranks", "2", "--no_page"])
+
+
 def test_nothing_is_run_twice(finished, monkeypatch):
     file, out, before = finished
     monkeypatch.setattr(runs, "start", lambda *_: pytest.fail("a run was started again"))
@@ -92,7 +118,7 @@ def test_other_code_runs_anew_unless_any_code_will_do(finished, monkeypatch):
     file, out, before = finished
     monkeypatch.setattr(runs, "code_digest", lambda: "0" * 64)
     started = []
-    monkeypatch.setattr(runs, "start", lambda argv, log: started.append(argv) or 1 / 0)
+    monkeypatch.setattr(runs, "start", lambda argv, *_: started.append(argv) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         compare([file, "--output", str(out), "--no_page"])
     assert started

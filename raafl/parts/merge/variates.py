@@ -39,7 +39,7 @@ class _VariatesMemory(MergeMemory):
 class Variates:
     """Control variates of all clients, which correct the drift of local training: one number for each trained parameter.
 
-    All start at 0. Their mean, weighted or not, is over all N clients of the run, as in the papers. With submodels, the mean of an element
+    All start at 0. Their mean is over all N clients of the run, as in the papers. With submodels, the mean of an element
     leaves out clients that have sent updates but never trained this element. Otherwise the mean of a rarely trained
     element would be too small to cancel the clients' variates, and the clients would drift away from their optimum.
 

@@ -119,15 +119,26 @@ def _escaped(cell: str) -> str:
     return "".join(_SPECIAL.get(character, character) for character in cell)
 
 
+def _whole_trials(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the trials of a row's search that had their whole budget."""
+    searched = row.get("searched") or {"trials": []}
+    return [trial for trial in searched["trials"] if "cut_after" not in trial]
+
+
 def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) -> list[str]:
-    """Describe each row in a sentence that says whether it differs from the reference row.
+    """Describe each row in a sentence that says whether it differs from the reference row, and searches that chose nothing.
 
     Args:
         rows: rows of the result.
         reference: label of the row with which the others are compared.
         metric: name of the metric.
     """
-    found = []
+    found = [
+        f"{row['row']}: its {len(some)} trials had the same score, so the search chose nothing: the searched options have no "
+        "effect on it, or its trials are too short."
+        for row in rows
+        if len(some := _whole_trials(row)) > 1 and all(trial["scores"] == some[0]["scores"] for trial in some)
+    ]
     for row in rows:
         gap = row.get("difference")
         if gap is None:

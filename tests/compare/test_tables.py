@@ -42,6 +42,18 @@ def test_nothing_is_said_that_an_interval_does_not_show():
     assert d == "D: accuracy is 0.25 ± 0.12 above that of A & B_1 (95 % interval, 2 seeds)."
 
 
+def test_a_search_that_chose_nothing_is_named():
+    """Trials that were cut off do not count, and a single one has nothing to differ from."""
+    trials = [{"scores": {"10": score}, **cut} for score, cut in ((0.1, {}), (0.1, {}), (0.2, {"cut_after": 0.5}))]
+    row = {"row": "MeZO", "difference": None}
+    (found,) = tables.sentences([row | {"searched": {"trials": trials}}], "MeZO", "accuracy")
+    assert found.startswith("MeZO: its 2 trials had the same score, so the search chose nothing")
+    assert not tables.sentences([row | {"searched": {"trials": trials[1:]}}], "MeZO", "accuracy")
+    assert not tables.sentences(
+        [row | {"searched": {"trials": [{"scores": {"10": 0.3}}, trials[0]]}}], "MeZO", "accuracy"
+    )
+
+
 def test_csv_reads_back_and_latex_escapes():
     table = tables.cells(RESULT)
     assert list(csv.reader(io.StringIO(tables.as_csv(table)))) == table

@@ -128,6 +128,13 @@ def test_by_samples_both_means_are_weighted_and_silent_clients_count_as_the_othe
     assert state.values["fc2.weight"][0].tolist() == [3.0, 3.0]
     assert bundles["c"]["fc2.weight"][0].tolist() == pytest.approx([280 / 60] * 2)
     assert bundles["c_i"]["fc2.weight"][0].tolist() == [4.0, 4.0]
+    again = coordinator_for(algorithm, line_state(hidden=2), num_clients=3)
+    saving.restore(again, saving.save(coordinator))
+    update = Update(0, 2, 0, filled(again.state, 0.0), 20, bundles={"c_i": filled(again.state, 4.0)})
+    merge.receive(again.state, update, FULL, 0)  # weighs 10 in c, as before
+    merge.apply(again.state)
+    merge.personalize(again.state, 1, FULL, filled(again.state, 0.0), bundles)
+    assert bundles["c"]["fc2.weight"][0].tolist() == pytest.approx([320 / 60] * 2)
 
 
 def test_c_stands_still_within_a_round():

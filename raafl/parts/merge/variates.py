@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -22,16 +23,16 @@ class _VariatesMemory(MergeMemory):
         sum: sum at the time of the last merge.
         new: changes of variates since the last merge.
         count: total weight of the clients that have trained each element.
-        weight: total weight of the clients in `seen`.
-        received: client, submodel and weight of each update since the last merge.
+        weights: weight of each client, from its first update.
+        received: client and submodel of each update since the last merge.
         seen: submodels that a client has trained so far, by client.
     """
 
     sum: FlatTensors
     new: FlatTensors
     count: FlatTensors
-    weight: float = 0.0
-    received: list[tuple[int, Spec, float]] = field(default_factory=list)
+    weights: dict[int, float] = field(default_factory=dict)
+    received: list[tuple[int, Spec]] = field(default_factory=list)
     seen: dict[int, list[Spec]] = field(default_factory=dict)
 
 
@@ -81,7 +82,7 @@ class Variates:
         # clients that never sent an update count at every element, as variates of 0 with the mean weight of the others
         count, unheard = plan.gather(memory.count), float(state.num_clients - len(memory.seen))
         if memory.seen:
-            unheard *= memory.weight / len(memory.seen)
+            unheard *= math.fsum(memory.weights[client] for client in memory.seen) / len(memory.seen)
         for dtype, buffer in out.buffers.items():
             buffer.div_((count.buffers[dtype] + unheard).clamp_min(1))
 
@@ -96,13 +97,14 @@ class Variates:
             spec: submodel to which ``change`` belongs.
             change: tensors to add.
             alpha: factor on ``change``.
-            weight: weight of the client in the mean, the same in all its updates.
+            weight: weight of the client in the mean; that of its first update counts in all others.
         """
         memory, plan = self._memory(state), plan_of(state, spec)
+        weight = memory.weights.setdefault(client, weight)
         own = state.clients.of(self.name, client, plan.full_layout, state.values.device)
         for flat, scale in ((own, alpha), (memory.new, alpha * weight)):
             plan.add_(flat, change.to(flat.device), scale)
-        memory.received.append((client, spec, weight))
+        memory.received.append((client, spec))
 
     def settle(self, state: GlobalState) -> None:
         """Add pending changes of clients' control variates to the mean over all clients.
@@ -113,19 +115,17 @@ class Variates:
         for dtype, total in memory.sum.buffers.items():
             total.add_(memory.new.buffers[dtype])
         memory.new.zero_()
-        for client, spec, weight in memory.received:
-            self._count(state, memory, client, spec, weight)
+        for client, spec in memory.received:
+            self._count(state, memory, client, spec)
         memory.received.clear()
 
-    def _count(self, state: GlobalState, memory: _VariatesMemory, client: int, spec: Spec, weight: float) -> None:
+    def _count(self, state: GlobalState, memory: _VariatesMemory, client: int, spec: Spec) -> None:
         """Count the client at the elements that it has not trained before."""
-        if client not in memory.seen:
-            memory.weight += weight
         seen = memory.seen.setdefault(client, [])
         if spec in seen:
             return
         new = FlatTensors.zeros(memory.count.layout, state.values.device)
-        plan_of(state, spec).cover_(new, weight)
+        plan_of(state, spec).cover_(new, memory.weights[client])
         # elements of an earlier submodel are counted already, so they are set back to 0
         for other in seen:
             plan_of(state, other).scatter_(new, FlatTensors.zeros(plan_of(state, other).layout, new.device))

@@ -18,8 +18,9 @@ Choices that the paper leaves open:
 - Option I computes the gradient at x over the task's batches, which doubles the computation.
 - Submodels: c is a mean that leaves out clients that do not train an element (`raafl.parts.merge.variates`); for whole models
   it is over N.
-- Clients count equally in both means, as in the paper. `by_samples` weights both by |D_n|, as Flower's niid_bench does; with
-  other weights for x than for c the corrections of a round would not cancel.
+- Clients count equally in both means, as in the paper. `by_samples` weights both by |D_n|; with other weights for x than for c
+  the corrections of a round would not cancel. Where all clients take part in a round this is what Flower's niid_bench does. In
+  c a client keeps the weight of its first update, and those never heard have the mean weight.
 - With a `buffer_size` it is asynchronous: K differences make a merge, each against the model and the c that its client received,
   weighted by s(staleness) = 1/sqrt(1 + staleness) as in FedBuff; c_i^+ is stored when it arrives, and c changes at the merge.
 """
@@ -77,7 +78,8 @@ def scaffold(
         local=Controlled(option),
         trigger=AllReported() if buffer_size is None else Buffered(buffer_size),
         merge=WithVariates(
-            Deltas(server_lr, Staleness("polynomial", a=0.5), by_samples), Variates(CLIENT, SERVER, by_samples)
+            Deltas(server_lr, Staleness("polynomial", a=0.5), by_samples=by_samples),
+            Variates(CLIENT, SERVER, by_samples),
         ),
     )
 

@@ -56,7 +56,7 @@ usage: raafl COMMAND [options]
   report       write one HTML page about a run, or about several compared:
                  raafl report RUN [RUN ...] [--output PAGE.html] [--figure CURVES.svg]
   compare      run rows of settings over several seeds, search each row's settings alike, and say what the seeds show:
-                 raafl compare FILE.yaml [--output DIR] [--jobs N] [--plan] [--verify]
+                 raafl compare FILE.yaml [--output DIR] [--jobs N] [--ranks N] [--plan] [--verify]
   reproduce    run a table of a paper as such a comparison, or list the tables:
                  raafl reproduce [PAPER [TABLE]] [--scale small|full] [--jobs N] [--plan]
   plan         say what a run will take by device and algorithm, before it is run; or measure this machine:

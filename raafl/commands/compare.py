@@ -135,6 +135,8 @@ def options_in(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     options = options_of(parser, argv)
     at_least("jobs", options.jobs, 1)
     at_least("ranks", options.ranks, 1)
+    if options.ranks > 1 and (options.plan or options.verify is not None):
+        raise BadInput(f"ranks is {options.ranks}, but --plan and --verify use one process for each run: leave it out")
     if options.verify is not None and not 0 < options.verify <= 1:
         raise BadInput(f"verify is {options.verify}: give a share of the runs above 0 and at most 1, such as 0.2")
     return options

@@ -9,9 +9,11 @@ import multiprocessing as mp
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -26,7 +28,9 @@ Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-_END_S = 20.0
+_END_S, _FAILED_S = 20.0, 3.0
+"""Seconds that other ranks have to end after rank 0, and after a rank 0 that failed."""
+
 _FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 PRELOADED = (
     "raafl.runtime.run",
@@ -141,40 +145,71 @@ def _command(argv: list[str], log: Path, num_ranks: int) -> None:
 def other_ranks(argv: Sequence[str], num_ranks: int, log: Path) -> Iterator[None]:
     """Start the ranks 1, 2, ... of a command, and make this process its rank 0, as under torchrun; they end after it.
 
+    A rank that dies before rank 0 ends is named in the file of their output; rank 0 does without it.
+
     Args:
         argv: arguments of the command, beginning with its name.
         num_ranks: number of ranks, with this process; 1 = start nothing.
-        log: file of rank 0's output; what the others print goes to a file beside it, so that rank 0 has the last word.
+        log: file of rank 0's output; what the others print goes to `ranks_log`, so that rank 0 has the last word.
     """
     if num_ranks == 1:
         yield
         return
+    store, environment = _meeting(num_ranks)
+    ranks: list[subprocess.Popen[bytes]] = []
+    patience_s = _FAILED_S
+    try:
+        with ranks_log(log).open("ab") as others:
+            for rank in range(1, num_ranks):
+                own = {**os.environ, **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                command = [sys.executable, "-m", "raafl", *argv]
+                ranks.append(subprocess.Popen(command, stdout=others, stderr=others, env=own))
+        os.environ.update(environment, RANK="0", LOCAL_RANK="0")
+        yield
+        patience_s = _END_S
+    except SystemExit as ended:
+        patience_s = _FAILED_S if ended.code else _END_S
+        raise
+    finally:
+        dead = {rank: process.returncode for rank, process in enumerate(ranks, 1) if process.poll()}
+        with ranks_log(log).open("a") as others:
+            others.writelines(f"rank {rank} had ended before the run, with exit code {dead[rank]}\n" for rank in dead)
+        del store  # a connected rank that still waits hears of the end by it
+        _end_ranks(ranks, time.monotonic() + patience_s)
+
+
+def _meeting(num_ranks: int) -> tuple[object, dict[str, str]]:
+    """Return a store where ranks meet, open before they look for it and to this machine alone, and the variables that name it."""
     from torch import distributed
 
     dist: Any = distributed  # much of it is not typed
-    # The store is here before any rank looks for it, at a port that nobody else can take in between.
-    store = dist.TCPStore("127.0.0.1", 0, num_ranks, is_master=True, wait_for_workers=False)
-    common = {
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1", port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    return store, {
         "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-    with log.with_suffix(".ranks.log").open("ab") as others:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "raafl", *argv], stdout=others, stderr=others,
-                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(1, num_ranks)
-        ]  # fmt: skip
-    os.environ.update(common, RANK="0", LOCAL_RANK="0")
+
+
+def ranks_log(log: Path) -> Path:
+    """Return the file for the output of a run's ranks 1, 2, ..., beside that of rank 0."""
+    return log.with_suffix(".ranks.log")
+
+
+def _end_ranks(ranks: Sequence[subprocess.Popen[bytes]], deadline_s: float) -> None:
     try:
-        yield
-    finally:
-        del store  # a rank that still waits hears of the end by it
         for process in ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
+                process.wait(max(deadline_s - time.monotonic(), 0.0))
+    finally:
+        for process in ranks:
             process.kill()
+        for process in ranks:
             process.wait()
 
 

@@ -22,7 +22,7 @@ import yaml
 
 from raafl.atomic_file import atomic_file
 from raafl.compare.fields import Options
-from raafl.compare.processes import check_free, in_processes, start
+from raafl.compare.processes import check_free, in_processes, ranks_log, start
 from raafl.compare.provenance import code_digest, file_digest, provenance
 from raafl.config.bundled import with_paths
 from raafl.devices import fleets
@@ -275,6 +275,9 @@ class Runner:
                     continue
                 _check_metric(metric, run, outcome.folder, ended=outcome.summary is not None)
                 found[run] = outcome
+                others = ranks_log(run.folder(self._root, code_digest()).with_suffix(".log"))
+                if self._num_ranks > 1 and others.stat().st_size:
+                    self._tell(f"{run.label}, seed {run.seed}: some of its ranks did not end well: see {others}")
                 self._seconds.append(time.monotonic() - begun_s[run])
                 self._say_left(left, f"{run.label}, seed {run.seed}: {_sentence(outcome)}")
         return [found[run] for run in runs]

@@ -135,7 +135,7 @@ def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) ->
     """
     found = [
         f"{row['row']}: its {len(some)} trials had the same score, so the search chose nothing: the searched options have no "
-        "effect on it, or its trials are too short."
+        "effect on it, its trials are too short, or the metric is too coarse."
         for row in rows
         if len(some := _whole_trials(row)) > 1 and all(trial["scores"] == some[0]["scores"] for trial in some)
     ]

@@ -11,6 +11,7 @@ from raafl.core import saving
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import Arrived, Update
 from raafl.errors import BadInput
+from raafl.parts.merge.variates import _VariatesMemory
 from raafl.parts.select.rate_select import RateSelect
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import assigned, coordinator_for, filled, join, line_state
@@ -135,6 +136,23 @@ def test_by_samples_both_means_are_weighted_and_silent_clients_count_as_the_othe
     merge.apply(again.state)
     merge.personalize(again.state, 1, FULL, filled(again.state, 0.0), bundles)
     assert bundles["c"]["fc2.weight"][0].tolist() == pytest.approx([320 / 60] * 2)
+
+
+def test_a_checkpoint_without_weights_goes_on():
+    """Its clients had the weight 1, and keep it: c is 8 / 2, and after an update with 30 samples (8 + 4) / 2."""
+    algorithm = scaffold(by_samples=True)
+    coordinator = coordinator_for(algorithm, line_state(hidden=2), num_clients=2)
+    merge, state = algorithm.merge, coordinator.state
+    found = []
+    for change, num_samples in ((8.0, 1), (4.0, 30)):
+        update = Update(0, 1, 0, filled(state, 0.0), num_samples, bundles={"c_i": filled(state, change)})
+        merge.receive(state, update, FULL, 0)
+        merge.apply(state)
+        state.memory.of(_VariatesMemory, key="variates c_i").weights.clear()
+        bundles = {name: filled(state, 9.0) for name in ("c", "c_i")}
+        merge.personalize(state, 1, FULL, filled(state, 0.0), bundles)
+        found.append(bundles["c"]["fc2.weight"][0].tolist())
+    assert found == [[4.0, 4.0], [6.0, 6.0]]
 
 
 def test_c_stands_still_within_a_round():

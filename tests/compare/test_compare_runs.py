@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from raafl.commands.compare import compare
-from raafl.compare import runs
+from raafl.compare import processes, runs
 from raafl.compare.report import _searched
 from raafl.compare.search import Trial
 from raafl.config.bundled import with_paths
@@ -99,6 +99,27 @@ def test_ranks_that_share_a_run_change_no_digit(finished, tmp_path, monkeypatch)
     assert told.read_text() == "1 of 2: simulate"
     assert found["rows"][0]["runs"][0]["model_digest"] == row["runs"][0]["model_digest"]
     assert [path.read_text() for path in (out / "runs").glob("*.ranks.log")] == [""]
+
+
+def test_a_rank_that_died_is_named(tmp_path, monkeypatch):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    ):
+        monkeypatch.setenv(name, "before")  # and again after the test
+    popen, ranks = subprocess.Popen, []
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *_, **options: ranks.append(popen(["false"], **options)) or ranks[-1]
+    )
+    with processes.other_ranks(["simulate"], 3, tmp_path / "run.log"):
+        assert [process.wait(10) for process in ranks] == [1, 1]
+    said = (tmp_path / "run.ranks.log").read_text().splitlines()
+    assert said == [f"rank {rank} had ended before the run, with exit code 1" for rank in (1, 2)]
 
 
 def test_a_run_over_ranks_that_fails_says_why(tmp_path):

@@ -320,8 +320,8 @@ class Deltas(Merge):
 
     server_lr: float = 1.0
     staleness: Staleness = field(default_factory=lambda: Staleness("polynomial", a=0.5))
-    by_samples: bool = False
     sends: Literal["values", "delta"] = "delta"
+    by_samples: bool = False
 
     def __post_init__(self) -> None:
         positive("server_lr", self.server_lr)

@@ -82,7 +82,7 @@ class Variates:
         # clients that never sent an update count at every element, as variates of 0 with the mean weight of the others
         count, unheard = plan.gather(memory.count), float(state.num_clients - len(memory.seen))
         if memory.seen:
-            unheard *= math.fsum(memory.weights[client] for client in memory.seen) / len(memory.seen)
+            unheard *= math.fsum(memory.weights.get(client, 1.0) for client in memory.seen) / len(memory.seen)
         for dtype, buffer in out.buffers.items():
             buffer.div_((count.buffers[dtype] + unheard).clamp_min(1))
 
@@ -100,7 +100,9 @@ class Variates:
             weight: weight of the client in the mean; that of its first update counts in all others.
         """
         memory, plan = self._memory(state), plan_of(state, spec)
-        weight = memory.weights.setdefault(client, weight)
+        weight = memory.weights.setdefault(
+            client, 1.0 if client in memory.seen else weight
+        )  # a checkpoint of before had none
         own = state.clients.of(self.name, client, plan.full_layout, state.values.device)
         for flat, scale in ((own, alpha), (memory.new, alpha * weight)):
             plan.add_(flat, change.to(flat.device), scale)
@@ -125,7 +127,7 @@ class Variates:
         if spec in seen:
             return
         new = FlatTensors.zeros(memory.count.layout, state.values.device)
-        plan_of(state, spec).cover_(new, memory.weights[client])
+        plan_of(state, spec).cover_(new, memory.weights.get(client, 1.0))
         # elements of an earlier submodel are counted already, so they are set back to 0
         for other in seen:
             plan_of(state, other).scatter_(new, FlatTensors.zeros(plan_of(state, other).layout, new.device))

@@ -12,6 +12,7 @@ runs, of which a row has the least difference.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -140,14 +141,17 @@ def _version(python: Path, package: str) -> str:
 
 
 def rows() -> list[Row]:
-    """Measure every installed peer, and put beside each how many times raafl's time it takes."""
+    """Measure every installed peer, and put beside each how many times raafl's time it takes; one that fails is left out."""
     found = []
-    for work in WORKLOADS.values():
-        for one in WAYS:
-            python = interpreter(one.peer)
-            if python is not None:
-                found.append(measure(work, one, python))
-                print(found[-1], file=sys.stderr, flush=True)
+    for work, one in itertools.product(WORKLOADS.values(), WAYS):
+        python = interpreter(one.peer)
+        if python is None:
+            continue
+        try:
+            found.append(measure(work, one, python))
+            print(found[-1], file=sys.stderr, flush=True)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            print(f"{work.name}, {one.label}: left out: {error}", file=sys.stderr, flush=True)
     ours = {(row["workload"], row["kind"]): row["ms"] for row in found if row["simulator"] == "raafl"}
     return [row | {"over_raafl": row["ms"] / ours[row["workload"], row["kind"]]} for row in found]
 

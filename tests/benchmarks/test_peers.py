@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers import __main__ as peers
 from benchmarks.peers import with_raafl, workload
 from benchmarks.peers.__main__ import WAYS, cpu_seconds
 from benchmarks.peers.workload import Workload
@@ -29,6 +30,19 @@ def test_what_fails_or_does_not_end_is_no_measurement(tmp_path):
         cpu_seconds([sys.executable, "-SE", "-c", fails], tmp_path)
     with pytest.raises(subprocess.TimeoutExpired):
         cpu_seconds([sys.executable, "-SE", "-c", "import time; time.sleep(60)"], tmp_path, limit_s=0.3)
+
+
+def test_a_peer_that_fails_loses_no_other_row(monkeypatch, capfd):
+    def measure(work, one, python):
+        if one.peer == "flgo":
+            raise RuntimeError("it ended with 1: no module")
+        return {"workload": work.name, "kind": one.kind, "simulator": one.label, "ms": 2.0}
+
+    monkeypatch.setattr(peers, "measure", measure)
+    monkeypatch.setattr(peers, "interpreter", lambda peer: None if peer == "pfl" else Path(sys.executable))
+    found = [(row["simulator"], row["kind"]) for row in peers.rows() if row["workload"] == "mlp"]
+    assert found == [(way.label, way.kind) for way in WAYS if way.peer not in ("flgo", "pfl")]
+    assert "mlp, FLGo: left out: it ended with 1: no module" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("batch_clients", [1, "auto"])

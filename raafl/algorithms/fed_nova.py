@@ -33,7 +33,7 @@ from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, Task
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.parts.merge.mean import Accumulator, SumMemory, trained_values
+from raafl.parts.merge.mean import Accumulator, SumMemory, chunks, trained_pieces
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import AllReported, Buffered
@@ -158,10 +158,11 @@ class Normalised(Merge):
         # tau_eff multiplies everybody's updates by amounts that clients claim; without the limit one client could set the step
         most = LIMIT * median_low(memory.done)
         covered, work = sums.cover(), sums.cover([min(done, most) for done in memory.done], "mixed")
-        for name, theta in trained_values(state).items():
-            # running statistics are plain means: they are not a sum of steps
-            tau_eff = work[name] / covered[name] if name in state.submodels.parameter_names else 1.0
-            theta.copy_(torch.where(covered[name] > 0, theta + sums.total[name] / covered[name] * tau_eff, theta))
+        for is_parameter, flats in trained_pieces(state, sums.total, covered, work):
+            for theta, total, weight, steps in chunks(*flats):
+                # running statistics are plain means: they are not a sum of steps
+                tau_eff = steps / weight if is_parameter else 1.0
+                theta.copy_(torch.where(weight > 0, theta + total / weight * tau_eff, theta))
         sums.clear()
         memory.done.clear()
 

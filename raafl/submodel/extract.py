@@ -121,6 +121,8 @@ class CopyPlan:
                 self._indexed.append(_Indexed(full, small, selection))
             else:
                 self._add_rectangles(full, small, selection)
+        self._views.sort(key=lambda view: not view.is_flat)
+        self._num_flat = sum(view.is_flat for view in self._views)
         self._full_side = [(view.dtype, view.size, *view.full) for view in self._views]
         self._small_side = [(view.dtype, view.size, *view.small) for view in self._views]
 
@@ -168,10 +170,18 @@ class CopyPlan:
                     "spec and part"
                 )
 
-    def _pairs(self, full: FlatTensors, small: FlatTensors) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return the views of the ranges, in the full storage and in the small one."""
+    def _pairs(self, full: FlatTensors, small: FlatTensors) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Return the views of the ranges, in the full storage and in the small one: the contiguous ones, then the others."""
         self._check(full, small)
-        return zip(self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True)
+        targets, sources = self._cached(full, self._full_side), self._cached(small, self._small_side)
+        return (pair for pair in zip(self._split(targets), self._split(sources), strict=True) if pair[0])
+
+    def _split(self, views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the contiguous views and the others apart.
+
+        A GPU changes a list of contiguous views in one kernel, but takes a kernel for each if another is among them.
+        """
+        return views[: self._num_flat], views[self._num_flat :]
 
     def apply_(self, full: FlatTensors, small: FlatTensors, fn: Update) -> None:
         """Call ``fn(target, source)`` on each block of elements of the whole model and the same block of the submodel.
@@ -182,12 +192,20 @@ class CopyPlan:
             fn: function that changes ``target`` (a block of the whole model) in place; ``source`` is the submodel's
                 block.
         """
-        for target, source in self._pairs(full, small):
-            fn(target, source)
+
+        def each(targets: list[Tensor], sources: list[Tensor]) -> None:
+            for target, source in zip(targets, sources, strict=True):
+                fn(target, source)
+
+        self._apply(full, small, each)
+
+    def _apply(self, full: FlatTensors, small: FlatTensors, fn: Callable[[list[Tensor], list[Tensor]], object]) -> None:
+        for targets, sources in self._pairs(full, small):
+            fn(targets, sources)
         for piece in self._indexed:
             region = piece.region(full)
             target = piece.pick(region)
-            fn(target, small.view(piece.small))
+            fn([target], [small.view(piece.small)])
             piece.put(region, target)
 
     def gather(self, full: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
@@ -199,8 +217,8 @@ class CopyPlan:
         """
         if out is None:
             out = FlatTensors.empty(self.layout, full.device)
-        for source, target in self._pairs(full, out):
-            target.copy_(source)
+        for sources, targets in self._pairs(full, out):
+            torch._foreach_copy_(targets, sources)
         for piece in self._indexed:
             out.view(piece.small).copy_(piece.pick(piece.region(full)))
         return out
@@ -212,8 +230,8 @@ class CopyPlan:
             full: values of the whole model; changed in place.
             small: values of the submodel.
         """
-        for target, source in self._pairs(full, small):
-            target.copy_(source)
+        for targets, sources in self._pairs(full, small):
+            torch._foreach_copy_(targets, sources)
         for piece in self._indexed:
             piece.put(piece.region(full), small.view(piece.small).to(full.device))
 
@@ -225,7 +243,7 @@ class CopyPlan:
             small: values of the submodel.
             alpha: factor on ``small``.
         """
-        self.apply_(full, small, lambda target, source: target.add_(source, alpha=alpha))
+        self._apply(full, small, lambda targets, sources: torch._foreach_add_(targets, sources, alpha=alpha))
 
     def lerp_(self, full: FlatTensors, small: FlatTensors, weight: float) -> None:
         """Move the whole model's values, in place, part of the way to the submodel's values.
@@ -235,7 +253,7 @@ class CopyPlan:
             small: values of the submodel.
             weight: fraction of the way, from 0 (no change) to 1 (take the submodel's values).
         """
-        self.apply_(full, small, lambda target, source: target.lerp_(source, weight))
+        self._apply(full, small, lambda targets, sources: torch._foreach_lerp_(targets, sources, weight))
 
     def cover_(self, count: FlatTensors, weight: float = 1.0) -> None:
         """Add ``weight`` to every element that the submodel has, to count how often elements are trained.
@@ -245,8 +263,8 @@ class CopyPlan:
             weight: number to add.
         """
         self._check(count)
-        for target in self._cached(count, self._full_side):
-            target.add_(weight)
+        for targets in filter(None, self._split(self._cached(count, self._full_side))):
+            torch._foreach_add_(targets, weight)
         for piece in self._indexed:
             region = piece.region(count)
             piece.put(region, piece.pick(region).add_(weight))

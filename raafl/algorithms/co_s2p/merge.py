@@ -18,7 +18,7 @@ from raafl.core.memory import MergeMemory, OneValue
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import positive
-from raafl.parts.merge.mean import chunks, zeros_like
+from raafl.parts.merge.mean import chunks, trained_pieces, zeros_like
 from raafl.parts.merge.personal import AtWork
 from raafl.parts.select.segments import cuts_of
 from raafl.submodel import FlatTensors, Spec, Submodels
@@ -140,14 +140,12 @@ class ImportanceMerge(Merge):
         copy_start_values(state)
         memory = state.memory.pop(_ImportanceMemory)
         assert memory is not None
-        trained = state.submodels.layout(part="trained")
-        theta, total, weight = (flat.prefix(trained) for flat in (state.values, memory.sum, memory.weight))
-        for name, values in theta.items():
-            rate = self.server_lr if name in state.submodels.parameter_names else 1.0
-            for old, weighted, weights in chunks(values, total[name], weight[name]):
+        for is_parameter, flats in trained_pieces(state, memory.sum, memory.weight):
+            rate = self.server_lr if is_parameter else 1.0
+            for old, weighted, weights in chunks(*flats):
                 old.add_(torch.where(weights > 0, weighted / weights.clamp_min(TINY), 0.0), alpha=rate)
         for name, flat in zip(_SUMS, (memory.sum, memory.weight), strict=True):
-            for buffer in flat.prefix(trained).buffers.values():
+            for buffer in flat.prefix(state.submodels.layout(part="trained")).buffers.values():
                 buffer.zero_()
             state.scratch[name] = flat
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from raafl.submodel import FlatTensors, Spec
 CHUNK = 1 << 16
 """Elements processed at a time on a CPU, so that intermediate results stay in its cache."""
 
+ACCELERATOR_CHUNK = 1 << 24
+"""Elements processed at a time on an accelerator: few enough that intermediate results take little memory."""
+
 MOST_UNDONE = 9.0
 """Mean staleness times mixing weight above which a run is reported not to learn: 90 % of the clients' work is undone."""
 
@@ -39,12 +42,9 @@ def zeros_like(values: FlatTensors) -> FlatTensors:
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split equally large tensors into matching pieces, to save memory, and yield these as flat views.
-
-    On an accelerator there is one piece.
-    """
+    """Split equally large tensors into matching pieces, to save memory, and yield these as flat views."""
     flat = [tensor.view(-1) for tensor in tensors]
-    size = CHUNK if flat[0].device.type == "cpu" else max(flat[0].numel(), 1)
+    size = CHUNK if flat[0].device.type == "cpu" else ACCELERATOR_CHUNK
     return zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
 
 
@@ -146,6 +146,24 @@ class Accumulator:
 def trained_values(state: GlobalState) -> FlatTensors:
     """Return the global values that updates can change, without frozen parameters."""
     return state.values.prefix(state.submodels.layout(part="trained"))
+
+
+def trained_pieces(state: GlobalState, *others: FlatTensors) -> Iterator[tuple[bool, list[Tensor]]]:
+    """Yield the global values that updates can change, with matching pieces of ``others``, as flat views.
+
+    For each dtype these are at most two pieces: first the parameters (True), then the running statistics (False).
+
+    Args:
+        state: the global model.
+        others: further tensors in the layout of the whole model, or of its trained part.
+    """
+    trained, parameters = trained_values(state), state.submodels.parameter_names
+    for dtype, theta in trained.buffers.items():
+        statistics = (e.offset for e in trained.layout.entries if e.dtype == dtype and e.name not in parameters)
+        start = min(statistics, default=len(theta))  # a layout has parameters first
+        for is_parameter, part in ((True, slice(start)), (False, slice(start, len(theta)))):
+            if len(theta[part]):
+                yield is_parameter, [flat[part] for flat in (theta, *(other.buffers[dtype] for other in others))]
 
 
 @dataclass
@@ -340,26 +358,15 @@ class Deltas(Merge):
         """Move the model by the mean change in the buffer."""
         sums = Accumulator(state, state.memory.of(DeltasMemory))
         if sums.common is not None:  # the sum is 0 on elements that no update covers
-            for _, rate, theta, total in self._pieces(state, sums.total):
-                theta.add_(total, alpha=rate / sums.weight)
+            for is_parameter, (theta, total) in trained_pieces(state, sums.total):
+                theta.add_(total, alpha=(self.server_lr if is_parameter else 1.0) / sums.weight)
         else:
-            for dtype, rate, *flats in self._pieces(state, sums.total, sums.cover()):
+            for is_parameter, flats in trained_pieces(state, sums.total, sums.cover()):
                 for old, total, count in chunks(*flats):
                     # an element that no update covers adds 0 / tiny = 0, so that theta keeps its bits
-                    old.addcdiv_(total, count.clamp_min(torch.finfo(dtype).tiny), value=rate)
+                    tiny = torch.finfo(old.dtype).tiny
+                    old.addcdiv_(total, count.clamp_min(tiny), value=self.server_lr if is_parameter else 1.0)
         sums.clear()
-
-    def _pieces(self, state: GlobalState, *others: FlatTensors) -> Iterator[tuple[Any, ...]]:
-        """Yield dtype, rate and matching pieces of the global values and ``others``, divided where the rate changes."""
-        for dtype, theta in trained_values(state).buffers.items():
-            flats = (theta, *(other.buffers[dtype][: len(theta)] for other in others))
-            start = len(theta)
-            if self.server_lr != 1.0:
-                buffers = (e for e in state.values.layout.entries if e.name not in state.submodels.parameter_names)
-                start = min((e.offset for e in buffers if e.dtype == dtype), default=start)
-            yield dtype, self.server_lr, *(flat[:start] for flat in flats)
-            if start < len(theta):  # parameters behind the first buffer are frozen
-                yield dtype, 1.0, *(flat[start:] for flat in flats)
 
     def __str__(self) -> str:
         stale = str(self.staleness)

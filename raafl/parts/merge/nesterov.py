@@ -16,7 +16,7 @@ from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, one_of, positive
-from raafl.parts.merge.mean import Accumulator, SumMemory, chunks, trained_values, zeros_like
+from raafl.parts.merge.mean import Accumulator, SumMemory, chunks, trained_pieces, trained_values, zeros_like
 from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FlatTensors, Spec
 
@@ -93,17 +93,15 @@ class Nesterov(Merge):
         memory = state.memory.of(NesterovMemory)
         sums = Accumulator(state, memory)
         count = None if _is_whole(sums) else sums.cover()
-        for name, theta in trained_values(state).items():
-            is_stepped = name in state.submodels.parameter_names
-            flats = [theta, sums.total[name]]
-            flats += [memory.momentum(state)[name]] if is_stepped and self.beta else []
-            flats += [] if count is None else [count[name]]
+        others = [sums.total, *([] if count is None else [count]), *([memory.momentum(state)] if self.beta else [])]
+        for is_parameter, flats in trained_pieces(state, *others):
             for old, total, *more in chunks(*flats):
-                weight = sums.weight if count is None else more.pop()
+                weight = sums.weight if count is None else more.pop(0)
                 # 0 / tiny = 0 on elements that no update covers
-                delta = total / (weight if isinstance(weight, float) else weight.clamp_min(_tiny(theta)))
+                delta = total / (weight if isinstance(weight, float) else weight.clamp_min(_tiny(old)))
                 where = weight > 0 if isinstance(weight, Tensor) else None
-                self._step(old, delta, more[0] if more else None, where, self.lr if is_stepped else 1.0)
+                m, lr = (next(iter(more), None), self.lr) if is_parameter else (None, 1.0)
+                self._step(old, delta, m, where, lr)
         sums.clear()
 
     def _step(self, theta: Tensor, delta: Tensor, m: Tensor | None, where: Tensor | None, lr: float) -> None:
@@ -156,18 +154,17 @@ class DelayedNesterov(Nesterov):
         memory.num_pending += len(sums.updates)
         is_due = memory.num_pending >= every
         count = self._count(state, memory, every)
-        for name, theta in trained_values(state).items():
-            flats = [theta, sums.total[name]]
-            is_stepped = name in state.submodels.parameter_names
-            if is_stepped and self.beta:
-                memory.pending = zeros_like(state.values) if memory.pending is None else memory.pending
-                flats += [memory.pending[name], memory.momentum(state)[name]]
-            flats += [] if count is None else [count[name]]
+        others = [sums.total, *([] if count is None else [count])]
+        if self.beta:
+            memory.pending = zeros_like(state.values) if memory.pending is None else memory.pending
+            others += [memory.pending, memory.momentum(state)]
+        for is_parameter, flats in trained_pieces(state, *others):
             for old, total, *more in chunks(*flats):
-                num = every if count is None else more.pop()
+                num = every if count is None else more.pop(0)
                 delta = total / (num if isinstance(num, int) else num.clamp_min(1.0))
-                old.add_(delta, alpha=self.lr if is_stepped else 1.0)
-                self._delay(old, delta, more, is_due, num > 0 if isinstance(num, Tensor) else None)
+                old.add_(delta, alpha=self.lr if is_parameter else 1.0)
+                where = num > 0 if isinstance(num, Tensor) else None
+                self._delay(old, delta, more if is_parameter else [], is_due, where)
         memory.num_pending = 0 if is_due else memory.num_pending
         sums.clear()
 

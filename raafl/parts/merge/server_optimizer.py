@@ -13,7 +13,7 @@ from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, one_of, positive
-from raafl.parts.merge.mean import Accumulator, SumMemory, chunks, trained_values, zeros_like
+from raafl.parts.merge.mean import Accumulator, SumMemory, chunks, trained_pieces, zeros_like
 from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FULL, FlatTensors, Spec
 
@@ -99,14 +99,11 @@ class ServerOptimizer(Merge):
             return
         moments, step = memory.moments(state, self.tau), self._step_of(state)
         count = None if sums.common == FULL else sums.cover()
-        for name, theta in trained_values(state).items():
-            is_parameter = name in state.submodels.parameter_names
-            flats = [theta, sums.total[name], *(moment[name] for moment in moments)]
-            if count is not None:
-                flats.append(count[name])
+        others = [sums.total, *moments, *([] if count is None else [count])]
+        for is_parameter, flats in trained_pieces(state, *others):
             for old, total, *own in chunks(*flats):
                 weight = None if count is None else own.pop()
-                tiny = torch.finfo(theta.dtype).tiny
+                tiny = torch.finfo(old.dtype).tiny
                 delta = total / sums.weight if weight is None else total / weight.clamp_min(tiny)
                 if is_parameter:
                     step(old, delta, own, None if weight is None else weight > 0)

@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
+from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.label_split import LabelSplit
-from raafl.parts.merge.mean import Deltas, Mean
+from raafl.parts.merge.mean import Deltas, Mean, trained_pieces
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.merge.staleness import Staleness
-from raafl.submodel import FULL, Spec
+from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import filled, line_state, values_of
 
 TOP, BOTTOM = Spec.select({"hidden": range(0, 2)}), Spec.select({"hidden": range(2, 4)})
@@ -243,3 +244,19 @@ def test_of_its_own_progress_the_model_keeps_as_much_as_the_rule_says(share):
     for _ in range(4000):
         theta.append((1 - share) * theta[-1] + share * (theta[-10] + 1))
     assert (theta[-1] - theta[-1001]) / 1000 == pytest.approx(share / (1 + 9 * share), rel=1e-3)
+
+
+def test_pieces_are_each_trained_value_once_and_say_whether_it_is_a_parameter():
+    half = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).to(torch.float64)
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), half)
+    module[0].bias.requires_grad_(False)
+    submodels = Submodels(module)
+    state = GlobalState(submodels, FlatTensors.from_named(module.state_dict(), submodels.layout()))
+    seen = state.values.clone().zero_()
+    for is_parameter, (theta, mark) in trained_pieces(state, seen):
+        theta.fill_(7.0)
+        mark.add_(1.0 if is_parameter else 10.0)
+    for name, mark in seen.items():
+        trained = name != "0.bias" and "num_batches" not in name
+        assert set(mark.reshape(-1).tolist()) == {(10.0 if "running" in name else 1.0) if trained else 0.0}, name
+        assert bool((state.values[name] == 7.0).all()) == trained, name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -22,6 +23,7 @@ MAX_CACHED = 32
 """Plans whose views one `FlatTensors` remembers."""
 
 Update = Callable[[Tensor, Tensor], object]
+ListUpdate = Callable[[list[Tensor], list[Tensor]], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ class CopyPlan:
         """
         return views[: self._num_flat], views[self._num_flat :]
 
-    def apply_(self, full: FlatTensors, small: FlatTensors, fn: Update) -> None:
+    def apply_(self, full: FlatTensors, small: FlatTensors, fn: Update, lists: ListUpdate | None = None) -> None:
         """Call ``fn(target, source)`` on each block of elements of the whole model and the same block of the submodel.
 
         Args:
@@ -191,21 +193,14 @@ class CopyPlan:
             small: values of the submodel.
             fn: function that changes ``target`` (a block of the whole model) in place; ``source`` is the submodel's
                 block.
+            lists: function that does the same to lists of blocks, which is faster for several; None = ``fn`` for each.
         """
-
-        def each(targets: list[Tensor], sources: list[Tensor]) -> None:
-            for target, source in zip(targets, sources, strict=True):
-                fn(target, source)
-
-        self._apply(full, small, each)
-
-    def _apply(self, full: FlatTensors, small: FlatTensors, fn: Callable[[list[Tensor], list[Tensor]], object]) -> None:
         for targets, sources in self._pairs(full, small):
-            fn(targets, sources)
+            _call(targets, sources, fn, lists)
         for piece in self._indexed:
             region = piece.region(full)
             target = piece.pick(region)
-            fn([target], [small.view(piece.small)])
+            fn(target, small.view(piece.small))
             piece.put(region, target)
 
     def gather(self, full: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
@@ -218,7 +213,7 @@ class CopyPlan:
         if out is None:
             out = FlatTensors.empty(self.layout, full.device)
         for sources, targets in self._pairs(full, out):
-            torch._foreach_copy_(targets, sources)
+            _call(targets, sources, Tensor.copy_, torch._foreach_copy_)
         for piece in self._indexed:
             out.view(piece.small).copy_(piece.pick(piece.region(full)))
         return out
@@ -231,7 +226,7 @@ class CopyPlan:
             small: values of the submodel.
         """
         for targets, sources in self._pairs(full, small):
-            torch._foreach_copy_(targets, sources)
+            _call(targets, sources, Tensor.copy_, torch._foreach_copy_)
         for piece in self._indexed:
             piece.put(piece.region(full), small.view(piece.small).to(full.device))
 
@@ -243,7 +238,8 @@ class CopyPlan:
             small: values of the submodel.
             alpha: factor on ``small``.
         """
-        self._apply(full, small, lambda targets, sources: torch._foreach_add_(targets, sources, alpha=alpha))
+        one, several = partial(Tensor.add_, alpha=alpha), partial(torch._foreach_add_, alpha=alpha)
+        self.apply_(full, small, one, several)
 
     def lerp_(self, full: FlatTensors, small: FlatTensors, weight: float) -> None:
         """Move the whole model's values, in place, part of the way to the submodel's values.
@@ -253,7 +249,8 @@ class CopyPlan:
             small: values of the submodel.
             weight: fraction of the way, from 0 (no change) to 1 (take the submodel's values).
         """
-        self._apply(full, small, lambda targets, sources: torch._foreach_lerp_(targets, sources, weight))
+        one, several = partial(Tensor.lerp_, weight=weight), partial(torch._foreach_lerp_, weight=weight)
+        self.apply_(full, small, one, several)
 
     def cover_(self, count: FlatTensors, weight: float = 1.0) -> None:
         """Add ``weight`` to every element that the submodel has, to count how often elements are trained.
@@ -268,6 +265,15 @@ class CopyPlan:
         for piece in self._indexed:
             region = piece.region(count)
             piece.put(region, piece.pick(region).add_(weight))
+
+
+def _call(targets: list[Tensor], sources: list[Tensor], fn: Update, lists: ListUpdate | None) -> None:
+    """Change the targets by the sources: by ``lists``, or by ``fn``, where there is one pair, which is faster for it on a GPU."""
+    if lists is not None and len(targets) > 1:
+        lists(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        fn(target, source)
 
 
 def _starts(runs: Runs) -> list[int]:

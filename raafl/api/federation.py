@@ -20,7 +20,7 @@ from torch import nn
 from raafl.api.callback_hooks import CallbackHooks
 from raafl.api.callbacks import Callback, callbacks_of
 from raafl.api.datasets import as_datamodule
-from raafl.api.local import local_ranks
+from raafl.api.local import local_clients
 from raafl.api.modules import Loss, MakeOptimizer, Metrics, ModuleSpec
 from raafl.api.python_objects import objects
 from raafl.api.run_view import current_module
@@ -239,7 +239,7 @@ class Federation:
         """
         spec = ModuleSpec(module, loss, optimizer, metrics)
         source = as_datamodule(data, module, batch_size=batch_size, collate_fn=collate_fn)
-        with local_ranks(local):
+        with local_clients(local):
             if "WORLD_SIZE" not in os.environ:
                 raise BadInput(
                     "`fit` needs several processes: start the script with `torchrun --standalone --nproc-per-node 5 "

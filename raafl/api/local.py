@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,15 +11,15 @@ from pathlib import Path
 from typing import Final
 
 from raafl.errors import BadInput
+from raafl.runtime.local.ranks import local_ranks
 
 _MARK: Final = "RAAFL_LOCAL_CLIENT"
-_END_S: Final = 20.0
 _started: list[int] = []
 """How many clients this process has started, for each time."""
 
 
 @contextmanager
-def local_ranks(num_clients: int | None) -> Iterator[None]:
+def local_clients(num_clients: int | None) -> Iterator[None]:
     """Start the clients of a run on this machine, each as a copy of this script, for the duration of a ``with`` block.
 
     In a client's process the script ends with the block.
@@ -40,36 +39,9 @@ def local_ranks(num_clients: int | None) -> Iterator[None]:
     else:
         command = _script(num_clients)
         _started.append(num_clients)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        common = {
-            "WORLD_SIZE": str(num_clients + 1), "LOCAL_WORLD_SIZE": str(num_clients + 1), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }  # fmt: skip
-        own = {"RANK": "0", "LOCAL_RANK": "0", **common}
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        processes = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **common, **threads, _MARK: "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.DEVNULL,
-            )
-            for rank in range(1, num_clients + 1)
-        ]
-        os.environ.update(own)
-        try:
+        environment = {_MARK: "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        with local_ranks(command, num_clients + 1, environment=environment, stdout=subprocess.DEVNULL):
             yield
-            for process in processes:
-                process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            for name in own:
-                del os.environ[name]
-            for process in processes:
-                process.kill()
-                process.wait()
 
 
 def _script(num_clients: int) -> list[str]:

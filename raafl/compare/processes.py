@@ -9,27 +9,24 @@ import multiprocessing as mp
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from raafl.errors import BadInput
 from raafl.runtime.lifecycle.signals import Interrupt
+from raafl.runtime.local.ranks import local_ranks
 
 Item = TypeVar("Item")
 
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-_END_S, _FAILED_S = 20.0, 3.0
-"""Seconds that other ranks have to end after rank 0, and after a rank 0 that failed."""
 
 _FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 PRELOADED = (
@@ -155,62 +152,28 @@ def other_ranks(argv: Sequence[str], num_ranks: int, log: Path) -> Iterator[None
     if num_ranks == 1:
         yield
         return
-    store, environment = _meeting(num_ranks)
-    ranks: list[subprocess.Popen[bytes]] = []
-    patience_s = _FAILED_S
-    try:
-        with ranks_log(log).open("ab") as others:
-            for rank in range(1, num_ranks):
-                own = {**os.environ, **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                command = [sys.executable, "-m", "raafl", *argv]
-                ranks.append(subprocess.Popen(command, stdout=others, stderr=others, env=own))
-        os.environ.update(environment, RANK="0", LOCAL_RANK="0")
+    command = [sys.executable, "-m", "raafl", *argv]
+    with (
+        ranks_log(log).open("ab") as others,
+        local_ranks(command, num_ranks, stdout=others, stderr=others) as ranks,
+        _dead_named(ranks, ranks_log(log)),
+    ):
         yield
-        patience_s = _END_S
-    except SystemExit as ended:
-        patience_s = _FAILED_S if ended.code else _END_S
-        raise
+
+
+@contextlib.contextmanager
+def _dead_named(ranks: Sequence[subprocess.Popen[bytes]], log: Path) -> Iterator[None]:
+    try:
+        yield
     finally:
         dead = {rank: process.returncode for rank, process in enumerate(ranks, 1) if process.poll()}
-        with ranks_log(log).open("a") as others:
+        with log.open("a") as others:
             others.writelines(f"rank {rank} had ended before the run, with exit code {dead[rank]}\n" for rank in dead)
-        del store  # a connected rank that still waits hears of the end by it
-        _end_ranks(ranks, time.monotonic() + patience_s)
-
-
-def _meeting(num_ranks: int) -> tuple[object, dict[str, str]]:
-    """Return a store where ranks meet, open before they look for it and to this machine alone, and the variables that name it."""
-    from torch import distributed
-
-    dist: Any = distributed  # much of it is not typed
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(128)
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "127.0.0.1", port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-    return store, {
-        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
 
 
 def ranks_log(log: Path) -> Path:
     """Return the file for the output of a run's ranks 1, 2, ..., beside that of rank 0."""
     return log.with_suffix(".ranks.log")
-
-
-def _end_ranks(ranks: Sequence[subprocess.Popen[bytes]], deadline_s: float) -> None:
-    try:
-        for process in ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(deadline_s - time.monotonic(), 0.0))
-    finally:
-        for process in ranks:
-            process.kill()
-        for process in ranks:
-            process.wait()
 
 
 def set_up_process(log: Path) -> None:

@@ -26,8 +26,7 @@ def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[
     num_ranks, wait_s = int(os.environ["WORLD_SIZE"]), experiment.waits.join_s
     if experiment.workers > 1:
         raise BadInput(
-            f"workers is {experiment.workers}, but torchrun started {num_ranks} ranks that train already: give "
-            "--workers 1"
+            f"workers is {experiment.workers}, but the run has {num_ranks} ranks that train already: give --workers 1"
         )
     transport = TRANSPORTS["ranks"](ConnectOptions(num_ranks - 1, wait_s, wait_s, nccl=experiment.transport == "nccl"))
     if transport.client == 0:

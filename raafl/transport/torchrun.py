@@ -77,7 +77,7 @@ class TorchrunTransport(Transport):
             )
         if world_size != clients + 1:
             raise BadInput(
-                f"clients is {clients}, but torchrun started {world_size} ranks (1 aggregator and {world_size - 1} "
+                f"clients is {clients}, but the run has {world_size} ranks (1 server and {world_size - 1} "
                 f"clients): start {clients + 1} ranks, or use --clients {max(world_size - 1, 1)}"
             )
         local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]

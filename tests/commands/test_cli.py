@@ -219,8 +219,7 @@ def test_too_few_ranks_under_torchrun(tmp_path):
         assert done.end() != 0
     ours = [line for line in done.err.splitlines() if line.startswith("raafl: ")]
     assert ours == [
-        "raafl: clients is 4, but torchrun started 3 ranks (1 aggregator and 2 clients): start 5 ranks, "
-        "or use --clients 2"
+        "raafl: clients is 4, but the run has 3 ranks (1 server and 2 clients): start 5 ranks, or use --clients 2"
     ]
     assert "raafl, rank" not in done.err  # one rank speaks for all
     assert str(ROOT / "raafl") not in done.err  # torchrun has a traceback of its own, which is not ours

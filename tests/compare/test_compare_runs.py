@@ -124,7 +124,7 @@ def test_a_rank_that_died_is_named(tmp_path, monkeypatch):
 
 def test_a_run_over_ranks_that_fails_says_why(tmp_path):
     file = written(tmp_path, search=None, rows={"row": "--workers 2"})
-    with pytest.raises(RunFailed, match=r"workers is 2, but torchrun started 2 ranks"):
+    with pytest.raises(RunFailed, match=r"workers is 2, but the run has 2 ranks"):
         compare([file, "--output", str(tmp_path / "out"), "--ranks", "2", "--no_page"])
 
 

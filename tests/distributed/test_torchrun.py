@@ -115,7 +115,5 @@ def test_three_ranks_simulate_what_one_process_does(tmp_path):
 def test_ranks_take_the_place_of_workers(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     experiment = load_experiment("configs/quickstart.yaml", "--workers", "2")
-    with pytest.raises(
-        BadInput, match="workers is 2, but torchrun started 3 ranks that train already: give --workers 1"
-    ):
+    with pytest.raises(BadInput, match="workers is 2, but the run has 3 ranks that train already: give --workers 1"):
         simulate_over_ranks(experiment)

@@ -1,0 +1,51 @@
+"""Ranks that this process starts: they meet at its store, and end soon after it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+from torch import distributed
+
+from raafl.runtime.local.ranks import local_ranks
+
+MEET = """
+import os, sys, time
+from torch import distributed as dist
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+store.set("rank " + os.environ["RANK"], os.environ["WORLD_SIZE"] + os.environ["OWN"])
+time.sleep(float(sys.argv[1]))
+"""
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def command(seconds):
+    return [sys.executable, "-c", MEET, str(seconds)]
+
+
+@pytest.fixture(autouse=True)
+def without_torchrun(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "of the user")
+
+
+def test_ranks_meet_and_this_process_is_rank_0_for_the_block_alone():
+    before = dict(os.environ)
+    with local_ranks(command(0), 3, environment={"OWN": "!"}) as ranks:
+        assert (os.environ["RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("0", "3")
+        store = distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+        assert [store.get(f"rank {rank}") for rank in (1, 2)] == [b"3!", b"3!"]
+    assert dict(os.environ) == before
+    assert [process.returncode for process in ranks] == [0, 0]
+
+
+def test_ranks_are_killed_soon_after_a_block_that_fails(monkeypatch):
+    monkeypatch.setattr("raafl.runtime.local.ranks._FAILED_S", 0.2)
+    with pytest.raises(RuntimeError, match="of rank 0"), local_ranks(command(100), 3, environment={"OWN": ""}) as ranks:
+        begin = time.monotonic()
+        raise RuntimeError("of rank 0")
+    assert time.monotonic() - begin < 10
+    assert [process.returncode for process in ranks] == [-9, -9]

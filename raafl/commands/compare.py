@@ -50,13 +50,14 @@ def run(comparison: Comparison, options: Namespace) -> str:
     if options.verify is not None:
         return _verify(folder, options.verify, options.jobs, as_json=options.json)
     from raafl.compare import report
-    from raafl.compare.runs import Runner, resolve
+    from raafl.compare.runs import Runner, check_distinct, resolve
     from raafl.compare.search import run_trials, trials_of
 
     if not options.no_page:
         report.check_drawing()
     search = comparison.search
     trials = {} if search is None else trials_of(comparison, search)  # an option that is wrong ends it here
+    check_distinct({label: [run for trial in some for run in trial.runs] for label, some in trials.items()})
     runner = Runner(folder / "runs", options.jobs, options.any_code, _tell, options.ranks)
     best = {} if search is None else run_trials(trials, comparison, search, runner)
     runs = {
@@ -66,6 +67,8 @@ def run(comparison: Comparison, options: Namespace) -> str:
         )
         for label, options in comparison.rows.items()
     }  # fmt: skip
+    if search is None:  # two searches may well end at the same settings
+        check_distinct(runs)
     by_seed = [run for some in zip(*runs.values(), strict=True) for run in some]  # all rows of a seed before the next
     outcomes = runner.run_all(by_seed, comparison.metric)
     found = report.result(comparison, outcomes, trials, best, folder) | {"not_run": left_out}

@@ -120,6 +120,22 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
     ]  # fmt: skip
 
 
+def check_distinct(rows: Mapping[str, Sequence[Run]]) -> None:
+    """Raise `BadInput` if two rows would be the same runs, as where an option of the base config holds for both.
+
+    Args:
+        rows: runs of each row, under its label.
+    """
+    labels: dict[tuple[str, ...], str] = {}
+    for label, runs in rows.items():
+        first = labels.setdefault(tuple(run.digest for run in runs), label)
+        if first != label:
+            raise BadInput(
+                f"rows has '{first}' and '{label}', which are the same runs: give one of them another option, or leave it out. "
+                "An algorithm of a row keeps the options of the base config's algorithm that it has, too"
+            )
+
+
 def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
     """Parse the options of one run of a row, and check them without starting the run.
 

@@ -296,6 +296,17 @@ def test_equal_trials_are_refused(tmp_path):
         compare([file, "--output", str(tmp_path / "out")])
 
 
+@pytest.mark.parametrize("search", [None, SMALL["search"]], ids=["plain", "searched"])
+def test_rows_that_are_the_same_runs_are_refused(tmp_path, search):
+    # the second row keeps the base config's cohort, which the first gives
+    rows = {"A": "--algorithm fed_avg --algorithm.cohort 2", "B": "--algorithm fed_avg"}
+    file = written(tmp_path, rows=rows, search=search, options="--algorithm raafl.fed_prox --algorithm.cohort 2")
+    with pytest.raises(
+        BadInput, match=r"rows has 'A' and 'B', which are the same runs: give one of them another option"
+    ):
+        compare([file, "--output", str(tmp_path / "out"), "--no_page"])
+
+
 def test_contents_of_named_files_are_part_of_a_runs_digest(tmp_path, monkeypatch):
     devices, module = tmp_path / "devices.yaml", tmp_path / "own_of_compare.py"
     recorded = tmp_path / "recorded.csv"

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -101,7 +102,9 @@ def start(argv: Sequence[str], log: Path, num_ranks: int = 1) -> BaseProcess:
         num_ranks: number of processes of the command; more than 1 only for `simulate`.
     """
     process = _new_process(argv, log, num_ranks)
-    # The server of forks inherits the mask: a signal to the whole group would end it, and with it all knowledge of the runs.
+    # The server of forks inherits the mask: a signal to the whole group would end it, and with it all knowledge of the runs. The
+    # tracker, which it needs, is started before, since whoever starts that unblocks the signals.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
     try:
         process.start()

@@ -256,6 +256,27 @@ def wait_for(condition, process=None):
         time.sleep(0.02)
 
 
+SERVER_OF_FORKS = """
+import signal, sys
+from multiprocessing import forkserver
+from pathlib import Path
+from raafl.compare import processes
+processes.PRELOADED = ()
+process = processes.start(["--version"], Path(sys.argv[1]))
+status = Path(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read_text()
+blocked = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk")), 16)
+print(sorted(number for number in processes._FROM_OUTSIDE if blocked >> number - 1 & 1))
+process.join()
+"""
+
+
+def test_a_signal_to_the_whole_group_does_not_end_the_server_of_forks(tmp_path):
+    found = subprocess.run(
+        [sys.executable, "-c", SERVER_OF_FORKS, str(tmp_path / "log")], check=True, capture_output=True, text=True
+    )
+    assert found.stdout == f"{sorted((signal.SIGHUP, signal.SIGINT, signal.SIGTERM))}\n"
+
+
 def test_a_trial_that_something_ended_decides_nothing(tmp_path, monkeypatch):
     began = runs.Runner._start
     killed = []

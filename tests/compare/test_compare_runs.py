@@ -361,11 +361,12 @@ def test_contents_of_named_files_are_part_of_a_runs_digest(tmp_path, monkeypatch
 
 
 @pytest.mark.long("test_nothing_is_run_twice")
-def test_ctrl_c_loses_nothing(tmp_path):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ctrl_c_loses_nothing(tmp_path, num_ranks):
     options = "--max_updates 400 --checkpoint_every 10 --model.hidden [16] --clients 3"
     file, out = written(tmp_path, search=None, options=options, rows={"only": None}), tmp_path / "out"
-    command = [sys.executable, "-m", "raafl", "compare", file, "--output", str(out), "--no_page"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    argv = [file, "--output", str(out), "--no_page", "--ranks", str(num_ranks)]
+    process = subprocess.Popen([sys.executable, "-m", "raafl", "compare", *argv], stderr=subprocess.PIPE, text=True)
     wait_for(lambda: list(out.glob("runs/*/checkpoints/*.ckpt")), process)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=100)
@@ -373,6 +374,6 @@ def test_ctrl_c_loses_nothing(tmp_path):
     folder = next(path for path in (out / "runs").iterdir() if path.is_dir())
     cut_at = json.loads((folder / "summary.json").read_text())["updates_merged"]
     assert 0 < cut_at < 400
-    run = json.loads(compare([file, "--output", str(out), "--no_page", "--json"]))["rows"][0]["runs"][0]
+    run = json.loads(compare([*argv, "--json"]))["rows"][0]["runs"][0]
     whole = simulated(run["command"], tmp_path / "whole")
     assert (run["model_digest"], run["updates"]) == (whole["model_digest"], 400)

@@ -7,13 +7,17 @@ import logging
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raafl.compare.comparison import Comparison, read
 from raafl.compare.grid import is_grid
 from raafl.config.argv import options_of
 from raafl.errors import BadInput, RunFailed, at_least
 from raafl.units import quantity
+
+if TYPE_CHECKING:
+    from raafl.compare.fields import Options
+    from raafl.compare.runs import Run
 
 _log = logging.getLogger(__name__)
 
@@ -57,18 +61,21 @@ def run(comparison: Comparison, options: Namespace) -> str:
         report.check_drawing()
     search = comparison.search
     trials = {} if search is None else trials_of(comparison, search)  # an option that is wrong ends it here
-    check_distinct({label: [run for trial in some for run in trial.runs] for label, some in trials.items()})
+
+    def reported(settings: Mapping[str, Options]) -> dict[str, list[Run]]:
+        return {
+            label: resolve(
+                comparison.config, label, (*comparison.options, *of_row, *settings.get(label, ())), comparison.seeds
+            )
+            for label, of_row in comparison.rows.items()
+        }
+
+    runs = reported({label: some[0].settings for label, some in trials.items()})
+    check_distinct(runs)  # two searches may well end at the same settings, but not two rows at the same trial
     runner = Runner(folder / "runs", options.jobs, options.any_code, _tell, options.ranks)
     best = {} if search is None else run_trials(trials, comparison, search, runner)
-    runs = {
-        label: resolve(
-            comparison.config, label, (*comparison.options, *options, *(best[label].settings if best else ())),
-            comparison.seeds,
-        )
-        for label, options in comparison.rows.items()
-    }  # fmt: skip
-    if search is None:  # two searches may well end at the same settings
-        check_distinct(runs)
+    if best:
+        runs = reported({label: trial.settings for label, trial in best.items()})
     by_seed = [run for some in zip(*runs.values(), strict=True) for run in some]  # all rows of a seed before the next
     outcomes = runner.run_all(by_seed, comparison.metric)
     found = report.result(comparison, outcomes, trials, best, folder) | {"not_run": left_out}

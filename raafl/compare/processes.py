@@ -102,10 +102,11 @@ def start(argv: Sequence[str], log: Path, num_ranks: int = 1) -> BaseProcess:
         num_ranks: number of processes of the command; more than 1 only for `simulate`.
     """
     process = _new_process(argv, log, num_ranks)
-    # The server of forks inherits the mask: a signal to the whole group would end it, and with it all knowledge of the runs. The
-    # tracker, which it needs, is started before, since whoever starts that unblocks the signals.
-    resource_tracker.ensure_running()
+    # The server of forks and its tracker inherit the mask: a signal to the whole group would end them, and with the server all
+    # knowledge of the runs. Python starts the tracker first, and then unblocks signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
     try:
         process.start()
     finally:

@@ -55,6 +55,7 @@ class Run:
         seed: seed of the run.
         digest: digest of the config, without fields that do not affect the result.
         limits: pair (number of merged updates, virtual seconds) after which the run ends; None = no such limit.
+        fields_digest: digest of all fields of the config except the seed.
     """
 
     label: str
@@ -63,6 +64,7 @@ class Run:
     seed: int
     digest: str
     limits: tuple[int | None, float | None]
+    fields_digest: str = ""
 
     @property
     def argv(self) -> list[str]:
@@ -115,8 +117,9 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
         path.name if path == fleets.FILE else str(path): file_digest(path) for path in _named_files(fields)
     }
     limits = (row.experiment.max_updates, seconds("max_time", row.experiment.max_time))
+    of_fields = _digest({**fields, "seed": None})
     return [
-        Run(label, config, options, seed, _digest({**experiment, "seed": seed}), limits) for seed in seeds
+        Run(label, config, options, seed, _digest({**experiment, "seed": seed}), limits, of_fields) for seed in seeds
     ]  # fmt: skip
 
 
@@ -128,11 +131,11 @@ def check_distinct(rows: Mapping[str, Sequence[Run]]) -> None:
     """
     labels: dict[tuple[str, ...], str] = {}
     for label, runs in rows.items():
-        first = labels.setdefault(tuple(run.digest for run in runs), label)
+        first = labels.setdefault(tuple(run.fields_digest for run in runs), label)
         if first != label:
             raise BadInput(
                 f"rows has '{first}' and '{label}', which are the same runs: give one of them another option, or leave it out. "
-                "An algorithm of a row keeps the options of the base config's algorithm that it has, too"
+                "An algorithm of a row keeps the options of the algorithm before it that it has, too"
             )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ MAX_VIEWS = 8
 
 MAX_CACHED = 32
 """Plans whose views one `FlatTensors` remembers."""
+
+_Side = list[list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]]
+"""Dtype, size, strides and offset of each view, in lists of one kind."""
 
 Update = Callable[[Tensor, Tensor], object]
 ListUpdate = Callable[[list[Tensor], list[Tensor]], object]
@@ -123,10 +126,10 @@ class CopyPlan:
                 self._indexed.append(_Indexed(full, small, selection))
             else:
                 self._add_rectangles(full, small, selection)
-        self._views.sort(key=lambda view: not view.is_flat)
-        self._num_flat = sum(view.is_flat for view in self._views)
-        self._full_side = [(view.dtype, view.size, *view.full) for view in self._views]
-        self._small_side = [(view.dtype, view.size, *view.small) for view in self._views]
+        # A GPU changes a list of contiguous views of one dtype in one kernel, but takes a kernel for each if another is among them.
+        lists = [list(views) for _, views in groupby(sorted(self._views, key=_kind), _kind)]
+        self._full_side = [[(view.dtype, view.size, *view.full) for view in views] for views in lists]
+        self._small_side = [[(view.dtype, view.size, *view.small) for view in views] for views in lists]
 
     def _add_rectangles(self, full: TensorEntry, small: TensorEntry, selection: Mapping[int, Runs]) -> None:
         whole = [(0, size) for size in full.shape]
@@ -151,16 +154,17 @@ class CopyPlan:
         else:
             self._views.append(piece)
 
-    def _cached(
-        self, flat: FlatTensors, side: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]
-    ) -> list[Tensor]:
+    def _cached(self, flat: FlatTensors, side: _Side) -> list[list[Tensor]]:
         key = (id(side), self)
         views = flat.views.get(key)
         if views is None:
             if len(flat.views) >= MAX_CACHED:
                 flat.views.clear()
             start = {dtype: buffer.storage_offset() for dtype, buffer in flat.buffers.items()}
-            views = [flat.buffers[d].as_strided(size, stride, start[d] + at) for d, size, stride, at in side]
+            views = [
+                [flat.buffers[d].as_strided(size, stride, start[d] + at) for d, size, stride, at in each]
+                for each in side
+            ]
             flat.views[key] = views
         return views
 
@@ -173,17 +177,9 @@ class CopyPlan:
                 )
 
     def _pairs(self, full: FlatTensors, small: FlatTensors) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Return the views of the ranges, in the full storage and in the small one: the contiguous ones, then the others."""
+        """Return lists of views of the ranges, in the full storage and in the small one."""
         self._check(full, small)
-        targets, sources = self._cached(full, self._full_side), self._cached(small, self._small_side)
-        return (pair for pair in zip(self._split(targets), self._split(sources), strict=True) if pair[0])
-
-    def _split(self, views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the contiguous views and the others apart.
-
-        A GPU changes a list of contiguous views in one kernel, but takes a kernel for each if another is among them.
-        """
-        return views[: self._num_flat], views[self._num_flat :]
+        return zip(self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True)
 
     def apply_(self, full: FlatTensors, small: FlatTensors, fn: Update, lists: ListUpdate | None = None) -> None:
         """Call ``fn(target, source)`` on each block of elements of the whole model and the same block of the submodel.
@@ -260,8 +256,11 @@ class CopyPlan:
             weight: number to add.
         """
         self._check(count)
-        for targets in filter(None, self._split(self._cached(count, self._full_side))):
-            torch._foreach_add_(targets, weight)
+        for targets in self._cached(count, self._full_side):
+            if len(targets) > 1:
+                torch._foreach_add_(targets, weight)
+            else:
+                targets[0].add_(weight)
         for piece in self._indexed:
             region = piece.region(count)
             piece.put(region, piece.pick(region).add_(weight))
@@ -274,6 +273,10 @@ def _call(targets: list[Tensor], sources: list[Tensor], fn: Update, lists: ListU
         return
     for target, source in zip(targets, sources, strict=True):
         fn(target, source)
+
+
+def _kind(view: _Views) -> tuple[bool, str]:
+    return not view.is_flat, str(view.dtype)
 
 
 def _starts(runs: Runs) -> list[int]:

@@ -212,7 +212,7 @@ class FlatTensors:
                 raise BadInput(f"the {dtype} buffer does not fit the layout: give {numel} contiguous elements in 1-D")
         self.layout = layout
         self.buffers = {dtype: buffers[dtype] for dtype in layout.dtypes}
-        self.views: dict[Any, list[Tensor]] = {}
+        self.views: dict[Any, list[list[Tensor]]] = {}
 
     @classmethod
     def empty(cls, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:

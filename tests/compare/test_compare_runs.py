@@ -319,13 +319,27 @@ def test_equal_trials_are_refused(tmp_path):
 
 @pytest.mark.parametrize("search", [None, SMALL["search"]], ids=["plain", "searched"])
 def test_rows_that_are_the_same_runs_are_refused(tmp_path, search):
-    # the second row keeps the base config's cohort, which the first gives
+    # the second row keeps the cohort of the options' algorithm, which the first row gives itself
     rows = {"A": "--algorithm fed_avg --algorithm.cohort 2", "B": "--algorithm fed_avg"}
     file = written(tmp_path, rows=rows, search=search, options="--algorithm raafl.fed_prox --algorithm.cohort 2")
     with pytest.raises(
         BadInput, match=r"rows has 'A' and 'B', which are the same runs: give one of them another option"
     ):
         compare([file, "--output", str(tmp_path / "out"), "--no_page"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "search"),
+    [({"A": None, "B": "--checkpoint_every 3"}, None),
+     ({"A": "--max_updates 4", "B": "--max_updates 8"}, SMALL["search"] | {"options": "--max_updates 2"})],
+    ids=["of other speed", "of other length"],
+)  # fmt: skip
+def test_rows_that_differ_in_one_option_are_not(tmp_path, monkeypatch, rows, search):
+    started = []
+    monkeypatch.setattr(runs, "start", lambda argv, *_: started.append(argv) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        compare([written(tmp_path, rows=rows, search=search), "--output", str(tmp_path / "out"), "--no_page"])
+    assert started
 
 
 def test_contents_of_named_files_are_part_of_a_runs_digest(tmp_path, monkeypatch):

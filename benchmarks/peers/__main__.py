@@ -6,14 +6,16 @@ agents are no part of `ms`, and Ray's daemons are.
 
     RAAFL_PEERS=FOLDER python -m benchmarks.peers [--json] [--out FILE]
 
-FOLDER has an environment for each peer, see README.md. Peers without one are left out. `repeat` is the number of pairs of
-runs, of which a row has the least difference.
+FOLDER has an environment for each peer, see README.md. Peers without one are left out. The further trainings take `LEAST_S`
+or more, since imports alone differ by some 0.3 s between two runs. `repeat` is how often each of the two was run; the one
+that took least counts.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -28,6 +30,8 @@ from benchmarks.peers.workload import WORKLOADS, Workload
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 600.0
+LEAST_S, MOST_TIMES = 5.0, 20
+"""CPU seconds that the further trainings of a long run take, unless it would have more than 20 times the rounds."""
 REPEATS = int(os.environ.get("RAAFL_PEERS_REPEATS", "1"))
 
 
@@ -110,25 +114,31 @@ def interpreter(peer: str) -> Path | None:
 
 
 def measure(work: Workload, one: Way, python: Path) -> Row:
-    """Return a row: the least CPU time of a training over `REPEATS` pairs of runs.
+    """Return a row: the CPU time of a training, by the least of `REPEATS` short runs and the least of as many long ones.
 
     Args:
         work: the workload.
         one: what is run.
         python: interpreter of the peer's environment.
     """
-    pairs = []
-    for _ in range(REPEATS):
-        runs = []
-        for rounds in work.rounds:
-            with tempfile.TemporaryDirectory() as folder:
-                command = [python, "-m", f"benchmarks.peers.with_{one.peer}", one.way, work.name, str(rounds)]
-                seconds, printed = cpu_seconds(command, Path(folder))
-            runs.append((seconds, json.loads(printed.splitlines()[-1])["trainings"]))
-        (short_s, few), (long_s, many) = runs
-        each = (long_s - short_s) / (many - few)
-        pairs.append((each, short_s - each * few, many - few))
-    each, start_s, trainings = min(pairs)
+
+    def run(rounds: int) -> tuple[float, int]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [python, "-m", f"benchmarks.peers.with_{one.peer}", one.way, work.name, str(rounds)]
+            seconds, printed = cpu_seconds(command, Path(folder))
+        return seconds, json.loads(printed.splitlines()[-1])["trainings"]
+
+    few_rounds, many_rounds = work.rounds
+    short, long = run(few_rounds), run(many_rounds)
+    further_s = max(long[0] - short[0], LEAST_S / MOST_TIMES)
+    if further_s < LEAST_S:
+        many_rounds = few_rounds + (many_rounds - few_rounds) * math.ceil(LEAST_S / further_s)
+        long = run(many_rounds)
+    for _ in range(REPEATS - 1):
+        short, long = min(short, run(few_rounds)), min(long, run(many_rounds))
+    (short_s, few), (long_s, many) = short, long
+    each = (long_s - short_s) / (many - few)
+    start_s, trainings = short_s - each * few, many - few
     return {
         "workload": work.name, "kind": one.kind, "simulator": one.label, "version": _version(python, one.package),
         "ms": 1e3 * each, "per_s": 1 / each, "start_s": start_s, "trainings": trainings, "repeat": REPEATS,

@@ -45,6 +45,20 @@ def test_a_peer_that_fails_loses_no_other_row(monkeypatch, capfd):
     assert "mlp, FLGo: left out: it ended with 1: no module" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("ms", "further_rounds"), [(20.0, 15), (1.0, 60), (0.1, 300)])
+def test_the_further_trainings_take_long_enough_to_be_told_from_imports(monkeypatch, ms, further_rounds):
+    asked = []
+
+    def cpu_seconds(command, folder):
+        asked.append(int(command[-1]))
+        return 6.0 + asked[-1] * 100 * ms / 1000, f'{{"trainings": {asked[-1] * 100}}}'
+
+    monkeypatch.setattr(peers, "cpu_seconds", cpu_seconds)
+    row = peers.measure(workload.WORKLOADS["mlp"], WAYS[2], Path(sys.executable))
+    assert asked == [2, 17, *([2 + further_rounds] if further_rounds > 15 else [])]
+    assert (row["trainings"], row["ms"], row["start_s"]) == (further_rounds * 100, pytest.approx(ms), pytest.approx(6))
+
+
 @pytest.mark.parametrize("batch_clients", [1, "auto"])
 def test_raafl_trains_what_the_bare_loop_does(batch_clients):
     """Two rounds of four clients: both count eight trainings, the bare loop by the steps that its model counted."""

@@ -64,7 +64,7 @@ class Run:
     seed: int
     digest: str
     limits: tuple[int | None, float | None]
-    fields_digest: str = ""
+    fields_digest: str
 
     @property
     def argv(self) -> list[str]:
@@ -129,9 +129,9 @@ def check_distinct(rows: Mapping[str, Sequence[Run]]) -> None:
     Args:
         rows: runs of each row, under its label.
     """
-    labels: dict[tuple[str, ...], str] = {}
+    labels: dict[str, str] = {}
     for label, runs in rows.items():
-        first = labels.setdefault(tuple(run.fields_digest for run in runs), label)
+        first = labels.setdefault(runs[0].fields_digest, label)
         if first != label:
             raise BadInput(
                 f"rows has '{first}' and '{label}', which are the same runs: give one of them another option, or leave it out. "

@@ -192,7 +192,7 @@ class CopyPlan:
             lists: function that does the same to lists of blocks, which is faster for several; None = ``fn`` for each.
         """
         for targets, sources in self._pairs(full, small):
-            _call(targets, sources, fn, lists)
+            _call(fn, lists, targets, sources)
         for piece in self._indexed:
             region = piece.region(full)
             target = piece.pick(region)
@@ -209,7 +209,7 @@ class CopyPlan:
         if out is None:
             out = FlatTensors.empty(self.layout, full.device)
         for sources, targets in self._pairs(full, out):
-            _call(targets, sources, Tensor.copy_, torch._foreach_copy_)
+            _call(Tensor.copy_, torch._foreach_copy_, targets, sources)
         for piece in self._indexed:
             out.view(piece.small).copy_(piece.pick(piece.region(full)))
         return out
@@ -222,7 +222,7 @@ class CopyPlan:
             small: values of the submodel.
         """
         for targets, sources in self._pairs(full, small):
-            _call(targets, sources, Tensor.copy_, torch._foreach_copy_)
+            _call(Tensor.copy_, torch._foreach_copy_, targets, sources)
         for piece in self._indexed:
             piece.put(piece.region(full), small.view(piece.small).to(full.device))
 
@@ -257,22 +257,19 @@ class CopyPlan:
         """
         self._check(count)
         for targets in self._cached(count, self._full_side):
-            if len(targets) > 1:
-                torch._foreach_add_(targets, weight)
-            else:
-                targets[0].add_(weight)
+            _call(lambda one: one.add_(weight), lambda several: torch._foreach_add_(several, weight), targets)
         for piece in self._indexed:
             region = piece.region(count)
             piece.put(region, piece.pick(region).add_(weight))
 
 
-def _call(targets: list[Tensor], sources: list[Tensor], fn: Update, lists: ListUpdate | None) -> None:
-    """Change the targets by the sources: by ``lists``, or by ``fn``, where there is one pair, which is faster for it on a GPU."""
-    if lists is not None and len(targets) > 1:
-        lists(targets, sources)
+def _call(fn: Callable[..., object], lists: Callable[..., object] | None, *views: list[Tensor]) -> None:
+    """Call ``lists`` on lists of views; on lists of one, for which it is slower on a GPU, and without it, ``fn`` on each view."""
+    if lists is not None and len(views[0]) > 1:
+        lists(*views)
         return
-    for target, source in zip(targets, sources, strict=True):
-        fn(target, source)
+    for each in zip(*views, strict=True):
+        fn(*each)
 
 
 def _kind(view: _Views) -> tuple[bool, str]:

@@ -48,6 +48,6 @@ def test_a_metric_that_is_not_finite_at_the_end_is_a_failure(tmp_path):
     folder = tmp_path / "runs" / "a"
     folder.mkdir(parents=True)
     (folder / METRICS).write_text("version,time_s,loss\n1,1.0,0.7\n2,2.0,nan\n")
-    run = Run("A", "quickstart", (), 0, "d", (None, None))
+    run = Run("A", "quickstart", (), 0, "d", (None, None), "f")
     found = measure(Outcome(run, folder, {"finished": "max_updates"}, "c"), LOSS, tmp_path)
     assert found["error"] == "loss is nan at the end"

@@ -39,6 +39,7 @@ from raafl.api.settings import (
 from raafl.config.experiment import Experiment
 from raafl.config.value_types import check_types
 from raafl.core.algorithm import Algorithm
+from raafl.core.rules import recorded_revision
 from raafl.errors import BadInput, CodeFailed, RunFailed
 from raafl.local.numerics import numerics_left
 from raafl.log import console
@@ -292,15 +293,17 @@ class Federation:
     def _run(
         self, run: Any, spec: ModuleSpec, source: Any, devices: Any, num_clients: int, resume: str | Path | None
     ) -> Result | None:
+        recorded = {} if resume is None else _settings_in(Path(resume))
+        fields = {**({} if resume is None else {"rules": recorded["rules"]}), **self._fields}
         experiment = Experiment(
             model=lambda: spec.make(source), data=lambda: source, algorithm=copy.deepcopy(self.algorithm),
-            clients=num_clients, devices=devices, resume=None if resume is None else str(resume), **self._fields,
+            clients=num_clients, devices=devices, resume=None if resume is None else str(resume), **fields,
         )  # fmt: skip
         if experiment.algorithm.name == NAME:
             experiment = _chosen(experiment)
         config = config_of(experiment, spec, source)
         if resume is not None:
-            same_settings(_settings_in(Path(resume)), yaml.safe_load(to_yaml(config, [])))
+            same_settings(recorded, yaml.safe_load(to_yaml(config, [])))
         observer = self._observer = CallbackHooks(self.callbacks, spec.trained_copy)
         try:
             with console(), _left_as_it_was():
@@ -361,7 +364,8 @@ def _settings_in(folder: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise BadInput(f"resume is '{folder}', which is not a run folder: name one with a config.yaml")
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    found = found if isinstance(found, dict) else {}
+    return {**found, "rules": recorded_revision(found)}
 
 
 @contextmanager

@@ -88,6 +88,7 @@ class Settings(TypedDict, total=False):
     monitor: str | None
     monitor_clients: int
     monitor_stall_s: float | str
+    rules: int
     waits: Timeouts | Mapping[str, Any]
     strict: bool
 

@@ -15,6 +15,7 @@ from raafl.compression.options import Compress
 from raafl.config.loggers import entries, specs
 from raafl.config.options import MODES, About, Target, Timeouts, about
 from raafl.config.submodel_options import SubmodelOptions
+from raafl.core.rules import CURRENT
 from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, installing, nearest, parse_address, positive
@@ -170,6 +171,9 @@ class Experiment:
         "largest payload (the tensors of a task or an update) that `raafl serve` holds in memory, in bytes; longer ones lie in "
         "files of the run folder, which the system takes from memory when it is short; null = all in memory",
         "BYTES", group="computed", may_change=True, keyword=False, used_by_replay=False, least=0))
+    rules: int = field(default=CURRENT, metadata=about(
+        "revision of the rules that decide a run's times and bits; a run folder without it ran under 1",
+        "N", group="computed", must_match=True, sent_to_clients=True, least=1, most=CURRENT))
     waits: Timeouts = field(default_factory=Timeouts, metadata=about(
         "deadlines of a wall-clock run", sent_to_clients=True, may_change=True))
     strict: bool = field(default=False, metadata=about(
@@ -203,6 +207,8 @@ class Experiment:
                     yield f"{name} is '{count}': give auto, or a number from 1"
             elif count is not None and count < least.get(name, 1):
                 yield f"{name} is {count}: give {least.get(name, 1)} or more"
+        if self.rules > CURRENT:
+            yield f"rules is {self.rules}: give at most {CURRENT}, or use the later version of raafl that made this config"
         if self.train.num_epochs is None and self.train.num_steps is None:
             yield "train.num_epochs and train.num_steps are both null: give one of them"
         if needs_end and self.max_updates is None and self.max_time is None and self.target is None:

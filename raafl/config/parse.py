@@ -190,6 +190,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
         trusted = is_trusted(folder, asked=trusted)
         # where this user's model goes is not for the author of somebody else's run folder to say
         config_yaml = of_folder(folder, trusted=trusted, without=() if trusted else SENDS)
+    argv = _with_recorded_rules(argv)
     if not argv and config_yaml is None:
         raise BadInput(NEEDS_CONFIG.format(command))
     _find_project_modules()
@@ -328,6 +329,21 @@ def _resumed(argv: Sequence[str]) -> Path | None:
     if not (folder / "config.yaml").is_file():
         raise BadInput(f"resume is '{folder}', which is not a run folder: name one with a config.yaml")
     return folder
+
+
+def _with_recorded_rules(argv: list[str]) -> list[str]:
+    """Add the rules under which the run to be resumed began, where the user gives a config of his own."""
+    import yaml
+
+    from raafl.config.trust import of_folder
+
+    resumed = values(argv, "--resume")[-1:]
+    if not resumed or not values(argv, "--config") or values(argv, "--rules"):
+        return argv
+    if not (Path(resumed[0]) / "config.yaml").is_file():
+        return argv
+    recorded = yaml.safe_load(of_folder(Path(resumed[0]), trusted=True))
+    return [*argv, "--rules", str(recorded["rules"])]
 
 
 def config_first(argv: Sequence[str]) -> list[str]:

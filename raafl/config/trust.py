@@ -21,6 +21,7 @@ from raafl.config.check import MADE, Check
 from raafl.config.experiment import ABOUT, ACCELERATORS, marked
 from raafl.config.loggers import SHORT_NAMES
 from raafl.config.registry import registry, stand_ins
+from raafl.core.rules import recorded_revision
 from raafl.errors import BadInput, RunFailed
 from raafl.object_store import is_url
 from raafl.sanitize import LARGEST, inside, load_untrusted_yaml, sanitize_text
@@ -116,7 +117,7 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
     file = folder / "config.yaml"
     try:
         tree = _tree(file.read_text(encoding="utf-8"))
-        tree = {name: value for name, value in tree.items() if name not in without}
+        tree = {name: value for name, value in tree.items() if name not in without} | {"rules": recorded_revision(tree)}
         if not trusted:
             _check_names(tree)
     except UntrustedValue as problem:

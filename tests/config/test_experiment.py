@@ -234,7 +234,7 @@ def test_without_eval_every_the_model_is_measured_about_once_in_n_updates(algori
 def test_what_the_fields_say_of_themselves():
     both = {
         "model", "data", "algorithm", "partition", "clients", "seed", "train", "submodels", "secure_aggregation", "compress",
-        "threads",
+        "threads", "rules",
     }  # fmt: skip
     assert set(marked("must_match")) == both
     assert set(marked("sent_to_clients")) == both | {"devices", "memory", "fabric", "waits"}

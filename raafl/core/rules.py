@@ -1,0 +1,32 @@
+"""Number the rules that decide a run's times and bits, so that an older run folder replays as it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+CURRENT: Final = 2
+"""Revision of a new run."""
+
+_BEFORE_NUMBERS: Final = 1
+"""Revision of a run folder whose config has no field `rules`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Rules of a run by their revision.
+
+    A property names a rule, and is true from the revision on that brought it. Code asks a property, never the number.
+    A change that moves times or bits of a run adds a property.
+
+    Attributes:
+        revision: field `rules` of the run's config.
+    """
+
+    revision: int = CURRENT
+
+
+def recorded_revision(config: Mapping[str, Any]) -> Any:
+    """Return the revision in the config of a run folder; a folder older than the field has revision 1."""
+    return config.get("rules", _BEFORE_NUMBERS)

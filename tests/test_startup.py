@@ -61,6 +61,17 @@ def test_a_report_needs_no_torch_to_read_run_folders():
     assert loaded_after("import raafl.commands.report", ("torch", *HEAVY)) == []
 
 
+def test_a_run_imports_the_method_that_it_names_and_no_other(tmp_path):
+    code = f"""
+import json, sys
+from raafl.commands.cli import main
+argv = ["simulate", "--config", "quickstart", "--max_updates", "2", "--progress", "quiet", "--output", {str(tmp_path / "run")!r}]
+assert main(argv) == 0
+print(json.dumps([name for name in sys.modules if name.startswith("raafl.algorithms.")]))
+"""
+    assert run(code) == ["raafl.algorithms.fed_raa"]
+
+
 STAGES = """
 import gc, json, sys
 from raafl.lean_import import quick_imports

@@ -38,7 +38,7 @@ class Entry:
 @cache
 def registry() -> Mapping[str, Mapping[str, Entry]]:
     """Return the objects that an untrusted config may name for model, data, partition, algorithm and select."""
-    methods = {name: factory.__module__ for name, factory in ALGORITHMS.items()}
+    methods = {name: f"raafl.algorithms.{name}" for name in ALGORITHMS}
     zoo = importlib.import_module("model_zoo")
     return {
         "model": _table(zoo._HOMES, "model_zoo", ("model_zoo",)),

@@ -15,7 +15,9 @@ from tests.habits.source import ROOT
 def test_type_checkers_see_the_methods_of_the_folder():
     tree = ast.parse((ROOT / "raafl" / "algorithms" / "__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    lines = [node for node in block.body if isinstance(node, ast.ImportFrom) and node.module.startswith("raafl.algorithms.")]
+    lines = [
+        node for node in block.body if isinstance(node, ast.ImportFrom) and node.module.startswith("raafl.algorithms.")
+    ]
     named = {(node.module.rpartition(".")[2], node.names[0].name, node.names[0].asname) for node in lines}
     assert named == {(name, name, name) for name in ALGORITHMS}
 

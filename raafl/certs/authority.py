@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
@@ -23,6 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from raafl.certs import files
 from raafl.certs.names import Holder, check_name, holder_of
+from raafl.certs.revocations import RevocationList, parse_list
 from raafl.errors import BadInput
 
 DAYS = 30
@@ -136,25 +136,21 @@ class Authority:
         self._check_days(days)
         mine = [issued for issued in self._certificates_of(name) if not issued.revoked]
         if not mine:
-            raise BadInput(f"'{name}' was revoked: make a new key with `raafl certs request {name}` at the site")
+            remedy = f"`raafl certs request {name}` at the site" if name != "server" else "`raafl certs server HOST...`"
+            raise BadInput(f"'{name}' was revoked: remove {name}.key, and make a new key with {remedy}")
         last = max(mine, key=lambda issued: issued.certificate.not_valid_before_utc)
         hosts = last.certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         names = [found for found in hosts if not isinstance(found, x509.UniformResourceIdentifier)]
         return Issued(self._issue(last.holder, last.certificate.public_key(), names, days), last.holder, revoked=False)
 
     def revoke(self, name: str) -> list[Issued]:
-        """Revoke every certificate of a site; return those that were valid before.
+        """Revoke every certificate of a site, or of ``server``; return those that were valid before.
 
-        The list is written with all earlier revocations, even if it was lost.
+        The list is written with all earlier revocations, even if it was lost, and with a higher number than each before.
 
         Raises:
-            BadInput: the site has no certificate, or ``name`` is the server, whose revocation no client would see.
+            BadInput: the site has no certificate.
         """
-        if name == "server":
-            raise BadInput(
-                "SITE is 'server', but clients read no list of revocations, so this would keep no client from a stolen key: "
-                "make a new authority with `raafl certs init --folder NEW`, and new certificates for the server and all sites"
-            )
         mine = self._certificates_of(name)
         revoked = self._revoked() | {issued.certificate.serial_number for issued in mine}
         for path, certificate in self._copies():
@@ -176,9 +172,14 @@ class Authority:
 
     def _revoked(self) -> frozenset[int]:
         """Return the serial numbers of all revoked certificates: those of the list, and those whose copy says so."""
+        listed = self._list()
+        return (frozenset() if listed is None else listed.serials) | {
+            copy.serial_number for path, copy in self._copies() if path.name.endswith(_REVOKED)
+        }
+
+    def _list(self) -> RevocationList | None:
         path = self.folder / "revoked.crl"
-        listed = read_revoked(path, self.certificate) if path.is_file() else frozenset()
-        return listed | {copy.serial_number for path, copy in self._copies() if path.name.endswith(_REVOKED)}
+        return parse_list(files.read(path), self.certificate, str(path)) if path.is_file() else None
 
     def _certificates_of(self, name: str) -> list[Issued]:
         mine = [issued for issued in self.issued() if (issued.holder.site or "server") == name]
@@ -209,12 +210,16 @@ class Authority:
         return certificate
 
     def _write_revoked(self, serials: Sequence[int]) -> None:
-        now = _now()
+        now, last = _now(), self._list()
+        # at least the time: the number of a list that was lost is not known
+        number = max(int(now.timestamp()), 0 if last is None or last.number is None else last.number + 1)
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.certificate.subject)
             .last_update(now - _SKEW)
             .next_update(self.certificate.not_valid_after_utc)
+            .add_extension(x509.CRLNumber(number), False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), False)
         )
         for serial in serials:
             builder = builder.add_revoked_certificate(
@@ -266,29 +271,6 @@ def fingerprint(thing: x509.Certificate | x509.CertificateSigningRequest) -> str
     return ":".join(digest[place : place + 4] for place in range(0, 64, 4))
 
 
-def read_revoked(path: Path, authority: x509.Certificate) -> frozenset[int]:
-    """Read a revocation list and check that ``authority`` has signed it; return the serial numbers of the revoked certificates.
-
-    Raises:
-        BadInput: the file has no revocation list, another authority has signed it, or its next update is overdue.
-    """
-    data = files.read(path)
-    try:
-        revoked = x509.load_pem_x509_crl(data)
-        if not revoked.is_signature_valid(authority.public_key()):  # type: ignore[arg-type]
-            raise InvalidSignature
-    except (ValueError, TypeError, InvalidSignature):
-        raise BadInput(
-            f"'{path}' is not a revocation list signed by the authority: get a new copy from the authority"
-        ) from None
-    if revoked.next_update_utc is not None and revoked.next_update_utc < _now():
-        raise BadInput(
-            f"'{path}' is out of date since {revoked.next_update_utc:%Y-%m-%d} and may lack revocations: get the "
-            "newest list from the authority"
-        )
-    return frozenset(entry.serial_number for entry in revoked)
-
-
 def uris_of(certificate: x509.Certificate) -> list[str]:
     """Return the URIs in a certificate's subject alternative names."""
     try:
@@ -296,6 +278,15 @@ def uris_of(certificate: x509.Certificate) -> list[str]:
     except (x509.ExtensionNotFound, ValueError):
         return []
     return names.get_values_for_type(x509.UniformResourceIdentifier)
+
+
+def is_for(certificate: x509.Certificate, *, server: bool) -> bool:
+    """Check whether a certificate has the extended key usage of a server (``serverAuth``) or of a client (``clientAuth``)."""
+    use = ExtendedKeyUsageOID.SERVER_AUTH if server else ExtendedKeyUsageOID.CLIENT_AUTH
+    try:
+        return use in certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except (x509.ExtensionNotFound, ValueError):
+        return False
 
 
 def _spki(key: PublicKeyTypes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -24,7 +25,8 @@ usage: raafl certs COMMAND [--folder certs] [--days 30]
   sign FILE.csr [--clients 1,2]   at the authority: sign it as SITE.crt, which goes back to the site with ca.crt; the server's
                              list, sites.yaml, lets the site be these clients
   renew SITE|server          issue the next certificate for the key that the site has
-  revoke SITE                take a site's certificates back: a server that runs cuts it within a second
+  revoke SITE|server         take certificates back: a server that runs cuts the site within a second, and a site that has the
+                             new list, revoked.crl, connects to no server with a revoked certificate
   list [--json]              list certificates, days left, revocations"""
 
 SITES = """\
@@ -117,6 +119,26 @@ def _sign(options: Namespace) -> str:
     return (
         f"signed {options.folder / site}.crt for site '{site}', valid until {_day(made.certificate)}: send it back with "
         f"{options.folder / 'ca.crt'}, if this is the fingerprint that the site told you:\n{fingerprint(request)}"
+        + ("" if clients else _unlisted(options, site))
+    )
+
+
+def _unlisted(options: Namespace, site: str) -> str:
+    """Return a line about a site that the server's list does not have, with the command that adds it; "" if it has it."""
+    from raafl.runtime.server.sites import read_sites
+
+    path, client = options.folder / "sites.yaml", 1
+    if path.exists():
+        with suppress(BadInput):  # a list that the server would refuse: the command below says why
+            sites = read_sites(path)
+            if site in sites:
+                return ""
+            client = max((one for rules in sites.values() for one in rules.clients), default=0) + 1
+    folder = f" --folder {shlex.quote(str(options.folder))}" if options.folder != Path("certs") else ""
+    file = shlex.quote("FILE.csr" if options.name == "-" else options.name)
+    return (
+        f"\nsite '{site}' can be no client yet, since {path} does not list it: "
+        f"raafl certs sign {file} --clients {client}{folder}"
     )
 
 
@@ -180,7 +202,13 @@ def _revoke(options: Namespace) -> str:
     from raafl.certs.authority import Authority
 
     taken = Authority(options.folder).revoke(options.name)
-    return f"revoked '{options.name}': {quantity(len(taken), 'valid certificate')}"
+    said = f"revoked '{options.name}': {quantity(len(taken), 'valid certificate')}"
+    if options.name != "server":
+        return said
+    return (
+        f"{said}: send {options.folder / 'revoked.crl'} to every site, to lie beside its ca.crt, since a site without it still "
+        f"takes the certificate; remove {options.folder / 'server.key'}, and make a new key with `raafl certs server HOST...`"
+    )
 
 
 def _list(options: Namespace) -> str:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import os
 import socket
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from raafl.certs.authority import read_revoked
-from raafl.certs.files import read_certificate
+from raafl.certs.revocations import Revocations
 from raafl.commands.fit_local import NOTE
 from raafl.config.experiment import Experiment
 from raafl.config.shared import for_clients, sections
@@ -58,7 +56,7 @@ def allow_list(own: Namespace, credentials: TlsFiles | LocalToken) -> Sites | No
     """Read which client ids each site (organization with a TLS certificate) may use; None if a token replaces certificates.
 
     Args:
-        own: parsed options of `raafl serve`; ``sites``, ``certs`` and ``tls_crl`` name the files to read.
+        own: parsed options of `raafl serve`; ``sites`` and ``certs`` name the files to read.
         credentials: files of TLS certificates, or a token that all clients share.
 
     Raises:
@@ -67,35 +65,9 @@ def allow_list(own: Namespace, credentials: TlsFiles | LocalToken) -> Sites | No
     if not isinstance(credentials, TlsFiles):
         return None
     folder = Path(own.certs)
-    revoked = Path(own.tls_crl) if own.tls_crl is not None else folder / "revoked.crl"
-    if own.tls_crl is not None and _is_missing(revoked):
-        raise BadInput(f"tls_crl is '{revoked}', which does not exist: name a revocation list, or leave --tls_crl out")
     sites = Path(own.sites) if own.sites is not None else folder / "sites.yaml"
-    return Sites(sites, _revocations(revoked, credentials.ca), (revoked, credentials.ca))
-
-
-def _revocations(path: Path, ca: Path) -> Callable[[], frozenset[int]]:
-    """Return a function that reads the serial numbers of revoked certificates: none before there is a list for the first time.
-
-    After that a missing list is `BadInput`, so that nobody whose certificate was revoked comes back because a file is lost.
-    """
-    exists = False
-
-    def read() -> frozenset[int]:
-        nonlocal exists
-        exists = exists or not _is_missing(path)
-        return read_revoked(path, read_certificate(ca)) if exists else frozenset()
-
-    return read
-
-
-def _is_missing(path: Path) -> bool:
-    """Check whether there is nothing at a path; what cannot be looked up, or is no file, is not missing."""
-    try:
-        path.lstat()
-    except OSError as error:
-        return isinstance(error, FileNotFoundError | NotADirectoryError)
-    return False
+    revoked = credentials.crl or folder / "revoked.crl"
+    return Sites(sites, Revocations(revoked, credentials.ca).read, (revoked, credentials.ca))
 
 
 def serve(

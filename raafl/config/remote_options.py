@@ -27,6 +27,7 @@ Options of join itself:
   --client ID           who this is: 1 to the run's number of clients
   --certs FOLDER        with ca.crt, and SITE.crt and SITE.key of one site (default: certs)
   --tls_ca FILE, --tls_cert FILE, --tls_key FILE   certificates of one's own instead
+  --tls_crl FILE        certificates that were revoked, a stolen one of the server too (default: revoked.crl in that folder)
   --proxy URL           an HTTP proxy to pass through (default: the environment's HTTPS_PROXY), or none
   --share_of_data true  with --data: train on this client's share of it, not on all of it
   --policy FILE         what this site allows, checked here before and after each task (docs/site-policy.md)
@@ -42,12 +43,11 @@ def parser(command: str) -> ArgumentParser:
     found = ArgumentParser(prog=f"raafl {command}", exit_on_error=False, add_help=False, allow_abbrev=False)
     found.add_argument("--address", default="127.0.0.1:0" if command == "serve" else None)
     found.add_argument("--certs", default="certs")
-    for name in ("ca", "cert", "key"):
+    for name in ("ca", "cert", "key", "crl"):
         found.add_argument(f"--tls_{name}")
     if command == "serve":
         found.add_argument("--min_clients")
         found.add_argument("--sites")
-        found.add_argument("--tls_crl")
     else:
         found.add_argument("--client")
         found.add_argument("--proxy")
@@ -71,7 +71,7 @@ def credentials(own: Namespace, *, server: bool) -> TlsFiles | LocalToken:
     """
     from raafl.transport.tcp.credentials import LocalToken, TlsFiles
 
-    named = {name: getattr(own, f"tls_{name}") for name in ("ca", "cert", "key")}
+    named = {name: getattr(own, f"tls_{name}") for name in ("ca", "cert", "key", "crl")}
     if not any(named.values()) and (token := LocalToken.from_environment()) is not None:
         return token
     found = TlsFiles.find(Path(own.certs), server=server, given=named)

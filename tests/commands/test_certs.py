@@ -69,7 +69,30 @@ def test_nothing_is_signed_where_the_server_would_refuse_the_list(requests, caps
     assert main(["certs", "sign", "sites/north.csr", "--clients", "1"]) == 2
     assert why in capsys.readouterr().err
     assert path.read_text() == before and not (requests / "north.crt").exists()
-    assert main(["certs", "sign", "sites/north.csr"]) == 0, "without --clients the list is not looked at"
+    assert main(["certs", "sign", "sites/north.csr"]) == 0, "without --clients no list is in the way"
+
+
+def test_a_site_that_is_on_no_list_is_told_the_next_command(requests, capsys):
+    assert main(["certs", "sign", "sites/north.csr", "--clients", "1,4"]) == 0
+    assert "no client yet" not in capsys.readouterr().out
+    assert main(["certs", "sign", "sites/south.csr"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith(
+        "site 'south' can be no client yet, since certs/sites.yaml does not list it: raafl certs sign "
+    )
+    assert main(said.partition(": raafl ")[2].split()) == 0, "the command does it"
+    assert read_sites(requests / "sites.yaml")["south"].clients == {5}
+    for line, note in (("sign sites/south.csr", None), ("sign sites/on.csr", "sites/on.csr --clients 6")):
+        assert main(["certs", *line.split()]) == 0
+        said = capsys.readouterr().out
+        assert note is None or note in said
+        assert ("no client yet" in said) == (note is not None)
+
+
+def test_who_revokes_the_server_is_told_what_to_do(requests, capsys):
+    assert main(["certs", "server", "localhost"]) == 0 and main(["certs", "revoke", "server"]) == 0
+    said = capsys.readouterr().out
+    assert "send certs/revoked.crl to every site" in said and "remove certs/server.key" in said
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from raafl.transport.tcp.credentials import TlsFiles
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     authority = Authority.create(tmp_path, "tests")
     authority.issue_server(["localhost"])
     authority.sign(request(tmp_path, "north"))
@@ -23,8 +24,8 @@ def folder(tmp_path):
 
 
 def sites_of(folder, crl=None):
-    files = TlsFiles(*(folder / name for name in ("ca.crt", "server.crt", "server.key")))
-    return allow_list(Namespace(certs=str(folder), sites=None, tls_crl=crl), files)
+    files = TlsFiles.find(folder, server=True, given={**dict.fromkeys(("ca", "cert", "key")), "crl": crl})
+    return allow_list(Namespace(certs=str(folder), sites=None), files)
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -54,6 +55,14 @@ def test_no_revocation_list_is_none_until_there_is_one(folder):
     assert not sites.reread() and sites.reread() and len(sites._revoked.value) == 1
     path.unlink()
     assert not any(sites.reread() for _ in range(3)) and len(sites._revoked.value) == 1
+
+
+def test_a_restarted_server_goes_by_the_newest_list_that_it_has_seen(folder, caplog):
+    path = folder / "revoked.crl"
+    (north,) = sites_of(folder)._revoked.value
+    path.unlink()
+    assert sites_of(folder)._revoked.value == {north}
+    assert "is missing, but this machine has seen the revocation list number" in caplog.text
 
 
 def test_a_folder_in_the_place_of_a_list_is_bad_input(folder):

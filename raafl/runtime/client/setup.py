@@ -172,9 +172,11 @@ class ClientSetup:
 def _site_keys(files: TlsFiles | None) -> SiteKeys | None:
     if files is None:
         return None
+    from raafl.certs.revocations import Revocations
     from raafl.runtime.client.site_keys import SiteKeys  # here: ranks of torchrun import nothing of certificates
 
-    return SiteKeys(files.ca, files.cert, files.key)
+    revoked = frozenset if files.crl is None else Revocations(files.crl, files.ca).latest
+    return SiteKeys(files.ca, files.cert, files.key, revoked)
 
 
 def whole(experiment: Experiment) -> FederatedData:

@@ -6,14 +6,14 @@ A server can then neither replace a member's keys by its own nor make members up
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from raafl.certs.authority import uris_of
+from raafl.certs.authority import is_for, uris_of
 from raafl.certs.names import Holder, holder_of
 from raafl.errors import BadInput
 from raafl.parts.protect.secure.group import CannotOpen, Group
@@ -24,18 +24,21 @@ from raafl.runtime.secure_protocol import MAX_PROOF_CHARACTERS, KeyProof, signed
 class SiteKeys:
     """Certificate and key of this site, and the authority that must have issued the certificates of other sites."""
 
-    def __init__(self, ca: Path, cert: Path, key: Path) -> None:
+    def __init__(
+        self, ca: Path, cert: Path, key: Path, revoked: Callable[[], frozenset[int]] = frozenset
+    ) -> None:  # fmt: skip
         """Load the files.
 
         Args:
             ca: file of the authority's certificates.
             cert: file of this site's certificate, followed by those between it and the authority.
             key: file of the site's private key.
+            revoked: function that returns the serial numbers of revoked certificates.
 
         Raises:
             BadInput: a file is of no use for this.
         """
-        self._signer = Signer.load(key)
+        self._signer, self._revoked = Signer.load(key), revoked
         try:
             self._authority = Store(x509.load_pem_x509_certificates(ca.read_bytes()))
             chain = x509.load_pem_x509_certificates(cert.read_bytes())
@@ -102,5 +105,7 @@ class SiteKeys:
             PolicyBuilder().store(self._authority).build_client_verifier().verify(leaf, between)
             key = leaf.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         except (ValueError, VerificationError, x509.InvalidVersion):
+            return None, ""
+        if not is_for(leaf, server=False) or leaf.serial_number in self._revoked():
             return None, ""
         return holder_of(uris_of(leaf)), base64.b64encode(key).decode()

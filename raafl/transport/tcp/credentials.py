@@ -64,11 +64,13 @@ class TlsFiles:
         ca: certificates of the authorities that may have issued the other side's certificate.
         cert: certificate of this side, followed by any intermediate certificates.
         key: private key of this side, readable by its owner alone.
+        crl: list of revoked certificates, which need not exist; None = a client checks none.
     """
 
     ca: Path
     cert: Path
     key: Path
+    crl: Path | None = None
 
     @classmethod
     def find(cls, folder: Path, *, server: bool, given: dict[str, str | None]) -> TlsFiles:
@@ -80,24 +82,29 @@ class TlsFiles:
             folder: folder in which `raafl certs` has stored its files.
             server: true = take the server's certificate, ``server.crt``; false = take the certificate of a
                 client's site, which must be the only other one in the folder that has its key there.
-            given: path that the user has named, or None, by field of `TlsFiles`: ``ca``, ``cert`` and ``key``.
+            given: path that the user has named, or None, by field of `TlsFiles`: ``ca``, ``cert``, ``key`` and ``crl``.
 
         Raises:
             BadInput: a file is missing, or it is not clear which certificate to take.
         """
-        ca, cert, key = (None if path is None else Path(path) for path in (given["ca"], given["cert"], given["key"]))
+        named = {name: None if path is None else Path(path) for name, path in given.items()}
+        ca, cert, key, crl = named["ca"], named["cert"], named["key"], named["crl"]
+        from raafl.certs.revocations import is_missing
+
         if (cert is None) != (key is None):
             raise BadInput("--tls_cert and --tls_key belong together: give both, or neither")
         if cert is None or key is None:
             name = "server" if server else _site_in(folder)
             cert, key = folder / f"{name}.crt", folder / f"{name}.key"
-        return cls(ca or folder / "ca.crt", cert, key)
+        if crl is not None and is_missing(crl):
+            raise BadInput(f"tls_crl is '{crl}', which does not exist: name a revocation list, or leave --tls_crl out")
+        return cls(ca or folder / "ca.crt", cert, key, crl or folder / "revoked.crl")
 
     def check(self) -> Holder:
         """Return the site or server that the certificate names; raise `BadInput` if the certificate or its key cannot be used."""
         from cryptography import x509
 
-        from raafl.certs.authority import uris_of
+        from raafl.certs.authority import is_for, uris_of
 
         state = self.key.stat()
         mode = stat.S_IMODE(state.st_mode)
@@ -118,6 +125,11 @@ class TlsFiles:
             raise BadInput(
                 f"tls_cert is '{self.cert}', which names no federation: get a certificate whose subject alternative "
                 "names have the URI raafl://FEDERATION/server, or raafl://FEDERATION/site/SITE"
+            )
+        if not is_for(certificate, server=holder.site is None):
+            use = "serverAuth" if holder.site is None else "clientAuth"
+            raise BadInput(
+                f"tls_cert is '{self.cert}', which the other end refuses: get a certificate with the extended key usage {use}"
             )
         return holder
 

@@ -273,7 +273,7 @@ class Listener:
 
 def connect(
     address: str, client: int, credentials: TlsFiles | LocalToken, *, timeout_s: float, pair_timeout_s: float = 30.0,
-    proxy: str | None = None,
+    proxy: str | None = None, revoked: Callable[[], frozenset[int]] = frozenset,
 ) -> TcpConnection:  # fmt: skip
     """Connect to a server's `Listener`, authenticate this client, and return the connection.
 
@@ -285,6 +285,7 @@ def connect(
         pair_timeout_s: seconds for each piece of a message on the connection; see `TcpConnection`.
         proxy: URL of an HTTP proxy; "none" = no proxy; None = the proxy that the environment sets for this host, if
             any.
+        revoked: function that returns the serial numbers of revoked certificates, of which the server's may be none.
 
     Raises:
         Refused: the server does not admit this client, or this client does not trust the server. Another attempt is
@@ -301,7 +302,7 @@ def connect(
     try:
         if context is not None:
             sock = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
-        client_opening(opening_stream(sock, timeout_s), client, federation)
+        client_opening(opening_stream(sock, timeout_s), client, federation, revoked)
         return TcpConnection(sock, pair_timeout_s)
     except Refused as refused:
         sock.close()

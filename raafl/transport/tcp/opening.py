@@ -19,7 +19,6 @@ import ssl
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from raafl.certs.names import Holder, holder_of
 from raafl.sanitize import sanitize_text
@@ -79,7 +78,7 @@ def server_opening(
         PeerLost: the client closed the connection.
         PeerTimeout: the client was too slow.
     """
-    holder, serial = _certified(stream) if isinstance(expected, str) else (None, 0)
+    certificate = _certified(stream, server=False) if isinstance(expected, str) else None
     hello = bytearray(_HELLO.size)
     stream.read_into(memoryview(hello)[:4])
     if hello[:4] != MAGIC:
@@ -92,11 +91,10 @@ def server_opening(
         if isinstance(expected, LocalToken):
             if not hmac.compare_digest(token, expected.token):
                 raise Refused("wrong-token", "the server was started by another command")
-        elif holder is None or holder.site is None:
-            raise Refused("bad-certificate", "it names no site: it needs the URI raafl://FEDERATION/site/SITE")
-        elif holder.federation != expected:
-            raise Refused("bad-certificate", f"it is of federation '{holder.federation}', this server of '{expected}'")
-        peer = Peer(client, holder, serial, address)
+            peer = Peer(client, None, 0, address)
+        else:
+            assert certificate is not None
+            peer = Peer(client, _site_of(certificate, expected), certificate.serial, address)
         authorize(peer)
     except Refused as refused:
         stream.write([_answer(f"{refused.reason}: {refused.detail}")])
@@ -105,13 +103,28 @@ def server_opening(
     return peer
 
 
-def client_opening(stream: SocketStream, client: int, credentials: LocalToken | str) -> None:
+def _site_of(certificate: _Certificate, federation: str) -> Holder:
+    """Return the site that a client's certificate names; raise `Refused` if it is of no use for a client of ``federation``."""
+    holder = certificate.holder
+    if holder is None or holder.site is None:
+        raise Refused("bad-certificate", "it names no site: it needs the URI raafl://FEDERATION/site/SITE")
+    if holder.federation != federation:
+        raise Refused("bad-certificate", f"it is of federation '{holder.federation}', this server of '{federation}'")
+    if not certificate.is_for_its_role:
+        raise Refused("bad-certificate", "it is for no client: it needs the extended key usage clientAuth")
+    return holder
+
+
+def client_opening(
+    stream: SocketStream, client: int, credentials: LocalToken | str, revoked: Callable[[], frozenset[int]] = frozenset
+) -> None:  # fmt: skip
     """Run the client's side of the authentication; return once the server has admitted this client.
 
     Args:
         stream: stream to the server.
         client: client id to ask for.
         credentials: token to send, or name of the federation in the server's certificate.
+        revoked: function that returns the serial numbers of revoked certificates.
 
     Raises:
         Refused: the server does not belong to this federation, or does not admit this client.
@@ -122,9 +135,13 @@ def client_opening(stream: SocketStream, client: int, credentials: LocalToken | 
     if isinstance(credentials, LocalToken):
         token = credentials.token
     else:
-        holder, _ = _certified(stream)
-        if holder != Holder(credentials):
+        certificate = _certified(stream, server=True)
+        if certificate.holder != Holder(credentials):
             raise Refused("bad-certificate", f"the server's certificate is not of the server of '{credentials}'")
+        if not certificate.is_for_its_role:
+            raise Refused("bad-certificate", "the server's certificate has no extended key usage serverAuth")
+        if certificate.serial in revoked():
+            raise Refused("revoked", "the server's certificate was revoked")
     stream.write([_HELLO.pack(MAGIC, VERSION, 0, client, token)])
     head = bytearray(_ANSWER.size)
     stream.read_into(memoryview(head)[:4])
@@ -145,15 +162,31 @@ def client_opening(stream: SocketStream, client: int, credentials: LocalToken | 
         raise Refused("bad-version", f"the server speaks version {version} of the protocol, this client {VERSION}")
 
 
-def _certified(stream: SocketStream) -> tuple[Holder | None, int]:
-    """Do the TLS handshake; return the holder of the other end's certificate, and its number."""
+@dataclass(frozen=True, slots=True)
+class _Certificate:
+    """The other end's certificate: its holder, its number, and whether its extended key usage is that of a client or server."""
+
+    holder: Holder | None
+    serial: int
+    is_for_its_role: bool
+
+
+def _certified(stream: SocketStream, *, server: bool) -> _Certificate:
+    """Do the TLS handshake; return the other end's certificate, which is the server's where ``server``."""
+    from cryptography import x509
+
+    from raafl.certs.authority import is_for, uris_of
+
     assert isinstance(stream, TlsStream) and isinstance(stream.sock, ssl.SSLSocket)
     stream.handshake()
     if stream.sock.selected_alpn_protocol() != ALPN:
         raise Refused("bad-magic", "the other end speaks TLS, but is not raafl's")
-    found: Any = stream.sock.getpeercert() or {}
-    uris = [value for kind, value in found.get("subjectAltName", ()) if kind == "URI"]
-    return holder_of(uris), int(found.get("serialNumber", "0"), 16)
+    try:
+        # OpenSSL lets a certificate without any extended key usage pass for every purpose
+        found = x509.load_der_x509_certificate(stream.sock.getpeercert(binary_form=True) or b"")
+        return _Certificate(holder_of(uris_of(found)), found.serial_number, is_for(found, server=server))
+    except (ValueError, x509.InvalidVersion):
+        raise Refused("bad-certificate", "it cannot be read") from None
 
 
 def _answer(text: str) -> bytes:

@@ -39,6 +39,12 @@ class TcpTransport(Transport):
                 f"address is '{meeting.address}', which other machines can reach, but an access token is only for "
                 "this machine: use certificates (`raafl certs`)"
             )
+        self._revoked: Callable[[], frozenset[int]] = frozenset
+        if isinstance(meeting.credentials, TlsFiles) and meeting.credentials.crl is not None and meeting.client:
+            from raafl.certs.revocations import Revocations
+
+            self._revoked = Revocations(meeting.credentials.crl, meeting.credentials.ca).latest
+            self._revoked()  # a list that cannot be read is known before the server is asked
         self._lock = threading.Lock()
         self._admitted: WeakKeyDictionary[TcpConnection, Peer] = WeakKeyDictionary()
 
@@ -92,7 +98,7 @@ class TcpTransport(Transport):
         assert isinstance(meeting.address, str)
         return connect(
             meeting.address, self.client, self._credentials, timeout_s=meeting.wait_s, pair_timeout_s=meeting.piece_s,
-            proxy=meeting.proxy,
+            proxy=meeting.proxy, revoked=self._revoked,
         )  # fmt: skip
 
 

@@ -266,16 +266,21 @@ def test_a_key_that_root_has_may_be_read_by_the_group_of_another_user(tmp_path, 
 
 def test_which_files_are_meant(tmp_path):
     sites = CertifiedSites(tmp_path)
-    none = dict.fromkeys(("ca", "cert", "key"))
-    assert TlsFiles.find(tmp_path, server=True, given=none) == sites.server
+    none = dict.fromkeys(("ca", "cert", "key", "crl"))
+    crl = tmp_path / "revoked.crl"
+    assert TlsFiles.find(tmp_path, server=True, given=none) == replace(sites.server, crl=crl)
     with pytest.raises(BadInput, match="has no site's certificate with its key"):
         TlsFiles.find(tmp_path, server=False, given=none)
-    assert TlsFiles.find(tmp_path, server=False, given=none) == sites.site("north") if sites.site("north") else False
+    sites.site("north")
+    assert TlsFiles.find(tmp_path, server=False, given=none) == replace(sites.site("north"), crl=crl)
     sites.site("south")
     with pytest.raises(BadInput, match="has certificates of north, south: name one"):
         TlsFiles.find(tmp_path, server=False, given=none)
     with pytest.raises(BadInput, match="--tls_cert and --tls_key belong together"):
         TlsFiles.find(tmp_path, server=False, given={**none, "cert": "x"})
+    crl.unlink()
+    with pytest.raises(BadInput, match=r"tls_crl is '.*', which does not exist: name a revocation list"):
+        TlsFiles.find(tmp_path, server=True, given={**none, "crl": str(crl)})
 
 
 # ---- proxies ----

@@ -1,0 +1,124 @@
+"""What a certificate must be for, and a certificate of the server that was revoked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from raafl.certs import files as pem
+from raafl.certs.authority import uris_of
+from raafl.certs.names import holder_of
+from raafl.errors import BadInput
+from raafl.parts.protect.secure.group import CannotOpen
+from raafl.runtime.client.site_keys import SiteKeys
+from raafl.transport import ConnectOptions, Refused
+from raafl.transport.tcp.credentials import TlsFiles
+from raafl.transport.tcp.transport import TcpTransport
+from tests.helpers.certificates import CertifiedSites
+from tests.runtime.client.test_site_keys import group_of
+from tests.transport.house import House
+
+CLIENT, SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
+OTHER, ANY = ExtendedKeyUsageOID.EMAIL_PROTECTION, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE
+
+
+@pytest.fixture
+def sites(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return CertifiedSites(tmp_path / "certs")
+
+
+def with_uses(sites, files, *uses):
+    """Put the authority's signature on a copy of a certificate with other extended key usages; none = without the extension."""
+    old = pem.read_certificate(files.cert)
+    builder = x509.CertificateBuilder(
+        old.issuer, old.subject, old.public_key(), x509.random_serial_number(),
+        old.not_valid_before_utc, old.not_valid_after_utc,
+    )  # fmt: skip
+    for one in old.extensions:
+        if not isinstance(one.value, x509.ExtendedKeyUsage):
+            builder = builder.add_extension(one.value, one.critical)
+    if uses:
+        builder = builder.add_extension(x509.ExtendedKeyUsage(uses), False)
+    path = files.cert.with_suffix(f".{len(uses)}")
+    pem.write(path, pem.to_pem(builder.sign(sites.authority._key, hashes.SHA256())))
+    return replace(files, cert=path)
+
+
+class Careless(TlsFiles):
+    """Files of a peer that does not look at its own certificate."""
+
+    def __init__(self, files):
+        super().__init__(files.ca, files.cert, files.key, files.crl)
+
+    def check(self):
+        return holder_of(uris_of(pem.read_certificate(self.cert)))
+
+
+@pytest.mark.parametrize("uses", [(), (SERVER,), (OTHER,), (ANY,)], ids=["none", "server", "mail", "any"])
+def test_a_certificate_without_client_auth_is_no_clients(sites, uses):
+    files = with_uses(sites, sites.site(), *uses)
+    with House(credentials=sites.server) as house:
+        with pytest.raises(BadInput, match=r"refuses: get a certificate with the extended key usage clientAuth"):
+            house.call(1, files)
+        with pytest.raises(
+            Refused, match=r"bad-certificate: .*(needs the extended key usage clientAuth|another purpose)"
+        ):
+            house.call(1, Careless(files))
+        assert house.reason() == "bad-certificate" and house.admitted.empty()
+        with house.call(1, with_uses(sites, sites.site(), CLIENT, OTHER)):
+            assert house.admitted.get(timeout=30)[1] == 1
+
+
+@pytest.mark.parametrize("uses", [(), (CLIENT,), (ANY,)], ids=["none", "client", "any"])
+def test_a_certificate_without_server_auth_is_no_servers(sites, uses):
+    files = with_uses(sites, sites.server, *uses)
+    with pytest.raises(BadInput, match="the extended key usage serverAuth"):
+        files.check()
+    with House(credentials=Careless(files)) as house:
+        with pytest.raises(Refused, match=r"bad-certificate: .*(no extended key usage serverAuth|purpose)"):
+            house.call(1, sites.site())
+        assert house.admitted.empty()
+
+
+def test_a_member_of_a_group_needs_a_certificate_for_clients_that_was_not_revoked(sites):
+    files = {name: sites.site(name) for name in ("north", "south", "east")}
+    members = {name: SiteKeys(one.ca, one.cert, one.key) for name, one in files.items()}
+    group, proofs = group_of(list(members.values()))
+    members["north"].check(group, proofs, 3)
+    serial = pem.read_certificate(files["east"].cert).serial_number
+    north = files["north"]
+    aware = SiteKeys(north.ca, north.cert, north.key, lambda: frozenset({serial}))
+    with pytest.raises(CannotOpen, match="member 3 are of no site"):
+        aware.check(group, proofs, 3)
+    plain = with_uses(sites, files["east"])
+    group, proofs = group_of([members["north"], members["south"], SiteKeys(plain.ca, plain.cert, plain.key)])
+    with pytest.raises(CannotOpen, match="member 3 are of no site"):
+        members["north"].check(group, proofs, 3)
+
+
+def test_a_site_with_the_newest_list_connects_to_no_server_with_a_revoked_certificate(sites, caplog):
+    """Somebody has the server's key; the site's list comes, goes, and is replaced by an older one."""
+    path = sites.authority.folder / "revoked.crl"
+    old, files = path.read_bytes(), replace(sites.site(), crl=path)
+    with House(credentials=sites.server) as house:
+
+        def transport():
+            return TcpTransport(ConnectOptions(address=house.listener.address, credentials=files, client=1))
+
+        running = transport()
+        running.connect().close()
+        sites.authority.revoke("server")
+        new = path.read_bytes()
+        for change in (lambda: None, path.unlink, lambda: path.write_bytes(old), lambda: path.write_bytes(new[:99])):
+            change()
+            with pytest.raises(Refused, match=r"revoked: .*the server's certificate was revoked"):
+                running.connect()
+        path.write_bytes(old)
+        with pytest.raises(Refused, match="the server's certificate was revoked"):
+            transport().connect()
+        assert "older than number" in caplog.text and "which stays in force" in caplog.text

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader, default_collate
 from raafl.config.value_types import check_types
 from raafl.data import FPB, SST2, AGNews, HuggingFaceText
 from raafl.data.hub import load_splits
-from raafl.data.labels import labels_of
+from raafl.data.labels import trained_labels
 from raafl.data.loaders import check_dataset
+from raafl.data.tensors import fetcher
 from raafl.errors import BadInput, at_least, briefly
 from raafl.lean_import import import_lightning
 
@@ -169,7 +170,9 @@ def load_named(path: str, model_name: str | None, **given: object) -> LightningD
 
 def num_classes(data: LightningDataModule) -> int:
     """Count the classes among the training labels of a data module, after its `setup`."""
-    return int(labels_of(train_loader(data).dataset).max()) + 1
+    loader = train_loader(data)
+    fetch, _ = fetcher(loader.dataset, loader.collate_fn)
+    return int(trained_labels(loader.dataset, fetch).max()) + 1
 
 
 def train_loader(data: LightningDataModule) -> DataLoader[Any]:

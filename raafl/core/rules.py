@@ -26,6 +26,16 @@ class Rules:
 
     revision: int = CURRENT
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether a training loader that does not shuffle keeps its order, and an evaluation the ``drop_last`` of its loader."""
+        return self.revision >= 2
+
+    @property
+    def trained_labels(self) -> bool:
+        """Whether a partition by class counts the classes that the training step gets, not those that a data set stores."""
+        return self.revision >= 2
+
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:
     """Return the revision in the config of a run folder; a folder older than the field has revision 1."""

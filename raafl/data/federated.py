@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Subset, default_collate
 
-from raafl.data.labels import Columns, classes_in, labels_of
-from raafl.data.loaders import InOrder, check_transfer, overrides, read_loader, reading
+from raafl.data.labels import Columns, classes_in, labels_of, trained_labels
+from raafl.data.loaders import InOrder, Loader, LoaderRules, check_transfer, overrides, read_loader, reading
 from raafl.data.tensors import Collate, Fetch, fetcher, select_from
 from raafl.errors import BadInput, at_least
 
@@ -55,6 +55,7 @@ class ClientData:
         drop_last: whether an epoch drops its last batch if it is smaller than the others and not the only one.
         weights: `(num_samples,)`, weights for drawing the samples of an epoch with replacement; None = each sample
             once.
+        shuffles: whether each epoch has a new random order; else all have the order of ``indices``.
 
     Attributes:
         test: samples on which the client only evaluates its submodel; None = it has none.
@@ -75,13 +76,14 @@ class ClientData:
         copied: bool = False,
         drop_last: bool = False,
         weights: torch.Tensor | None = None,
+        shuffles: bool = True,
     ) -> None:
         """Copy the client's samples if ``copied`` is set; else only remember which they are."""
         self.test: ClientData | None = None
         if len(indices) == 0:
             raise BadInput("a client has no samples: use fewer clients, or a partition that gives each at least one")
         self.num_samples = len(indices)
-        self.batch_size, self._drop_last, self._weights = batch_size, drop_last, weights
+        self.batch_size, self._drop_last, self._weights, self._shuffles = batch_size, drop_last, weights, shuffles
         self._fetch, self.gathers = fetcher(dataset, collate)
         self.source = dataset if self.gathers else None
         self._indices: torch.Tensor | None = indices
@@ -114,7 +116,7 @@ class ClientData:
 
         The last batch of an epoch may be smaller than the others. If `batch_size` exceeds the number of samples, an
         epoch has a single batch. At the start of each epoch, one `torch.randperm` (with weights, one `torch.multinomial`) is drawn
-        from the generator; global generators are not used.
+        from the generator; global generators are not used. Nothing is drawn where the loader does not shuffle.
 
         Args:
             generator: CPU generator that determines the order.
@@ -176,6 +178,8 @@ class ClientData:
 
     def _order(self, generator: torch.Generator) -> torch.Tensor:
         """Draw the order of one epoch."""
+        if self._weights is None and not self._shuffles:
+            return torch.arange(self.num_samples)
         if self._weights is None:
             return torch.randperm(self.num_samples, generator=generator)
         return torch.multinomial(self._weights, self.num_samples, replacement=True, generator=generator)
@@ -205,17 +209,19 @@ class FederatedData:
     """The training set of a data module, divided among clients 1 to N, and its test set.
 
     `prepare_data` and `setup("fit")` of the data module are called. Data set, batch size and collate function come from
-    its `train_dataloader()`. The loader's `drop_last`, and the weights of a `WeightedRandomSampler`, apply to each
-    client's epochs; a `SubsetRandomSampler` selects the samples. The loader's workers are not used.
+    its `train_dataloader()`. The loader's `drop_last`, its order if it does not shuffle, and the weights of a
+    `WeightedRandomSampler` apply to each client's epochs; a `SubsetRandomSampler` selects the samples. The loader's
+    workers are not used.
 
     Args:
         datamodule: any LightningDataModule whose training loader iterates over one map-style data set.
         partition: rule that divides the training samples among the clients.
         num_clients: number of clients N.
         seed: seed of the partition.
+        rules: rules by which the loaders are read.
 
     Attributes:
-        notes: warnings about the data on which the global model is evaluated.
+        notes: lines to show at the start, such as on which data the global model is evaluated.
 
     Raises:
         BadInput: the training loader is of a kind that is not supported, or the partition is impossible.
@@ -227,17 +233,26 @@ class FederatedData:
         partition: Partition,
         num_clients: int,
         seed: int = 0,
+        rules: LoaderRules | None = None,
     ) -> None:
         """Set the data module up and partition its training set."""
         self.num_clients = num_clients
-        self.datamodule = datamodule
+        self.datamodule, self._rules = datamodule, rules or LoaderRules()
+        self.notes: list[str] = []
         with reading(type(datamodule).__name__):
             check_transfer(datamodule)
             datamodule.prepare_data()
             datamodule.setup("fit")
             loader = read_loader(datamodule.train_dataloader(), "train_dataloader")
-        self._dataset, self._collate, self.batch_size, self.drop_last, self._weights = loader
-        self._fetch, _ = fetcher(self._dataset, self._collate)
+        self._dataset, self._collate, self.batch_size, self.drop_last, self._weights, self._shuffles = loader
+        if not (self._shuffles or self._rules.keeps_order):
+            self._shuffles = True
+        elif not self._shuffles:
+            self.notes.append(
+                f"{type(datamodule).__name__}.train_dataloader() does not shuffle, so each client trains on its samples in "
+                "the order of the data set"
+            )
+        self._fetch, self._gathers = fetcher(self._dataset, self._collate)
         self._validation = partition.validation_rows(_length(self._dataset), seed)
         parts = self._split(partition, num_clients, seed)
         sides: Iterable[Sequence[torch.Tensor]] = (parts, [parts[0][:0]] * len(parts))
@@ -247,7 +262,6 @@ class FederatedData:
         self._check_weights()
         self._clients: OrderedDict[int, ClientData] = OrderedDict()
         self._test: InOrder | None = None
-        self.notes: list[str] = []
 
     def _split(self, partition: Partition, num_clients: int, seed: int) -> list[torch.Tensor]:
         """Return the row indices of each client; validation rows belong to no client."""
@@ -276,7 +290,10 @@ class FederatedData:
 
     def labels(self) -> npt.NDArray[Any]:
         """Return the class of each sample of the training set, in its order."""
-        return labels_of(self._dataset)
+        if self._gathers or not self._rules.trained_labels:  # what is gathered is what is stored
+            return labels_of(self._dataset)
+        with reading(type(self.datamodule).__name__):
+            return trained_labels(self._dataset, self._fetch)
 
     def _check_weights(self) -> None:
         """Raise `BadInput` if the loader's sampler gives weight 0 to all samples of some client."""
@@ -313,7 +330,9 @@ class FederatedData:
         return mine
 
     def _own(self, indices: torch.Tensor, copied: bool, weights: torch.Tensor | None = None) -> ClientData:
-        return ClientData(self._dataset, indices, self.batch_size, self._collate, copied, self.drop_last, weights)
+        return ClientData(
+            self._dataset, indices, self.batch_size, self._collate, copied, self.drop_last, weights, self._shuffles
+        )
 
     def example_batch(self, n: int = 2) -> Any:
         """Return the first ``n`` samples of the training set as one batch."""
@@ -344,22 +363,22 @@ class FederatedData:
 
     def _read_test(self) -> InOrder:
         if len(self._validation):
-            dataset, collate, batch_size = (
-                Subset(self._dataset, self._validation.tolist()),
-                self._collate,
-                self.batch_size,
-            )
+            found = self._of_training(self._validation.tolist())
         else:
-            dataset, collate, batch_size = self._test_set() or self._some_of_training()
-        fetch, is_fast = fetcher(dataset, collate)
-        num_samples = _length(dataset)
+            found = self._test_set() or self._some_of_training()
+        fetch, is_fast = fetcher(found.dataset, found.collate)
+        num_samples = _length(found.dataset)
         tensors = None
         if is_fast and _num_bytes(fetch, num_samples) <= _MOST_COPIED_BYTES:
             tensors = fetch(torch.arange(num_samples))
-        return InOrder(fetch, num_samples, batch_size, tensors)
+        return InOrder(fetch, num_samples, found.batch_size, tensors, found.drop_last and self._rules.keeps_order)
 
-    def _test_set(self) -> tuple[Any, Collate, int | None] | None:
-        """Return data set, collate function and batch size of the test or else the validation loader; None without either."""
+    def _of_training(self, rows: list[int]) -> Loader:
+        """Return a loader's settings for some rows of the training set."""
+        return Loader(Subset(self._dataset, rows), self._collate, self.batch_size, False, None, False)
+
+    def _test_set(self) -> Loader | None:
+        """Return the settings of the test or else of the validation loader; None without either."""
         module = self.datamodule
         for name in ("test_dataloader", "val_dataloader"):
             if not overrides(module, name):
@@ -376,10 +395,10 @@ class FederatedData:
                     f"the sampler of {name}() is a WeightedRandomSampler, but an evaluation uses each sample once: "
                     "leave the sampler out"
                 )
-            return read.dataset, read.collate, read.batch_size
+            return read
         return None
 
-    def _some_of_training(self) -> tuple[Any, Collate, int | None]:
+    def _some_of_training(self) -> Loader:
         """Return evenly spaced training samples to measure on, and add a note that there is no test set."""
         length = _length(self._dataset)
         num = min(length, _MOST_MEASURED)
@@ -387,7 +406,7 @@ class FederatedData:
             f"{type(self.datamodule).__name__} has no test or validation set: the global model is measured on "
             f"{num:,} samples of the training set, which says nothing of new data"
         )
-        return Subset(self._dataset, [i * length // num for i in range(num)]), self._collate, self.batch_size
+        return self._of_training([i * length // num for i in range(num)])
 
 
 def _length(dataset: Any) -> int:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from raafl.data.tensors import is_tensors, unwrap
+from raafl.data.tensors import Fetch, is_tensors, unwrap
 from raafl.errors import BadInput
 
 _KEYS = ("label", "labels", "target", "targets", "y")
+_COMPARED = 64
+"""Samples that are read to see whether a data set's stored labels are those of its samples."""
+_READ_AT_ONCE = 256
 
 
 def labels_of(dataset: Any) -> npt.NDArray[Any]:
@@ -33,6 +38,50 @@ def labels_of(dataset: Any) -> npt.NDArray[Any]:
     return np.array([_label_of(dataset[i], i) for i in range(len(dataset))])
 
 
+def trained_labels(dataset: Any, fetch: Fetch) -> npt.NDArray[Any]:
+    """Return the class of each sample as a training step gets it, shape `(len(dataset),)`, in the order of the data set.
+
+    Stored labels (`labels_of`) count if evenly spaced samples have the same ones. They have others where a
+    `target_transform`, a `__getitem__` of a subset, or a collate function changes them; then all samples are read once.
+    Global random generators are restored afterwards.
+
+    Args:
+        dataset: data set of the training loader.
+        fetch: function that makes a batch from the indices of its samples, with the loader's collate function.
+
+    Raises:
+        BadInput: the samples have no label of this kind.
+    """
+    length = len(dataset)
+    num = min(length, _COMPARED)
+    rows = torch.tensor([i * length // num for i in range(num)])
+    with _generators_restored():
+        seen = _labels_of_batch(fetch(rows))
+        if seen is None or len(seen) != num:
+            return labels_of(dataset)
+        base, _ = unwrap(dataset)
+        if _stored_labels(base) is not None:
+            stored = labels_of(dataset)
+            if np.array_equal(stored[rows.numpy()], seen.cpu().numpy()):
+                return stored
+        batches = (_labels_of_batch(fetch(part)) for part in torch.split(torch.arange(length), _READ_AT_ONCE))
+        found = [label for label in batches if label is not None]
+        labels = torch.cat(found) if found else torch.empty(0)
+    return labels.cpu().numpy() if len(labels) == length else labels_of(dataset)
+
+
+@contextmanager
+def _generators_restored() -> Iterator[None]:
+    """Return a context after which the global random generators are as before, since transforms may draw from them."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
 def classes_in(batches: Iterable[Any]) -> frozenset[int] | None:
     """Return the classes that occur in some batches, taken from each batch's last element or its entry "label" or the like.
 
@@ -40,15 +89,23 @@ def classes_in(batches: Iterable[Any]) -> frozenset[int] | None:
     """
     found: set[int] = set()
     for batch in batches:
-        label = None
-        if isinstance(batch, Mapping):
-            label = next((batch[key] for key in _KEYS if key in batch), None)
-        elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-            label = batch[-1]
-        if not isinstance(label, torch.Tensor) or label.ndim != 1 or label.is_floating_point():
+        label = _labels_of_batch(batch)
+        if label is None:
             return None
         found.update(torch.unique(label).tolist())
     return frozenset(found)
+
+
+def _labels_of_batch(batch: object) -> torch.Tensor | None:
+    """Return the labels of a batch, whole numbers of shape (samples,); None if it has none of this kind."""
+    label: object = None
+    if isinstance(batch, Mapping):
+        label = next((batch[key] for key in _KEYS if key in batch), None)
+    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+        label = batch[-1]
+    if not isinstance(label, torch.Tensor) or label.ndim != 1 or label.is_floating_point():
+        return None
+    return label
 
 
 class Columns(Mapping[str, Sequence[Any]]):

@@ -46,6 +46,21 @@ def reading(what: str) -> Iterator[None]:
         raise wrong from error
 
 
+@dataclass(frozen=True, slots=True)
+class LoaderRules:
+    """Rules by which the loaders of a data module are read; run folders from before a rule are replayed without it.
+
+    Attributes:
+        keeps_order: whether a training loader that does not shuffle keeps its order, and an evaluation the ``drop_last``
+            of its loader.
+        trained_labels: whether a partition by class counts the classes that the training step gets, not those that a
+            data set stores.
+    """
+
+    keeps_order: bool = True
+    trained_labels: bool = True
+
+
 class Loader(NamedTuple):
     """The settings of a data loader that raafl uses.
 
@@ -55,6 +70,7 @@ class Loader(NamedTuple):
         batch_size: number of samples in a batch; None = the loader has none.
         drop_last: whether an epoch drops its last batch if it is smaller than the others.
         weights: `(len(dataset),)` float64, weights of a `WeightedRandomSampler`; None = each sample once per epoch.
+        shuffles: whether the loader gives its samples in a random order.
     """
 
     dataset: Any
@@ -62,6 +78,7 @@ class Loader(NamedTuple):
     batch_size: int | None
     drop_last: bool
     weights: torch.Tensor | None
+    shuffles: bool
 
 
 def read_loader(loader: object, name: str) -> Loader:
@@ -97,7 +114,8 @@ def read_loader(loader: object, name: str) -> Loader:
         weights = _weights(sampler, len(dataset), name)
     else:
         _check_sampler(sampler, len(dataset), name)
-    return Loader(dataset, loader.collate_fn, batch_size, drop_last, weights)
+    shuffles = type(sampler) is not SequentialSampler
+    return Loader(dataset, loader.collate_fn, batch_size, drop_last, weights, shuffles)
 
 
 def _picked(dataset: Any, sampler: SubsetRandomSampler, name: str) -> Subset[Any]:
@@ -192,12 +210,14 @@ class InOrder:
         batch_size: number of samples in a batch, from the data set's loader; None = the loader has none.
         tensors: tensors with all samples, such as one of inputs and one of labels, which are sliced into batches;
             None = batches are made by ``fetch``.
+        drop_last: whether the last batch is left out if it is smaller than the others and not the only one.
     """
 
     fetch: Fetch
     num_samples: int
     batch_size: int | None
     tensors: list[torch.Tensor] | None
+    drop_last: bool = False
 
     def batches(self, batch_size: int, first: int) -> Iterator[tuple[Any, int]]:
         """Yield each batch with its number of samples.
@@ -206,10 +226,13 @@ class InOrder:
             batch_size: number of samples in a batch.
             first: index of the first batch to yield, from 0.
         """
-        batches = torch.split(torch.arange(self.num_samples), batch_size)[first:]
+        batches = torch.split(torch.arange(self.num_samples), batch_size)
+        if self.drop_last:
+            batches = batches[: max(self.num_samples // batch_size, 1)]
+        batches = batches[first:]
         if self.tensors is not None:
             columns = (torch.split(tensor, batch_size)[first:] for tensor in self.tensors)
-            yield from zip(map(list, zip(*columns, strict=True)), map(len, batches), strict=True)
+            yield from zip(map(list, zip(*columns, strict=True)), map(len, batches), strict=False)
             return
         for rows in batches:
             yield self.fetch(rows), len(rows)

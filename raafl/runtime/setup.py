@@ -14,10 +14,11 @@ from raafl.config.experiment import Experiment, seconds
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.core.algorithm import Algorithm, OwnTests, Select
 from raafl.core.coordinator import Coordinator
+from raafl.core.rules import Rules
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Limits, derive_seed
 from raafl.data.federated import ClientData, FederatedData
-from raafl.data.loaders import reading
+from raafl.data.loaders import LoaderRules, reading
 from raafl.devices.gpus import Place
 from raafl.errors import USER_ERRORS, BadInput, format_error
 from raafl.local.numerics import device_problem, set_numerics
@@ -60,7 +61,13 @@ def load_data(experiment: Experiment) -> FederatedData:
     """Load the data of an experiment and divide them among the clients."""
     with reading("the data module"):
         module = experiment.data()
-    return FederatedData(module, experiment.partition, experiment.clients, experiment.seed)
+    return FederatedData(module, experiment.partition, experiment.clients, experiment.seed, loader_rules(experiment))
+
+
+def loader_rules(experiment: Experiment) -> LoaderRules:
+    """Return the rules by which a run reads the loaders of its data module."""
+    rules = Rules(experiment.rules)
+    return LoaderRules(rules.keeps_order, rules.trained_labels)
 
 
 def user_model(experiment: Experiment) -> LightningModule:

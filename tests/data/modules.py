@@ -30,7 +30,7 @@ class Plain(Dataset):
 class Module(LightningDataModule):
     def __init__(self, train, test=None, **loader):
         super().__init__()
-        self.train, self.test, self.loader, self.calls = train, test, loader or {"batch_size": 8}, []
+        self.train, self.test, self.loader, self.calls = train, test, loader or {"batch_size": 8, "shuffle": True}, []
 
     def prepare_data(self):
         self.calls.append("prepare")

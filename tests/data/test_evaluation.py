@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 from raafl.data import federated
 from raafl.data.federated import ClientData, FederatedData
+from raafl.data.loaders import LoaderRules
 from raafl.data.partition import Iid
 from raafl.errors import BadInput
 from tests.data.modules import Module, Plain, equal, generator, tensors
@@ -36,6 +37,22 @@ def test_test_set_in_order(monkeypatch):
             with monkeypatch.context() as patched:
                 patched.setattr(federated, "_MOST_COPIED_BYTES", 0)
                 assert equal(FederatedData(kind(tensors(), test), Iid(), 2, 0).test_batches(), expected)
+
+
+@pytest.mark.parametrize(("num", "expected"), [(10, [4, 4]), (8, [4, 4]), (3, [3])])
+@pytest.mark.parametrize("wrap", [lambda data: data, Plain])
+def test_an_evaluation_drops_the_last_batch_as_its_loader_does(wrap, num, expected):
+    """As Lightning's Trainer; a set of less than a batch is measured whole, since nothing else is left."""
+
+    class Dropping(Module):
+        def val_dataloader(self):
+            return DataLoader(wrap(tensors(num)), batch_size=4, drop_last=True)
+
+    fed = FederatedData(Dropping(tensors()), Iid(), 2, 0)
+    assert [(len(y), n) for (_, y), n in fed.test_batches()] == [(n, n) for n in expected]
+    assert [n for _, n in fed.test_batches(first=1)] == expected[1:]
+    before = FederatedData(Dropping(tensors()), Iid(), 2, 0, LoaderRules(keeps_order=False))
+    assert sum(n for _, n in before.test_batches()) == num
 
 
 @pytest.mark.parametrize("test", [None, []])
@@ -83,7 +100,7 @@ def test_what_fails_in_the_code_that_reads_is_said_with_its_line():
 @pytest.mark.parametrize(("train", "test", "name"), [(0, 5, "train"), (5, 0, "val")])
 def test_data_without_samples_is_refused(train, test, name):
     with pytest.raises(BadInput, match=rf"the data set of {name}_dataloader\(\) is TensorDataset without any samples"):
-        FederatedData(WithVal(tensors(train), tensors(test)), Iid(), 2, 0).test_batches()
+        FederatedData(WithVal(tensors(train), tensors(test), batch_size=8), Iid(), 2, 0).test_batches()
 
 
 def test_lightnings_own_datamodule_from_data_sets_works():
@@ -111,7 +128,7 @@ def test_unusable_loaders_are_refused():
         BadInput,
         match=r"the data set of train_dataloader\(\) is Stream, which can only be iterated, but samples are divided among",
     ):
-        FederatedData(Module(Stream()), Iid(), 2, 0)
+        FederatedData(Module(Stream(), batch_size=8), Iid(), 2, 0)
     with pytest.raises(BadInput, match=r"train_dataloader\(\) returned dict"):
         FederatedData(Two(tensors()), Iid(), 2, 0)
 

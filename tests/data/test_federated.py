@@ -1,9 +1,13 @@
+import random
+
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from raafl.data import federated
 from raafl.data.federated import ClientData, FederatedData
+from raafl.data.loaders import LoaderRules
 from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid
 from raafl.data.tensors import TensorImages
 from raafl.errors import BadInput
@@ -198,10 +202,72 @@ def test_labels_of_a_subset_are_those_of_its_rows():
         assert sorted(map(sorted, ys)) == [[1], [3]]
 
 
-def test_stored_labels_cost_no_pass_and_iid_needs_none():
-    for dataset, partition in ((Targets(tensors()), Dirichlet(1.0)), (Plain(TensorDataset(torch.rand(50, 2))), Iid())):
+def test_stored_labels_are_compared_with_a_few_samples_and_iid_needs_none():
+    plain = Plain(TensorDataset(torch.rand(50, 2)))
+    for dataset, partition, num in ((Targets(tensors(1000)), Dirichlet(1.0), 64), (plain, Iid(), 0)):
         FederatedData(Module(dataset), partition, 5, 0)
-        assert dataset.num_reads == 0
+        assert dataset.num_reads == num
+
+
+class Transformed(Targets):
+    """As torchvision's: `targets` are as stored, samples go through `target_transform`."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + torch.rand(()) + random.random() + np.random.rand(), int(y) // 3  # an augmentation
+
+
+class Remapped(Subset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x, y // 3
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def collated(samples):
+    x, y = default_collate(samples)
+    return x, y // 3
+
+
+@pytest.mark.parametrize(
+    ("dataset", "more"),
+    [
+        (Transformed(tensors(100)), {}),
+        (Subset(Transformed(tensors(200)), range(100)), {}),
+        (Remapped(Targets(tensors(200)), range(100)), {}),
+        (Targets(tensors(100)), {"collate_fn": collated}),
+    ],
+)
+def test_a_partition_by_class_counts_the_classes_of_the_training_step(dataset, more):
+    """Classes 0, 1, 2 become 0, classes 3 and 4 become 1; a run folder of before parts by the stored five."""
+    module = Module(dataset, batch_size=8, shuffle=True, **more)
+    drawn = random.getstate(), torch.get_rng_state()
+    fed = FederatedData(module, ClassesPerClient(1), 2, 0)
+    assert drawn[0] == random.getstate() and torch.equal(drawn[1], torch.get_rng_state())
+    assert fed.labels().tolist() == [row % 5 // 3 for row in range(100)]
+    assert sorted(map(sorted, (fed.client(i).classes() for i in (1, 2)))) == [[0], [1]]
+    old = FederatedData(module, Iid(), 2, 0, LoaderRules(trained_labels=False))
+    assert len(set(old.labels().tolist())) == (2 if isinstance(dataset, Remapped) else 5)
+
+
+def test_a_loader_that_does_not_shuffle_keeps_its_order():
+    """Each epoch is the client's rows as they lie in the data set; nothing is drawn."""
+    module = Module(tensors(), batch_size=4)
+    fed = FederatedData(module, Iid(), 3, 0)
+    assert fed.notes == [
+        "Module.train_dataloader() does not shuffle, so each client trains on its samples in the order of the data set"
+    ]
+    for copied in (False, True):
+        client, own, draws = fed.make_client(2, copied=copied), fed.indices(2).tolist(), generator()
+        batches = values(client.batches(draws, num_epochs=2))
+        assert [int(x[0]) // 2 for xs, _ in batches for x in xs] == own * 2 and own == sorted(own)
+        assert torch.equal(draws.get_state(), generator().get_state())
+    before = FederatedData(module, Iid(), 3, 0, LoaderRules(keeps_order=False))
+    shuffled = FederatedData(Module(tensors(), batch_size=4, shuffle=True), Iid(), 3, 0)
+    one, other = (data.client(2).batches(generator(), num_epochs=2) for data in (before, shuffled))
+    assert before.notes == shuffled.notes == [] and equal(one, other)
 
 
 def test_samples_without_labels_are_refused_by_a_partition_by_class():

@@ -38,7 +38,7 @@ class Parted(Module):
     """The same samples by `Subset`s."""
 
     def train_dataloader(self):
-        return DataLoader(Subset(self.train, TRAIN), batch_size=4)
+        return DataLoader(Subset(self.train, TRAIN), batch_size=4, shuffle=True)
 
     def val_dataloader(self):
         return DataLoader(Subset(self.train, HELD_OUT), batch_size=2)

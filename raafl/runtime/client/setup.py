@@ -26,7 +26,7 @@ from raafl.runtime.client.site.gate import Gate
 from raafl.runtime.client.worker import Client
 from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.secure_groups import masking
-from raafl.runtime.setup import client_infos, client_parts, compression_plan, load_data
+from raafl.runtime.setup import client_infos, client_parts, compression_plan, load_data, loader_rules
 from raafl.submodel import Submodels
 from raafl.transport import Connection
 
@@ -181,4 +181,5 @@ def _site_keys(files: TlsFiles | None) -> SiteKeys | None:
 
 def whole(experiment: Experiment) -> FederatedData:
     """Return all training data of the experiment as the data of one client."""
-    return FederatedData(experiment.data(), Iid(test_share=experiment.partition.test_share), 1, experiment.seed)
+    partition = Iid(test_share=experiment.partition.test_share)
+    return FederatedData(experiment.data(), partition, 1, experiment.seed, loader_rules(experiment))

@@ -44,7 +44,6 @@ from raafl.runtime.lifecycle.mirror import Mirror, check_store
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor, max_norm_ratio
 from raafl.submodel import FULL
-from raafl.transport import Transport
 from raafl.units import quantity
 from raafl.watch.eta import Goals
 from raafl.watch.progress import Progress
@@ -52,6 +51,8 @@ from raafl.watch.state import RunState, follow
 
 if TYPE_CHECKING:
     from raafl.runtime.executors import Executor
+    from raafl.runtime.executors.ranks import RankExecutor
+    from raafl.transport import Transport
 
 
 class Run:
@@ -365,7 +366,6 @@ def simulate(
         observer: observer called during the run; None = none.
         transport: connections to other ranks that also train; None = only this process trains.
     """
-    from raafl.runtime.executors import RankExecutor
     from raafl.runtime.simulation import Simulation
 
     experiment.check()
@@ -377,8 +377,8 @@ def simulate(
         run = Run(parts, config_yaml, "simulated", saved, observer, monitor=monitor)
         stack.callback(run.close)
         run.show_executor(executor)
-        if transport is not None and isinstance(executor, RankExecutor):
-            take_on = executor.take_on
+        if transport is not None:
+            take_on = cast("RankExecutor", executor).take_on  # as `make_executor` built it for ranks
             transport.listen(lambda client, peer, connect: take_on(peer, connect), run.progress.warn)
         run.start()
         simulation = Simulation(

@@ -370,9 +370,6 @@ def make_executor(
         own: data of each client that trains on its own data instead of a share of the run's; None = no such client.
         ranks: whether other ranks train, too.
     """
-    from raafl.local.evaluation.evaluate import Evaluator
-    from raafl.runtime.executors import Pool, RankExecutor
-
     own, max_built = own or {}, min(MAX_BUILT, 2 * len(parts.clients))
     options = parts.experiment.fabric.at(Place.here(None)) if ranks else parts.experiment.fabric
     trainer = _make_trainer(parts.experiment, parts.submodels, options, max_built)
@@ -382,9 +379,16 @@ def make_executor(
 
     inner = within_process(parts.experiment, trainer, data_of)
     if workers > 1:
+        from raafl.local.evaluation.evaluate import Evaluator
+        from raafl.runtime.executors.pool import Pool
+
         submodels, batches, device = parts.submodels, parts.data.test_batches, trainer.fabric.device
         return Pool(trainer, inner, workers, lambda: Evaluator(submodels, batches, device))
-    return RankExecutor(trainer, inner) if ranks else inner
+    if not ranks:
+        return inner
+    from raafl.runtime.executors.ranks import RankExecutor
+
+    return RankExecutor(trainer, inner)
 
 
 def within_process(experiment: Experiment, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> Executor:

@@ -13,7 +13,7 @@ from raafl.devices.gpus import Place
 from raafl.errors import BadInput, GpuLost, RunFailed
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.numerics import set_numerics
-from raafl.runtime.executors import work
+from raafl.runtime.executors.rank_worker import work
 from raafl.runtime.run import simulate
 from raafl.runtime.setup import MAX_BUILT, client_parts, load_data, within_process
 from raafl.transport import TRANSPORTS, ConnectOptions, PeerLost, PeerTimeout, Refused, Transport

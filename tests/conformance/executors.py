@@ -18,8 +18,11 @@ from raafl.config.experiment import Experiment
 from raafl.core.types import Assignment, derive_seed
 from raafl.data.federated import ClientData
 from raafl.local.evaluation.evaluate import Evaluator
-from raafl.runtime.executors import Executor, Inline, Pool, RankExecutor, work
+from raafl.runtime.executors import Executor, Inline
 from raafl.runtime.executors.batched import BatchedExecutor
+from raafl.runtime.executors.pool import Pool
+from raafl.runtime.executors.rank_worker import work
+from raafl.runtime.executors.ranks import RankExecutor
 from raafl.submodel import FlatTensors, Spec
 from raafl.transport import PeerLost
 from raafl.transport.tcp.connection import TcpConnection

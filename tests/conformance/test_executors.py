@@ -18,8 +18,8 @@ from model_zoo.metrics import MacroF1, Perplexity
 from raafl.algorithms import ALGORITHMS
 from raafl.errors import TaskFailed
 from raafl.local.evaluation.evaluate import Evaluator
-from raafl.runtime.executors import RankExecutor
 from raafl.runtime.executors import batched as cohorts_module
+from raafl.runtime.executors.ranks import RankExecutor
 from raafl.runtime.executors.shared_evaluation import Shared
 from raafl.runtime.run import simulate
 from tests.conformance import executors

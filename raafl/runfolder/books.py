@@ -33,6 +33,7 @@ class Books:
         num_rows: number of rows in the journal.
         num_signed: number of journal rows that are protected by a signature.
         head: hash of the journal's last row.
+        has_chain: whether rows of the journal have hashes.
         heads: hashes of all rows of the journal, if asked for.
         key: public key of the signatures; None = nothing is signed.
         num_seals: number of seals, which are signed entries with hashes of all files.
@@ -45,6 +46,7 @@ class Books:
     num_rows: int = 0
     num_signed: int = 0
     head: str = ""
+    has_chain: bool = False
     heads: set[str] = field(default_factory=set)
     key: str | None = None
     num_seals: int = 0
@@ -141,7 +143,7 @@ def _check_journal(folder: Path, books: Books, wanted: set[int], *, collect: boo
             books.heads.add(chain.head)
         if chain.num_rows in wanted:
             seen[chain.num_rows] = chain.next_head
-    books.num_rows, books.head = chain.num_rows, chain.next_head
+    books.num_rows, books.head, books.has_chain = chain.num_rows, chain.next_head, chain.has_chain
     for row in chain.broken:
         books.findings.append(f"{JOURNAL}: row {row} was altered, or is not the one that followed row {row - 1}")
     if chain.num_broken > MAX_NAMED:
@@ -212,7 +214,15 @@ def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: 
         books.findings.append(f"{SEALS}: no seal is signed, but a key was given to check")
     if not seals:
         books.notes.append("no seals")
-    elif not books.final and (folder / SUMMARY).is_file():
+    if not seals and (folder / SUMMARY).is_file():
+        books.findings.append(
+            f"{SEALS}: the run has ended, and nothing of it is sealed: seals were removed, or it is of a version before them"
+        )
+    elif not seals and books.has_chain and books.num_rows > 1:  # the first row and the first seal are written together
+        books.findings.append(
+            f"{SEALS}: the run has begun, and nothing of it is sealed: seals were removed, or not written"
+        )
+    elif seals and not books.final and (folder / SUMMARY).is_file():
         was_resumed = any(seal.data.get("final") is True for _, seal in seals)
         kind = books.notes if was_resumed else books.findings
         kind.append(

@@ -5,12 +5,13 @@ The values come from clients, so their number, names and sizes are bounded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 from raafl.core.types import Update
-from raafl.local.evaluation.metrics import LOSS, MAX_LOGGED, PEAK, TEST
+from raafl.local.evaluation.metrics import LOSS, MAX_LOGGED, MAX_METRIC, PEAK, TEST
 from raafl.runfolder.schema import TRAIN
 from raafl.sanitize import sanitize_text
 
@@ -18,8 +19,8 @@ MAX_NAME = 100
 """Characters kept of a metric's name."""
 MAX_OTHERS = 50
 """Metrics that get a mean though the server's own trial step has not logged them."""
-MAX_VALUE = 1e100
-"""Largest magnitude of a value: a sum of those of all updates stays finite."""
+MAX_OF_ONE = 16
+"""Of these, the metrics that the updates of one client may be the first to name."""
 
 Sums = dict[str, list[float]]
 """By metric, the sum of weight times value and the sum of weights."""
@@ -29,7 +30,7 @@ def logged_values(update: Update) -> dict[str, float]:
     """Return the values that `training_step` logged in a task, sorted by name."""
     found = (
         (sanitize_text(name, MAX_NAME), value) for name, value in update.metrics.items()
-        if name not in (LOSS, PEAK) and not name.startswith(TEST) and abs(value) <= MAX_VALUE
+        if name not in (LOSS, PEAK) and not name.startswith(TEST) and abs(value) <= MAX_METRIC
     )  # fmt: skip
     return dict(sorted(islice(found, MAX_LOGGED)))
 
@@ -49,6 +50,7 @@ class LoggedMeans:
     def __init__(self) -> None:
         """Start empty."""
         self._names: dict[str, bool] = {}  # of metrics that get a mean, and whether the trial step has logged it
+        self._named_by: Counter[int] = Counter()  # client -> names that it was the first to log
         self._open: Sums = {}
         self._closed: list[tuple[int, Sums]] = []
 
@@ -56,19 +58,24 @@ class LoggedMeans:
         """Reserve columns for the names that `training_step` logs, since the number of columns is limited."""
         self._names |= {sanitize_text(name, MAX_NAME): True for name in names}
 
-    def add(self, values: Mapping[str, float], num_samples: int) -> None:
-        """Add the values logged in a merged task, weighted by its number of samples."""
+    def add(self, client: int, values: Mapping[str, float], num_samples: int) -> None:
+        """Add the values that ``client`` logged in a merged task, weighted by the task's number of samples."""
         for name, value in values.items():
-            if not self._admits(name):
+            if not self._admits(client, name):
                 continue
             sums = self._open.setdefault(name, [0.0, 0.0])
             sums[0] += num_samples * value
             sums[1] += num_samples
 
-    def _admits(self, name: str) -> bool:
-        if name not in self._names and sum(not known for known in self._names.values()) < MAX_OTHERS:
-            self._names[name] = False
-        return name in self._names
+    def _admits(self, client: int, name: str) -> bool:
+        if name in self._names:
+            return True
+        num_others = sum(not is_expected for is_expected in self._names.values())
+        if num_others >= MAX_OTHERS or self._named_by[client] >= MAX_OF_ONE:
+            return False
+        self._names[name] = False
+        self._named_by[client] += 1
+        return True
 
     def close(self, version: int) -> None:
         """Mark that an evaluation of ``version`` was requested: values added from now on count for a later evaluation."""
@@ -90,11 +97,13 @@ class LoggedMeans:
     def save(self) -> dict[str, Any]:
         """Return the state of the means as plain data, for a checkpoint."""
         closed = [[version, _copied(sums)] for version, sums in self._closed]
-        return {"names": dict(self._names), "open": _copied(self._open), "closed": closed}
+        named_by = [list(pair) for pair in self._named_by.items()]
+        return {"names": dict(self._names), "open": _copied(self._open), "closed": closed, "named_by": named_by}
 
     def restore(self, data: Mapping[str, Any]) -> None:
         """Restore the means from the result of `save`."""
         self._names |= data["names"]
+        self._named_by.update(dict(data.get("named_by", ())))  # which earlier versions did not count
         self._open = _copied(data["open"])
         self._closed = [(version, _copied(sums)) for version, sums in data["closed"]]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from raafl.core.payload import Payload
 from raafl.core.types import NUM_TESTED, Assignment, Settled, Update
-from raafl.local.evaluation.metrics import PEAK, TEST
+from raafl.local.evaluation.metrics import MAX_METRIC, PEAK, TEST
 from raafl.runfolder.logged import LoggedMeans, logged_values
 from raafl.runfolder.schema import CLIENT, MERGED, TESTED
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
@@ -127,7 +127,7 @@ class RunStatistics:
         if settled.outcome == MERGED and assignment is not None:
             self._merged(settled.client, settled.version, assignment)
             if update is not None:
-                self.logged.add(logged, update.num_samples)
+                self.logged.add(settled.client, logged, update.num_samples)
             if tested and update is not None:
                 self._tested[settled.client] = (update.num_samples + update.metrics[NUM_TESTED], tested)
         return cells
@@ -219,4 +219,4 @@ def _own_metrics(update: Update, known: Mapping[str, float]) -> dict[str, float]
     if not 1 <= update.metrics.get(NUM_TESTED, 0.0) < MOST:
         return {}
     found = {name: update.metrics.get(TEST + name, math.nan) for name in known}
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    return {name: value for name, value in found.items() if abs(value) <= MAX_METRIC}  # NaN is not

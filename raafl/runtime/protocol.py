@@ -35,14 +35,13 @@ from raafl.core.records_json import assignment_from_json, assignment_to_json, cl
 from raafl.core.types import UNANSWERED, Assignment, ClientInfo
 from raafl.devices.series import as_sent, problem_of_sent
 from raafl.errors import LONGEST, GpuLost, TaskFailed
+from raafl.local.evaluation.metrics import MAX_METRIC
 from raafl.runtime.fields import HEAD_FIELDS, LogLine, Meta, SignedHead, count_of, log_lines_of, logs_to_meta
 from raafl.runtime.identity import Identity
 from raafl.sanitize import sanitize_text
 from raafl.submodel import SpecError, Submodels
 from raafl.transport import Kind, Refused
 
-MAX_METRIC: Final = 3.5e38
-"""Slightly above the largest single-precision number, which is what clients measure in: sums of these are finite."""
 MAX_METRICS: Final = 100
 MAX_TRACEBACK: Final = 20_000
 GPU_LOST, DRY_RUN = "gpu", "dry-run"

@@ -49,7 +49,7 @@ def test_watch_and_report_say_unsigned_or_altered(folder, tmp_path, capsys):
     page = tmp_path / "page.html"
     journal, seals = (folder / "events.jsonl").read_text(), (folder / "seals.jsonl").read_text()
     for name, text, line in [
-        ("seals.jsonl", "", "books: unsigned, no seals"),
+        ("seals.jsonl", "", "books: altered: seals.jsonl: the run has ended, and nothing of it is sealed"),
         (
             "events.jsonl",
             journal.replace('"client":1', '"client":2', 1),

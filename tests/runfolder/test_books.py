@@ -121,8 +121,33 @@ def test_a_folder_of_an_earlier_version_says_unsigned_no_chain(tmp_path, signer)
     path = write(tmp_path / "run", signer)
     (path / "seals.jsonl").unlink()
     (path / "events.jsonl").write_text(json.dumps(timer(1)) + "\n")
+    (finding,) = check_books(path).findings
+    assert finding.startswith("seals.jsonl: the run has ended, and nothing of it is sealed"), (
+        "as one whose seals are gone"
+    )
+    (path / "summary.json").unlink()
     books = check_books(path)
     assert books.state == "unsigned" and books.findings == [] and books.line().startswith("books: unsigned, no chain")
+
+
+@pytest.mark.parametrize("gone", ["removed", "emptied", "of which no line is a seal"])
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_without_any_seal_is_found(tmp_path, signer, gone, ended):
+    """Each run has one from its first row on; who removes all could else write the journal anew, and compute its hashes."""
+    path = write(tmp_path / "run", signer, end=ended)
+    seals = path / "seals.jsonl"
+    seals.unlink() if gone == "removed" else seals.write_text("" if gone == "emptied" else "{}\n")
+    books = check_books(path, whole_files=False)
+    assert f"the run has {'ended' if ended else 'begun'}, and nothing of it is sealed" in books.findings[-1]
+    assert books.state == "altered" and signature_warning(path).startswith("books: altered: seals.jsonl: ")
+
+
+def test_a_run_that_has_just_begun_has_no_seal_yet(tmp_path):
+    with RunFolder(tmp_path / "run", "seed: 1\n") as run:
+        assert check_books(tmp_path / "run").findings == []
+        run.event(timer(1))
+        books = check_books(tmp_path / "run")
+        assert (books.findings, books.notes) == ([], ["no seals"])
 
 
 def flip(path, place=-10):

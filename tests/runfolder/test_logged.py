@@ -13,7 +13,7 @@ from raafl.algorithms import fed_async, fed_avg, fed_buff
 from raafl.core.types import Update
 from raafl.data import Dirichlet
 from raafl.local.evaluation.metrics import MAX_LOGGED
-from raafl.runfolder.logged import MAX_OTHERS, LoggedMeans, column_of, logged_values
+from raafl.runfolder.logged import MAX_OF_ONE, MAX_OTHERS, LoggedMeans, column_of, logged_values
 from raafl.runtime.run import simulate
 from raafl.submodel import FlatTensors, Layout
 from tests.helpers.crash import crash
@@ -100,12 +100,12 @@ def update(**metrics):
 
 def test_means_are_by_samples_from_one_evaluation_to_the_next():
     means = LoggedMeans()
-    means.add({"acc": 1.0}, 30)
-    means.add({"acc": 0.0, "other": 5.0}, 10)
+    means.add(1, {"acc": 1.0}, 30)
+    means.add(2, {"acc": 0.0, "other": 5.0}, 10)
     means.close(1)
-    means.add({"acc": 0.5}, 40)
+    means.add(1, {"acc": 0.5}, 40)
     means.close(2)
-    means.add({"acc": 0.25}, 1)
+    means.add(1, {"acc": 0.25}, 1)
     means.close(3)
     again = LoggedMeans()
     again.restore(json.loads(json.dumps(means.save())))
@@ -125,15 +125,25 @@ def test_a_hostile_clients_values_are_bounded_and_cannot_keep_others_out():
     hostile = {f"{number}{'x' * 500}\x1b": 1.0 for number in range(1000)}
     values = logged_values(update(**hostile))
     assert len(values) == MAX_LOGGED and all(len(name) <= 100 and name.isprintable() for name in values)
-    assert logged_values(update(a=math.nan, b=math.inf, c=-1e300, d=0.5)) == {"d": 0.5}
+    assert logged_values(update(a=math.nan, b=math.inf, c=-4e38, d=0.5)) == {"d": 0.5}
     means = LoggedMeans()
     means.expect(["honest"])
     for task in range(20):
-        means.add({f"{task} {number}": 1.0 for number in range(50)}, 1)
-    means.add({"honest": 0.75}, 10)
+        means.add(1, {f"{task} {number}": 1.0 for number in range(50)}, 1)
+    means.add(2, {"honest": 0.75, "mine": 1.0}, 10)
     means.close(1)
     found = means.take(1)
-    assert found["train/honest"] == 0.75 and len(found) == MAX_OTHERS + 1
+    assert found.pop("train/honest") == 0.75 and found.pop("train/mine") == 1.0
+    assert len(found) == MAX_OF_ONE == 16, "of one client, in whatever number of tasks"
+    again = LoggedMeans()
+    again.restore(json.loads(json.dumps(means.save())))
+    again.add(1, {"another": 1.0, "mine": 3.0}, 1)
+    for client in range(3, 100):
+        again.add(client, {f"{client} {number}": 1.0 for number in range(50)}, 1)
+    again.close(2)
+    found = again.take(2)
+    assert found.pop("train/mine") == 3.0 and "train/another" not in found
+    assert len(found) == MAX_OTHERS - MAX_OF_ONE - 1, "of all clients that the trial step knows nothing of"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +156,6 @@ def test_the_column_of_a_mean(name, where):
 def test_of_two_names_with_one_column_its_own_wins():
     for names in (("acc", "train/acc"), ("train/acc", "acc")):
         means = LoggedMeans()
-        means.add({name: float(name == "train/acc") for name in names}, 1)
+        means.add(1, {name: float(name == "train/acc") for name in names}, 1)
         means.close(1)
         assert means.take(1) == {"train/acc": 1.0}

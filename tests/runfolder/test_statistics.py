@@ -77,6 +77,8 @@ def test_an_unsound_size_counts_for_nothing(size):
 
 def test_a_client_cannot_make_up_columns_or_numbers():
     figures = RunStatistics()
+    for number in (math.nan, 4e38):
+        assert figures.settled(ended(1, 1, 1, measured(number, 4)), KNOWN) == {}
     metrics = measured(math.nan, 4, **{"test/mine": 1.0, "test/loss": math.inf, "memory/peak_bytes": math.nan})
     assert figures.settled(ended(1, 1, 1, metrics), KNOWN) == {}
     assert figures.clients() == {}

@@ -21,13 +21,12 @@ Choices that the paper leaves open:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
-from raafl.core.memory import OneValue
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
@@ -94,14 +93,6 @@ class LinearTerm(Hook):
         super().update()
 
 
-@dataclass
-class _Covered(OneValue[list[Spec]]):
-    """Submodels of the updates that have arrived since the last merge."""
-
-    key = "fed_dyn"
-    value: list[Spec] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Corrected(WithVariates):
     """FedDyn's merge: averages the clients' models and subtracts h / alpha, where h is the mean of the clients' gradients.
@@ -124,7 +115,6 @@ class Corrected(WithVariates):
             if name not in state.submodels.parameter_names:
                 tensor.zero_()
         self.variates.add_(state, update.client, spec, change, -self.alpha)
-        state.memory.of(_Covered).value.append(spec)
         self.inner.receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
@@ -135,9 +125,8 @@ class Corrected(WithVariates):
         super().apply(state)
         whole = state.submodels.layout(part="trained")
         covered, h = (FlatTensors.zeros(whole, state.values.device) for _ in range(2))
-        specs, state.memory.of(_Covered).value = state.memory.of(_Covered).value, []
-        for spec in specs:
-            plan_of(state, spec).cover_(covered)
+        for item in state.waiting:
+            plan_of(state, item.spec).cover_(covered)
         # after super().apply, which folds this round's g_k into their mean h, as Algorithm 1 orders it
         self.variates.mean_(state, Spec(), h)
         for name in covered.layout.by_name:

@@ -26,7 +26,7 @@ from raafl.core.part import Part
 from raafl.core.payload import Bundles
 from raafl.core.sample import Sample
 from raafl.core.select import OwnTests, Select, SelectContext
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, PendingUpdate
 from raafl.core.training import Training
 from raafl.core.types import Adjusted, Assignment, Update, Warn
 from raafl.submodel.flat import FlatTensors, Layout
@@ -148,6 +148,7 @@ class Merge(Part, ABC):
     """Base class of the part of an algorithm that decides how updates are merged into the global model.
 
     A merge keeps its state in `GlobalState.memory` and `GlobalState.clients`, which checkpoints and replays include.
+    Which updates wait is listed in `GlobalState.waiting`, so a merge keeps no list of its own.
 
     Attributes:
         sends: content of an update: trained "values", or their "delta", the difference from the received values.
@@ -235,14 +236,19 @@ class Merge(Part, ABC):
         """
         return False
 
+    def take(self, state: GlobalState, waiting: PendingUpdate) -> None:
+        """Receive one update and list it among those that wait; called on the outermost merge of a state."""
+        self.receive(state, waiting.update, waiting.spec, waiting.staleness)
+        state.waiting.append(waiting)
+
     @abstractmethod
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add one update to the next merge, which `apply` carries out.
 
-        A merge that needs the update's tensors after the current event must copy them in `detach`. `reject_reason` has
-        already checked the client's plain data. If this method raises an exception, the update is refused and its
-        client dismissed. Read the update completely before changing the merge's state, so that an exception leaves the
-        state unchanged.
+        It is not in ``state.waiting`` yet. A merge that needs the update's tensors after the current event must copy
+        them in `detach`. `reject_reason` has already checked the client's plain data. If this method raises an
+        exception, the update is refused and its client dismissed. Read the update completely before changing the
+        merge's state, so that an exception leaves the state unchanged.
 
         Args:
             state: the global model.
@@ -260,7 +266,7 @@ class Merge(Part, ABC):
 
     @abstractmethod
     def apply(self, state: GlobalState) -> None:
-        """Merge all updates received since the last call into ``state.values``, in place."""
+        """Merge the updates in ``state.waiting``, which were received since the last call, into ``state.values``, in place."""
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
         """Tell this merge, after a crash of the server, which merges since the last checkpoint were undone.

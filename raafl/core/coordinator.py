@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import overload
 
 from raafl.core.admission import ERROR, Admission
 from raafl.core.algorithm import Algorithm, OwnTests, SelectContext, Training, TriggerContext
 from raafl.core.payload import TransferCost
 from raafl.core.quarantine import RefusalBackoff
 from raafl.core.roster import Roster
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, PendingUpdate
 from raafl.core.types import (
     ENDS,
     OVERFLOW,
@@ -69,8 +70,6 @@ class Coordinator(Admission):
         self.overlap = overlap and not self.works_ahead
         self.algorithm, self.state, self.limits, self.seed, self.pace = algorithm, state, limits, seed, pace
         self.roster = Roster()
-        self.waiting: list[tuple[Assignment, Update, int]] = []  # received, not yet merged; with staleness
-        self.arrived_s: list[float] = []
         self.merged = self.evaluated = 0
         self.backoff = RefusalBackoff(limits.max_refused)
         self.refused: Counter[str] = Counter()
@@ -126,8 +125,6 @@ class Coordinator(Admission):
         waits, num_active = self.algorithm.trigger.client_waits(assignment, self.state.memory), len(self.roster.active)
         self.roster.release(assignment, back=not waits)
         self.backoff.accept(assignment.client)
-        self.waiting.append((assignment, update, self.state.version - assignment.version))
-        self.arrived_s.append(now)
         adjusted = self.algorithm.trigger.on_update(assignment, num_active, self.state)
         if adjusted is not None:
             self._actions.append(adjusted)
@@ -145,7 +142,7 @@ class Coordinator(Admission):
         self._clip(client, assignment, update)
         if self.algorithm.merge.overflows(self.state, update, cut, staleness):
             return OVERFLOW
-        self.algorithm.merge.receive(self.state, update, cut, staleness)
+        self.algorithm.merge.take(self.state, PendingUpdate(update, cut, staleness, assignment, now))
         return None
 
     def _sending(self, event: Sending, now: float) -> None:
@@ -179,9 +176,9 @@ class Coordinator(Admission):
     def _merge_if_due(self, now: float) -> None:
         """Merge as often as the trigger is due; where it takes some of the waiting updates, it may be due again."""
         trigger, memory = self.algorithm.trigger, self.state.memory
-        while self.waiting and self.finished is None:
-            there = len(self.roster.clients)
-            waiting = TriggerContext(self.arrived_s, self.roster.num_out, there, self.opened_s, now, memory)
+        while self.state.waiting and self.finished is None:
+            there, arrived_s = len(self.roster.clients), _ArrivalTimes(self.state.waiting)
+            waiting = TriggerContext(arrived_s, self.roster.num_out, there, self.opened_s, now, memory)
             if not trigger.due(waiting):
                 self.algorithm.merge.detach(self.state)
                 self._set_timer(trigger.wake_at(waiting))
@@ -200,24 +197,24 @@ class Coordinator(Admission):
 
     def _merge(self, ids: Collection[int] | None = None) -> None:
         """Merge the waiting updates into the next version; where ``ids`` of assignments are given, only theirs."""
+        state = self.state
+        due = [item for item in state.waiting if ids is None or item.update.assignment in ids]
+        left = [item for item in state.waiting if not (ids is None or item.update.assignment in ids)]
+        state.waiting[:] = due
         self.is_merging = True  # and stays so where the method raises: half of the model may be merged
-        self.algorithm.merge.apply(self.state)
+        self.algorithm.merge.apply(state)
         self.is_merging = False
-        before = self.state.version
-        self.state.version += 1
-        left = []
-        for item, arrived_s in zip(self.waiting, self.arrived_s, strict=True):
-            assignment, update, _ = item
-            if ids is not None and assignment.id not in ids:
-                left.append((item, arrived_s))
-                continue
-            self.state.counts[assignment.region] = self.state.counts.get(assignment.region, 0) + 1
+        state.waiting[:] = left
+        before = state.version
+        state.version += 1
+        for item in due:
+            assignment = item.assignment
+            assert assignment is not None
+            state.counts[assignment.region] = state.counts.get(assignment.region, 0) + 1
             # counted anew: others may have been merged since this one arrived
-            self._settle(assignment, assignment.client, "merged", before - assignment.version, update)
+            self._settle(assignment, assignment.client, "merged", before - assignment.version, item.update)
             self.roster.readmit(assignment.client)
-        self.merged += len(self.waiting) - len(left)
-        self.waiting[:] = [item for item, _ in left]
-        self.arrived_s[:] = [arrived_s for _, arrived_s in left]
+        self.merged += len(due)
         if self.algorithm.trigger.refuses_late:
             self.roster.late = set(self.roster.active)
 
@@ -234,8 +231,8 @@ class Coordinator(Admission):
     def _hand_out(self, now: float) -> bool:
         """Sample clients where work may start, and assign to as many as may work at once; return whether one was dismissed."""
         sample, rolling = self.algorithm.sample, self.algorithm.trigger.restart == "arrival"
-        if len(self.roster.idle) and (rolling or not self.waiting):
-            if not (self.roster.num_out or self.waiting):
+        if len(self.roster.idle) and (rolling or not self.state.waiting):
+            if not (self.roster.num_out or self.state.waiting):
                 self.opened_s = now
             if self.roster.draw(sample, self.rng, rolling=rolling) and not rolling:
                 self._open_round(now)
@@ -263,16 +260,35 @@ class Coordinator(Admission):
     def _finish(self, reason: str) -> None:
         """End the run: merge the waiting updates if it is complete, settle the rest as unused, evaluate and save once more."""
         folds = self.algorithm.trigger.folds_rest and reason in ENDS
-        if self.waiting and folds and self.algorithm.merge.ends_run(self.state) is None:
+        if self.state.waiting and folds and self.algorithm.merge.ends_run(self.state) is None:
             self._merge()
-        for assignment, update, staleness in self.waiting:
-            self._settle(assignment, assignment.client, "unused", staleness, update)
+        for item in self.state.waiting:
+            self._settle(item.assignment, item.update.client, "unused", item.staleness, item.update)
         for assignment in self.roster.active.values():
             self._settle(assignment, assignment.client, "unused", 0, None)
-        self.waiting.clear()
+        self.state.waiting.clear()
         self.roster.active.clear()
         self.roster.late.clear()
         self.roster.sending.clear()
         self._evaluate()
         self.finished = reason
         self._actions += [Checkpoint(self.state.version), Finish(reason)]
+
+
+class _ArrivalTimes(Sequence[float]):
+    """Arrival times of the updates that wait, read from the state's list without a copy."""
+
+    def __init__(self, waiting: Sequence[PendingUpdate]) -> None:
+        self._waiting = waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[float]: ...
+    def __getitem__(self, index: int | slice) -> float | list[float]:
+        if isinstance(index, slice):
+            return [item.arrived_s for item in self._waiting[index]]
+        return self._waiting[index].arrived_s

@@ -30,8 +30,9 @@ class MergeMemory:
 
     @classmethod
     def from_plain(cls, data: Any) -> Self:
-        """Restore a record from the result of `to_plain`."""
-        return cls(**data)
+        """Restore a record from the result of `to_plain`; fields that only earlier versions of raafl had are dropped."""
+        names = {one.name for one in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in data.items() if name in names})
 
 
 Record = TypeVar("Record", bound=MergeMemory)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from raafl.core.coordinator import Coordinator
 from raafl.core.records_json import assignment_from_json, assignment_to_json, client_from_json, client_to_json
-from raafl.core.types import Assignment, Update
+from raafl.core.state import PendingUpdate
+from raafl.core.types import Update
 from raafl.submodel import FlatTensors, Layout, Spec
 
 _CPU = torch.device("cpu")
@@ -99,8 +100,8 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
         "active": [assignment_to_json(assignment) for assignment in roster.active.values()],
         "idle": list(roster.idle),
         "drawn": list(roster.drawn),
-        "waiting": [[assignment_to_json(a), _update_to_plain(u), staleness] for a, u, staleness in coordinator.waiting],
-        "arrived_s": list(coordinator.arrived_s),
+        "waiting": [_waiting_to_plain(item) for item in state.waiting],
+        "arrived_s": [item.arrived_s for item in state.waiting],
         "min_clients": coordinator.limits.min_clients,
         "absent": sorted(coordinator.absent),
         "wake": list(coordinator.wake),
@@ -129,23 +130,24 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     for client_id in data["idle"]:
         roster.idle.add(client_id)
     roster.drawn.update(dict.fromkeys(data["drawn"]))
-    coordinator.waiting[:] = [_waiting_from_plain(item) for item in data["waiting"]]
-    coordinator.arrived_s[:] = data["arrived_s"]
+    state.waiting[:] = map(_waiting_from_plain, data["waiting"], data["arrived_s"])
     coordinator.absent.update(data["absent"])
     coordinator.wake = (data["wake"][0], data["wake"][1])
     version, internal, gauss = data["rng"]
     coordinator.rng.setstate((version, tuple(internal), gauss))
 
 
-def _update_to_plain(update: Update) -> dict[str, Any]:
-    """Return an update without its tensors, which the merge has taken in."""
-    without = ("tensors", "extra", "bundles", "refusal")
-    data = {one.name: getattr(update, one.name) for one in fields(update) if one.name not in without}
-    return data | {"metrics": [[name, value] for name, value in update.metrics.items()]}
+def _waiting_to_plain(item: PendingUpdate) -> list[Any]:
+    """Return an update that waits, without its tensors, which the merge has taken in."""
+    assert item.assignment is not None
+    without = ("tensors", "extra", "bundles", "refusal", "group")
+    data = {one.name: getattr(item.update, one.name) for one in fields(item.update) if one.name not in without}
+    data["metrics"] = [[name, value] for name, value in item.update.metrics.items()]
+    return [assignment_to_json(item.assignment), data, item.staleness]
 
 
-def _waiting_from_plain(item: list[Any]) -> tuple[Assignment, Update, int]:
+def _waiting_from_plain(item: list[Any], arrived_s: float) -> PendingUpdate:
     assignment, data, staleness = assignment_from_json(item[0]), dict(item[1]), item[2]
     data["metrics"] = dict(data["metrics"])
-    nothing = FlatTensors.empty(Layout(()))
-    return assignment, Update(tensors=nothing, **data), staleness
+    update = Update(tensors=FlatTensors.empty(Layout(())), **data)
+    return PendingUpdate(update, assignment.spec.without_base, staleness, assignment, arrived_s)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from raafl.core.memory import Memory
-from raafl.submodel import FlatTensors, Layout, Submodels
+from raafl.core.types import Assignment, Update
+from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.flat import is_finite, is_merged
 from raafl.submodel.tensor_files import PayloadRoom, is_in_files, release, zeros_in
 
@@ -105,9 +106,31 @@ class ClientState:
         return kept
 
 
+@dataclass(frozen=True, slots=True)
+class PendingUpdate:
+    """An accepted update that waits for a merge.
+
+    Attributes:
+        update: the client's update. Its tensors may already be overwritten: a merge copies, or adds up, those that it needs.
+        spec: submodel of the update, without the frozen base.
+        staleness: number of merges from the update's assignment to its arrival.
+        assignment: task of the update; None = a merge has combined the update from those of several clients.
+        arrived_s: time of arrival, in seconds of the run's clock.
+    """
+
+    update: Update
+    spec: Spec
+    staleness: int
+    assignment: Assignment | None = None
+    arrived_s: float = 0.0
+
+
 @dataclass(slots=True)
 class GlobalState:
     """The server's model and all state of a merge. Only merges change it, in place.
+
+    What waits for a merge is listed here alone: a merge, and each wrapper of it, reads `waiting`, and stores only what
+    it has computed from the updates' tensors, in the same order.
 
     Attributes:
         submodels: description of the model: along which axes (groups of units, such as hidden neurons or heads) it can
@@ -119,6 +142,8 @@ class GlobalState:
         memory: records that parts of the algorithm keep between updates, such as sums or the moments of a server
             optimiser.
         clients: tensors stored for each client.
+        waiting: accepted updates that wait for a merge, in the order of arrival; during `Merge.apply` only those that
+            it merges. The coordinator adds and removes them (see `Merge.take`).
         num_clients: number of clients N.
         now_s: time of the event that is being handled, in seconds of the run's clock; not saved.
         scratch: storage that merges reuse; its contents are neither read nor saved.
@@ -131,8 +156,13 @@ class GlobalState:
     memory: Memory = field(default_factory=Memory)
     scratch: dict[str, Any] = field(default_factory=dict)
     clients: ClientState = field(default_factory=ClientState)
+    waiting: list[PendingUpdate] = field(default_factory=list)
     num_clients: int = 1
     now_s: float = 0.0
+
+    def with_waiting(self, waiting: list[PendingUpdate]) -> GlobalState:
+        """Return this state with another list of what waits, for a wrapped merge; everything else is shared."""
+        return replace(self, waiting=waiting)
 
 
 def copied(state: GlobalState, but: str) -> dict[str, Any]:
@@ -145,7 +175,7 @@ def copied(state: GlobalState, but: str) -> dict[str, Any]:
         but: key of the merge's own record in ``state.memory``, which is not copied.
     """
     memory = {name: _copy(value) for name, value in state.memory.to_plain().items() if name != but}
-    return {"values": state.values.clone(), "memory": memory, "clients": {}}
+    return {"values": state.values.clone(), "memory": memory, "clients": {}, "waiting": list(state.waiting)}
 
 
 def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
@@ -158,6 +188,7 @@ def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
     """
     state.values.copy_(saved["values"])
     state.memory.load(saved["memory"], but)
+    state.waiting[:] = saved["waiting"]
     state.scratch.clear()  # the memory from before may be shared with it
     for (name, client), flat in saved["clients"].items():
         if flat is None:

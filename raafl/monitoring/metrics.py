@@ -145,7 +145,7 @@ class RunMetrics(RunHooks):
         there, working = len(roster.clients), len(roster.busy)
         for state, num in zip(_STATES, (there - working, working, len(roster.suspended)), strict=True):
             self._sessions.labels(state).set(num)
-        self._waiting.set(len(coordinator.waiting))
+        self._waiting.set(len(coordinator.state.waiting))
         self._tasks.set(len(roster.active))
         self._version.set(coordinator.state.version)
         self._clock_s.set(now)

@@ -162,7 +162,7 @@ class Simulation(Driver):
         """See to the next that is due."""
         coordinator, most = self.coordinator, self.coordinator.limits.max_updates
         if most is not None:
-            trigger, num_waiting = coordinator.algorithm.trigger, len(coordinator.waiting)
+            trigger, num_waiting = coordinator.algorithm.trigger, len(coordinator.state.waiting)
             self.executor.needed = trigger.needed(most - coordinator.merged, num_waiting)
         entry = heapq.heappop(self._heap)
         self._now, _, _, item = entry

@@ -13,6 +13,7 @@ from raafl.parts.merge.remembered import Remembered
 from raafl.parts.trigger import Buffered
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import filled, line_state
+from tests.helpers.merges import merge_all, take
 from tests.helpers.small_runs import experiment, finish
 
 FIRST = Spec.select({"hidden": [0]})
@@ -21,8 +22,8 @@ FIRST = Spec.select({"hidden": [0]})
 def merged(merge, state, *updates):
     """Merge deltas (client, value, spec), and return the two hidden units' output weights."""
     for client, value, *spec in updates:
-        merge.receive(state, Update(0, client, 0, filled(state, value, *spec), 1), *(spec or (FULL,)), 0)
-    merge.apply(state)
+        take(merge, state, Update(0, client, 0, filled(state, value, *spec), 1), *(spec or (FULL,)), 0)
+    merge_all(merge, state)
     state.version += 1
     return state.values["fc2.weight"][0].tolist()
 

@@ -150,7 +150,7 @@ def test_a_late_update_is_merged_with_the_next_group_by_its_staleness_then():
     assert coordinator.state.version == 3  # it waits, its client goes on
     assert tasks[2].version == 3
     memory = coordinator.state.memory.of(CompassMemory)
-    assert len(memory.late) == len(memory.waiting) == 1
+    assert len(memory.late) == len(memory.copies) == 1
     before = coordinator.state.values["fc2.bias"].item()
     assert not assigned(answer(coordinator, tasks[1], 0.0, 12.0))  # client 2 has one step in its group, until 12.8 s
     settled = [a for a in answer(coordinator, tasks[2], 0.0, 12.0) if isinstance(a, Settled)]

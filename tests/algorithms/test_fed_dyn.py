@@ -9,6 +9,7 @@ from raafl.core.snapshots import Snapshots
 from raafl.errors import BadInput
 from raafl.submodel import Spec
 from tests.helpers.coordinators import assigned, coordinator_for, join, line_state
+from tests.helpers.merges import merge_all, take
 from tests.helpers.single_task import Slope, give, task_of, whole
 
 
@@ -40,8 +41,8 @@ def test_what_no_client_of_the_round_covers_stays():
     from tests.helpers.coordinators import filled
 
     part = Spec.select({"hidden": [1]})
-    merge.receive(state, Update(0, 1, 0, filled(state, 4.0, part), 1), part, 0)  # it has not moved: g and h stay
-    merge.apply(state)
+    take(merge, state, Update(0, 1, 0, filled(state, 4.0, part), 1), part, 0)  # it has not moved: g and h stay
+    merge_all(merge, state)
     assert state.values["fc2.weight"].tolist() == [[4.0, 4.0 + 2.0]]
 
 

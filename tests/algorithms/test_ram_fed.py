@@ -40,6 +40,7 @@ from tests.helpers.coordinators import (
     line_state,
     values_of,
 )
+from tests.helpers.merges import merge_all, take
 from tests.helpers.small_runs import experiment, finish
 
 CONFIG = str(ROOT / "configs" / "ram-fed.yaml")
@@ -50,8 +51,8 @@ def step(merge, state, *updates):
     """Merge deltas (client, spec, value, staleness), every element of one at its value."""
     for client, spec, value, *staleness in updates:
         update = Update(0, client, 0, filled(state, value, spec), 1)
-        merge.receive(state, update, spec, *(staleness or (0,)))
-    merge.apply(state)
+        take(merge, state, update, spec, *(staleness or (0,)))
+    merge_all(merge, state)
     state.version += 1
     return places(state)
 
@@ -153,11 +154,11 @@ def test_against_a_slow_reference_with_weights_between_regions():
                 if dtype.is_floating_point:
                     buffer.normal_()
             update = Update(0, client, 0, submodels.plan(spec).gather(whole), 1)
-            merge.receive(state, update, spec, 0)
+            take(merge, state, update, spec, 0)
             held, owned = masks(module, regions)
             fresh[client] = {name: (owned[name], whole[name] * held[name]) for name in names}
             statistics.append(whole["norm.running_mean"])
-        merge.apply(state)
+        merge_all(merge, state)
         state.version += 1
         mean += torch.stack(statistics).mean(dim=0)  # never remembered
         for client in fresh:

@@ -15,6 +15,7 @@ from raafl.parts.merge.variates import _VariatesMemory
 from raafl.parts.select.rate_select import RateSelect
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import assigned, coordinator_for, filled, join, line_state
+from tests.helpers.merges import merge_all, take
 from tests.helpers.single_task import Slope, give, task_of, whole
 from tests.helpers.small_runs import experiment, finish
 
@@ -122,8 +123,8 @@ def test_by_samples_both_means_are_weighted_and_silent_clients_count_as_the_othe
     merge, state = algorithm.merge, coordinator.state
     for client, num_samples, delta, change in ((1, 30, 2.0, 8.0), (2, 10, 6.0, 4.0)):
         bundles = {"c_i": filled(state, change)}
-        merge.receive(state, Update(0, client, 0, filled(state, delta), num_samples, bundles=bundles), FULL, 0)
-    merge.apply(state)
+        take(merge, state, Update(0, client, 0, filled(state, delta), num_samples, bundles=bundles), FULL, 0)
+    merge_all(merge, state)
     bundles = {name: filled(state, 9.0) for name in ("c", "c_i")}
     merge.personalize(state, 2, FULL, filled(state, 0.0), bundles)
     assert state.values["fc2.weight"][0].tolist() == [3.0, 3.0]
@@ -132,8 +133,8 @@ def test_by_samples_both_means_are_weighted_and_silent_clients_count_as_the_othe
     again = coordinator_for(algorithm, line_state(hidden=2), num_clients=3)
     saving.restore(again, saving.save(coordinator))
     update = Update(0, 2, 0, filled(again.state, 0.0), 20, bundles={"c_i": filled(again.state, 4.0)})
-    merge.receive(again.state, update, FULL, 0)  # weighs 10 in c, as before
-    merge.apply(again.state)
+    take(merge, again.state, update, FULL, 0)  # weighs 10 in c, as before
+    merge_all(merge, again.state)
     merge.personalize(again.state, 1, FULL, filled(again.state, 0.0), bundles)
     assert bundles["c"]["fc2.weight"][0].tolist() == pytest.approx([320 / 60] * 2)
 
@@ -146,8 +147,8 @@ def test_a_checkpoint_without_weights_goes_on():
     found = []
     for change, num_samples in ((8.0, 1), (4.0, 30)):
         update = Update(0, 1, 0, filled(state, 0.0), num_samples, bundles={"c_i": filled(state, change)})
-        merge.receive(state, update, FULL, 0)
-        merge.apply(state)
+        take(merge, state, update, FULL, 0)
+        merge_all(merge, state)
         state.memory.of(_VariatesMemory, key="variates c_i").weights.clear()
         bundles = {name: filled(state, 9.0) for name in ("c", "c_i")}
         merge.personalize(state, 1, FULL, filled(state, 0.0), bundles)
@@ -169,8 +170,8 @@ def test_of_submodels_c_is_a_mean_over_those_that_hold_an_element():
     merge, state = algorithm.merge, coordinator.state
     for client, spec, change in ((1, FULL, 4.0), (2, PART, 2.0), (2, PART, 0.0)):
         update = Update(0, client, 0, filled(state, 0.0, spec), 1, bundles={"c_i": filled(state, change, spec)})
-        merge.receive(state, update, spec, 0)
-    merge.apply(state)
+        take(merge, state, update, spec, 0)
+    merge_all(merge, state)
     part, bundles = filled(state, 0.0, PART), {name: filled(state, 9.0, PART) for name in ("c", "c_i")}
     merge.personalize(state, 2, PART, part, bundles)
     assert (bundles["c"]["fc2.weight"].item(), bundles["c_i"]["fc2.weight"].item()) == (3.0, 2.0)

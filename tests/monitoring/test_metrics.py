@@ -57,8 +57,8 @@ def test_what_the_coordinator_and_the_record_have_is_shown():
     record, queued = RunRecord(None), [4]
     metrics = metrics_of(record, num_queued=lambda: queued[0])
     roster = SimpleNamespace(clients={1: 0, 2: 0, 3: 0}, busy={2: 9}, suspended={4: 0}, active={9: 0, 8: 0})
-    state = SimpleNamespace(version=6)
-    metrics.on_event(None, SimpleNamespace(roster=roster, waiting=[1, 2], state=state), 12.5)
+    state = SimpleNamespace(version=6, waiting=[1, 2])
+    metrics.on_event(None, SimpleNamespace(roster=roster, state=state), 12.5)
     metrics.on_merged(6, 12.5, 0.02)
     record.moved(down=70, up=30)
     record.turned_away("bad-certificate")

@@ -29,6 +29,7 @@ from raafl.submodel.tensor_files import is_in_files, is_in_ram, zeros_in
 from tests.algorithms.test_ram_fed import CONFIG, Net
 from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, line_state, values_of
 from tests.helpers.crash import crashed, simulated
+from tests.helpers.merges import merge_all, take
 
 LAYOUT = Layout.pack([("a", (3, 2), torch.float32), ("none", (0,), torch.float16), ("b", (5,), torch.float64)])
 
@@ -68,9 +69,9 @@ def test_the_bits_are_those_of_memory_with_regions_that_nobody_trains_and_memori
             for buffer in tensors.buffers.values():
                 buffer.normal_()
             for merge, state in zip(merges, states, strict=True):
-                merge.receive(state, Update(0, client, 0, tensors.clone(), 1), spec, 0)
+                take(merge, state, Update(0, client, 0, tensors.clone(), 1), spec, 0)
         for merge, state in zip(merges, states, strict=True):
-            merge.apply(state)
+            merge_all(merge, state)
             state.version += 1
         assert states[0].values.fingerprint() == states[1].values.fingerprint()
     assert uncovered >= 3 and is_in_files(states[1].clients.values["latest update"][1])
@@ -118,11 +119,11 @@ def test_the_server_keeps_hardly_any_of_it_in_memory(tmp_path):
     state, merge = state_of(module), Remembered(folder=str(tmp_path))
     update = FlatTensors.zeros(state.submodels.layout(FULL, "trained"))
 
-    def take(client):
+    def merge_one(client):
         for buffer in update.buffers.values():
             buffer.fill_(float(client))
-        merge.receive(state, Update(0, client, 0, update, 1), FULL, 0)
-        merge.apply(state)
+        take(merge, state, Update(0, client, 0, update, 1), FULL, 0)
+        merge_all(merge, state)
         state.version += 1
 
     def anonymous():  # a file's pages, too, count as the process's while it has them mapped
@@ -130,15 +131,15 @@ def test_the_server_keeps_hardly_any_of_it_in_memory(tmp_path):
         memory = psutil.Process().memory_info()
         return memory.rss - memory.shared
 
-    take(1)
+    merge_one(1)
     before = anonymous()
     for client in range(2, 13):
-        take(client)
+        merge_one(client)
     # what a checkpoint is written from: the sums, and twelve copies in files, too
     saved = saving.to_plain([state.memory.to_plain(), state.clients.values])
     grown = anonymous() - before
     assert grown < 44e6, "of 176 MB that are remembered, and saved"
-    take(1)  # not into what is saved
+    merge_one(1)  # not into what is saved
     latest = dict(saved[1]["__pairs__"])["latest update"]
     for client, flat in latest["__pairs__"]:
         (buffer,) = flat["buffers"]

@@ -135,21 +135,21 @@ class GroupDeltas(Deltas):
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Measure the client's speed, add its update to its group, and keep a copy until the group is merged."""
         memory = state.memory.of(CompassMemory)
-        memory.waiting.append((update.assignment, spec, state.version - staleness, update.tensors.clone()))
+        memory.copies[update.assignment] = (state.version - staleness, update.tensors.clone())
         memory.report(update.client, update.assignment, state.now_s, self.pace)
 
     def apply(self, state: GlobalState) -> None:
         """Merge the updates of the group that is due, and put the group's clients into new groups."""
         memory = state.memory.of(CompassMemory)
         due = set(memory.due(state.now_s))
-        chosen = [item for item in memory.waiting if item[0] in due]
+        chosen = [item for item in state.waiting if item.update.assignment in due]
         if chosen:
             # divided by the K updates that cover an element: K alpha / N times their mean is alpha / N times their sum
             step = Deltas(self.server_lr * len(chosen) / state.num_clients, self.staleness)
-            for task, spec, version, tensors in chosen:
-                step.receive(state, Update(task, 0, 0, tensors, 1), spec, state.version - version)
+            for item in chosen:
+                version, tensors = memory.copies.pop(item.update.assignment)
+                step.receive(state, Update(0, 0, 0, tensors, 1), item.spec, state.version - version)
             step.apply(state)
-        memory.waiting = [item for item in memory.waiting if item[0] not in due]
         memory.finish_merge(state.now_s, self.pace)
 
     def __str__(self) -> str:

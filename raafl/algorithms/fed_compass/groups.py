@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from raafl.core.memory import MergeMemory
 from raafl.errors import BadInput, fraction, positive
-from raafl.submodel import FlatTensors, Spec
+from raafl.submodel import FlatTensors
 
 _FASTEST = 1e-9
 """Least seconds for a step: on a virtual clock without costs a task takes no time."""
@@ -72,7 +72,7 @@ class CompassMemory(MergeMemory):
         num_groups: number of groups that have been created so far.
         alone: ids of the tasks whose updates are their clients' first, and are each merged alone.
         late: ids of the assignments whose updates came after their group was merged; they join the next group's merge.
-        waiting: assignment, submodel, start version and a copy of the tensors of each waiting update.
+        copies: start version and a copy of the tensors of each update that waits, by assignment.
     """
 
     key = "fed_compass"
@@ -84,7 +84,7 @@ class CompassMemory(MergeMemory):
     num_groups: int = 0
     alone: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
-    waiting: list[tuple[int, Spec, int, FlatTensors]] = field(default_factory=list)
+    copies: dict[int, tuple[int, FlatTensors]] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
         """Convert this state to plain data for a checkpoint: its fields by name, each group of clients as a dict."""
@@ -97,7 +97,10 @@ class CompassMemory(MergeMemory):
     @classmethod
     def from_plain(cls, data: Any) -> Self:
         """Restore the state of FedCompass from the result of `to_plain`."""
-        return cls(**{**data, "groups": {number: Group(**group) for number, group in data["groups"].items()}})
+        groups = {number: Group(**group) for number, group in data["groups"].items()}
+        # earlier versions had a list of assignments, submodels, start versions and copies
+        copies = {task: (version, tensors) for task, _, version, tensors in data.get("waiting", ())}
+        return super().from_plain({"copies": copies, **data, "groups": groups})
 
     # ---- a client starts ----
 

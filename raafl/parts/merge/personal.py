@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from raafl.core.algorithm import SelectContext
-from raafl.core.memory import MergeMemory, OneValue
+from raafl.core.memory import MergeMemory
 from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Update, Work
@@ -49,14 +49,6 @@ class AtWork(MergeMemory):
     def from_plain(cls, data: dict[int, dict[str, Any]]) -> AtWork:
         """Restore the record of clients' current tasks from the result of `to_plain`."""
         return cls({client: TaskStart(**one) for client, one in data.items()})
-
-
-@dataclass
-class _Received(OneValue[bool]):
-    """Record of `WithScores`: whether the wrapped merge has received an update since the last merge."""
-
-    key = "received"
-    value: bool = False
 
 
 def scores_of(state: GlobalState, client: int) -> dict[str, list[float]]:
@@ -129,17 +121,14 @@ class WithScores(Wrapped):
             for axis in state.memory.of(AtWork).starts[update.client].masks:
                 stored[axis].copy_(sent[axis])
         else:
-            state.memory.of(_Received).value = True
             super().receive(state, update, spec, staleness)
         forget_work(state, update.client)
 
-    def detach(self, state: GlobalState) -> None:
-        """Let the wrapped merge copy the tensors that it still needs."""
-        if state.memory.of(_Received).value:
-            super().detach(state)
+    def view(self, state: GlobalState) -> GlobalState:
+        """Return the state without the waiting updates of mask scores, which the wrapped merge does not receive."""
+        return state.with_waiting([item for item in state.waiting if item.spec.trained != ()])
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the wrapped merge if it has received an update."""
-        received = state.memory.pop(_Received)
-        if received is not None and received.value:
+        """Apply the wrapped merge if an update of values waits."""
+        if self.view(state).waiting:
             super().apply(state)

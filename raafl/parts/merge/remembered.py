@@ -31,7 +31,6 @@ class _LatestMemory(MergeMemory):
     Attributes:
         sum: sum of all latest updates.
         change: sum of the changes of these updates since the last merge.
-        received: submodel and staleness factor of each update since the last merge.
         since: number of updates merged after the sum was last recomputed from scratch.
         log: version and submodel of each client's remembered update, by client, oldest first; empty if updates have no
             age limit.
@@ -40,7 +39,6 @@ class _LatestMemory(MergeMemory):
     key = "ram_fed"
     sum: FlatTensors
     change: FlatTensors
-    received: list[tuple[Spec, float]] = field(default_factory=list)
     since: int = 0
     log: dict[int, list[tuple[int, Spec]]] = field(default_factory=dict)
 
@@ -133,7 +131,6 @@ class Remembered(Merge):
         owned.plan.scatter_(latest, fresh)
         _forget_statistics(state, latest)
         release(latest)
-        memory.received.append((spec, self.staleness(staleness)))
         if self.max_age is not None:
             log = memory.log.setdefault(update.client, [])
             log[:] = [*((version, other) for version, other in log if other != spec), (state.version, spec)]
@@ -143,11 +140,10 @@ class Remembered(Merge):
         # With the new sum U' = U + sum (d - u), v of the class's equation is U'/N + (1/Gamma - 1/N) sum (d - u).
         memory = self._memory(state)
         num_clients = state.num_clients if self.of_all else len(self._latest(state))
-        received = memory.received
-        rate = math.fsum(factor for _, factor in received) / len(received)
+        rate = math.fsum(self.staleness(item.staleness) for item in state.waiting) / len(state.waiting)
         rate *= 1.0 / num_clients if self.server_lr is None else self.server_lr
         count = _zeros(state)
-        for spec, number in Counter(spec for spec, _ in received).items():
+        for spec, number in Counter(item.spec for item in state.waiting).items():
             _owned(state.submodels, spec).plan.cover_(count, number)
         for dtype, total in memory.sum.buffers.items():
             theta = state.values.buffers[dtype][: total.numel()]
@@ -157,8 +153,7 @@ class Remembered(Merge):
                 more = change * gamma.clamp_min(1.0).reciprocal_().sub_(1.0 / num_clients)
                 old.add_(more.add_(summed, alpha=1.0 / num_clients), alpha=rate)
                 change.zero_()
-        memory.since += len(received)
-        received.clear()
+        memory.since += len(state.waiting)
         self._forget_old(state, memory, next_merge=state.version + 1)
         _forget_statistics(state, memory.sum)
         if memory.since >= num_clients:

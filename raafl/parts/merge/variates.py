@@ -24,7 +24,6 @@ class _VariatesMemory(MergeMemory):
         new: changes of variates since the last merge.
         count: total weight of the clients that have trained each element.
         weights: weight of each client, from its first update.
-        received: client and submodel of each update since the last merge.
         seen: submodels that a client has trained so far, by client.
     """
 
@@ -32,7 +31,6 @@ class _VariatesMemory(MergeMemory):
     new: FlatTensors
     count: FlatTensors
     weights: dict[int, float] = field(default_factory=dict)
-    received: list[tuple[int, Spec]] = field(default_factory=list)
     seen: dict[int, list[Spec]] = field(default_factory=dict)
 
 
@@ -106,10 +104,9 @@ class Variates:
         own = state.clients.of(self.name, client, plan.full_layout, state.values.device)
         for flat, scale in ((own, alpha), (memory.new, alpha * weight)):
             plan.add_(flat, change.to(flat.device), scale)
-        memory.received.append((client, spec))
 
     def settle(self, state: GlobalState) -> None:
-        """Add pending changes of clients' control variates to the mean over all clients.
+        """Add the changes of control variates, from the updates that wait, to the mean over all clients.
 
         Called once per merge, so that the mean is constant within a round.
         """
@@ -117,9 +114,8 @@ class Variates:
         for dtype, total in memory.sum.buffers.items():
             total.add_(memory.new.buffers[dtype])
         memory.new.zero_()
-        for client, spec in memory.received:
-            self._count(state, memory, client, spec)
-        memory.received.clear()
+        for item in state.waiting:
+            self._count(state, memory, item.update.client, item.spec)
 
     def _count(self, state: GlobalState, memory: _VariatesMemory, client: int, spec: Spec) -> None:
         """Count the client at the elements that it has not trained before."""

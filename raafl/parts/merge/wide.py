@@ -7,7 +7,6 @@ imaginary parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -114,7 +113,7 @@ class WideMerge(Wrapped):
 
     submodels: WideSubmodels = field(repr=False)
 
-    def _wide(self, state: GlobalState) -> GlobalState:
+    def view(self, state: GlobalState) -> GlobalState:
         """Return ``state`` with wide values; all other fields are shared, and changed in place."""
         # `_version`, private to torch, counts all writes to a storage through any view: by a merge, a resume or a callback
         counters = [buffer._version for buffer in state.values.buffers.values()]
@@ -124,14 +123,6 @@ class WideMerge(Wrapped):
             state.scratch[VALUES] = values, counters
         return replace(state, submodels=self.submodels, values=values)
 
-    def check(self, state: GlobalState) -> list[str]:
-        """Return the problems that the wrapped merge finds before the run."""
-        return self.inner.check(self._wide(state))
-
-    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes for the start of the run."""
-        return self.inner.notes(self._wide(state), num_clients)
-
     @property
     def personalizes(self) -> bool:
         """Whether the wrapped merge sends each client values of its own."""
@@ -140,36 +131,24 @@ class WideMerge(Wrapped):
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Let the wrapped merge write the client's values in wide tensors, then round them."""
         wide, wide_bundles = values.widen(), {name: bundle.widen() for name, bundle in bundles.items()}
-        self.inner.personalize(self._wide(state), client, spec, wide, wide_bundles)
+        self.inner.personalize(self.view(state), client, spec, wide, wide_bundles)
         for target, written in ((values, wide), *((bundles[name], written) for name, written in wide_bundles.items())):
             if written is not target:
                 target.round_(written)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Convert the update to wide tensors and return the wrapped merge's reason to refuse it; None = it accepts the update."""
-        return self.inner.reject_reason(self._wide(state), _widened(state, update), spec, staleness)
+        return self.inner.reject_reason(self.view(state), _widened(state, update), spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Pass a copy of the update, in at least single precision, to the wrapped merge."""
-        self.inner.receive(self._wide(state), _widened(state, update), spec, staleness)
-
-    def detach(self, state: GlobalState) -> None:
-        """Let the wrapped merge copy the tensors that it still shares with an update."""
-        self.inner.detach(self._wide(state))
+        self.inner.receive(self.view(state), _widened(state, update), spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
         """Let the wrapped merge compute in at least single precision, then round the result into the model."""
-        wide = self._wide(state)
+        wide = self.view(state)
         self.inner.apply(wide)
         self.submodels.round_(state.values, wide.values)
-
-    def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Tell the wrapped merge which merges a crash of the server has undone."""
-        self.inner.on_rollback(self._wide(state), merged)
-
-    def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the wrapped merge's entries for the run's summary."""
-        return self.inner.report(self._wide(state))
 
 
 def _widened(state: GlobalState, update: Update) -> Update:

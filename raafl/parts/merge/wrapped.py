@@ -17,8 +17,7 @@ from raafl.submodel import FlatTensors, Layout, Spec
 class Wrapped(Merge):
     """Base class of merges that wrap another merge: calls that a wrapper does not override are passed on.
 
-    A subclass that stores updates, and passes them on only in `apply`, must also override `detach`: until then the
-    wrapped merge has no update whose tensors it could copy.
+    A subclass whose wrapped merge must see another state, such as one in which other updates wait, overrides `view`.
 
     Attributes:
         inner: the wrapped merge: the algorithm's own, or another wrapper.
@@ -32,13 +31,17 @@ class Wrapped(Merge):
         """Take over what the wrapped merge wants clients to send."""
         object.__setattr__(self, "sends", self.inner.sends)
 
+    def view(self, state: GlobalState) -> GlobalState:
+        """Return the global model as the wrapped merge sees it; what is not replaced is shared, and changed in place."""
+        return state
+
     def check(self, state: GlobalState) -> list[str]:
         """Return the problems that the wrapped merge finds before the run."""
-        return self.inner.check(state)
+        return self.inner.check(self.view(state))
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
         """Return the wrapped merge's notes for the start of the run."""
-        return self.inner.notes(state, num_clients)
+        return self.inner.notes(self.view(state), num_clients)
 
     @property
     def personalizes(self) -> bool:
@@ -47,7 +50,7 @@ class Wrapped(Merge):
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
         """Let the wrapped merge write the values, and other tensors (bundles), that only this client receives."""
-        self.inner.personalize(state, client, spec, values, bundles)
+        self.inner.personalize(self.view(state), client, spec, values, bundles)
 
     def too_stale(self, staleness: float) -> str | None:
         """Return the wrapped merge's warning about late updates, if it has one."""
@@ -55,7 +58,7 @@ class Wrapped(Merge):
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return the wrapped merge's reason to refuse the update; None = it accepts the update."""
-        return self.inner.reject_reason(state, update, spec, staleness)
+        return self.inner.reject_reason(self.view(state), update, spec, staleness)
 
     def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
         """Return the layout of the tensors that the wrapped merge expects in an update."""
@@ -67,35 +70,35 @@ class Wrapped(Merge):
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
         """Check whether the wrapped merge would overflow with this update."""
-        return self.inner.overflows(state, update, spec, staleness)
+        return self.inner.overflows(self.view(state), update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Pass the update to the wrapped merge."""
-        self.inner.receive(state, update, spec, staleness)
+        self.inner.receive(self.view(state), update, spec, staleness)
 
     def detach(self, state: GlobalState) -> None:
         """Let the wrapped merge copy the tensors that it still shares with an update."""
-        self.inner.detach(state)
+        self.inner.detach(self.view(state))
 
     def apply(self, state: GlobalState) -> None:
         """Let the wrapped merge change the model."""
-        self.inner.apply(state)
+        self.inner.apply(self.view(state))
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
         """Tell the wrapped merge which merges a crash of the server has undone."""
-        self.inner.on_rollback(state, merged)
+        self.inner.on_rollback(self.view(state), merged)
 
     def ends_run(self, state: GlobalState) -> str | None:
         """Return the wrapped merge's reason to end the run, or None."""
-        return self.inner.ends_run(state)
+        return self.inner.ends_run(self.view(state))
 
     def figures(self, state: GlobalState) -> dict[str, float | None]:
         """Return the values that the wrapped merge adds to metrics.csv, by column."""
-        return self.inner.figures(state)
+        return self.inner.figures(self.view(state))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return the wrapped merge's entries for the run's summary."""
-        return self.inner.report(state)
+        return self.inner.report(self.view(state))
 
     def __str__(self) -> str:
         return str(self.inner)

@@ -19,7 +19,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch list
 
 from raafl.core.algorithm import Algorithm
 from raafl.core.memory import MergeMemory
-from raafl.core.state import GlobalState, copied, is_sound, restore
+from raafl.core.state import GlobalState, PendingUpdate, copied, is_sound, restore
 from raafl.core.types import HUGE_NORM, Update
 from raafl.parts.merge.mean import chunks
 from raafl.parts.merge.wrapped import Wrapped
@@ -204,6 +204,7 @@ class Bounded(Wrapped):
         try:
             with state.clients.recording(saved["clients"]):
                 super().receive(state, tried, spec, staleness)
+                state.waiting.append(PendingUpdate(tried, spec, staleness))
                 if keep:
                     super().detach(state)
                 super().apply(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
@@ -16,17 +16,28 @@ from raafl.parts.protect.robust import feed, locate, norm_of
 from raafl.submodel import FlatTensors, Spec
 from raafl.submodel.flat import is_merged
 
-Stored = tuple[Spec, int, FlatTensors]
-"""Submodel, staleness, and a copy of an update's tensors."""
+Stored = tuple[Spec, FlatTensors]
+"""Submodel, and a copy of an update's tensors."""
 
 
 @dataclass
 class CentredMemory(MergeMemory):
-    """State of `Centred`: updates that wait for the merge, and the clipping centre v (None before the first merge)."""
+    """State of `Centred`.
+
+    Attributes:
+        stored: copies of the tensors of the updates that wait, in the order of `GlobalState.waiting`.
+        centre: clipping centre v; None before the first merge.
+    """
 
     key = "centred"
-    stored: list[Stored] = field(default_factory=list)
+    stored: list[FlatTensors] = field(default_factory=list)
     centre: FlatTensors | None = None
+
+    @classmethod
+    def from_plain(cls, data: Any) -> Self:
+        """Restore the state; earlier versions stored each copy with its submodel and staleness, before the tensors."""
+        copies = [item[-1] if isinstance(item, tuple) else item for item in data["stored"]]
+        return super().from_plain({**data, "stored": copies})
 
 
 @dataclass(frozen=True)
@@ -60,24 +71,23 @@ class Centred(Wrapped):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Store a copy of the update until the merge."""
-        state.memory.of(CentredMemory).stored.append((spec, staleness, update.tensors.clone()))
-
-    def detach(self, state: GlobalState) -> None:
-        """Do nothing: stored updates are copies already."""
+        state.memory.of(CentredMemory).stored.append(update.tensors.clone())
 
     def apply(self, state: GlobalState) -> None:
         """Move the centre v towards the stored updates, and pass it to the wrapped merge in their place."""
         memory = state.memory.of(CentredMemory)
-        stored, memory.stored = memory.stored, []
+        stored = [(item.spec, tensors) for item, tensors in zip(state.waiting, memory.stored, strict=True)]
+        memory.stored = []
         centre = memory.centre = self._median(state, stored) if memory.centre is None else memory.centre
         self._move(state, centre, stored)
-        values = {spec: self._moved(state, centre, spec) for spec in dict.fromkeys(s for s, *_ in stored)}
-        feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
+        feed(
+            self.inner, state, {spec: self._moved(state, centre, spec) for spec in dict.fromkeys(s for s, _ in stored)}
+        )
 
     def _median(self, state: GlobalState, stored: list[Stored]) -> FlatTensors:
         """Return the coordinate-wise median of the differences; 0 on elements that no update covers."""
         centre = zeros_like(state.values)
-        for spec, values in locate(state, [(spec, tensors) for spec, _, tensors in stored], "median", 0.0).items():
+        for spec, values in locate(state, stored, "median", 0.0).items():
             change = values.clone()
             self._subtract(state, spec, change)
             state.submodels.plan(spec).scatter_(centre, change)
@@ -91,7 +101,7 @@ class Centred(Wrapped):
     def _move(self, state: GlobalState, centre: FlatTensors, stored: list[Stored]) -> None:
         """Move ``centre`` by the mean of the clipped distances of the updates, whose tensors are overwritten."""
         distances = []
-        for spec, _, tensors in stored:
+        for spec, tensors in stored:
             self._subtract(state, spec, tensors)
             _sub_(tensors, state.submodels.plan(spec).gather(centre))
             # with a radius in absolute terms distances are L2 norms; the median needs a measure that does not grow with size
@@ -99,7 +109,7 @@ class Centred(Wrapped):
             distances.append(norm_of(tensors, state.submodels) * scale)
         radius = statistics.median(distances) if self.radius is None else self.radius
         total, count = zeros_like(centre), zeros_like(centre)
-        for (spec, _, tensors), distance in zip(stored, distances, strict=True):
+        for (spec, tensors), distance in zip(stored, distances, strict=True):
             plan = state.submodels.plan(spec)
             plan.add_(total, tensors, min(1.0, radius / distance) if distance else 1.0)
             plan.cover_(count)

@@ -162,21 +162,19 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
 
 
 @dataclass
-class _PrivacyMemory(MergeMemory):
-    """State of `Private`: the privacy budget spent so far, and the updates since the last merge.
+class PrivacyMemory(MergeMemory):
+    """State of `Private`: the privacy budget spent so far, and the sums of the updates that wait.
 
     Attributes:
         updates: number of a client's updates that were merged, by client.
         squares: sum of n^2 over all merges, where n is the number of a client's updates in the merge, by client.
         sums: sum of clipped changes, by submodel.
-        received: submodel, staleness, client and assignment of each update since the last merge.
     """
 
     key = "privacy"
     updates: dict[int, int] = field(default_factory=dict)
     squares: dict[int, int] = field(default_factory=dict)
     sums: dict[Spec, FlatTensors] = field(default_factory=dict)
-    received: list[tuple[Spec, int, int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -235,7 +233,7 @@ class Private(Wrapped):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Clip the norm of the update's change, and add the change to the sum of its submodel."""
-        sums, received = state.memory.of(_PrivacyMemory).sums, state.memory.of(_PrivacyMemory).received
+        sums = state.memory.of(PrivacyMemory).sums
         change = difference(state, update, spec, self.sends)
         norm = norm_of(change, state.submodels)
         factor = self.clip_norm / norm if norm > self.clip_norm else 1.0
@@ -243,46 +241,37 @@ class Private(Wrapped):
             sums[spec] = FlatTensors.zeros(change.layout, change.device)
         for dtype, buffer in sums[spec].buffers.items():
             buffer.add_(change.buffers[dtype], alpha=factor)
-        received.append((spec, staleness, update.client, update.assignment))
-
-    def detach(self, state: GlobalState) -> None:
-        """Do nothing: the sums of updates share no storage with the updates."""
 
     def apply(self, state: GlobalState) -> None:
         """Pass the noisy mean to the wrapped merge, and charge it to the privacy budget."""
-        memory = state.memory.of(_PrivacyMemory)
-        received, sums = memory.received, memory.sums
-        memory.received, memory.sums = [], {}
-        assignments = [assignment for *_, assignment in received]
+        memory = state.memory.of(PrivacyMemory)
+        sums, memory.sums = memory.sums, {}
         if len(sums) == 1:
-            self._make_noisy(next(iter(sums.values())), assignments)
+            self._make_noisy(state, next(iter(sums.values())))
         else:
             total = zeros_like(state.values)
             for spec, part in sums.items():
                 state.submodels.plan(spec).add_(total, part)
-            self._make_noisy(total, assignments)
+            self._make_noisy(state, total)
             sums = {spec: state.submodels.plan(spec).gather(total, part) for spec, part in sums.items()}
-        self._feed(state, received, sums)
+        self._feed(state, sums)
 
-    def release_sum(
-        self, state: GlobalState, total: FlatTensors, received: Sequence[tuple[Spec, int, int, int]]
-    ) -> None:
-        """Add noise to a sum of updates, and merge the resulting mean; for secure aggregation, which reveals only the sum.
+    def release_sum(self, state: GlobalState, total: FlatTensors) -> None:
+        """Add noise to the sum of the updates that wait, and merge the resulting mean; for secure aggregation.
 
-        The clients have clipped their changes themselves.
+        It reveals only the sum, and the clients have clipped their changes themselves.
 
         Args:
             state: the global model.
             total: sum of the changes, in the layout of the whole model; changed in place.
-            received: submodel, staleness, client and assignment of each update in the sum.
         """
-        self._make_noisy(total, [assignment for *_, assignment in received])
-        specs = dict.fromkeys(spec for spec, *_ in received)
-        self._feed(state, received, {spec: state.submodels.plan(spec).gather(total) for spec in specs})
+        self._make_noisy(state, total)
+        specs = dict.fromkeys(item.spec for item in state.waiting)
+        self._feed(state, {spec: state.submodels.plan(spec).gather(total) for spec in specs})
 
     def _spend(self, state: GlobalState, contributions: Mapping[int, int]) -> None:
         """Count one release; ``contributions`` is the number of each client's updates in its sum."""
-        memory = state.memory.of(_PrivacyMemory)
+        memory = state.memory.of(PrivacyMemory)
         for client, num in contributions.items():
             memory.updates[client] = memory.updates.get(client, 0) + num
             # j updates of one client move a sum by up to j C, which costs as much as j^2 mechanisms of sensitivity C
@@ -294,8 +283,9 @@ class Private(Wrapped):
             self._spend(state, Counter(client for client, of in merged if of == version))
         super().on_rollback(state, merged)
 
-    def _make_noisy(self, total: FlatTensors, assignments: list[int]) -> None:
-        """Turn a sum of clipped changes into a noisy mean, in place."""
+    def _make_noisy(self, state: GlobalState, total: FlatTensors) -> None:
+        """Turn the sum of the clipped changes that wait into a noisy mean, in place."""
+        assignments = [item.update.assignment for item in state.waiting]
         scale = self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
         for number, (dtype, buffer) in enumerate(total.buffers.items()):
             if not is_merged(dtype):  # integer buffers, which no update contains
@@ -306,17 +296,15 @@ class Private(Wrapped):
                     piece.add_((noise * scale).to(piece))
             buffer.div_(self.divisor)
 
-    def _feed(
-        self, state: GlobalState, received: Sequence[tuple[Spec, int, int, int]], means: Mapping[Spec, FlatTensors]
-    ) -> None:
+    def _feed(self, state: GlobalState, means: Mapping[Spec, FlatTensors]) -> None:
         """Pass the noisy mean on each submodel to the wrapped merge, plus the global values if that takes values."""
         if self.inner.sends == "values":
             for spec, part in means.items():
                 current = state.submodels.plan(spec).gather(state.values)
                 for dtype, buffer in part.buffers.items():
                     buffer.add_(current.buffers[dtype])
-        feed(self.inner, state, [(spec, staleness) for spec, staleness, *_ in received], means)
-        self._spend(state, Counter(client for *_, client, _ in received))
+        feed(self.inner, state, means)
+        self._spend(state, Counter(item.update.client for item in state.waiting))
 
     def _epsilon(self, compositions: int) -> float | None:
         return epsilon(self.noise_multiplier, compositions, self.delta)
@@ -327,8 +315,8 @@ class Private(Wrapped):
         Else the wrapped merge decides.
         """
         if self.max_epsilon is not None:
-            memory = state.memory.of(_PrivacyMemory)
-            waiting = Counter(client for *_, client, _ in memory.received)
+            memory = state.memory.of(PrivacyMemory)
+            waiting = Counter(item.update.client for item in state.waiting)
             after = max((memory.squares.get(client, 0) + num**2 for client, num in waiting.items()), default=0)
             spent = self._epsilon(after)
             if spent is None or spent > self.max_epsilon:
@@ -337,12 +325,12 @@ class Private(Wrapped):
 
     def figures(self, state: GlobalState) -> dict[str, float | None]:
         """Return values for metrics.csv, by column: those of the wrapped merge, and the largest epsilon of a client."""
-        squares = state.memory.of(_PrivacyMemory).squares
+        squares = state.memory.of(PrivacyMemory).squares
         return {**super().figures(state), "epsilon": self._epsilon(max(squares.values(), default=0))}
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return entries for the run's summary: under "privacy" each client's epsilon, and the largest of them."""
-        memory = state.memory.of(_PrivacyMemory)
+        memory = state.memory.of(PrivacyMemory)
         compositions = max(memory.squares.values(), default=0)
         spent = {
             "epsilon": self._epsilon(compositions),

@@ -13,14 +13,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Merge
 from raafl.core.memory import MergeMemory, OneValue
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, PendingUpdate
 from raafl.core.types import Update
 from raafl.parts.merge.label_split import joint_notes
 from raafl.parts.merge.mean import CHUNK, chunks
@@ -289,36 +289,40 @@ def _placed(state: GlobalState, spec: Spec, tensors: FlatTensors) -> FlatTensors
     return whole
 
 
-def feed(
-    merge: Merge, state: GlobalState, received: Sequence[tuple[Spec, int]], values: Mapping[Spec, FlatTensors]
-) -> None:
-    """Pass a combined update to a merge in place of the updates from which it was computed, and apply the merge.
+def feed(merge: Merge, state: GlobalState, values: Mapping[Spec, FlatTensors]) -> None:
+    """Pass a combined update to a merge in place of the updates that wait, from which it was computed, and apply the merge.
 
-    Each update is replaced by the combined one on its submodel, with weight 1. Since the merge averages these, its
+    Each waiting update is replaced by the combined one on its submodel, with weight 1. Since the merge averages these, its
     result is again the combined one, scaled by the mean of the updates' staleness factors. Elements that no update trained
     stay unchanged. If all updates are equally late, one for each submodel is enough.
 
     Args:
-        merge: merge that receives the combined update.
+        merge: merge that receives the combined update; it sees a state in which only this waits.
         state: the global model.
-        received: submodel and staleness of each update.
         values: combined update on each submodel.
     """
+    received = [(item.spec, item.staleness) for item in state.waiting]
     if len({staleness for _, staleness in received}) == 1:
         received = list(dict.fromkeys(received))
+    combined = state.with_waiting([])
     for i, (spec, staleness) in enumerate(received):
         if i:
-            merge.detach(state)
-        merge.receive(state, Update(0, 0, 0, values[spec], 1), spec, staleness)
-    merge.apply(state)
+            merge.detach(combined)
+        merge.take(combined, PendingUpdate(Update(0, 0, 0, values[spec], 1), spec, staleness))
+    merge.apply(combined)
 
 
 @dataclass
-class _PendingUpdates(OneValue[list[tuple[Spec, int, FlatTensors]]]):
-    """Copies of the updates since the last merge, each with its submodel and staleness."""
+class Copies(OneValue[list[FlatTensors]]):
+    """Copies of the tensors of the updates that wait, in the order of `GlobalState.waiting`."""
 
     key = "located"
-    value: list[tuple[Spec, int, FlatTensors]] = field(default_factory=list)
+    value: list[FlatTensors] = field(default_factory=list)
+
+    @classmethod
+    def from_plain(cls, data: Any) -> Self:
+        """Restore the copies; earlier versions stored each with its submodel and staleness, before the tensors."""
+        return super().from_plain([item[-1] if isinstance(item, tuple) else item for item in data])
 
 
 @dataclass(frozen=True)
@@ -347,16 +351,13 @@ class CoordinateWise(Wrapped):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Store a copy of the update until the merge."""
-        state.memory.of(_PendingUpdates).value.append((spec, staleness, update.tensors.clone()))
-
-    def detach(self, state: GlobalState) -> None:
-        """Do nothing: stored updates are copies already."""
+        state.memory.of(Copies).value.append(update.tensors.clone())
 
     def apply(self, state: GlobalState) -> None:
         """Combine the stored updates, and pass the result to the wrapped merge in their place."""
-        stored, state.memory.of(_PendingUpdates).value = state.memory.of(_PendingUpdates).value, []
-        values = locate(state, [(spec, tensors) for spec, _, tensors in stored], self.combine, self.trim)
-        feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
+        copies, state.memory.of(Copies).value = state.memory.of(Copies).value, []
+        stored = [(item.spec, tensors) for item, tensors in zip(state.waiting, copies, strict=True)]
+        feed(self.inner, state, locate(state, stored, self.combine, self.trim))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return entries for the run's summary: under "guard" the rule by which updates are combined, and its trim."""

@@ -14,6 +14,7 @@ from raafl.parts.local.mask_training import SCORES
 from raafl.parts.merge.personal import AtWork, WithScores, forget_work, record_work, scores_of
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import filled, line_state
+from tests.helpers.merges import merge_all, take
 
 FIRST = Spec.select({"hidden": range(2)})
 
@@ -42,13 +43,13 @@ def test_two_clients_one_of_them_late_by_hand():
     """
     state, merge = line_state(value=3.0), ImportanceMerge(segments=2)
     record_work(state, 2, Work(FIRST))
-    merge.receive(state, update(state, 1, -2.0), FULL, 0)
-    merge.apply(state)
+    take(merge, state, update(state, 1, -2.0), FULL, 0)
+    merge_all(merge, state)
     assert {float(v) for b in state.values.buffers.values() for v in b} == {1.0}
     record_work(state, 1, Work())
-    merge.receive(state, update(state, 1, 0.5), FULL, 0)
-    merge.receive(state, update(state, 2, 1.0, FIRST), FIRST, 1)
-    merge.apply(state)
+    take(merge, state, update(state, 1, 0.5), FULL, 0)
+    take(merge, state, update(state, 2, 1.0, FIRST), FIRST, 1)
+    merge_all(merge, state)
     values = state.values
     torch.testing.assert_close(values["fc2.weight"], torch.tensor([[1.7, 1.7, 1.5, 1.5]]))
     torch.testing.assert_close(values["fc1.weight"], torch.tensor([[1.7] * 2] * 2 + [[1.5] * 2] * 2))
@@ -60,9 +61,9 @@ def test_segments_are_weighed_apart():
     state, merge = line_state(value=1.0), ImportanceMerge(segments=2)
     one, other = update(state, 1, 1.0), update(state, 2, 1.0)
     one.tensors["fc2.weight"][0, :2], one.tensors["fc1.weight"][:2] = 3.0, 3.0
-    merge.receive(state, one, FULL, 0)
-    merge.receive(state, other, FULL, 0)
-    merge.apply(state)
+    take(merge, state, one, FULL, 0)
+    take(merge, state, other, FULL, 0)
+    merge_all(merge, state)
     torch.testing.assert_close(state.values["fc2.weight"], torch.tensor([[3.5, 3.5, 2.0, 2.0]]))  # (3*3 + 1*1) / 4
 
 
@@ -70,8 +71,8 @@ def test_what_no_update_moves_or_covers_keeps_every_bit():
     state, merge = line_state(value=0.1), ImportanceMerge(segments=2)
     mine = update(state, 1, 0.0, FIRST)
     mine.tensors["fc2.bias"][0] = 1.0
-    merge.receive(state, mine, FIRST, 0)
-    merge.apply(state)
+    take(merge, state, mine, FIRST, 0)
+    merge_all(merge, state)
     assert torch.equal(state.values["fc1.weight"], torch.full((4, 2), 0.1))
     assert state.values["fc2.bias"].item() == pytest.approx(1.1)
 
@@ -79,8 +80,8 @@ def test_what_no_update_moves_or_covers_keeps_every_bit():
 def test_a_server_step_scales_the_delta():
     state = line_state(value=1.0)
     merge = ImportanceMerge(server_lr=0.5)
-    merge.receive(state, update(state, 1, 1.0), FULL, 0)
-    merge.apply(state)
+    take(merge, state, update(state, 1, 1.0), FULL, 0)
+    merge_all(merge, state)
     assert state.values["fc2.bias"].item() == pytest.approx(1.5)
 
 
@@ -145,8 +146,8 @@ def test_tensors_on_two_axes_and_statistics_against_a_slow_reference():
         submodels.plan(spec).cover_(count)
         held = {n: {tuple(p) for p in t.nonzero().tolist()} for n, t in count.items() if n in before}
         updates.append(({n: full[n].clone() for n in before}, held))
-        merge.receive(state, Update(0, client, 0, tensors, 1), spec, 0)
-    merge.apply(state)
+        take(merge, state, Update(0, client, 0, tensors, 1), spec, 0)
+    merge_all(merge, state)
     for name, wanted in slow_merge(before, updates, submodels).items():
         torch.testing.assert_close(state.values[name], wanted, rtol=1e-4, atol=1e-5)
 
@@ -162,16 +163,16 @@ def test_starts_are_kept_only_where_the_model_changes_under_a_client():
         (3, Work(Spec(trained=()), extra={"masks": ["hidden"]})),
     ):
         record_work(state, client, work)
-    merge.receive(state, update(state, 1, 1.0), FULL, 0)
-    merge.apply(state)
+    take(merge, state, update(state, 1, 1.0), FULL, 0)
+    merge_all(merge, state)
     at_work = state.memory.of(AtWork).starts
     assert sorted(at_work) == [2, 3]
     assert at_work[3].start is None  # it trains no values
     start = at_work[2].start
     assert start.layout == state.submodels.layout(FIRST, "trained")
     assert start["fc1.weight"].tolist() == [[1.0, 1.0]] * 2 and state.values["fc1.weight"][0, 0] == 2.0
-    merge.receive(state, update(state, 1, 1.0), FULL, 0)
-    merge.apply(state)
+    take(merge, state, update(state, 1, 1.0), FULL, 0)
+    merge_all(merge, state)
     assert state.memory.of(AtWork).starts[2].start is start  # what it started from, not what has come since
     assert merge.report(state) == {"start_bytes": start.num_bytes}
     forget_work(state, 2)
@@ -189,9 +190,9 @@ def test_scores_are_remembered_and_do_not_reach_the_inner_merge():
     assert merge.reject_reason(state, mine, frozen, 0) == "wrong-scores"
     sent["hidden"].copy_(torch.tensor([1, 2.5, -1.0, 0.0]))
     assert merge.reject_reason(state, mine, frozen, 0) is None
-    merge.receive(state, mine, frozen, 0)
+    take(merge, state, mine, frozen, 0)
     merge.detach(state)
-    merge.apply(state)
+    merge_all(merge, state)
     assert (
         scores_of(state, 1) == {"hidden": [1.0, 2.5, -1.0, 0.0]} and scores_of(state, 2) == {}
     )  # the other has not trained

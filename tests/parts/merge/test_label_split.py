@@ -27,6 +27,7 @@ from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels
 from tests.habits.source import ROOT
 from tests.helpers.coordinators import answer, assigned, coordinator_for, filled, join, update_for, values_of
+from tests.helpers.merges import merge_all, take
 from tests.helpers.small_runs import experiment, finish
 
 
@@ -65,11 +66,11 @@ def give(merge, state, *updates):
         extra = {} if classes is None else {CLASSES: classes}
         update = Update(number, number, 0, filled(state, value, spec), num_samples, extra=extra)
         assert merge.reject_reason(state, update, spec, 0) is None
-        merge.receive(state, update, spec, 0)
+        take(merge, state, update, spec, 0)
         merge.detach(state)
         for buffer in update.tensors.buffers.values():
             buffer.fill_(torch.nan)
-    merge.apply(state)
+    merge_all(merge, state)
     return state.values
 
 
@@ -115,9 +116,9 @@ def test_where_all_have_all_classes_it_is_the_mean_to_the_last_bit():
             tensors = filled(state, 0.0)
             for buffer in tensors.buffers.values():
                 buffer.normal_()
-            merge.receive(state, Update(number, number, 0, tensors, 1 + number), FULL, 0)
+            take(merge, state, Update(number, number, 0, tensors, 1 + number), FULL, 0)
             merge.detach(state)
-        merge.apply(state)
+        merge_all(merge, state)
         return values_of(state)
 
     assert torch.equal(values(LabelSplit(Mean())), values(Mean()))

@@ -19,6 +19,7 @@ from raafl.parts.protect.robust import CoordinateWise, NormFilter
 from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling
 from tests.helpers.coordinators import line_state
+from tests.helpers.merges import merge_all, take
 from tests.local.bench import Bench, Net, assignment
 
 MEAN, VAR = "norm.running_mean", "norm.running_var"
@@ -60,11 +61,11 @@ def give(state, merge, updates, apply=True):
                 buffer.zero_()
         tensors[MEAN].fill_(mean)
         tensors[VAR].fill_(variance + mean**2)
-        merge.receive(state, Update(place + 1, place + 1, 0, tensors, samples), spec, staleness)
+        take(merge, state, Update(place + 1, place + 1, 0, tensors, samples), spec, staleness)
         if place + 1 < len(updates):
             merge.detach(state)
     if apply:
-        merge.apply(state)
+        merge_all(merge, state)
     return state
 
 
@@ -148,8 +149,8 @@ def test_a_clipped_update_takes_its_statistics_half_the_way(inner):
     tensors[MEAN].fill_(4.0)
     tensors[VAR].fill_(3.0 + 16.0)
     merge = around(state, NormFilter(inner, 3**0.5, None, 1))
-    merge.receive(state, Update(1, 1, 0, tensors, 1), FULL, 0)
-    merge.apply(state)
+    take(merge, state, Update(1, 1, 0, tensors, 1), FULL, 0)
+    merge_all(merge, state)
     # mean 2, variance 1/2 (1 + 4) + 1/2 (3 + 4)
     assert state.values[MEAN].tolist() == pytest.approx([2.0] * 3, rel=1e-5)
     assert state.values[VAR].tolist() == pytest.approx([6.0] * 3, rel=1e-5)
@@ -202,9 +203,9 @@ def test_parameters_are_merged_to_the_same_bits():
                 tensors = state.submodels.plan(spec).gather(state.values)
                 for buffer in tensors.buffers.values():
                     buffer.mul_(1.0 + 0.1 * place)
-                merge.receive(state, Update(place + 1, 1, 0, tensors, place + 1), spec, place)
+                take(merge, state, Update(place + 1, 1, 0, tensors, place + 1), spec, place)
                 merge.detach(state)
-            merge.apply(state)
+            merge_all(merge, state)
         for name, tensor in plain.values.items():
             assert name in (MEAN, VAR) or torch.equal(tensor, wrapped.values[name])
 

@@ -14,6 +14,7 @@ from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import filled, line_state
+from tests.helpers.merges import merge_all, take
 
 SPECS = [FULL, *(Spec.select({"hidden": kept}) for kept in (range(0, 2), range(2, 4), range(1, 3)))]
 
@@ -32,10 +33,10 @@ def random_updates(state, rng, specs):
 
 def give(merge, state, updates):
     for place, (tensors, spec, weight, staleness) in enumerate(updates):
-        merge.receive(state, Update(place, 1, 0, tensors.clone(), weight), spec, staleness)
+        take(merge, state, Update(place, 1, 0, tensors.clone(), weight), spec, staleness)
         if place + 1 < len(updates):
             merge.detach(state)
-    merge.apply(state)
+    merge_all(merge, state)
 
 
 def elements(state, tensors, spec):
@@ -120,7 +121,7 @@ def test_updates_are_only_read(merge):
     updates = random_updates(state, torch.Generator().manual_seed(1), [FULL, SPECS[1], FULL])
     for place, (tensors, spec, weight, _) in enumerate(updates):
         before = tensors.fingerprint()
-        merge.receive(state, Update(place, 1, 0, tensors, weight), spec, 3)
+        take(merge, state, Update(place, 1, 0, tensors, weight), spec, 3)
         assert tensors.fingerprint() == before
-    merge.apply(state)
+    merge_all(merge, state)
     assert [t.fingerprint() for t, *_ in updates][-1] == before

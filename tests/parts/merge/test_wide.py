@@ -17,6 +17,7 @@ from raafl.parts.protect.options import Guard
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling
 from tests.helpers.coordinators import Line, line_state
+from tests.helpers.merges import merge_all, take
 
 FRONT = Spec.select({"hidden": range(2)})
 
@@ -38,10 +39,10 @@ def give(state, merge, *values, spec=FULL, samples=None):
         tensors = FlatTensors.zeros(state.submodels.layout(spec, "trained"))
         for buffer in tensors.buffers.values():
             buffer.fill_(value)
-        merge.receive(state, Update(place + 1, place + 1, 0, tensors, samples[place] if samples else 1), spec, 0)
+        take(merge, state, Update(place + 1, place + 1, 0, tensors, samples[place] if samples else 1), spec, 0)
         if place + 1 < len(values):
             merge.detach(state)
-    merge.apply(state)
+    merge_all(merge, state)
 
 
 def test_only_models_that_train_other_than_float32_and_float64_are_widened():
@@ -81,7 +82,7 @@ def test_values_that_others_have_changed_since_are_the_ones_merged_into():
 def test_what_is_kept_is_single_precision_and_the_model_its_own():
     state = half_state()
     merge = wide(state, Deltas())
-    merge.receive(state, Update(1, 1, 0, FlatTensors.zeros(state.submodels.layout(part="trained")), 1), FULL, 0)
+    take(merge, state, Update(1, 1, 0, FlatTensors.zeros(state.submodels.layout(part="trained")), 1), FULL, 0)
     assert state.memory.of(DeltasMemory).sum.layout.dtypes == (torch.float32,)
     assert state.values.layout.dtypes == (torch.bfloat16,)
 
@@ -141,7 +142,7 @@ def test_a_small_variance_beside_a_large_mean_is_kept_in_half_precision():
         tensors["norm.running_var"].fill_(variance)
         pooling.to_moments_(tensors, half=False)
         assert tensors["norm.running_var"].item() == variance
-        merge.receive(state, Update(client, client, 0, tensors, 1), FULL, 0)
+        take(merge, state, Update(client, client, 0, tensors, 1), FULL, 0)
         merge.detach(state)
-    merge.apply(state)
+    merge_all(merge, state)
     assert state.values["norm.running_mean"].item() == 100.0 and state.values["norm.running_var"].item() == 1.0

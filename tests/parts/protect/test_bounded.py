@@ -29,6 +29,7 @@ from tests.helpers.coordinators import (
     update_for,
     values_of,
 )
+from tests.helpers.merges import merge_all, take
 
 TOP = Spec.select({"hidden": range(0, 2)})
 MOST = torch.finfo(torch.float32).max
@@ -43,14 +44,14 @@ def judge(merge, state, value, spec=FULL, number=1, samples=1):
     if problem is None and merge.overflows(state, update, spec, 0):
         problem = "overflow"
     if problem is None:
-        merge.receive(state, update, spec, 0)
+        take(merge, state, update, spec, 0)
     return problem
 
 
 def accept(merge, state, values, spec=FULL):
     for number, value in enumerate(values, start=1):
         assert judge(merge, state, value, spec, number) is None
-        merge.apply(state)
+        merge_all(merge, state)
 
 
 # ---- norms ----
@@ -88,7 +89,7 @@ def test_the_median_never_falls_as_training_converges():
     state, merge = line_state(value=0.0), Bounded(Deltas(), 10.0)
     accept(merge, state, [1.0] * 8 + [1e-4] * 300)
     assert judge(merge, state, 9.0, number=400) is None  # who comes late takes a step as large as the first ones
-    merge.apply(state)
+    merge_all(merge, state)
     assert judge(merge, state, 11.0, number=401) == "huge-norm"
 
 
@@ -104,8 +105,8 @@ def test_the_bundle_of_a_method_is_judged_too():
         update = Update(number, 1, 0, filled(state, 0.1 * number), 1, bundles=bundle)
         problem = merge.reject_reason(state, update, FULL, 0)
         if problem is None:
-            merge.receive(state, update, FULL, 0)
-            merge.apply(state)
+            take(merge, state, update, FULL, 0)
+            merge_all(merge, state)
         return problem
 
     assert [send(number, 1.0) for number in range(1, 9)] == [None] * 8
@@ -140,9 +141,9 @@ def test_what_would_overflow_is_refused_and_leaves_no_trace(name, spec):
                 overflows = merge.overflows(state, update, kind, 0)
                 assert overflows == (abs(value) == MOST)
                 if not overflows:
-                    merge.receive(state, update, kind, 0)
+                    take(merge, state, update, kind, 0)
                     merge.detach(state)
-        merge.apply(state)
+        merge_all(merge, state)
         assert state.values.is_finite()
     assert states[0].values.model_digest() == states[1].values.model_digest()
     plain = [saving.to_plain(state.memory.to_plain()) for state in states]
@@ -167,7 +168,7 @@ def test_large_updates_that_are_fine_alone_and_overflow_together():
     merge.detach(state)
     found = [judge(merge, state, most, number=number) for number in range(3, 40)]
     assert found[0] is None and found[-1] == "overflow"  # the sum of all, before it is divided
-    merge.apply(state)
+    merge_all(merge, state)
     assert state.values.is_finite() and not state.memory.of(BoundedMemory).large
 
 
@@ -179,7 +180,7 @@ def test_half_precision_overflows_sooner():
         buffer.fill_(60000.0)
     merge = Bounded(Deltas(staleness=Staleness()), None)
     assert judge(merge, state, 50.0, number=1) is None
-    merge.apply(state)
+    merge_all(merge, state)
     assert judge(merge, state, 6000.0, number=2) == "overflow"  # 65504 is the largest
     assert state.values.is_finite()
 

@@ -16,6 +16,7 @@ from raafl.parts.protect.centred import Centred, CentredMemory
 from raafl.parts.protect.options import Guard
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, filled, line_state, values_of
+from tests.helpers.merges import merge_all, take
 
 TOP, BOTTOM = (Spec.select({"hidden": kept}) for kept in (range(0, 2), range(2, 4)))
 ROOT_13 = math.sqrt(13)  # the line's 13 parameters: a difference of x everywhere has norm x sqrt(13)
@@ -27,9 +28,9 @@ def give(merge, state, values, samples=1):
         value, spec = one if isinstance(one, tuple) else (one, FULL)
         update = Update(number, number, 0, filled(state, value, spec), samples)
         assert merge.reject_reason(state, update, spec, 0) is None
-        merge.receive(state, update, spec, 0)
+        take(merge, state, update, spec, 0)
         merge.detach(state)
-    merge.apply(state)
+    merge_all(merge, state)
     return state
 
 

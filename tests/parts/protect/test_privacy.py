@@ -19,6 +19,7 @@ from raafl.parts.protect import privacy as privacies
 from raafl.parts.protect.privacy import Privacy, Private, epsilon, expected_updates, gaussian, noise_key, private
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, filled, line_state, values_of
+from tests.helpers.merges import merge_all, take
 from tests.parts.protect.test_robust import BOTTOM, INF, MIDDLE, TOP, WithNorm, one
 
 KEY = b"k" * 32
@@ -31,9 +32,9 @@ def make(inner, clip_norm=INF, sigma=0.0, divisor=1.0, key=KEY):
 def give(merge, state, updates, first=1):
     """Each update: (value everywhere, spec, samples, staleness, client)."""
     for place, (value, spec, samples, staleness, client) in enumerate(updates):
-        merge.receive(state, Update(first + place, client, 0, filled(state, value, spec), samples), spec, staleness)
+        take(merge, state, Update(first + place, client, 0, filled(state, value, spec), samples), spec, staleness)
         merge.detach(state)
-    merge.apply(state)
+    merge_all(merge, state)
     return state
 
 
@@ -294,7 +295,7 @@ def test_indices_far_apart_are_reached_too():
 def waiting(merge, state, *clients, first=1):
     """Let the merge receive an update of each client."""
     for place, client in enumerate(clients):
-        merge.receive(state, Update(first + place, client, 0, filled(state, 1.0), 1), FULL, 0)
+        take(merge, state, Update(first + place, client, 0, filled(state, 1.0), 1), FULL, 0)
 
 
 def test_a_merge_above_the_budget_ends_the_run_whoever_it_is_that_spends_most():
@@ -305,7 +306,7 @@ def test_a_merge_above_the_budget_ends_the_run_whoever_it_is_that_spends_most():
     for number in range(3):
         waiting(merge, state, 1, 2, first=10 * number)
         assert merge.ends_run(state) is None
-        merge.apply(state)
+        merge_all(merge, state)
         assert merge.figures(state) == {"epsilon": epsilon(2.0, number + 1, 1e-5)}
     waiting(merge, state, 3)
     assert merge.ends_run(state) is None  # who has spent nothing yet may go on

@@ -31,6 +31,7 @@ from tests.helpers.coordinators import (
     line_state,
     values_of,
 )
+from tests.helpers.merges import merge_all, take
 
 TOP, MIDDLE, BOTTOM = (Spec.select({"hidden": kept}) for kept in (range(0, 2), range(1, 3), range(2, 4)))
 INF = math.inf
@@ -42,10 +43,10 @@ def give(merge, state, updates):
         tensors = value if isinstance(value, FlatTensors) else filled(state, value, spec)
         update = Update(place + 1, place + 1, 0, tensors, samples)
         assert merge.reject_reason(state, update, spec, staleness) is None
-        merge.receive(state, update, spec, staleness)
+        take(merge, state, update, spec, staleness)
         if place + 1 < len(updates):
             merge.detach(state)
-    merge.apply(state)
+    merge_all(merge, state)
     return state
 
 
@@ -307,10 +308,10 @@ def test_nothing_trimmed_is_the_unweighted_coverage_mean(inner):
 def test_updates_are_only_lent():
     state, merge = line_state(), located(Mean())
     lent = filled(state, 3.0)
-    merge.receive(state, Update(1, 1, 0, lent, 1), FULL, 0)
+    take(merge, state, Update(1, 1, 0, lent, 1), FULL, 0)
     merge.detach(state)
     lent.buffers[torch.float32].fill_(99.0)
-    merge.apply(state)
+    merge_all(merge, state)
     assert one(state) == 3.0
 
 

@@ -37,7 +37,6 @@ class SecureMemory(MergeMemory):
         numbers: sum of the current group's encoded updates modulo 2^32; None = none has arrived.
         total: sum of the changes of all complete groups, float32; None = no group is complete.
         weights: total weight of each unmasked element.
-        received: submodel, staleness, client and assignment of each update since the last merge.
         num_sums: number of groups that were summed.
         num_unsound: number of groups whose sum was discarded, since it exceeded what its clients' bounds allow.
     """
@@ -49,7 +48,6 @@ class SecureMemory(MergeMemory):
     numbers: FlatTensors | None = None
     total: FlatTensors | None = None
     weights: FlatTensors | None = None
-    received: list[tuple[Spec, int, int, int]] = field(default_factory=list)
     num_sums: int = 0
     num_unsound: int = 0
 
@@ -179,7 +177,6 @@ class SecureSum(Wrapped):
         memory.missing.remove(update.assignment)
         weight, factor = self.weigh(update.num_samples, staleness)
         memory.group.append((spec, weight, weight * factor / memory.scale))
-        memory.received.append((spec, staleness, update.client, update.assignment))
         assert memory.numbers is not None
         arrived = FlatTensors(update.tensors.layout, {d: b.cpu() for d, b in update.tensors.buffers.items()})
         if spec.is_full:
@@ -228,14 +225,11 @@ class SecureSum(Wrapped):
             return False
         return self.clip_norm is None or float(torch.linalg.vector_norm(total)) <= share * self.clip_norm * (1 + 1e-6)
 
-    def detach(self, state: GlobalState) -> None:
-        """Do nothing: the sums of updates share no storage with the updates."""
-
     def apply(self, state: GlobalState) -> None:
         """Move the model by the mean of the sums since the last merge; elements that no unmasked sum covers stay unchanged."""
         memory = state.memory.of(SecureMemory)
-        total, weights, received = memory.total, memory.weights, memory.received
-        memory.total, memory.weights, memory.received = None, None, []
+        total, weights = memory.total, memory.weights
+        memory.total, memory.weights = None, None
         if total is None or weights is None:
             return
         if isinstance(self.inner, Private):
@@ -243,7 +237,7 @@ class SecureSum(Wrapped):
             for buffer in change.buffers.values():
                 if buffer.dtype == torch.float32:
                     buffer[: buffer_of(total).numel()] = buffer_of(total).to(buffer.device)
-            self.inner.release_sum(state, change, received)
+            self.inner.release_sum(state, change)
             return
         theta = state.values.buffers[torch.float32][: buffer_of(total).numel()]
         sums, shares = (buffer_of(flat).to(theta.device) for flat in (total, weights))

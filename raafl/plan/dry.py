@@ -17,7 +17,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.data.federated import FederatedData
 from raafl.devices.profiles import Profile
-from raafl.errors import BadInput
+from raafl.errors import USER_ERRORS, BadInput, format_error, one_line
 from raafl.local.context import ALONE, TaskContext
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
@@ -216,14 +216,18 @@ def predict(
     name, wanted = name or algorithm.name, world.experiment.max_updates
     if max_updates is None:
         max_updates = min(wanted or MOST_UPDATES, max(MOST_UPDATES, 20 * len(world.clients)))
-    problem, is_large = "", num_values(world.submodels(algorithm)) > MOST_VALUES
-    for real in (False,) if is_large else (False, True):  # most need no values
-        try:
-            return _gone_through(world, algorithm, name, max_updates, wanted, real, machine)
-        except BadInput as error:
-            return Prediction(name, problem=" ".join(str(error).split()))
-        except (NotImplementedError, RuntimeError, KeyError, TypeError, ValueError) as error:
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    problem = ""
+    try:
+        is_large = num_values(world.submodels(algorithm)) > MOST_VALUES
+        for real in (False,) if is_large else (False, True):  # most need no values
+            try:
+                return _gone_through(world, algorithm, name, max_updates, wanted, real, machine)
+            except (NotImplementedError, RuntimeError, KeyError, TypeError) as error:
+                problem = one_line(format_error(error))
+    except BadInput as error:
+        return Prediction(name, problem=one_line(str(error)))
+    except USER_ERRORS as error:  # of the method's parts or of the user's model: other methods are still worth a line
+        return Prediction(name, problem=f"it cannot be planned ({one_line(format_error(error))})")
     return Prediction(name, problem=f"it cannot be planned, since its parts need trained updates ({problem})")
 
 

@@ -128,9 +128,9 @@ def _others(world: World, name: str, advice: Advice, max_updates: int | None) ->
     shown = name + "".join(f" ({key} {value})" for key, value in chosen.items())
     try:
         algorithm = ALGORITHMS[name](**chosen)
-        return [predict(world, algorithm, shown, max_updates)]
     except (BadInput, TypeError) as error:  # of the method's own demands
         return [Prediction(shown, problem=" ".join(str(error).split()))]
+    return [predict(world, algorithm, shown, max_updates)]
 
 
 def _without_spec(row: SubmodelRow) -> dict[str, Any]:

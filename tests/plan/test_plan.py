@@ -11,7 +11,9 @@ from lightning import LightningDataModule, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_raa
+from raafl.algorithms.q_vit.quantised import Quantised
 from raafl.commands.cli import main
 from raafl.config.parse import load_experiment
 from raafl.core.algorithm import SelectContext, Training
@@ -25,6 +27,7 @@ from raafl.plan import plan as planning
 from raafl.plan.dry import World, predict
 from raafl.runtime.run import simulate
 from raafl.submodel.axes import AxisTable
+from tests.helpers import small_runs
 from tests.helpers.cached_models import reuse_findings
 from tests.helpers.coordinators import line_state
 
@@ -198,6 +201,46 @@ def test_every_algorithm_is_predicted_or_says_why_not(name, world, monkeypatch):
         assert "need trained updates" in (without_values.problem or "")
     else:
         assert without_values == found
+
+
+class Prickly(nn.Module):
+    """A module that gives no answer to ==, as a metric of torchmetrics gives one that is always true."""
+
+    __hash__ = nn.Module.__hash__
+
+    def __eq__(self, other):
+        raise AssertionError(f"a module was compared by value with a {type(other).__name__}")
+
+
+class WithPrickly(MLP):
+    """A perceptron that owns such modules, before and after its layers."""
+
+    def __init__(self):
+        super().__init__(64, (24,), 10, lr=0.1)
+        self.metrics = nn.ModuleList([Prickly(), Prickly()])
+
+
+@pytest.mark.quick_cases("fed_raa", "q_vit", "split_fed")
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_modules_are_told_apart_by_identity(name, tmp_path):
+    """For each method, in its plan and in a run."""
+    made = small_runs.experiment(tmp_path / "run", name, model=WithPrickly, max_updates=4)
+    found = predict(World(made), made.algorithm, max_updates=4)
+    assert found.problem is None and found.updates >= 4
+    assert small_runs.finish(made).summary["updates_merged"] >= 4
+
+
+def test_a_method_that_cannot_be_planned_is_a_line_of_the_table(world, monkeypatch):
+    def fails(self, module):
+        raise AttributeError("no weight")
+
+    monkeypatch.setattr(Quantised, "prepare", fails)
+    plan = planning.make_plan(world.experiment, ["q_vit", "fed_avg"], 8)
+    own, failed, other = plan.algorithms
+    assert failed.problem.startswith("it cannot be planned (AttributeError: no weight")
+    assert own.problem is other.problem is None
+    (line,) = [line for line in show.text(plan, 100, terminal=False).splitlines() if line.startswith("q_vit")]
+    assert "cannot be planned" in line
 
 
 def test_updates_that_come_too_late_to_learn_from_are_said_at_the_start_and_in_the_plan(world, monkeypatch):

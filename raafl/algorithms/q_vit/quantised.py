@@ -193,13 +193,14 @@ class Quantised(Local):
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Convert the layers to quantised ones, in place. The step sizes of inputs need data and are set later."""
-        layers = [part for part in module.modules() if type(part) in CLASSES] if self.bits != NONE else []
-        for path, part in module.named_modules():
-            if part in layers and part.weight.is_complex():
+        named = [(path, part) for path, part in module.named_modules() if type(part) in CLASSES]
+        layers = named if self.bits != NONE else []
+        for path, layer in layers:
+            if layer.weight.is_complex():
                 raise BadInput(
                     f"layer '{path}' has complex weights, but q_vit quantises only real ones: use another algorithm"
                 )
-        for i, layer in enumerate(layers):
+        for i, (_, layer) in enumerate(layers):
             is_edge = i in (0, len(layers) - 1)
             if is_edge and self.edge_bits == NONE:
                 continue

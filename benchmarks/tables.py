@@ -15,18 +15,32 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from raafl.compare.grid_result import cell_table
+from raafl.compare.comparison import read
+from raafl.compare.grid_result import anew, cell_table, overall
 from raafl.compare.provenance import machine_name
-from raafl.compare.tables import Cells, cells, quoted, short, time_cell
+from raafl.compare.results import with_holm
+from raafl.compare.tables import Cells, cells, p_value, quoted, short, time_cell, warnings
 
 ROOT = Path(__file__).parent.parent
 _TABLE = re.compile(r"(<!-- table: (\S+?)(?:; ([^\n]*))? -->\n).*?(<!-- end of table -->)", re.S)
 _COLUMN = re.compile(r"(?P<key>[^\s:]+)(?::(?P<format>\S+))?(?: as (?P<title>.+))?")
+
+
+_DIFFERENCES = (
+    'A difference is marked "not shown" unless its p-value (paired t test) is at most 0.05 after Holm\'s correction for\n'
+    "all rows of the table."
+)
+
+
+def _wrapped(text: str) -> str:
+    """Break a sentence into lines under 120 characters."""
+    return "\n".join(textwrap.wrap(text, 118, break_on_hyphens=False))
 
 
 def markdown(table: Cells) -> str:
@@ -41,9 +55,10 @@ def written(result: dict[str, Any]) -> str:
     source = _measured(_file_of(result["name"]), result) + "\n"
     if seeds > 1:
         source += f"Values are means over {seeds} seeds; the number after ± is half the width of the 95 % confidence interval.\n"
-        source += 'A difference is marked "not shown" if its interval contains 0.'
+        source += _DIFFERENCES
     else:
         source += "Each value is of one seed."
+    source = "\n".join([source, *map(_wrapped, warnings(result)), *_since(result)])
     missing = ""
     if result.get("not_run"):
         missing = (
@@ -51,6 +66,17 @@ def written(result: dict[str, Any]) -> str:
         )
         missing += "; ".join(result["not_run"]) + "."
     return "\n\n".join(filter(None, [source, markdown(cells(result)), missing]))
+
+
+def _since(result: dict[str, Any]) -> list[str]:
+    """Return a sentence on the distance of evaluations that the comparison's file has now, if the result is from before."""
+    file, _, variant = _file_of(result["name"]).partition(" --variant ")
+    if result.get("eval_every") is not None or not (ROOT / file).is_file():
+        return []
+    every = read(ROOT / file, variant or None).eval_every
+    return (
+        [] if every is None else [f"This result is from before the file had `eval_every: {every}`, for all rows alike."]
+    )
 
 
 def _measured(file: str, result: dict[str, Any]) -> str:
@@ -86,23 +112,52 @@ def task_of(result: dict[str, Any], task: str) -> str:
     source += f"\nNot run yet: {missing} of the runs." if missing else ""
     source += f"\n{verdicts.count(True)} of {len(verdicts)} rows were accepted (runs that were repeated gave the same results)"
     source += f", {verdicts.count(False)} refused."
-    return "\n\n".join([source, markdown(table), shown])
+    if any(warnings(cell) for cell in cells.values()):
+        source += (
+            "\nMethods were measured by their own versions, so at different distances in time.\n"
+            "Where two times differ by less than such a distance, that alone may be why."
+        )
+    return "\n\n".join([source, markdown(table), shown, _over_fleets(list(cells.values()))])
 
 
 def _shown_of(cell: dict[str, Any]) -> str:
-    """Return a sentence on which rows a cell's intervals show to be slower than its first."""
+    """Return sentences on what ranks show of a cell's rows beside its first one."""
     behind = {row["row"]: row["behind"] for row in cell["rows"] if row["behind"] is not None}
     if not behind:
         return "no method reached the target."
     first = next(iter(behind.values()))["of"]
-    slower = [f"{quoted(label)} ({one['ratio']:.1f} times)" for label, one in behind.items() if one["shown"]]
+    own = behind.pop(first)
     never = [quoted(label) for label, one in behind.items() if not one["reached"]]
-    level = [quoted(label) for label, one in behind.items() if label != first and not one["shown"] and one["reached"]]
-    parts = [f"{quoted(first)} has the best median time to the target."]
-    parts += [f"Shown to be slower: {', '.join(slower)}."] if slower else []
-    parts += [f"No difference from {quoted(first)} is shown for: {', '.join(level)}."] if level else []
+    partly = [
+        f"{quoted(label)} ({one['reached']} of {one['seeds']})"
+        for label, one in behind.items() if 0 < one["reached"] < one["seeds"]
+    ]  # fmt: skip
+    groups = {
+        "Shown to be slower": [label for label, one in behind.items() if one["shown"]],
+        "Later in each pair of runs": [
+            label for label, one in behind.items() if not one["shown"] and one["later"] == one["pairs"]
+        ],
+        "Later in some pairs of runs only": [
+            label for label, one in behind.items() if not one["shown"] and one["later"] != one["pairs"]
+        ],
+    }
+    parts = [f"{quoted(first)} has the best median time to the target, on {own['reached']} of {own['seeds']} seeds."]
+    parts += [f"{what}: {', '.join(map(quoted, labels))}." for what, labels in groups.items() if labels]
+    parts += [f"Reached the target on some seeds only: {', '.join(partly)}."] if partly else []
     parts += [f"Never reached the target: {', '.join(never)}."] if never else []
     return "\n  ".join(parts)
+
+
+def _over_fleets(cells: list[dict[str, Any]]) -> str:
+    """Return what ranks show over all fleets of a task: each method beside the one that the others are compared with."""
+    reference = cells[0]["reference"]
+    tests = overall(cells, reference)
+    head = ["over all fleets", f"sooner than {reference}, of all pairs of runs", "p", "shown"]
+    rows = [
+        [label, f"{one['pairs'] - one['later']:g} of {one['pairs']}", p_value(one["p_holm"]), "yes" if one["shown"] else "no"]
+        for label, one in tests.items() if one["pairs"]
+    ]  # fmt: skip
+    return markdown([head, *rows])
 
 
 def cell_of(result: dict[str, Any], spec: str) -> str:
@@ -146,13 +201,24 @@ def _shown(row: dict[str, Any], column: dict[str, str]) -> str:
     return short(value) if isinstance(value, float) else str(value)
 
 
+def _corrected(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with tests by the present rules, computed from its runs where an older version wrote it."""
+    if "cells" in result:
+        return anew(result)
+    rows = result["rows"] if isinstance(result.get("rows"), list) else []
+    if not any(isinstance(row, dict) and "row" in row for row in rows):
+        return result
+    gaps = with_holm({row["row"]: row.get("difference") for row in rows})
+    return {**result, "rows": [row | {"difference": gaps[row["row"]]} for row in rows]}
+
+
 def renewed(text: str) -> str:
     """Return a page with each of its tables made anew."""
     named = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
     def anew(found: re.Match[str]) -> str:
         shown = named.get(found[2], {"result": found[2]})
-        result, spec = json.loads((ROOT / shown["result"]).read_text()), found[3] or ""
+        result, spec = _corrected(json.loads((ROOT / shown["result"]).read_text())), found[3] or ""
         if "columns" in shown:
             text = chosen(result, shown)
         elif spec:

@@ -1,7 +1,7 @@
 """The figure of Unequal-Bench: `python -m benchmarks.unequal_picture` draws `docs/images/unequal.svg` from the committed result.
 
-For each task a table of methods by fleets: how many times the best method's time to the target a method takes (geometric mean over
-seeds that got there). Bold: the best, and those that are not shown to be slower (95 % interval, paired by seed).
+For each task a table of methods by fleets: how many times the best method's time to the target a method takes (medians over seeds,
+where a run that did not reach it is later than all that did). Bold: the best, and those that are not later in each pair of runs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ def cell_text(behind: Mapping[str, Any] | None, label: str) -> tuple[str, bool, 
         behind: behind of the row, see `raafl.compare.grid_result.standings`; None = no row of the cell reached the target.
         label: the row's method.
     """
-    if behind is None or behind["ratio"] is None:
+    if behind is None or not behind["reached"]:
         return "never", False, 0.0
     missing = "" if behind["reached"] == behind["seeds"] else f" ({behind['reached']}/{behind['seeds']})"
-    level = behind["of"] == label or (not behind["shown"] and behind["low"] is not None and not missing)
+    if behind["ratio"] is None:
+        return f"late{missing}", False, 0.0
+    level = behind["of"] == label or (not behind["shown"] and behind["later"] < behind["pairs"] and not missing)
     return (
         f"{behind['ratio']:.1f}{missing}",
         level,
@@ -63,13 +65,13 @@ def draw(whole: Mapping[str, Any]) -> str:
     picture.text(
         LEFT,
         bottom + 20,
-        f"Times the best method's virtual time to the target, {seeds} seeds; never = no seed got there.",
+        f"Times the best method's median time to the target, {seeds} seeds; late = few, never = no seed got there.",
         size=12.5,
     )
     picture.text(
         LEFT,
         bottom + 38,
-        "Bold: the best, and those that a 95 % interval paired by seed does not show to be slower.",
+        "Bold: the best, and those that are not later than it in each pair of runs.",
         size=12.5,
     )
     return picture.svg()

@@ -68,7 +68,7 @@ class Settings(TypedDict, total=False):
     max_updates: int | None
     max_time: float | str | None
     target: str | list[str] | None
-    eval_every: int | None
+    eval_every: int | str | None
     checkpoint_every: int | None
     checkpoint_s: float | str | None
     keep_checkpoints: int

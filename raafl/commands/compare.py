@@ -65,9 +65,9 @@ def run(comparison: Comparison, options: Namespace) -> str:
     def reported(settings: Mapping[str, Options]) -> dict[str, list[Run]]:
         return {
             label: resolve(
-                comparison.config, label, (*comparison.options, *of_row, *settings.get(label, ())), comparison.seeds
+                comparison.config, label, comparison.options_of(label, settings.get(label, ())), comparison.seeds
             )
-            for label, of_row in comparison.rows.items()
+            for label in comparison.rows
         }
 
     runs = reported({label: some[0].settings for label, some in trials.items()})
@@ -161,9 +161,15 @@ def _forecast(comparison: Comparison, *, as_json: bool) -> str:
 
 
 def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Path]) -> str:
-    from raafl.compare.tables import cells, sentences, text
+    from raafl.compare.tables import cells, sentences, text, warnings
 
-    lines = [text(cells(found)), "", *sentences(found["rows"], comparison.reference, comparison.metric), ""]
+    lines = [
+        text(cells(found)),
+        "",
+        *warnings(found),
+        *sentences(found["rows"], comparison.reference, comparison.metric),
+        "",
+    ]
     return "\n".join([*lines, *(f"wrote {path}" for path in paths)])
 
 

@@ -30,7 +30,7 @@ def run_file(options: Namespace) -> str:
     from raafl.compare.grid_result import cell_table, grid_result, write_grid
     from raafl.compare.grid_runs import GridRuns, root_of, run_grid
     from raafl.compare.runs import Runner
-    from raafl.compare.tables import text
+    from raafl.compare.tables import text, warnings
 
     grid = read_grid(options.file, options.add)
     if options.variant or options.plan:
@@ -55,7 +55,10 @@ def run_file(options: Namespace) -> str:
         from raafl.compare.grid_verify import add_rows
 
         found = add_rows(found, options.beside)
-    shown = [f"{cell['task']} on {cell['fleet']}\n{text(cell_table(cell))}" for cell in found["cells"] if cell["rows"]]
+    shown = [
+        "\n".join([f"{cell['task']} on {cell['fleet']}", text(cell_table(cell)), *warnings(cell)])
+        for cell in found["cells"] if cell["rows"]
+    ]  # fmt: skip
     refused = [f"{cell['task']} on {cell['fleet']}: {row['row']}" for cell in found["cells"] for row in cell["rows"]
                if row["accepted"] is False]  # fmt: skip
     if refused:

@@ -22,6 +22,7 @@ from raafl.compare.fields import (
     with_direction,
     words,
 )
+from raafl.compare.statistics import Curve, on_grid, smoothed
 from raafl.errors import BadInput, at_least, nearest
 
 _HOLDOUT = 0.1
@@ -144,6 +145,8 @@ class Comparison:
         maximize: whether a larger value of the metric is better.
         targets: values of the metric; the time to reach each is measured.
         smooth: number of consecutive evaluations to average before the time to a target is measured.
+        eval_every: distance between evaluations of all runs, in seconds of the virtual clock (`10s`) or in samples trained
+            (`5000 samples`); None = as each row's options say, which the result warns about where rows differ.
         baseline: label of the row with which the others are compared; None = the first row.
         about: introduction for readers of the result page.
         published: values from a paper, under the row's label, shown beside the measured values.
@@ -159,6 +162,7 @@ class Comparison:
     maximize: bool = True
     targets: tuple[float, ...] = ()
     smooth: int = 1
+    eval_every: str | None = None
     baseline: str | None = None
     about: str = ""
     published: Mapping[str, float | str] = field(default_factory=dict)
@@ -166,6 +170,7 @@ class Comparison:
     def __post_init__(self) -> None:
         check_folder_name(self.name)
         at_least("smooth", self.smooth, 1)
+        self._check_distance()
         if not self.rows:
             raise BadInput("rows is empty: give at least one row, LABEL: OPTIONS")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -175,6 +180,50 @@ class Comparison:
                 raise BadInput(f"{name} is '{label}', which is no row: {nearest(label, self.rows)}")
         if self.search is not None:
             self.search.check(list(self.rows), self.seeds)
+
+    def _check_distance(self) -> None:
+        """Raise `BadInput` unless `eval_every` is the same amount of training for all rows, and given once."""
+        if self.eval_every is None:
+            return
+        from raafl.config.experiment import distance
+
+        found = distance("eval_every", self.eval_every)
+        if found is not None and found.unit == "versions":
+            raise BadInput(
+                f"eval_every is {self.eval_every}: versions of two rows are not the same training; give seconds such as 10s, "
+                "or samples such as '5000 samples'"
+            )
+        places = [("options", self.options), *((f"rows.{label}", own) for label, own in self.rows.items())]
+        places += [] if self.search is None else [("search.options", self.search.options)]
+        for place, options in places:
+            if any(word.partition("=")[0] == "--eval_every" for word in options):
+                raise BadInput(f"{place} has --eval_every, and the comparison has eval_every: give one of them")
+
+    @property
+    def every_s(self) -> float | None:
+        """Seconds between evaluations of all rows; None = they are measured by versions or samples."""
+        from raafl.config.experiment import distance
+
+        found = distance("eval_every", self.eval_every)
+        return found.size if found is not None and found.unit == "seconds" else None
+
+    def options_of(self, label: str, settings: Options = ()) -> Options:
+        """Return the options of a row's runs.
+
+        Args:
+            label: label of the row.
+            settings: settings that a search has found, or that a trial tries.
+        """
+        every = () if self.eval_every is None else ("--eval_every", self.eval_every)
+        return (*self.options, *self.rows[label], *settings, *every)
+
+    def points(self, curve: Curve) -> list[tuple[float, float]]:
+        """Return the points of a run's curve from which targets and the final value are read.
+
+        Args:
+            curve: seconds and value of each evaluation.
+        """
+        return smoothed(curve if self.every_s is None else on_grid(curve, self.every_s), self.smooth)
 
     def only(self, labels: Sequence[str]) -> Comparison:
         """Return the comparison with only the rows that have these labels; raise `BadInput` for an unknown label."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from raafl.compare.comparison import Comparison
 from raafl.compare.runs import parsed
 from raafl.compare.search import rungs
 from raafl.compare.tables import Cells
-from raafl.config.experiment import Experiment, seconds
+from raafl.config.experiment import Experiment, distance, seconds
+from raafl.core.types import Work
 from raafl.devices.measure import measure_machine
 from raafl.devices.profiles import Profile
 from raafl.devices.times import time_on
@@ -82,9 +84,7 @@ def as_json(rows: Sequence[Forecast]) -> list[dict[str, Any]]:
 
 
 def _row(comparison: Comparison, label: str, machine: Profile) -> Forecast:
-    experiment = parsed(
-        comparison.config, label, (*comparison.options, *comparison.rows[label]), comparison.seeds[0]
-    ).experiment
+    experiment = parsed(comparison.config, label, comparison.options_of(label), comparison.seeds[0]).experiment
     search = comparison.search
     trials = 0.0 if search is None else len(search.settings(label)) * len(search.seeds) * _share(comparison)
     row = Forecast(label, len(comparison.seeds), trials)
@@ -97,11 +97,30 @@ def _row(comparison: Comparison, label: str, machine: Profile) -> Forecast:
     evaluation_s = time_on(
         machine, world.submodels(experiment.algorithm).cost(FULL, world.batch_size), 0.0, _tested(world)
     )
-    evaluations = found.versions * factor / (experiment.eval_every or len(world.clients))
+    evaluations = _evaluations(experiment, world, found, factor)
     return replace(
         row, updates=updates, time_s=found.time_s * factor, num_bytes=(found.bytes_per_update or 0.0) * updates,
         here_s=(found.here_s or 0.0) * factor + evaluations * evaluation_s.compute_s,
     )  # fmt: skip
+
+
+def _evaluations(experiment: Experiment, world: World, found: Prediction, factor: float) -> float:
+    """Return about how many times a run evaluates its model; by seconds or samples, at most once a version.
+
+    Args:
+        experiment: settings of the run.
+        world: clients and their data.
+        found: prediction for a part of the run.
+        factor: length of the run over that of this part.
+    """
+    versions, every = found.versions * factor, distance("eval_every", experiment.eval_every)
+    if every is None:
+        return versions / len(world.clients)
+    if every.unit == "versions":
+        return versions / every.size
+    sizes = [client.num_samples for client in world.clients]
+    samples = experiment.train.samples(Work(), round(fmean(sizes)), world.batch_size) * found.updates * factor
+    return min(versions, (found.time_s * factor if every.unit == "seconds" else samples) / every.size)
 
 
 def _updates(experiment: Experiment, found: Prediction) -> int:

@@ -121,6 +121,8 @@ class Grid:
         seeds: seeds of the reported runs.
         search: search for the settings of each method.
         baseline: label of the method with which the others are compared; None = the first.
+        evaluations: number of evaluations of each run, at equal distances of its virtual time; None = as each method's
+            options say.
         replays: number of runs per row that are recomputed from their journals (the event logs in the run folders); a
             row is accepted only if these replays give the same models.
         about: description for readers, in one paragraph.
@@ -133,6 +135,7 @@ class Grid:
     seeds: tuple[int, ...]
     search: GridSearch
     baseline: str | None = None
+    evaluations: int | None = None
     replays: int = 1
     about: str = ""
 
@@ -142,6 +145,7 @@ class Grid:
             if not value:
                 raise BadInput(f"{name} is empty: give at least one file")
         at_least("replays", self.replays, 1)
+        at_least("evaluations", self.evaluations, 1, optional=True)
         if self.search.fleet not in self.fleets:
             raise BadInput(
                 f"search.fleet is '{self.search.fleet}', which is no fleet: {nearest(self.search.fleet, self.fleets)}"
@@ -173,6 +177,8 @@ class Grid:
             BadInput: a method's options contain `{task_s}` and the fleet has no `task_s` for the task, or methods would
                 get different numbers of trials.
         """
+        from raafl.config.experiment import seconds
+
         task, fleet = self.tasks[cell[0]], self.fleets[cell[1]]
         rows = {label: self._options(method, task, fleet) for label, method in self.methods.items()}
         search = None
@@ -184,8 +190,12 @@ class Grid:
         else:
             rows = {label: (*options, *settings[label]) for label, options in rows.items()}
         devices = fleet.devices.get(_ALL) or fleet.devices[task.name]
+        every = None
+        if self.evaluations is not None:
+            every = f"{(seconds('max_time', fleet.max_time[task.name]) or 0.0) / self.evaluations:.6g}s"
         return Comparison(
-            name="--".join(cell), config=task.config, rows=rows, seeds=self.seeds, search=search, metric=task.metric,
+            name="--".join(cell), eval_every=every,
+            config=task.config, rows=rows, seeds=self.seeds, search=search, metric=task.metric,
             options=(*task.options, "--devices", devices, "--max_time", str(fleet.max_time[task.name])),
             maximize=task.maximize, targets=task.targets, smooth=task.smooth, baseline=self.baseline,
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,11 +15,13 @@ from raafl.compare.grid import Cell, Grid
 from raafl.compare.grid_runs import GridRuns, replayed_seeds
 from raafl.compare.provenance import provenance
 from raafl.compare.report import result
-from raafl.compare.statistics import geometric
-from raafl.compare.tables import Cells, difference, short, time_cell, with_interval
+from raafl.compare.results import with_holm
+from raafl.compare.statistics import ALPHA, RankTest, holm, rank_test
+from raafl.compare.tables import Cells, difference, p_value, short, time_cell, with_interval
 from raafl.errors import BadInput
 
-SCHEMA = 1
+SCHEMA = 2
+_BY_INTERVALS = 1  # schema of results that left out seeds that did not reach the target
 Row = Mapping[str, Any]
 
 
@@ -59,7 +62,7 @@ def _cell(grid: Grid, runs: GridRuns, cell: Cell, folder: Path) -> dict[str, Any
     rows = [_accepted(grid, runs, cell, row) for row in whole["rows"]]
     standing = standings(rows, maximize=comparison.maximize)
     return found | {
-        "options": whole["options"], "reference": whole["reference"],
+        "options": whole["options"], "reference": whole["reference"], "eval_every": whole["eval_every"],
         "rows": [row | standing[row["row"]] for row in rows],
     }  # fmt: skip
 
@@ -84,7 +87,8 @@ def _replayed(runs: GridRuns, run: Row) -> tuple[str | None, bool]:
 def standings(rows: Sequence[Row], *, maximize: bool) -> dict[str, dict[str, Any]]:
     """Rank the methods on one task and fleet: by the time to the first target, and by the final value.
 
-    The time of a method is the median over its seeds; methods that did not reach the target share the last rank.
+    The time of a method is the median over its seeds, where a run that did not reach the target is later than all that did.
+    Of methods whose median run did not reach it, the one that reached it on more seeds is first.
 
     Args:
         rows: measured values of the methods on one task and fleet.
@@ -92,27 +96,32 @@ def standings(rows: Sequence[Row], *, maximize: bool) -> dict[str, dict[str, Any
 
     Returns:
         For each method its ranks (`rank`); whether no other method needs less time and fewer bytes to the target
-        (`pareto`); and the ratio of its time to the fastest method's, as a geometric mean over seeds with a 95 %
-        interval (`behind`).
+        (`pareto`); and how its times compare with those of the first method, by ranks (`behind`, see `_behind`), where
+        any run reached the target.
     """
     times = {row["row"]: _first(row["time_to"], "median_s") for row in rows}
+    reached = {row["row"]: _first(row["time_to"], "reached") or 0 for row in rows}
+    order = {label: _order(times[label], reached[label]) for label in times}
     sent = {row["row"]: _first(row["megabytes_to"]) for row in rows}
     finals = {row["row"]: row["final"]["mean"] if "final" in row else None for row in rows}
     worth = {label: None if value is None else (-value if maximize else value) for label, value in finals.items()}
-    leader = min(
-        (label for label in times if times[label] is not None), key=lambda label: times[label] or 0.0, default=None
-    )
-    by_label = {row["row"]: row for row in rows}
+    leader = min((label for label in order if reached[label]), key=lambda label: order[label], default=None)
+    behind = {} if leader is None else _behind(rows, leader)
     return {
         label: {
-            "rank": {"time": _rank(times, label), "final": _rank(worth, label)},
+            "rank": {"time": 1 + sum(other < order[label] for other in order.values()), "final": _rank(worth, label)},
             "pareto": times[label] is not None and not any(
                 _dominates((times[other], sent[other]), (times[label], sent[label])) for other in times
             ),
-            "behind": None if leader is None else _behind(by_label[label], by_label[leader]),
+            "behind": behind.get(label),
         }
         for label in times
     }  # fmt: skip
+
+
+def _order(median_s: float | None, reached: float) -> tuple[float, float]:
+    """Return what methods are ranked by: the median time, and among those without one, how many seeds reached the target."""
+    return (math.inf, -reached) if median_s is None else (median_s, 0.0)
 
 
 def _first(targets: Mapping[str, Any], key: str | None = None) -> float | None:
@@ -133,15 +142,80 @@ def _dominates(one: tuple[float | None, float | None], other: tuple[float | None
     return all(a <= b for a, b in zip(ours, theirs, strict=True)) and ours != theirs
 
 
-def _behind(row: Row, leader: Row) -> dict[str, Any]:
-    """Compare a row's times to the first target with the leader's, over the seeds in which both got there."""
-    ours, theirs = ({run["seed"]: _first(run.get("time_to", {})) for run in one["runs"]} for one in (row, leader))
-    ratios = geometric([own / best for seed, own in ours.items() if own and (best := theirs.get(seed))])
-    reached = sum(value is not None for value in ours.values())
+def _behind(rows: Sequence[Row], leader: str) -> dict[str, dict[str, Any]]:
+    """Compare each row's times to the first target with those of the first method, by ranks over all runs.
+
+    Args:
+        rows: rows of one task and fleet.
+        leader: label of the first method.
+
+    Returns:
+        For each row how many of its seeds reached the target; the ratio of its median time to the first method's; in how
+        many pairs of runs it is later; and p-values of the Mann-Whitney test, one row's own and with Holm's correction
+        for all rows of the cell. The first method has no test.
+    """
+    times = {row["row"]: times_of(row) for row in rows}
+    medians = {row["row"]: _first(row["time_to"], "median_s") for row in rows}
+    tests = {label: rank_test([(own, times[leader])]) for label, own in times.items() if label != leader}
     return {
-        "of": leader["row"], "reached": reached, "seeds": len(ours), **ratios,
-        "shown": ratios["low"] is not None and ratios["low"] > 1,
+        label: {
+            "of": leader, "reached": sum(one is not None for one in own), "seeds": len(own),
+            "ratio": _ratio(medians[label], medians[leader]), **tested,
+        }
+        for (label, own), tested in zip(times.items(), (tested_by_holm(tests)[label] for label in times), strict=True)
     }  # fmt: skip
+
+
+def overall(cells: Sequence[Row], reference: str) -> dict[str, dict[str, Any]]:
+    """Compare each method's times to the first target with those of one method, over several cells of a grid.
+
+    Only runs of one cell are compared with each other, and the counts of all cells are added.
+
+    Args:
+        cells: entries of a grid's result for pairs of a task and a fleet.
+        reference: label of the method that the others are compared with.
+
+    Returns:
+        The test of each other method, see `tested_by_holm`, corrected for their number.
+    """
+    by_cell = [{row["row"]: times_of(row) for row in cell["rows"]} for cell in cells]
+    labels = dict.fromkeys(label for times in by_cell for label in times if label != reference)
+    tests = {
+        label: rank_test(
+            [(times[label], times[reference]) for times in by_cell if label in times and reference in times]
+        )
+        for label in labels
+    }
+    tested = tested_by_holm(tests)
+    return {label: tested[label] for label in labels}
+
+
+def tested_by_holm(tests: Mapping[str, RankTest | None]) -> Mapping[str, dict[str, Any]]:
+    """Return the results of tests by ranks, with Holm's correction for their number, as plain data for JSON.
+
+    Args:
+        tests: tests of one table, by label; None = a method without runs. A label that is not among them has no test.
+    """
+    known = {label: one for label, one in tests.items() if one is not None}
+    corrected = dict(zip(known, holm([one.p for one in known.values()]), strict=True))
+    found = {
+        label: {
+            "later": one.later, "pairs": one.pairs, "p": one.p, "least_p": one.least_p, "p_holm": corrected[label],
+            "shown": corrected[label] <= ALPHA,
+        }
+        for label, one in known.items()
+    }  # fmt: skip
+    nothing = {"later": None, "pairs": 0, "p": None, "least_p": None, "p_holm": None, "shown": False}
+    return defaultdict(lambda: dict(nothing), found)
+
+
+def times_of(row: Row) -> list[float | None]:
+    """Return the time to the first target of each of a row's runs; None = it did not reach it, or failed."""
+    return [_first(run.get("time_to", {})) for run in row["runs"]]
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return None if one is None or not other else one / other
 
 
 def write_grid(whole: Mapping[str, Any], folder: Path) -> Path:
@@ -164,11 +238,25 @@ def load_grid(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         schema = found["schema"]
+        if schema == _BY_INTERVALS:
+            found = anew(found)
+            schema = found["schema"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(f"'{path}' is not the result of a grid ({error}): run raafl compare GRID.yaml first") from None
     if schema != SCHEMA:
         raise BadInput(f"'{path}' has schema {schema}, and this version reads {SCHEMA}: run the grid with this version")
     return found
+
+
+def anew(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a grid's result with ranks, tests and differences computed anew from its runs."""
+    cells = []
+    for cell in whole["cells"]:
+        gaps = with_holm({row["row"]: row["difference"] for row in cell["rows"]})
+        standing = standings(cell["rows"], maximize=cell["maximize"])
+        rows = [row | {"difference": gaps[row["row"]]} | standing[row["row"]] for row in cell["rows"]]
+        cells.append({**cell, "eval_every": cell.get("eval_every"), "rows": rows})
+    return {**whole, "schema": SCHEMA, "cells": cells}
 
 
 def cell_table(cell: Mapping[str, Any]) -> Cells:
@@ -215,12 +303,11 @@ _ACCEPTED = {True: "yes", False: "NO", None: "not replayed"}
 
 
 def _behind_cell(behind: Mapping[str, Any] | None, label: str) -> str:
-    """Format the ratio of a method's time to the fastest: `1.8 x (1.2 to 2.7)`; a remark is added if they may be equal."""
+    """Format the ratio of a method's median time to the first method's, and the test: `1.8 x (9 of 9 pairs, p 0.1)`."""
     if behind is None or behind["of"] == label:
         return ""
-    if behind["ratio"] is None:
-        return "never"
-    if behind["low"] is None:
-        return f"{short(behind['ratio'])} x (one seed)"
-    shown = "" if behind["shown"] else ", not shown"
-    return f"{short(behind['ratio'])} x ({short(behind['low'])} to {short(behind['high'])}{shown})"
+    ratio = "never" if behind["ratio"] is None else f"{short(behind['ratio'])} x"
+    if behind["p_holm"] is None:
+        return ratio
+    end = "" if behind["shown"] else ", not shown"
+    return f"{ratio} ({behind['later']:g} of {behind['pairs']} pairs, p {p_value(behind['p_holm'])}{end})"

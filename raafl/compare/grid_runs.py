@@ -111,8 +111,8 @@ def _runs(grid: Grid, found: GridRuns) -> dict[Run, Cell]:
         comparison = grid.only(list(settings)).comparison(cell, settings)
         listed += [
             (run, cell)
-            for label, options in comparison.rows.items()
-            for run in resolve(comparison.config, label, (*comparison.options, *options), grid.seeds)
+            for label in comparison.rows
+            for run in resolve(comparison.config, label, comparison.options_of(label), grid.seeds)
         ]
     place = {label: number for number, label in enumerate(grid.methods)}
     return dict(sorted(listed, key=lambda item: place[item[0].label]))

@@ -78,7 +78,7 @@ def _drawn(grid: Grid, found: Mapping[str, Any], share: float, seed: int) -> dic
         settings = _settings(grid, cell, row)
         key = (str(cell["task"]), str(cell["fleet"]))
         comparison = grid.only([row["row"]]).comparison(key, {row["row"]: settings})
-        options = (*comparison.options, *comparison.rows[row["row"]])
+        options = comparison.options_of(row["row"])
         (made,) = resolve(comparison.config, row["row"], options, [int(run["seed"])])
         asked[made] = ("--".join(key), run)
     return asked
@@ -118,8 +118,9 @@ def add_rows(whole: Mapping[str, Any], path: Path) -> dict[str, Any]:
         reference = other.get("reference") if more else cell["reference"]
         gaps = differences({row["row"]: row["runs"] for row in rows}, reference) if rows else {}
         standing = standings(rows, maximize=cell["maximize"])
+        every = cell.get("eval_every") if not more or other.get("eval_every") == cell.get("eval_every") else None
         cells.append(
-            {**cell, "reference": reference}
+            {**cell, "reference": reference, "eval_every": every}
             | {"rows": [row | {"difference": gaps[row["row"]]} | standing[row["row"]] for row in rows]}
         )
     return {**whole, "cells": cells}

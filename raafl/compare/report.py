@@ -13,7 +13,7 @@ from raafl.compare.provenance import machine_name, provenance
 from raafl.compare.results import differences, gains, measure, summarize
 from raafl.compare.runs import Outcome
 from raafl.compare.search import Trial
-from raafl.compare.tables import as_csv, cells, latex, sentences
+from raafl.compare.tables import as_csv, cells, latex, sentences, warnings
 from raafl.errors import BadInput
 from raafl.report.curves import curves
 from raafl.report.figure import Table
@@ -52,7 +52,8 @@ def result(
         rows.append(row | {"runs": some})
     return {
         "name": comparison.name, "about": comparison.about, "config": comparison.config, "metric": comparison.metric,
-        "options": list(comparison.options), "smooth": comparison.smooth, "reference": comparison.reference,
+        "options": list(comparison.options), "smooth": comparison.smooth, "eval_every": comparison.eval_every,
+        "reference": comparison.reference,
         **provenance(), "rows": rows,
     }  # fmt: skip
 
@@ -109,11 +110,13 @@ def _page(found: Mapping[str, Any], table: Sequence[Sequence[str]], groups: Sequ
     colours = {group.label: group.colour for group in groups}
     about = "".join(f"<p>{escaped(line)}</p>" for line in found["about"].split("\n\n") if line.strip())
     shown = "".join(
-        f"<li>{escaped(line)}</li>" for line in sentences(found["rows"], found["reference"], found["metric"])
+        f"<li>{escaped(line)}</li>"
+        for line in (*warnings(found), *sentences(found["rows"], found["reference"], found["metric"]))
     )
     note = (
-        "Mean ± half of the 95 % interval over seeds (Student's t). Differences are paired by seed; where the interval has 0, "
-        "no difference is shown. Times to a target are medians over all seeds; a seed that never got there counts as later."
+        "Mean ± half of the 95 % interval over seeds (Student's t). Differences are paired by seed, and shown where their "
+        "p-value is at most 0.05 after Holm's correction for all rows of the table. Times to a target are medians over all "
+        "seeds; a seed that never got there counts as later."
     )
     top = (
         f'<section id="overview">{about}{table_html(Table(table[0], table[1:], note), colours)}'
@@ -124,7 +127,7 @@ def _page(found: Mapping[str, Any], table: Sequence[Sequence[str]], groups: Sequ
     bottom = f'{searched}<section id="commands"><h2>Commands</h2>{commands}</section>'
     title = f"{found['name']}: {len(found['rows'])} rows"
     subtitle = f"raafl compare, {found['date'][:10]}, {machine_name(found['hardware'])}, commit {found['commit']}"
-    return page(title, subtitle, top, [curves(groups)], bottom, {"commands": "Commands"})
+    return page(title, subtitle, top, [curves(groups, first=found["metric"])], bottom, {"commands": "Commands"})
 
 
 def _search_tables(found: Mapping[str, Any]) -> str:

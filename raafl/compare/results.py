@@ -12,7 +12,7 @@ from raafl.compare.comparison import Comparison
 from raafl.compare.energy import energy_kj
 from raafl.compare.provenance import file_digest
 from raafl.compare.runs import Outcome, made_by
-from raafl.compare.statistics import Interval, censored_median, gini, interval, paired, smoothed, time_to
+from raafl.compare.statistics import ALPHA, Curve, Interval, censored_median, gini, holm, interval, paired, time_to
 from raafl.runfolder.schema import CLIENTS, JOURNAL, METRICS, TESTED, Summary
 
 COLUMNS = (
@@ -50,7 +50,7 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
     if curve and not math.isfinite(curve[-1][1]):
         return {**known, "error": f"{comparison.metric} is {curve[-1][1]} at the end"}
     values = [value for _, value in curve if math.isfinite(value)]
-    smooth = smoothed(curve, comparison.smooth)
+    smooth = comparison.points(curve)
     times = {f"{target:g}": time_to(smooth, target, comparison.maximize) for target in comparison.targets}
     sent = _megabytes_at(outcome.folder)
     known |= {
@@ -61,17 +61,22 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
         "final": smooth[-1][1] if smooth else None,
         "best": (max if comparison.maximize else min)(values) if values else None,
         "time_to": times,
-        "megabytes_to": {target: sent.get(time_s) for target, time_s in times.items()},
+        "megabytes_to": {target: _last_before(sent, time_s) for target, time_s in times.items()},
         "curve": [[round(time_s, 6), value] for time_s, value in curve],
     }
     return known | _costs(summary) | {"energy_kj": energy_kj(outcome.folder)} | _clients(outcome.folder, comparison)
 
 
-def _megabytes_at(folder: Path) -> dict[float | None, float]:
-    """Return the megabytes sent and received until each evaluation, by its time in seconds."""
+def _megabytes_at(folder: Path) -> list[tuple[float, float]]:
+    """Return the time in seconds of each evaluation, and the megabytes sent and received until then."""
     with (folder / METRICS).open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return {float(row["time_s"]): (float(row["bytes_up"]) + float(row["bytes_down"])) / 1e6 for row in rows}
+    return [(float(row["time_s"]), (float(row["bytes_up"]) + float(row["bytes_down"])) / 1e6) for row in rows]
+
+
+def _last_before(curve: Curve, time_s: float | None) -> float | None:
+    """Return the last value of a curve until a time; None if there is none, or no time."""
+    return None if time_s is None else next((value for at, value in reversed(curve) if at <= time_s), None)
 
 
 def _costs(summary: Summary) -> dict[str, Any]:
@@ -161,17 +166,39 @@ def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str)
         reference: label of the row that the others are compared with.
 
     Returns:
-        Mean difference and its interval over the seeds that both rows have, under each row's label; None for the
-        reference row.
+        Mean difference and its interval over the seeds that both rows have, under each row's label, with what
+        `with_holm` adds; None for the reference row.
     """
     finals = {
         label: {run["seed"]: run["final"] for run in runs if run.get("final") is not None}
         for label, runs in rows.items()
     }
-    return {
+    return with_holm({
         label: _plain(paired(values, finals[reference])) if label != reference else None
         for label, values in finals.items()
-    }
+    })  # fmt: skip
+
+
+def with_holm(gaps: Mapping[str, Mapping[str, Any] | None]) -> dict[str, dict[str, Any] | None]:
+    """Add to each difference of a table what it shows after Holm's correction for all differences of the table.
+
+    Args:
+        gaps: mean difference and half of its 95 % interval, under each row's label; None = the row has none.
+
+    Returns:
+        The differences with `p` (t test, before the correction), `p_holm`, the number of `tests` and whether the
+        difference is `shown`; p-values are None for one seed, which is no test.
+    """
+    values = {label: Interval(gap["mean"], gap["half"], gap["num"]).p for label, gap in gaps.items() if gap is not None}
+    tested = {label: p for label, p in values.items() if p is not None}
+    corrected = dict(zip(tested, holm(list(tested.values())), strict=True))
+    return {
+        label: None if gap is None else {
+            **gap, "p": values[label], "p_holm": corrected.get(label), "tests": len(tested),
+            "shown": corrected.get(label, 1.0) <= ALPHA,
+        }
+        for label, gap in gaps.items()
+    }  # fmt: skip
 
 
 def gains(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:

@@ -12,7 +12,6 @@ from raafl.compare.comparison import Comparison, Halving, Search
 from raafl.compare.fields import Options
 from raafl.compare.results import curve_of
 from raafl.compare.runs import Outcome, Run, Runner, resolve
-from raafl.compare.statistics import smoothed
 from raafl.errors import BadInput, RunFailed
 
 
@@ -49,11 +48,12 @@ def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
     extra = (*search.options, "--partition.validation_share", str(search.validation_share))
     trials = {
         label: [
-            Trial(settings, resolve(comparison.config, f"{label} (search)", (
-                *comparison.options, *options, *extra, *settings), search.seeds))
+            Trial(settings, resolve(
+                comparison.config, f"{label} (search)", comparison.options_of(label, (*extra, *settings)), search.seeds
+            ))
             for settings in search.settings(label)
         ]
-        for label, options in comparison.rows.items()
+        for label in comparison.rows
     }  # fmt: skip
     for label, some in trials.items():
         if search.halving is not None and any(trial.runs[0].limits == (None, None) for trial in some):
@@ -126,7 +126,7 @@ def _scores(trial: Trial, outcomes: Mapping[Run, Outcome], comparison: Compariso
     for run in trial.runs:
         outcome = outcomes.get(run.part(trial.fraction))
         if outcome is not None and outcome.summary is not None:
-            curve = smoothed(curve_of(Path(outcome.folder), comparison.metric), comparison.smooth)
+            curve = comparison.points(curve_of(Path(outcome.folder), comparison.metric))
             if curve:
                 scores[run.seed] = curve[-1][1]
     return scores

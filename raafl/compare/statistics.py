@@ -1,4 +1,4 @@
-"""Compute statistics over several seeds: means with intervals, paired differences, times to a target."""
+"""Compute statistics over several seeds: means with intervals, paired differences, times to a target, tests by ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 Curve = Sequence[tuple[float, float]]
 """Time in seconds and value of each evaluation, in order."""
+ALPHA = 0.05
+"""A difference is shown if its p-value, after Holm's correction for all tests of its table, is at most this."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,20 @@ class Interval:
 
     @property
     def excludes_0(self) -> bool:
-        """Whether the whole interval lies above 0 or below 0, so that the difference is significant; False for one value."""
+        """Whether the whole interval lies above 0 or below 0; False for one value."""
         return self.half is not None and abs(self.mean) > self.half
+
+    @property
+    def p(self) -> float | None:
+        """Two-sided p-value of Student's t test that the mean is 0; None for one value."""
+        if self.half is None:
+            return None
+        if self.half == 0:
+            return float(self.mean == 0)
+        from scipy.special import stdtr, stdtrit
+
+        t = abs(self.mean) / self.half * float(stdtrit(self.num - 1, 0.975))
+        return 2 * float(stdtr(self.num - 1, -t))
 
 
 def interval(values: Sequence[float]) -> Interval | None:
@@ -51,6 +65,93 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval |
     return interval([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for their number by Holm's method, in the same order.
+
+    With each correction the chance that any true null hypothesis among them is rejected stays at the level of the test,
+    whatever the dependence between the tests. The k-th smallest of n values is multiplied by n - k + 1; no corrected
+    value is below that of a smaller one.
+    """
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    found, least = [1.0] * len(p_values), 0.0
+    for place, i in enumerate(order):
+        least = max(least, min(1.0, p_values[i] * (len(order) - place)))
+        found[i] = least
+    return found
+
+
+@dataclass(frozen=True)
+class RankTest:
+    """Comparison of two groups of runs by the order of their times: the Mann-Whitney test, exact, with ties.
+
+    Since all runs of a comparison end at the same limit, a run that did not reach the target is later than all that did,
+    and level with the others that did not. For such times Gehan's test is the same.
+
+    Attributes:
+        later: number of pairs, one run of each group, in which the first group's run is later; level ones count as half.
+        pairs: number of pairs.
+        p: two-sided p-value over all divisions of the runs into two such groups.
+        least_p: smallest p-value that groups of this size can have.
+    """
+
+    later: float
+    pairs: int
+    p: float
+    least_p: float
+
+
+def rank_test(groups: Sequence[tuple[Sequence[float | None], Sequence[float | None]]]) -> RankTest | None:
+    """Compare the times of two methods by ranks, within each of several strata, such as the cells of a grid.
+
+    Args:
+        groups: times of the first and of the second method in each stratum; None = the target was not reached.
+
+    Returns:
+        The test over all strata in which both methods have a run; None if there is none.
+    """
+    groups = [(ours, theirs) for ours, theirs in groups if ours and theirs]
+    if not groups:
+        return None
+    # Sums are of twice the number of pairs, less their expectation: whole numbers, and symmetric without ties.
+    whole, untied = {0: 1}, {0: 1}
+    seen = 0
+    for ours, theirs in groups:
+        times = [math.inf if one is None else one for one in (*ours, *theirs)]
+        seen += _excess(times[: len(ours)], times[len(ours) :])
+        whole = _sums(whole, _null(times, len(ours)))
+        untied = _sums(untied, _null(list(range(len(times))), len(ours)))
+    pairs = sum(len(ours) * len(theirs) for ours, theirs in groups)
+    total, most = sum(whole.values()), max(untied)
+    p = sum(ways for excess, ways in whole.items() if abs(excess) >= abs(seen)) / total
+    return RankTest((seen + pairs) / 2, pairs, p, sum(w for e, w in untied.items() if abs(e) == most) / total)
+
+
+def _excess(ours: Sequence[float], theirs: Sequence[float]) -> int:
+    """Return the number of pairs in which ours is later, less that of pairs in which it is sooner."""
+    return sum((one > other) - (one < other) for one in ours for other in theirs)
+
+
+def _null(times: Sequence[float], num: int) -> dict[int, int]:
+    """Count, for each excess, the choices of ``num`` of the runs that have it over the rest."""
+    # the excess of a choice is the sum of its runs' excesses over all runs: within the choice they cancel
+    excesses = [_excess([one], times) for one in times]
+    ways: list[dict[int, int]] = [{0: 1}, *({} for _ in range(num))]
+    for excess in excesses:
+        for chosen in range(num, 0, -1):
+            for total, count in ways[chosen - 1].items():
+                ways[chosen][total + excess] = ways[chosen].get(total + excess, 0) + count
+    return ways[num]
+
+
+def _sums(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
+    """Return the distribution of the sum of two independent excesses."""
+    found: dict[int, int] = {}
+    for a, ways in one.items():
+        for b, more in other.items():
+            found[a + b] = found.get(a + b, 0) + ways * more
+    return found
+
+
 def geometric(ratios: Sequence[float]) -> dict[str, float | None]:
     """Return the geometric mean of positive ratios and its 95 % interval, under the keys `ratio`, `low` and `high`.
 
@@ -62,6 +163,23 @@ def geometric(ratios: Sequence[float]) -> dict[str, float | None]:
     low, high = (None, None) if found.half is None else (found.mean - found.half, found.mean + found.half)
     ends = {"ratio": found.mean, "low": low, "high": high}
     return {name: None if value is None else math.exp(value) for name, value in ends.items()}
+
+
+def on_grid(curve: Curve, every_s: float) -> list[tuple[float, float]]:
+    """Return the value of the last evaluation at each multiple of ``every_s`` seconds, up to the end of the curve.
+
+    So curves that are measured at different times, such as those of slow rounds, are read at the same times. The last
+    evaluation has a point of its own, at its own time.
+    """
+    if not curve:
+        return []
+    found, place = [], 0
+    for step in range(math.ceil(curve[0][0] / every_s - 1e-9), math.floor(curve[-1][0] / every_s + 1e-9) + 1):
+        at = step * every_s
+        while place + 1 < len(curve) and curve[place + 1][0] <= at + 1e-9 * every_s:
+            place += 1
+        found.append((at, curve[place][1]))
+    return found if found and found[-1][0] >= curve[-1][0] - 1e-9 * every_s else [*found, tuple(curve[-1])]
 
 
 def smoothed(curve: Curve, num: int) -> list[tuple[float, float]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from raafl.units import duration
 
 Cells = list[list[str]]
 
@@ -51,14 +53,14 @@ def with_interval(figure: Mapping[str, Any] | None) -> str:
 
 
 def difference(figure: Mapping[str, Any] | None) -> str:
-    """Format a difference with its interval; if the interval contains 0, add the remark that the runs show no difference."""
+    """Format a difference with its interval; add the remark that the runs show none, after Holm's correction for the table."""
     if figure is None:
         return ""
     sign = "+" if figure["mean"] >= 0 else "-"
     size = abs(figure["mean"])
     if figure["half"] is None:
         return f"{sign}{short(size)} (one seed)"
-    return sign + _rounded(size, figure["half"]) + ("" if figure["excludes_0"] else " (not shown)")
+    return sign + _rounded(size, figure["half"]) + ("" if figure["shown"] else " (not shown)")
 
 
 def quoted(label: str) -> str:
@@ -83,6 +85,50 @@ def time_cell(cell: Mapping[str, Any]) -> str:
 def short(value: float) -> str:
     """Format a number with four significant digits; large numbers have no decimals."""
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def p_value(value: float) -> str:
+    """Format a p-value with two significant digits; small ones as a bound."""
+    return "below 0.001" if value < 0.001 else f"{value:.2g}"
+
+
+def warnings(result: Mapping[str, Any]) -> list[str]:
+    """Return a warning if the rows of a comparison were not measured alike, such as each by its own versions.
+
+    Rows are measured alike if their evaluations are as far from each other in virtual time, or in merged updates.
+
+    Args:
+        result: result of the comparison, or the part of a grid's for one task and fleet.
+    """
+    if result.get("eval_every") is not None:
+        return []
+    seconds, updates = (
+        {row["row"]: _spacing(row["runs"], name) for row in result["rows"]} for name in ("time_s", "updates")
+    )
+    known = {label: one for label, one in seconds.items() if one is not None}
+    if not known or _are_alike(known.values()) or _are_alike(one for one in updates.values() if one is not None):
+        return []
+    often, rarely = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+    affected = "the best value"
+    if result["rows"][0]["time_to"] or result.get("smooth", 1) > 1:
+        affected = "times to a target and the best value"
+    return [
+        f"Rows were not measured alike, from every {duration(known[often])} ({quoted(often)}) to every "
+        f"{duration(known[rarely])} ({quoted(rarely)}): {affected} may differ for that alone."
+    ]
+
+
+def _are_alike(distances: Iterable[float]) -> bool:
+    """Check whether distances differ by at most a tenth: those in versions vary with the times of tasks."""
+    known = list(distances)
+    return bool(known) and max(known) <= 1.1 * min(known)
+
+
+def _spacing(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Return how far the evaluations of a row's runs are from each other, in their ``time_s`` or ``updates``; None if unknown."""
+    counted = [run for run in runs if len(run.get("curve", ())) > 1 and run.get(name) is not None]
+    num = sum(len(run["curve"]) - 1 for run in counted)
+    return sum(run[name] for run in counted) / num if num else None
 
 
 def text(table: Cells) -> str:
@@ -147,7 +193,9 @@ def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) ->
             found.append(f"{row['row']}: compared with {reference} on one seed only, so no difference can be shown.")
         else:
             size, side = _rounded(abs(gap["mean"]), gap["half"]), "above" if gap["mean"] >= 0 else "below"
-            end = "." if gap["excludes_0"] else ", so no difference is shown."
+            end = "." if gap["shown"] else ", so no difference is shown."
+            if gap["excludes_0"] and not gap["shown"]:
+                end = f"; with {gap['tests']} rows tested, no difference is shown (p {p_value(gap['p_holm'])} by Holm)."
             found.append(
                 f"{row['row']}: {metric} is {size} {side} that of {quoted(reference)} (95 % interval, {gap['num']} seeds){end}"
             )

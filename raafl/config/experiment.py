@@ -52,6 +52,37 @@ def seconds(field_name: str, value: float | str | None) -> float | None:
     return number
 
 
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """Distance between two evaluations, in versions, in seconds of the run's clock, or in samples trained."""
+
+    size: float
+    unit: Literal["versions", "seconds", "samples"]
+
+
+def distance(field_name: str, value: int | str | None) -> Distance | None:
+    """Convert a distance between evaluations: a number of versions, a duration with its unit, or `5000 samples`.
+
+    Args:
+        field_name: name of the field, for messages.
+        value: value of the field; None = not given.
+
+    Raises:
+        BadInput: the value is none of these, or not above 0.
+    """
+    if value is None:
+        return None
+    text = str(value).strip().lower()
+    match = re.fullmatch(r"(-?[0-9]+)\s*(samples?)?", text)
+    if match and int(match[1]) > 0:
+        return Distance(int(match[1]), "samples" if match[2] else "versions")
+    if match is None and re.fullmatch(r"[0-9.e+-]+\s*[smhd]", text):
+        return Distance(seconds(field_name, text) or 0.0, "seconds")
+    raise BadInput(
+        f"{field_name} is {value}: give 1 or more versions, seconds above 0 such as 10s, or samples such as '5000 samples'"
+    )
+
+
 def _iid() -> Partition:
     from raafl.data.partition import Iid
 
@@ -111,8 +142,9 @@ class Experiment:
     target: str | list[str] | None = field(default=None, metadata=about(
         "a metric's value to reach, such as accuracy=0.9, loss=0.1 or, where the name does not say what is better, "
         "'gap<=0.1', or a list of them: end when all are reached", "METRIC=VALUE", group="end", may_change=True))
-    eval_every: int | None = field(default=None, metadata=about(
-        "versions between evaluations; null = about one for each N updates", "N", group="shown", least=1))
+    eval_every: int | str | None = field(default=None, metadata=about(
+        "versions between evaluations, or seconds of the run's own clock (10s, 5m, 2h), or samples trained (5000 samples); "
+        "null = about one for each N updates", "N", group="shown"))
     checkpoint_every: int | None = field(default=None, metadata=about(
         "versions between checkpoints; null = by time only", "N", group="shown", may_change=True, least=1))
     checkpoint_s: float | str | None = field(default=60.0, metadata=about(
@@ -225,6 +257,7 @@ class Experiment:
         yield from self._export_problems()
         checks = (
             lambda: seconds("max_time", self.max_time), lambda: seconds("checkpoint_s", self.checkpoint_s),
+            lambda: distance("eval_every", self.eval_every),
             lambda: entries(self.logger), self.targets, self.profiles, self._output, self._memory_bytes, self._monitor,
         )  # fmt: skip
         yield from _refused(checks)

@@ -5,6 +5,7 @@ The same events at the same times give the same actions and the same model, bit 
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -71,6 +72,8 @@ class Coordinator(Admission):
         self.algorithm, self.state, self.limits, self.seed, self.pace = algorithm, state, limits, seed, pace
         self.roster = Roster()
         self.merged = self.evaluated = 0
+        self.samples_merged = 0  # samples that merged updates were trained on, by the lengths of their tasks
+        self.spacings = 0  # multiples of `limits.eval_every` that had passed at the last merge
         self.backoff = RefusalBackoff(limits.max_refused)
         self.refused: Counter[str] = Counter()
         self.clipped: Counter[int] = Counter()  # by client: updates that say more samples than may weigh
@@ -188,7 +191,7 @@ class Coordinator(Admission):
                 return
             self._merge(trigger.merged_now(waiting))
             self.opened_s = now
-            self._after_merge()
+            self._after_merge(now)
 
     def _set_timer(self, at: float | None) -> None:
         if at is not None and at != self.wake[1]:
@@ -213,20 +216,32 @@ class Coordinator(Admission):
             state.counts[assignment.region] = state.counts.get(assignment.region, 0) + 1
             # counted anew: others may have been merged since this one arrived
             self._settle(assignment, assignment.client, "merged", before - assignment.version, item.update)
+            samples = self.fleet.training.samples(assignment, item.update.num_samples, self.fleet.batch_size)
+            self.samples_merged += samples
             self.roster.readmit(assignment.client)
         self.merged += len(due)
         if self.algorithm.trigger.refuses_late:
             self.roster.late = set(self.roster.active)
 
-    def _after_merge(self) -> None:
+    def _after_merge(self, now: float) -> None:
         limits, version = self.limits, self.state.version
         if limits.max_updates is not None and self.merged >= limits.max_updates:
             self._finish("max_updates")
             return
-        if version % limits.eval_every == 0:
+        if self._is_evaluation_due(now):
             self._evaluate()
         if limits.checkpoint_every is not None and version % limits.checkpoint_every == 0:
             self._actions.append(Checkpoint(version))
+
+    def _is_evaluation_due(self, now: float) -> bool:
+        """Check whether the version that was just merged is the first at or after a multiple of the evaluations' distance."""
+        every, unit = self.limits.eval_every, self.limits.eval_unit
+        if unit == "versions":
+            return self.state.version % every == 0
+        # 0.6 / 0.2 is below 3 in floating point, though three distances of 0.2 s have passed at 0.6 s
+        passed = math.floor((now if unit == "seconds" else self.samples_merged) / every * (1 + 1e-12))
+        due, self.spacings = passed > self.spacings, passed
+        return due
 
     def _hand_out(self, now: float) -> bool:
         """Sample clients where work may start, and assign to as many as may work at once; return whether one was dismissed."""

@@ -81,7 +81,7 @@ def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
 
 def _counters(coordinator: Coordinator) -> dict[str, Any]:
     """Name the plain attributes, with whose they are."""
-    names = dict.fromkeys(("merged", "evaluated", "opened_s", "started"), coordinator)
+    names = dict.fromkeys(("merged", "evaluated", "samples_merged", "spacings", "opened_s", "started"), coordinator)
     return {"version": coordinator.state, "last_id": coordinator.roster, **names}
 
 
@@ -113,7 +113,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     """Load the result of `save` into a new coordinator, in place; the model's values are restored separately."""
     roster, state = coordinator.roster, coordinator.state
     for name, owner in _counters(coordinator).items():
-        setattr(owner, name, data[name])
+        setattr(owner, name, data.get(name, getattr(owner, name)))  # an earlier version has saved no "spacings"
     for name, book in _books(coordinator).items():
         book.update(dict(data.get(name, ())))  # an earlier version has saved none of "sending"
     device = state.values.device

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from raafl.devices.profiles import Profile
 from raafl.errors import TaskFailed
@@ -373,7 +373,9 @@ class Limits:
         count_lost: whether clients lost before the start count towards ``min_clients``, since they cannot come back.
         max_updates: number of merged updates after which the run ends; None = no limit.
         max_time_s: time at which the run ends, in seconds of its clock; None = no limit.
-        eval_every: number of versions from one evaluation to the next.
+        eval_every: distance from one evaluation to the next, in ``eval_unit``.
+        eval_unit: unit of this distance: versions; seconds of the run's clock; or samples that merged updates were trained
+            on. For seconds and samples, the first version at or after each multiple of the distance is evaluated.
         checkpoint_every: number of versions from one checkpoint to the next; None = only at the end.
         num_clients: number of clients N. The run fails because of refused updates only after all N have taken part and
             all are refused.
@@ -386,7 +388,8 @@ class Limits:
     count_lost: bool = True
     max_updates: int | None = None
     max_time_s: float | None = None
-    eval_every: int = 1
+    eval_every: float = 1
+    eval_unit: Literal["versions", "seconds", "samples"] = "versions"
     checkpoint_every: int | None = None
     num_clients: int = 1
     max_weight: float | None = None

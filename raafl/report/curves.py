@@ -23,9 +23,14 @@ _MAX_POINTS, _LEAST_POINTS, _MAX_NUMBERS = 300, 40, 250_000
 _TABLE_ROWS = 30
 
 
-def curves(groups: Sequence[Group]) -> Chart:
-    """Return a chart of every metric against time, updates, versions or bytes, as the reader selects."""
-    metrics = metric_names(groups)
+def curves(groups: Sequence[Group], first: str | None = None) -> Chart:
+    """Return a chart of every metric against time, updates, versions or bytes, as the reader selects.
+
+    Args:
+        groups: runs to draw.
+        first: metric that the chart shows at first; None = the most important by its name.
+    """
+    metrics = metric_names(groups, first)
     choices = {"Metric": metrics, "Against": list(AXES)}
     tables = [_table(run, metrics) for group in groups for run in group.runs]
     lines = sum(3 if len(group.runs) > 1 else 1 for group in groups)
@@ -66,13 +71,14 @@ def _hidden(group: Group) -> str:
     return f"Of {group.label} the shortest, {shortest}, has {share:.0%} of the longest's seconds: the rest is in the tables."
 
 
-def metric_names(groups: Sequence[Group]) -> list[str]:
-    """Return the names of the metrics that any run has evaluated, the most important first."""
+def metric_names(groups: Sequence[Group], first: str | None = None) -> list[str]:
+    """Return the names of the metrics that any run has evaluated, ``first`` and then the most important first."""
     names = list(dict.fromkeys(
         name for group in groups for run in group.runs for name, values in run.metrics.items()
         if name not in _NOT_METRICS and not name.startswith(TIME_TO) and np.isfinite(values).any()
     ))  # fmt: skip
-    names.sort(key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+    order = [first, *_FIRST]
+    names.sort(key=lambda name: order.index(name) if name in order else len(order))
     return names[:_MAX_METRICS]
 
 

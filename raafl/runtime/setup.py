@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from raafl.compression.plan import CompressionPlan
-from raafl.config.experiment import Experiment, seconds
+from raafl.config.experiment import Distance, Experiment, distance, seconds
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.core.algorithm import Algorithm, OwnTests, Select
 from raafl.core.coordinator import Coordinator
@@ -245,6 +245,7 @@ def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True)
     """
     trigger, clients = experiment.algorithm.trigger, experiment.clients
     about_n = 1 if trigger.restart == "merge" else max(1, clients // int(getattr(trigger, "size", 1)))
+    every = distance("eval_every", experiment.eval_every) or Distance(about_n, "versions")
     return Limits(
         min_clients=min_clients,
         count_lost=count_lost,
@@ -252,7 +253,8 @@ def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True)
         max_weight=experiment.guard.max_weight,
         max_updates=experiment.max_updates,
         max_time_s=seconds("max_time", experiment.max_time),
-        eval_every=experiment.eval_every or about_n,
+        eval_every=every.size,
+        eval_unit=every.unit,
         checkpoint_every=experiment.checkpoint_every,
     )
 

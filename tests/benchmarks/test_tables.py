@@ -12,7 +12,14 @@ def test_every_page_has_the_tables_of_its_results():
 
 def test_a_table_is_replaced_between_its_marks_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.tables.ROOT", tmp_path)
-    row = {"row": "A", "seeds": [0, 1], "failed": 0, "time_to": {}, "final": {"mean": 0.5, "half": 0.25, "num": 2}}
+    row = {
+        "row": "A",
+        "seeds": [0, 1],
+        "failed": 0,
+        "time_to": {},
+        "runs": [],
+        "final": {"mean": 0.5, "half": 0.25, "num": 2},
+    }
     (tmp_path / "r.json").write_text(
         '{"name": "r", "date": "2026-01-02T03", "commit": null, "hardware": {"processor": "P"}, "metric": "accuracy",'
         f' "reference": "A", "rows": [{str(row).replace(chr(39), chr(34))}]}}'

@@ -25,6 +25,24 @@ def test_options_are_words_and_the_name_is_the_files(tmp_path):
     assert found.rows == {"A": ("--model.lr", "0.1"), "B": ()}
 
 
+def test_all_rows_and_trials_are_measured_at_one_distance_after_their_own_options(tmp_path):
+    found = read(written(tmp_path, options="--clients 3", eval_every="2s", smooth=2))
+    assert found.options_of("A", ("--x", "1")) == (
+        "--clients",
+        "3",
+        "--model.lr",
+        "0.1",
+        "--x",
+        "1",
+        "--eval_every",
+        "2s",
+    )
+    # at 0, 2, 4 and 6 s the values are 1, 1, 2 and 5: their means over two
+    assert found.points([(0.0, 1.0), (3.0, 2.0), (4.5, 4.0), (6.0, 5.0)]) == [(2.0, 1.0), (4.0, 1.5), (6.0, 3.5)]
+    by_versions = read(written(tmp_path, smooth=2))
+    assert by_versions.points([(0.0, 1.0), (3.0, 2.0)]) == [(3.0, 1.5)] and by_versions.every_s is None
+
+
 @pytest.mark.parametrize(
     ("given", "maximize"),
     [({}, True), ({"metric": "loss"}, False), ({"metric": "val_mse"}, False), ({"metric": "gap"}, True),
@@ -57,6 +75,17 @@ def test_trials_are_drawn_once_for_a_row_and_as_many_for_each(tmp_path):
         ({"rows": {}}, "rows is empty"),
         ({"rows": {"A": "--x 'open"}}, "rows.A is .*quotation"),
         ({"seeds": [1, 1]}, "each once"),
+        (
+            {"eval_every": "5"},
+            "eval_every is 5: versions of two rows are not the same training; give seconds such as 10s",
+        ),
+        ({"eval_every": 5}, "eval_every is 5: give text"),
+        ({"eval_every": "soon"}, "eval_every is soon: give 1 or more versions, seconds"),
+        (
+            {"eval_every": "1s", "rows": {"A": "--eval_every=3"}},
+            "rows.A has --eval_every, and the comparison has eval_every",
+        ),
+        ({"eval_every": "1s", "options": "--eval_every 3"}, "options has --eval_every, and the comparison has"),
         ({"seeds": "0"}, "seeds is 0: give a list"),
         ({"baseline": "C"}, "baseline is 'C', which is no row"),
         ({"smooth": 0}, "smooth is 0"),

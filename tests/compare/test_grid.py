@@ -12,7 +12,7 @@ import yaml
 from raafl.commands.compare import compare
 from raafl.compare import grid_runs, runs
 from raafl.compare.grid import read_grid
-from raafl.compare.grid_result import cell_table, load_grid, standings
+from raafl.compare.grid_result import cell_table, load_grid, overall, standings
 from raafl.errors import BadInput, RunFailed
 
 pytestmark = pytest.mark.timeout(240)
@@ -147,32 +147,55 @@ def test_a_method_of_ones_own_stands_beside_a_result(finished, tmp_path):
 
 
 def row_of(label, times, sent, finals):
+    order = sorted(math.inf if time is None else time for time in times)
+    reached = {"median_s": None if math.isinf(order[1]) else order[1], "reached": sum(t is not None for t in times)}
     return {
         "row": label, "runs": [{"seed": seed, "time_to": {"0.9": time}} for seed, time in enumerate(times)],
-        "time_to": {"0.9": {"median_s": sorted(t if t is not None else math.inf for t in times)[1] if any(times) else None}},
-        "megabytes_to": {"0.9": sent}, "final": {"mean": finals},
+        "time_to": {"0.9": reached}, "megabytes_to": {"0.9": sent}, "final": {"mean": finals},
     }  # fmt: skip
 
 
-def test_ranks_front_and_what_an_interval_shows():
+def test_ranks_front_and_what_ranks_show():
     fast = row_of("fast", [10.0, 10.0, 10.0], 8.0, 0.95)
-    slow = row_of("slow", [40.0, 20.0, 20.0], 4.0, 0.97)  # ratios 4, 2, 2
-    twice = row_of("twice", [20.0, 20.0, 20.0], 9.0, 0.96)
+    slow = row_of("slow", [40.0, 20.0, 20.0], 4.0, 0.97)
+    partly = row_of("partly", [None, 9.0, None], None, 0.96)
     never = row_of("never", [None, None, None], None, 0.5)
-    found = standings([fast, slow, twice, never], maximize=True)
+    found = standings([fast, slow, partly, never], maximize=True)
     assert {label: one["rank"] for label, one in found.items()} == {
-        "fast": {"time": 1, "final": 3}, "slow": {"time": 2, "final": 1}, "twice": {"time": 2, "final": 2},
+        "fast": {"time": 1, "final": 3}, "slow": {"time": 2, "final": 1}, "partly": {"time": 3, "final": 2},
         "never": {"time": 4, "final": 4},
     }  # fmt: skip
     assert [label for label, one in found.items() if one["pareto"]] == ["fast", "slow"]
-    # logs ln 4, ln 2, ln 2: mean 4/3 ln 2, sd ln 2 / sqrt 3, half 4.3027 ln 2 / 3, which is more than the mean
-    behind = found["slow"]["behind"]
-    assert behind["ratio"] == pytest.approx(2 ** (4 / 3)) and behind["shown"] is False
-    assert behind["low"] == pytest.approx(2 ** (4 / 3 - 4.302653 / 3), rel=1e-5)
-    assert found["twice"]["behind"]["shown"] is True and found["twice"]["behind"]["ratio"] == pytest.approx(2.0)
-    assert found["never"]["behind"] == {
-        "of": "fast", "reached": 0, "seeds": 3, "ratio": None, "low": None, "high": None, "shown": False
+    # of the 20 divisions of three and three runs, only this one and its mirror have all pairs on one side: p 0.1;
+    # partly: later than 10, sooner than 10, later than 10, three times each. Fast's runs are level, so of the 20 divisions
+    # those with the run of 9 on partly's side are the 10 that count -3 or less, and their mirrors: p 1
+    slow, partly, never = (found[label]["behind"] for label in ("slow", "partly", "never"))
+    assert slow == {
+        "of": "fast", "reached": 3, "seeds": 3, "ratio": 2.0, "later": 9, "pairs": 9, "p": 0.1, "least_p": 0.1,
+        "p_holm": pytest.approx(0.3), "shown": False,
     }  # fmt: skip
+    assert (partly["reached"], partly["ratio"], partly["later"]) == (1, None, 6)
+    assert (never["reached"], never["ratio"], never["later"], never["p"]) == (0, None, 9, 0.1)
+    assert found["fast"]["behind"]["p"] is None and found["fast"]["behind"]["ratio"] == 1.0
+
+
+def test_a_method_that_only_some_seeds_finish_is_first_where_no_median_run_does():
+    found = standings(
+        [row_of("a", [None, None, 5.0], None, 0.5), row_of("b", [None, None, None], None, 0.6)], maximize=True
+    )
+    assert [one["rank"]["time"] for one in found.values()] == [1, 2] and found["b"]["behind"]["of"] == "a"
+    none = standings([row_of("a", [None] * 3, None, 0.5), row_of("b", [None] * 3, None, 0.6)], maximize=True)
+    assert [one["rank"]["time"] for one in none.values()] == [1, 1] and none["a"]["behind"] is None
+
+
+def test_runs_are_compared_within_their_cell_and_the_counts_added():
+    """b is sooner in all nine pairs of the first cell, and in six of the other, whose runs all take 100 s longer."""
+    cells = [
+        {"rows": [row_of("a", [t + 2, t + 3, t + 4], 1, 1), row_of("b", [t, t + 1, None if t else 1.5], 1, 1)]}
+        for t in (0.0, 100.0)
+    ]
+    found = overall(cells, "a")
+    assert list(found) == ["b"] and (found["b"]["later"], found["b"]["pairs"]) == (3, 18)
 
 
 def test_a_table_says_what_was_not_replayed(finished):

@@ -71,7 +71,15 @@ def test_a_sound_experiment_has_no_problem():
     [
         ({"clients": 0}, "clients is 0: give 1 or more"),
         ({"max_updates": -1}, "max_updates is -1: give 1 or more"),
-        ({"eval_every": 0}, "eval_every is 0: give 1 or more"),
+        *(
+            (
+                {"eval_every": every},
+                f"eval_every is {every}: give 1 or more versions, seconds above 0 such as 10s, or samples "
+                "such as '5000 samples'",
+            )
+            for every in (0, -3, "0 samples", "often", "5 clients", "1.5")
+        ),
+        ({"eval_every": "0s"}, "eval_every is 0s: give seconds above 0, or text such as 90s, 5m, 2h"),
         ({"checkpoint_every": 0}, "checkpoint_every is 0: give 1 or more"),
         ({"keep_checkpoints": 0}, "keep_checkpoints is 0: give 1 or more"),
         ({"workers": 0}, "workers is 0: give 1 or more"),
@@ -229,6 +237,15 @@ def test_devices_are_dealt_in_turn():
 def test_without_eval_every_the_model_is_measured_about_once_in_n_updates(algorithm, versions):
     assert limits_of(make(algorithm=algorithm, clients=12), 1).eval_every == versions
     assert limits_of(make(algorithm=algorithm, clients=12, eval_every=3), 1).eval_every == 3
+
+
+@pytest.mark.parametrize(("every", "size", "unit"), [
+    (7, 7, "versions"), ("7", 7, "versions"), ("0.5s", 0.5, "seconds"), ("2m", 120.0, "seconds"), ("1e-3 s", 1e-3, "seconds"),
+    ("5000 samples", 5000, "samples"), ("1 sample", 1, "samples"),
+])  # fmt: skip
+def test_the_distance_between_evaluations_has_a_unit(every, size, unit):
+    limits = limits_of(make(eval_every=every), 1)
+    assert (limits.eval_every, limits.eval_unit) == (size, unit)
 
 
 def test_what_the_fields_say_of_themselves():

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
 from raafl.core.algorithm import OwnTests
 from raafl.core.types import (
@@ -209,6 +211,21 @@ def test_evaluations_come_every_so_many_versions_and_once_at_the_end():
         actions = answer(coordinator, assigned(actions)[1], 1.0)
         versions += [a.version for a in actions if isinstance(a, Evaluate)]
     assert versions == [2, 3]
+
+
+@pytest.mark.parametrize(("every", "unit", "versions"), [
+    (1.0, "seconds", [3, 5, 6, 8]),  # merged at 0.2, 0.8, 1.0, 1.9, 2.0, 4.5, 4.5, 4.6 s: and once at the end
+    (0.2, "seconds", [1, 2, 3, 4, 5, 6, 8]),  # 0.6 / 0.2 and the like are not whole in floating point
+    (10, "samples", [2, 4, 5, 7, 8]),  # 6 samples a task: 6, 12, 18, 24, 30, 36, 42, 48
+])  # fmt: skip
+def test_evaluations_by_seconds_or_samples_are_the_first_versions_at_or_after_each_multiple(every, unit, versions):
+    coordinator = coordinator_for(fed_async(), eval_every=every, eval_unit=unit, max_updates=8)
+    actions = join(coordinator, [1])
+    found = []
+    for now in (0.2, 0.8, 1.0, 1.9, 2.0, 4.5, 4.5, 4.6):
+        actions = answer(coordinator, assigned(actions)[1], 1.0, now=now, num_samples=6)
+        found += [a.version for a in actions if isinstance(a, Evaluate)]
+    assert found == versions
 
 
 def test_q_counts_merges_of_each_fragment():

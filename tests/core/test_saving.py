@@ -7,6 +7,7 @@ import torch
 
 from raafl.algorithms import diloco, fed_async, fed_avg, fed_buff, fed_opt, fed_raa
 from raafl.core.saving import from_plain, restore, save, to_plain
+from raafl.core.types import Evaluate
 from raafl.parts import RateSelect
 from raafl.submodel import Spec
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state, values_of
@@ -35,14 +36,14 @@ def play(coordinator, at_work, begin, end, trace):
         actions = answer(coordinator, at_work.pop(number), value=float(step), now=float(step), num_samples=1 + step % 3)
         started = list(assigned(actions).values())
         at_work.update({task.id: task for task in started})
-        trace += started
+        trace += [*started, *(action for action in actions if isinstance(action, Evaluate))]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("cut", [1, 4, 7, 12])
 def test_a_restored_coordinator_goes_on_as_if_nothing_had_happened(name, cut):
     def fresh():
-        return coordinator_for(ALGORITHMS[name](), seed=5, min_clients=6)
+        return coordinator_for(ALGORITHMS[name](), seed=5, min_clients=6, eval_every=4, eval_unit="samples")
 
     whole, trace = fresh(), []
     at_work = {task.id: task for task in assigned(join(whole, range(1, 7))).values()}

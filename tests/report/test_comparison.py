@@ -139,6 +139,7 @@ def test_figures_have_curves_and_are_no_metrics_and_times_to_targets_are_neither
     groups = group_runs([make("a", metrics=[{**row, **more} for row in METRICS])])
     names = ["accuracy", "bytes_up", "bytes_down", "peak_bytes", "measured_bytes"]
     assert curves(groups).choices["Metric"] == names
+    assert curves(groups, first="peak_bytes").choices["Metric"] == ["peak_bytes", *names[:3], "measured_bytes"]
     assert curves(groups).tables[0].columns == ["updates", "version", "time_s", "wall_s", *names]
     assert overview.model_metrics(groups) == ["accuracy"]
     assert overview.run_totals(groups[0].runs[0])["peak MB"] == 3.0

@@ -204,7 +204,8 @@ class Admission:
         number = self.roster.busy.get(client, self.roster.sending.get(client))
         if number is None or not (always or number in self.roster.late):
             return
-        until = self.backoff.refuse(client, now)
+        taken_s = now - self.roster.active[number].assigned_s if self.limits.suspends_by_time else None
+        until = self.backoff.refuse(client, now, unanswered_s=taken_s)
         if until is not None:
             self._actions += [SetTimer(-client, until), Suspend(client, until, "not answered")]
 

@@ -93,6 +93,11 @@ class Trigger(Part, ABC):
         """Whether a merge closes its round, so that updates of the round's unfinished tasks are refused when they arrive later."""
         return False
 
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether a single client that takes a task and never answers holds up the merge until its task times out."""
+        return False
+
     @abstractmethod
     def due(self, waiting: TriggerContext) -> bool:
         """Decide whether to merge now; called after each event while at least one update waits."""

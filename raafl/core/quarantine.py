@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 
 FIRST_S = 10.0
-"""Seconds of the run's clock for which a client is kept out the first time; each further time doubles them."""
+"""Least seconds of the run's clock for which a client is kept out the first time; each further time doubles them."""
 
 LONGEST_S = 3600.0
+_REMEMBERED = 9
 HOPELESS = 7
 """How often in a row a client was kept out before nothing is hoped of it: 21 minutes in all."""
 
@@ -18,14 +20,17 @@ DAMAGED = frozenset({"bad-magic", "bad-version", "bad-checksum", "bad-record", "
 class RefusalBackoff:
     """Record of each client's refused updates in a row, which suspends clients that have too many.
 
-    After ``most`` refusals in a row a client is suspended for 10 s, next time for 20 s, and so on up to an hour. An
-    accepted update resets the count. A client that returns from a suspension is suspended again at its next refusal.
+    After ``most`` refusals in a row a client is suspended for 10 s, next time for 20 s, and so on up to an hour. For a
+    client that leaves tasks unanswered the first time is the median time of these tasks, if that is longer: what waits
+    for such a client waits as long. An accepted update resets the count. A client that returns from a suspension is
+    suspended again at its next refusal.
 
     Attributes:
         most: number of refusals in a row that suspends a client.
         refused: number of refusals in a row, by client.
         times: number of suspensions in a row, by client.
         until: end of the current suspension in seconds of the run's clock, by client.
+        unanswered_s: seconds that the latest tasks took which a client left unanswered in a row, by client.
     """
 
     def __init__(self, most: int) -> None:
@@ -33,8 +38,11 @@ class RefusalBackoff:
         self.refused: Counter[int] = Counter()
         self.times: Counter[int] = Counter()
         self.until: dict[int, float] = {}
+        self.unanswered_s: dict[int, list[float]] = {}
 
-    def refuse(self, client: int, now: float, *, excused: bool = False) -> float | None:
+    def refuse(
+        self, client: int, now: float, *, excused: bool = False, unanswered_s: float | None = None
+    ) -> float | None:  # fmt: skip
         """Count a refused update of ``client``; return the end of the suspension that follows, or None.
 
         Args:
@@ -42,11 +50,15 @@ class RefusalBackoff:
             now: time in seconds of the run's clock.
             excused: whether to count the refusal without suspending, because the global model caused it and not the
                 client.
+            unanswered_s: seconds from the assignment of a task that the client has left unanswered; None = it has answered.
         """
         self.refused[client] += 1
+        if unanswered_s is not None:
+            self.unanswered_s[client] = [*self.unanswered_s.get(client, ()), unanswered_s][-_REMEMBERED:]
         if excused or self.refused[client] < self.most:
             return None
-        self.until[client] = now + min(FIRST_S * 2 ** min(self.times[client], 20), LONGEST_S)
+        first_s = max(FIRST_S, statistics.median(self.unanswered_s.get(client, (0.0,))))
+        self.until[client] = now + min(first_s * 2 ** min(self.times[client], 20), LONGEST_S)
         self.times[client] += 1
         return self.until[client]
 
@@ -59,7 +71,7 @@ class RefusalBackoff:
 
     def accept(self, client: int) -> None:
         """Forget the refusals and suspensions of ``client``, since an update of it was accepted."""
-        for book in (self.refused, self.times, self.until):
+        for book in (self.refused, self.times, self.until, self.unanswered_s):
             book.pop(client, None)
 
     def keeps_out(self, client: int, now: float) -> bool:
@@ -76,5 +88,5 @@ class RefusalBackoff:
 
     def forgive(self) -> None:
         """Forget the refusals and suspensions of all clients."""
-        for book in (self.refused, self.times, self.until):
+        for book in (self.refused, self.times, self.until, self.unanswered_s):
             book.clear()

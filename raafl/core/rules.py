@@ -36,6 +36,11 @@ class Rules:
         """Whether a partition by class counts the classes that the training step gets, not those that a data set stores."""
         return self.revision >= 2
 
+    @property
+    def suspends_by_time(self) -> bool:
+        """Whether a client that leaves tasks unanswered is suspended for as long as they took, instead of for 10 s at first."""
+        return self.revision >= 2
+
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:
     """Return the revision in the config of a run folder; a folder older than the field has revision 1."""

@@ -75,7 +75,7 @@ def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
     return {
         "counts": coordinator.state.counts, "busy": roster.busy, "sending": roster.sending, "tasks": roster.tasks,
         "joins": roster.joins, "refused": coordinator.refused, "clipped": coordinator.clipped, "refused_in_a_row": backoff.refused,
-        "times_out": backoff.times, "out_until": backoff.until,
+        "times_out": backoff.times, "out_until": backoff.until, "unanswered_s": backoff.unanswered_s,
     }  # fmt: skip
 
 

@@ -382,6 +382,7 @@ class Limits:
         max_weight: bound on the weight of a client with its own data, as a multiple of the lower median of the present
             clients' numbers of samples; None = no bound. Other clients cannot claim more samples than their share has.
         max_refused: number of refusals in a row after which a client is suspended.
+        suspends_by_time: whether a client that leaves tasks unanswered is suspended for as long as these tasks took.
     """
 
     min_clients: int = 1
@@ -394,6 +395,7 @@ class Limits:
     num_clients: int = 1
     max_weight: float | None = None
     max_refused: int = 3
+    suspends_by_time: bool = True
 
 
 def derive_seed(*parts: int | str) -> int:

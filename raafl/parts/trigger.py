@@ -165,6 +165,11 @@ class AllReported(Trigger):
         """Whether a round may close before all its tasks have reported, so that later updates are refused."""
         return self.close_at < 1 or self.deadline is not None
 
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether a round has no end before its last task: one client that never answers holds it up."""
+        return not self.refuses_late
+
     def due(self, waiting: TriggerContext) -> bool:
         """Check whether the round closes now: no task is active, enough have reported, or the deadline has passed."""
         if waiting.num_active == 0:
@@ -211,6 +216,11 @@ class MinRatio(Trigger):
         fraction("min_ratio", self.min_ratio, zero=True)
         if self.wait_s < 0:
             positive("wait_s", self.wait_s)
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether all clients must report, so that one that never answers holds up the merge."""
+        return self.min_ratio == 1
 
     def due(self, waiting: TriggerContext) -> bool:
         """Check whether all clients have reported, or the wait after the required share is over."""

@@ -256,6 +256,7 @@ def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True)
         eval_every=every.size,
         eval_unit=every.unit,
         checkpoint_every=experiment.checkpoint_every,
+        suspends_by_time=Rules(experiment.rules).suspends_by_time,
     )
 
 

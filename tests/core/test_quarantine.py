@@ -187,6 +187,44 @@ def test_no_client_is_kept_out_for_longer_than_an_hour():
     assert waits[:3] == [10.0, 20.0, 40.0] and waits[-1] == LONGEST_S == max(waits)
 
 
+@pytest.mark.parametrize(
+    ("by_time", "task_s", "waits"),
+    [(True, 20.0, [20.0, 40.0, 80.0]), (True, 600.0, [600.0, 1200.0, 2400.0]), (True, 1.0, [10.0, 20.0, 40.0]),
+     (False, 20.0, [10.0, 20.0, 40.0])],
+)  # fmt: skip
+def test_who_never_answers_is_kept_out_for_as_long_as_its_tasks_took(by_time, task_s, waits):
+    """Else a server that waits 20 s for each of its tasks keeps it out for 10 s, and waits again."""
+    coordinator = coordinator_for(fed_avg(), min_clients=2, num_clients=2, suspends_by_time=by_time)
+    join(coordinator, [1, 2])
+    now, life, found = 0.0, 0, []
+    while len(found) < len(waits):
+        now += task_s
+        actions = coordinator.handle(Lost(2, "timeout: nothing from the peer", life, counts=True), now)
+        suspended = [action.until for action in actions if isinstance(action, Suspend)]
+        if suspended:
+            found.append(suspended[0] - now)
+            again = coordinator_for(fed_avg(), min_clients=2, num_clients=2, suspends_by_time=by_time)
+            restore(again, save(coordinator))
+            assert again.backoff.unanswered_s == coordinator.backoff.unanswered_s
+            coordinator, now = again, suspended[0]
+        life += 1
+        assert 2 in assigned(coordinator.handle(Joined(ClientInfo(2, 1, incarnation=life)), now))
+    assert found == waits
+
+
+def test_an_answer_that_counts_clears_what_was_left_unanswered():
+    backoff = RefusalBackoff(1)
+    assert backoff.refuse(1, 0.0, unanswered_s=100.0) == 100.0
+    backoff.accept(1)
+    assert backoff.refuse(1, 0.0) == 10.0
+    backoff.refuse(2, 0.0, unanswered_s=100.0)
+    for _ in range(20):  # the median of the latest tasks, whatever one long one took
+        until = backoff.refuse(2, 0.0, unanswered_s=1.0)
+    assert backoff.unanswered_s[2] == [1.0] * 9 and until == LONGEST_S
+    backoff.forgive()
+    assert backoff.unanswered_s == {}
+
+
 def test_who_is_kept_out_for_want_of_memory_is_given_what_suited_it_before():
     """All fragments were too large in the end: none is left that suits, and the client is not dismissed for it."""
     coordinator = coordinator_for(fed_raa(fragments=2, K=1e9), num_clients=2)

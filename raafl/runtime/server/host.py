@@ -10,8 +10,10 @@ from typing import Any
 
 from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
+from raafl.core.algorithm import Trigger
 from raafl.core.hooks import HookList, RunHooks
 from raafl.monitoring.monitor import Monitor
+from raafl.parts.trigger import AllReported
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.lifecycle.service_manager import ServiceManager
 from raafl.runtime.protocol import Reason
@@ -33,6 +35,7 @@ from raafl.transport import (
     Refused,
     Transport,
 )
+from raafl.units import duration
 
 _GREET_S = 30.0  # for a client that has called to greet; one that asks for the config gets longer
 
@@ -73,7 +76,8 @@ def host(
             count_lost=not transport.comes_and_goes,
         )  # fmt: skip
         run = Run(parts, config_yaml, "distributed", saved, observer, None if terms is None else terms.signer, monitor)
-        run.progress.stamped = max_failures is None  # clients of others come and go: the server's output is a log
+        if max_failures is None:
+            _serve_others(run)
         note(run.folder)
         service = ServiceManager.here()
         server = Server(
@@ -101,6 +105,24 @@ def host(
             server.close()
             logs.close()
             run.close()
+
+
+def _serve_others(run: Run) -> None:
+    """Set up the output of a server whose clients are others': it is a log, and says what one of them could hold up."""
+    run.progress.stamped = True
+    if (line := waits_note(run.parts.experiment, run.parts.coordinator.algorithm.trigger)) is not None:
+        run.progress.note(line)
+
+
+def waits_note(experiment: Experiment, trigger: Trigger) -> str | None:
+    """Return a line about a merge that a single silent client holds up, and what ends the wait; None if none does."""
+    if not trigger.waits_for_all:
+        return None
+    earlier = "set rounds.deadline, such as 10 (times the median time)" if isinstance(trigger, AllReported) else ""
+    return (
+        "a client that takes a task and never answers holds up each merge for waits.task_s, "
+        f"{duration(experiment.waits.task_s)}: {earlier or 'lower it, or the share of clients that must report'}"
+    )
 
 
 def _storage(experiment: Experiment, folder: Path) -> PayloadRoom:

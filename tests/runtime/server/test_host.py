@@ -5,10 +5,31 @@ import pytest
 from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import Experiment
 from raafl.errors import BadInput
+from raafl.parts.protect.assembly import with_options
+from raafl.parts.protect.options import Guard, Privacy, Rounds
 from raafl.runfolder.lock import FolderLock
-from raafl.runtime.server.host import host
+from raafl.runtime.server.host import host, waits_note
 from raafl.transport import Transport
 from tests.helpers.small_runs import digits, small_mlp
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more", "says"),
+    [
+        ("fed_avg", {}, "waits.task_s, 10.0 min: set rounds.deadline, such as 10 (times the median time)"),
+        ("fed_avg", {"rounds": Rounds(deadline=10.0)}, None),
+        ("fed_avg", {"rounds": Rounds(close_at=0.9)}, None),
+        ("co_s2p", {"settings": {"min_ratio": 1.0}}, "waits.task_s, 10.0 min: lower it, or the share of clients"),
+        ("co_s2p", {}, None),
+        ("fed_buff", {}, None),
+        ("fed_async", {}, None),
+    ],
+)
+def test_what_a_silent_client_would_hold_up_is_said_at_the_start(algorithm, more, says):
+    method = ALGORITHMS[algorithm](**more.pop("settings", {}))
+    experiment = Experiment(model=small_mlp, data=digits, algorithm=method, clients=2, **more)
+    found = waits_note(experiment, with_options(method, experiment.rounds, Guard(), Privacy(), 2).trigger)
+    assert found is None if says is None else says in found
 
 
 class Port(Transport):

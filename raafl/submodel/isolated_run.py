@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import math
 import random
-import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -48,34 +44,6 @@ def seeded(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-@contextmanager
-def uncached() -> Iterator[None]:
-    """Return a context in which caches of the user's functions (`functools.lru_cache`) store nothing.
-
-    Traced steps use tensors without values and special integers, which must not get into later training through a
-    cache.
-    """
-    before = {function: function.cache_info().misses for function in _functions_with_a_cache()}
-    try:
-        yield
-    finally:
-        for function in _functions_with_a_cache():
-            if function.cache_info().misses != before.get(function, 0):
-                function.cache_clear()
-
-
-_known: tuple[int, weakref.WeakSet[Any]] = 0, weakref.WeakSet()
-
-
-def _functions_with_a_cache() -> list[Any]:
-    """List them; looked for only where modules have been imported since, as all objects are gone through."""
-    global _known
-    if _known[0] != len(sys.modules):
-        kind = functools._lru_cache_wrapper
-        _known = len(sys.modules), weakref.WeakSet(x for x in gc.get_objects() if type(x) is kind)
-    return list(_known[1])
 
 
 @contextmanager

@@ -20,11 +20,11 @@ from raafl.submodel.isolated_run import (
     one_line,
     seeded,
     settle,
-    uncached,
     undisturbed,
 )
 from raafl.submodel.nested_batch import batch_tensors, meta_batch, num_samples, repeated
 from raafl.submodel.spec import FULL, Spec, SpecError
+from raafl.submodel.user_caches import uncached
 
 if TYPE_CHECKING:
     from raafl.submodel.cost.ledger import Ledger
@@ -135,7 +135,7 @@ def predict(
         return _on_values(lambda: make(spec, FlatTensors.zeros(layouts["present"])), example_batch, batch_size)
 
     with undisturbed():
-        step, held_bytes = _step(make, spec, batch, on_values)
+        step, held_bytes = _cold_step(make, spec, batch, on_values)
     flops = step.flops
     if flops is None:
         flops = 6.0 * batch_size * sum(entry.numel for entry in trained.entries if entry.name in names)
@@ -147,9 +147,39 @@ def predict(
     )  # fmt: skip
 
 
-def _step(make: Make, spec: Spec, batch: object, on_values: Callable[[], tuple[Step, int] | None]) -> tuple[Step, int]:
-    """Return a step of the submodel, run as far as it can be, and the bytes of module and batch."""
-    run, failure = _Run(make(spec), batch), None
+def _cold_step(
+    make: Make, spec: Spec, batch: object, on_values: Callable[[], tuple[Step, int] | None]
+) -> tuple[Step, int]:
+    """Return what `_step` does, as if no step had run before, whose tensors the user's code may have cached."""
+    run = _Run(make(spec), batch)
+    found = failure = None
+    with uncached(run.module) as hidden:
+        try:
+            found = _step(run, make, spec, batch, on_values)
+        except SpecError as error:
+            failure = error
+    if hidden.any and (found is None or found[0].guessed):  # it may have been no cache, but a table of constants
+        with uncached(run.module, is_cold=False):
+            return _step(_Run(make(spec), batch), make, spec, batch, on_values)
+    if found is None:
+        assert failure is not None
+        raise failure
+    return found
+
+
+def _step(
+    run: _Run, make: Make, spec: Spec, batch: object, on_values: Callable[[], tuple[Step, int] | None]
+) -> tuple[Step, int]:
+    """Return a step of the submodel, run as far as it can be, and the bytes of module and batch.
+
+    Args:
+        run: step to follow first.
+        make: function that builds a submodel's module.
+        spec: submodel to train.
+        batch: batch without values; None = there is none.
+        on_values: function that runs the step on drawn values; None is its answer where it cannot.
+    """
+    failure: BaseException | None = None
     # tensors that the user's code makes without saying where are best on the meta device as well, but not always
     for default in ("meta", "cpu") if batch is not None else ():
         try:
@@ -258,7 +288,7 @@ class _Run:
         """
 
         def passes() -> None:
-            with uncached(), torch.device(default):
+            with uncached(self.module, is_cold=False), torch.device(default):
                 loss = loss_of(self.module, self.batch)
                 if loss.requires_grad:
                     _backward(loss)

@@ -125,7 +125,7 @@ class Candidates:
 
     def _pin_numbers(self) -> None:
         """Keep whole what code makes a number of, such as the scale of scores; where a norm spans it, as much is known."""
-        for (origin, _), place in self.seen.watch.numbers.items():
+        for (origin, _), place in self.seen.watch.uses.numbers.items():
             units = list(origin.units()) if isinstance(origin, Dim) else []
             if not any(atom.span is not None for atom in units):
                 for atom in units:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,78 +28,14 @@ from raafl.submodel.cut.sizes import (
 )  # fmt: skip
 from raafl.submodel.find.labels import Dim, Labels, ShapeConflict
 from raafl.submodel.find.products import DIVIDED
+from raafl.submodel.find.tracked_size import OPERATORS, NonTorchUses, Origin, Size, origin_of
 
 Attribute = tuple[str, Trail]
-Origin = Any
-"""Where a number comes from: an `Attribute` key, a `Dim`, (operator, origin, origin), or a plain number."""
-
 NUMBERS = frozenset({"mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv", "pow", "rpow", "tensor"})
 """Functions of torch for which a size is a number like any other; without underscores."""
 
-OPERATORS: dict[str, Callable[[int, int], int]] = {
-    name: getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod")
-}
-
 ALONE = (nn.MultiheadAttention, nn.RNNBase)
 """Layers whose sizes follow from their tensors by rules of their own (`raafl.submodel.cut.layers`)."""
-
-
-class Size(int):
-    """An integer that remembers where it was read, also after sums, products and quotients.
-
-    Attributes:
-        origin: attribute or tensor dimension from which the number was read.
-        note: function that is called when the code computes something else from the number, such as a scaling factor.
-    """
-
-    origin: Origin
-    note: Callable[[Size], None]
-
-    def __new__(cls, value: int, origin: Origin, note: Callable[[Size], None]) -> Size:
-        """Make the number ``value`` that comes from ``origin``."""
-        size = super().__new__(cls, value)
-        size.origin, size.note = origin, note
-        return size
-
-    def __float__(self) -> float:
-        self.note(self)
-        return float(int(self))
-
-    def __neg__(self) -> Size:
-        return Size(-int(self), ("sub", 0, self.origin), self.note)
-
-    def __deepcopy__(self, memo: object) -> Size:
-        return self
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
-
-
-def _arithmetic(name: str, swapped: bool) -> Callable[[Size, Any], Any]:
-    plain = getattr(int, f"__{'r' if swapped else ''}{name}__")
-
-    def work(self: Size, other: Any) -> object:
-        if isinstance(other, float):
-            return getattr(float(self), plain.__name__)(other)
-        value = plain(int(self), int(other) if isinstance(other, Size) else other)
-        for size in (self, other) if type(value) is float else ():
-            float(size)  # notes it
-        if type(value) is not int or name not in OPERATORS:
-            return value
-        origins = (self.origin, _origin_of(other))
-        return Size(value, (name, *(reversed(origins) if swapped else origins)), self.note)
-
-    return work
-
-
-for _name in (*OPERATORS, "truediv", "pow"):
-    setattr(Size, f"__{_name}__", _arithmetic(_name, swapped=False))
-    setattr(Size, f"__r{_name}__", _arithmetic(_name, swapped=True))
-
-
-def _origin_of(value: int) -> Origin:
-    """Return the origin of a number; a plain number is its own origin."""
-    return value.origin if isinstance(value, Size) else int(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,21 +90,31 @@ class SizeTracker(TorchFunctionMode):
         asked: recorded uses of sizes.
         values: integers that modules store in attributes, by module path and attribute path.
         running: methods that are running now, innermost last.
+        uses: recorded uses of sizes outside of torch.
     """
 
     def __init__(
-        self, module: nn.Module, labels: Labels, dims_of: Callable[[Tensor], Any], knows: Callable[[Tensor], bool]
-    ) -> None:
-        """Make the numbers stored in ``module``, a copy, remember where they come from."""
+        self, module: nn.Module, labels: Labels, dims_of: Callable[[Tensor], Any], knows: Callable[[Tensor], bool],
+        *, are_keys_plain: bool = False,
+    ) -> None:  # fmt: skip
+        """Make the numbers stored in ``module``, a copy, remember where they come from.
+
+        Args:
+            module: copy of the model.
+            labels: registry of the labels of dimensions.
+            dims_of: function that returns the labels of a tensor's dimensions.
+            knows: function that returns whether a tensor's dimensions have labels.
+            are_keys_plain: whether a dictionary finds a size by any equal number; False = only by a size of its origin.
+        """
         super().__init__()
         self.asked: list[SizeUse] = []
-        self.numbers: dict[tuple[Origin, int], str] = {}
+        self.uses = NonTorchUses(labels.place, are_keys_plain=are_keys_plain)
         self.running: list[tuple[str, str]] = []
         self._alone = {path for path, part in module.named_modules() if isinstance(part, ALONE)}
         self._labels, self._dims_of, self._knows = labels, dims_of, knows
         modules = dict(module.named_modules())
         self.values = dict(_numbers(modules.items()))
-        put(modules, {key: Size(value, _Attr(key), self._number) for key, value in self.values.items()})
+        put(modules, {key: Size(value, _Attr(key), self.uses) for key, value in self.values.items()})
         for path, part in modules.items():
             if not isinstance(part, torch.jit.ScriptModule):
                 part.__dict__["forward"] = _Method(self, part, path, "forward")
@@ -193,7 +138,7 @@ class SizeTracker(TorchFunctionMode):
         if name.strip("_") in NUMBERS:
             for part in args:
                 if isinstance(part, Size):
-                    self._number(part)
+                    self.uses.number(part)
         if (
             name == "scaled_dot_product_attention" and kwargs.get("scale") is None
         ):  # where no kernel does, it is not seen
@@ -209,7 +154,7 @@ class SizeTracker(TorchFunctionMode):
 
     def _origin(self, value: int | None, part: Part) -> Any:
         """Return where the size ``value``, which an operation was given for ``part``, was computed from; None = unknown."""
-        origin = None if value is None else _origin_of(value)
+        origin = None if value is None else origin_of(value)
         if value is not None and value < 0 and part.stop is not None:  # a slice that counts from the end
             return ("add", self._dims_of(part.tensor)[part.dim], origin)
         return origin
@@ -225,11 +170,7 @@ class SizeTracker(TorchFunctionMode):
         return torch.Size(self._measure(size, dim) for size, dim in zip(answer, dims, strict=True))
 
     def _measure(self, size: int, dim: Dim) -> int:
-        return Size(size, dim, self._number) if size > 1 and any(atom.pin is None for atom in dim.units()) else size
-
-    def _number(self, size: Size) -> None:
-        """Note that code makes a number of a size that is none, and where."""
-        self.numbers.setdefault((size.origin, int(size)), self._labels.place())
+        return Size(size, dim, self.uses) if size > 1 and any(atom.pin is None for atom in dim.units()) else size
 
     def _dim(self, part: Part) -> Dim | None:
         if not self._knows(part.tensor):
@@ -277,7 +218,7 @@ class SizeTracker(TorchFunctionMode):
         worked_out = [
             (a.origin, e) for a, e in zip(self.asked, extents, strict=True) if not isinstance(a.origin, _Attr)
         ]
-        worked_out += [(origin, Extent.of({(): value})) for origin, value in self.numbers]
+        worked_out += [(origin, Extent.of({(): value})) for origin, value in self.uses.numbers]
         for key in _spoiling(attributes, worked_out, comes_to, samples):
             del attributes[key]
         places: dict[tuple[tuple[str, str], Site], list[tuple[SizeUse, Extent | None]]] = {}

@@ -33,6 +33,7 @@ from raafl.submodel.find.operations import MOVING, Call, Dims, follow, rule_of
 from raafl.submodel.find.size_tracker import SizeTracker
 from raafl.submodel.nested_batch import meta_batch, tensors_in
 from raafl.submodel.results import result_of
+from raafl.submodel.user_caches import uncached
 
 TIMES = 3
 """Steps on drawn values, each on others; so many more after one that reads parameters that none before has, such as an expert's."""
@@ -178,13 +179,14 @@ def trace(module: nn.Module, batch: object) -> TraceResult:
     first, runs = None, (isolated_run.loss_of, isolated_run.call) if _has_step(module) else (isolated_run.call,)
     ways, size = ["meta", "cpu"], sum(p.numel() for p in module.parameters())
     ways += (["blind"] if size > LARGE else []) + (["values"] if size <= MOST_VALUES else [])
-    with isolated_run.undisturbed(), isolated_run.uncached():
+    with isolated_run.undisturbed():
         if batch is None:
-            runs, batch = (isolated_run.call,), made_batch(module, partial(_runs, module))
+            with uncached(module, is_cold=False):
+                runs, batch = (isolated_run.call,), made_batch(module, partial(_runs, module))
             if batch is None:
                 return _unseen(module, "there is no batch to follow: give an example batch")
         for run, way in itertools.product(runs, ways):
-            seen = _attempt(module, batch, run, way)
+            seen = _attempt_cold(module, batch, run, way)
             if seen.problem is None:
                 return seen
             first = seen if first is None or (way == ways[-1] and run is runs[0]) else first
@@ -210,11 +212,37 @@ def _runs(module: nn.Module, batch: object) -> bool:
     return True
 
 
-def _attempt(module: nn.Module, batch: object, run: Callable[[Any, Any], Any], way: str) -> TraceResult:
+def _attempt_cold(module: nn.Module, batch: object, run: Callable[[Any, Any], Any], way: str) -> TraceResult:
+    """Follow a step as if no step had run before, unless it fails so.
+
+    A dictionary may be no cache, but have constant tensors, or say what to do for which size. For `_attempt`'s arguments see there.
+    """
+    with uncached(module) as hidden:
+        seen = _attempt(module, batch, run, way)
+    if seen.problem is not None and hidden.any:
+        with uncached(module, is_cold=False):
+            seen = _attempt(module, batch, run, way)
+    if seen.problem is not None and seen.watch.uses.was_key:
+        with uncached(module, is_cold=False):
+            plain = _attempt(module, batch, run, way, are_keys_plain=True)
+        seen = seen if plain.problem else plain
+    return seen
+
+
+def _attempt(
+    module: nn.Module, batch: object, run: Callable[[Any, Any], Any], way: str, *, are_keys_plain: bool = False
+) -> TraceResult:
     """Follow a step, or a call, in one way.
 
     "values" draws some; else all is on the meta device but, with "cpu", the tensors that code makes without saying where;
     with "blind" every condition on a tensor is false.
+
+    Args:
+        module: model to copy.
+        batch: batch of real data.
+        run: function that runs the step, or the call.
+        way: name of the way.
+        are_keys_plain: whether the code finds entries of dictionaries by a size as by any equal number.
     """
     values, default = way == "values", "cpu" if way in ("cpu", "values") else "meta"
     copy = _copy(module, values)
@@ -223,7 +251,7 @@ def _attempt(module: nn.Module, batch: object, run: Callable[[Any, Any], Any], w
     isolated_run.settle(copy)
     tracer = Tracer(copy, is_blind=way == "blind")
     parameters = frozenset(name for name, _ in copy.named_parameters())
-    watch = SizeTracker(copy, tracer.labels, tracer.dims_of, tracer.knows)
+    watch = SizeTracker(copy, tracer.labels, tracer.dims_of, tracer.knows, are_keys_plain=are_keys_plain)
     dims = {name: list(tracer.dims_of(tensor)) for name, tensor in tracer.named.items()}
     seen = TraceResult(dims, tracer.labels, parameters, watch)
     isolated_run.watch_outputs(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, count
+from functools import partial
+from itertools import combinations, count, product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from raafl.submodel.nested_batch import mapped
 from raafl.submodel.prove.narrow import narrowed, num_values, random_values, shortened
 from raafl.submodel.prove.noise import NOISE, Quiet
 from raafl.submodel.spec import FULL, Spec
+from raafl.submodel.user_caches import uncached
 
 if TYPE_CHECKING:
     from raafl.submodel.submodels import Submodels
@@ -80,14 +82,26 @@ def refuted(submodels: Submodels, module: nn.Module, batch: object) -> dict[str,
     too_large = f"not proven: the model has more than {MOST_VALUES:,} parameters, so no step is run"
     found = dict.fromkeys(submodels.axes, too_large)
     with undisturbed(), torch.enable_grad():
-        tries = ((tried, dtype) for tried in _candidates(submodels, module, batch) for dtype in TOLERANCES)
-        for (one, built, some), dtype in tries:
-            proof = _Proof(one, built, some, dtype)
-            problem = proof.begin()
-            if problem is None:
-                return proof.refuted()
-            found = dict.fromkeys(submodels.axes, f"not proven: {problem}")
+        for (one, built, some), dtype in product(_candidates(submodels, module, batch), TOLERANCES):
+            answer = _proven(partial(_Proof, one, built, some, dtype), module)
+            if isinstance(answer, dict):
+                return answer
+            found = dict.fromkeys(submodels.axes, f"not proven: {answer}")
     return found
+
+
+def _proven(begun: Callable[[], _Proof], module: nn.Module) -> dict[str, str] | str:
+    """Return the axes that a proof refutes, each with the reason; or the reason for which nothing can be compared."""
+    problem = ""
+    for is_cold in (True, False):  # code that does not run without what it has stored has stored constants
+        with uncached(module, is_cold=is_cold) as hidden:
+            proof = begun()
+            problem = proof.begin() or ""
+            if not problem:
+                return proof.refuted()
+        if not hidden.any:
+            break
+    return problem
 
 
 def _candidates(submodels: Submodels, module: nn.Module, batch: object) -> Iterator[tuple[Submodels, nn.Module, Any]]:

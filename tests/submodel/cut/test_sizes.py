@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 
 from raafl.submodel import Spec, Submodels
 from raafl.submodel.cut.sizes import Corrected, Extent, put, shallow
-from raafl.submodel.find.size_tracker import Size
 from tests.submodel.architectures import ARCHITECTURES
 
 
@@ -21,21 +19,6 @@ def test_an_extent_is_a_sum_of_products():
     assert extent({"heads": 2, "ffn": 5}) == 8 * 2 + 3 + 2 * 2 * 5
     assert extent.axes == {"heads", "ffn"}
     assert extent == Extent.of({("ffn", "heads"): 2, ("heads",): 8, (): 3})
-
-
-def test_numbers_remember_where_they_come_from():
-    noted = []
-    width, heads = Size(12, "width", noted.append), Size(3, "heads", noted.append)
-    assert (width // heads, width * 2, 2 + heads, 12 % heads, -heads) == (4, 24, 5, 0, -3)
-    assert (width // heads).origin == ("floordiv", "width", "heads")
-    assert (2 + heads).origin == ("add", 2, "heads") and (-heads).origin == ("sub", 0, "heads")
-    assert noted == [] and width**2 == 144
-    for number in (width / 2, 72 / width, width * 0.5, width**-1 * 72, math.sqrt(width * 3)):
-        assert number == pytest.approx(6.0) and not isinstance(number, Size)
-    assert [size.origin for size in noted] == ["width"] * 4 + [("mul", "width", 3)]
-    assert width / heads == 4.0 and noted[-2:] == [width, heads]
-    assert type(pickle.loads(pickle.dumps(width))) is int and copy.deepcopy(width) is width
-    assert torch.zeros(heads, 2).view(heads * 2).shape == (6,)
 
 
 class Config:

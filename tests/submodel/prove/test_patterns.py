@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from raafl.submodel import Submodels, isolated_run
+from raafl.submodel import Submodels
 from raafl.submodel.prove.proof import refuted
 
 ROWS = [torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2, 1, 1])]
@@ -182,21 +182,3 @@ def test_its_axes_are_found_and_proven(name):
     submodels = Submodels(module, batch)
     assert [axis.size for axis in submodels.axes.values()] == sizes
     assert refuted(submodels, module, batch) == {}
-
-
-def test_what_a_function_has_cached_has_values(monkeypatch):
-    @lru_cache
-    def places(number):
-        return torch.arange(number)
-
-    monkeypatch.setattr(
-        isolated_run, "_known", (0, isolated_run._known[1])
-    )  # or it would be looked for after the next import
-    module, batch = rows(lambda own, x: own["b"](torch.tanh(own["a"](x))[places(len(x))]))
-    submodels = Submodels(module, batch)
-    for use in (lambda: submodels.axes, lambda: submodels.cost(batch_size=4)):
-        use()
-        assert places.cache_info().currsize == 0
-    assert refuted(submodels, module, batch) == {} and places(4).tolist() == [0, 1, 2, 3]
-    misses = places.cache_info().misses
-    assert Submodels(module, batch).axes and places.cache_info().misses == misses  # it has only been looked up

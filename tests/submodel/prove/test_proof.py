@@ -193,6 +193,16 @@ def test_every_axis_of_the_zoo_is_proven(name):
         assert refuted(Submodels(module, batch, residual_width=wide), module, batch) == {}
 
 
+@pytest.mark.quick_cases("MLP", "CNN with batch norm", "FastText", "KeywordSpotter")
+@pytest.mark.parametrize("name", ZOO)
+def test_the_same_axes_are_found_and_proven_three_times_in_one_process(name):
+    module, batch = made(name)
+    for _ in range(3):
+        submodels = Submodels(module, batch)
+        assert {axis: one.size for axis, one in submodels.axes.items()} == ZOO[name].axes
+        assert refuted(submodels, module, batch) == {}
+
+
 @pytest.mark.quick_cases("CNN", "ViT")
 @pytest.mark.parametrize("name", ["MLP", "CNN", "ViT", "BERT", "LLaMA"])
 def test_a_member_whose_units_are_shifted_by_one_is_refused(name, monkeypatch):

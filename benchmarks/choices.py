@@ -23,7 +23,9 @@ from typing import Any
 import yaml
 
 from benchmarks.common import Row, report, table
-from raafl.compare.statistics import geometric
+from raafl.compare.grid_result import tested_by_holm
+from raafl.compare.statistics import censored_median, geometric, rank_test
+from raafl.compare.tables import p_value
 from raafl.config.experiment import Experiment
 from raafl.config.parse import parse
 from raafl.plan.auto import auto
@@ -45,25 +47,48 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class MethodRuns:
-    """Runs of one method in one cell of the grid, over seeds: seconds and updates to the target, and how many reached it."""
+    """Runs of one method in one cell of the grid, over seeds.
 
-    seconds: Mapping[int, float]
+    Attributes:
+        seconds: seconds to the target of each run; None = it did not reach it, or failed.
+        updates: median of the updates to the target, which the table of `algorithm: auto` needs as a number: here alone a run
+            that did not reach the target counts as `NOT_REACHED` times the updates that it merged.
+    """
+
+    seconds: tuple[float | None, ...]
     updates: float
-    reached: int
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> MethodRuns | None:
-        """Read a row of a cell; None where no run of it has ended.
-
-        A run that did not reach the target counts as `NOT_REACHED` times its length.
-        """
+        """Read a row of a cell; None where no run of it has ended."""
         done = [run for run in row["runs"] if "error" not in run and run["updates"]]
         if not done:
             return None
-        to = {run["seed"]: next(iter(run["time_to"].values())) for run in done}
-        seconds = {run["seed"]: to[run["seed"]] or NOT_REACHED * run["time_s"] for run in done}
-        updates = [seconds[run["seed"]] * run["updates"] / run["time_s"] for run in done]
-        return cls(seconds, median(updates), sum(one is not None for one in to.values()))
+        seconds = [_first(run.get("time_to", {})) for run in row["runs"]]
+        shares = [(_first(run["time_to"]) or NOT_REACHED * run["time_s"]) / run["time_s"] for run in done]
+        updates = [share * run["updates"] for share, run in zip(shares, done, strict=True)]
+        return cls(tuple(seconds), median(updates))
+
+    @property
+    def reached(self) -> int:
+        """Number of runs that reached the target."""
+        return sum(one is not None for one in self.seconds)
+
+    @property
+    def median_s(self) -> float:
+        """Median of the seconds, where a run that did not reach the target is later than all others; infinite if it is one."""
+        found = censored_median(self.seconds)
+        return math.inf if found is None else found
+
+    def over(self, other: MethodRuns) -> float | None:
+        """Return the ratio of the medians of this method and another; None if neither has one, infinite if only the other has."""
+        if math.isinf(other.median_s):
+            return None if math.isinf(self.median_s) else 0.0
+        return self.median_s / other.median_s
+
+
+def _first(targets: Mapping[str, float | None]) -> float | None:
+    return next(iter(targets.values()), None)
 
 
 def learn(grid: Mapping[str, Any]) -> tuple[Table, dict[Key, dict[str, MethodRuns]], dict[Key, Experiment]]:
@@ -159,7 +184,9 @@ def agreement(rates: Sequence[Row]) -> dict[str, int]:
 def left_out(
     table: Table, seen: Mapping[Key, Mapping[str, MethodRuns]], choose_for: Callable[[Key, Table], str]
 ) -> list[Row]:  # fmt: skip
-    """Choose for each cell by the other fleets alone; return a row for each, with the times over the best and over FedBuff's.
+    """Choose for each cell by the other fleets alone; return a row for each, with its times beside the best and FedBuff's.
+
+    Times are medians over seeds (see `MethodRuns`), and a ratio is null where a median run did not reach the target.
 
     Args:
         table: what all fleets have shown.
@@ -170,18 +197,31 @@ def left_out(
     for cell in table.cells:
         others = replace(table, cells=[one for one in table.cells if one.fleet != cell.fleet])
         here = seen[cell.fleet, cell.task]
-        chosen = choose_for((cell.fleet, cell.task), others)
-        times = {label: median(one.seconds.values()) for label, one in here.items()}
-        times = {label: time for label, time in times.items() if label != DEFAULTS}
-        best = min(times, key=lambda label: times[label])
-        logs = {label: _logs(here, chosen, label) for label in _fed_buffs(table) if label in here}
+        label = choose_for((cell.fleet, cell.task), others)
+        mine = here[label]
+        known = {name: one for name, one in here.items() if name != DEFAULTS}
+        best = min(known, key=lambda name: (known[name].median_s, -known[name].reached))
         rows.append({
-            "fleet": cell.fleet, "task": cell.task, "chosen": chosen, "best": best,
-            "ratio": times[chosen] / times[best], "reached": here[chosen].reached, "seeds": len(here[chosen].seconds),
-            **{f"over_{label.lower()}": math.exp(fmean(values)) for label, values in logs.items()},
-            **{f"always {label}": times[label] / times[best] for label in times},
+            "fleet": cell.fleet, "task": cell.task, "chosen": label, "best": best,
+            "ratio": _finite(mine.over(known[best])), "reached": mine.reached, "seeds": len(mine.seconds),
+            **_beside(mine, {name: here[name] for name in _fed_buffs(table) if name in here}),
+            **{f"always {name}": _finite(one.over(known[best])) for name, one in known.items()},
         })  # fmt: skip
     return rows
+
+
+def _beside(mine: MethodRuns, others: Mapping[str, MethodRuns]) -> Row:
+    """Return the ratio of medians to each other method, and of all pairs of runs those in which this method is sooner."""
+    row: Row = {}
+    for label, other in others.items():
+        name, test = label.lower().replace(", ", "-"), rank_test([(mine.seconds, other.seconds)])
+        row[f"over_{name}"] = _finite(mine.over(other))
+        row[f"sooner_{name}"] = "" if test is None else f"{test.pairs - test.later:g} of {test.pairs}"
+    return row
+
+
+def _finite(ratio: float | None) -> float | None:
+    return None if ratio is None or math.isinf(ratio) else ratio
 
 
 def _fed_buffs(table: Table) -> list[str]:
@@ -192,27 +232,48 @@ def _fed_buffs(table: Table) -> list[str]:
     ]
 
 
-def _logs(here: Mapping[str, MethodRuns], chosen: str, other: str) -> list[float]:
-    """Return the logarithm of the chosen method's time over that of another, for each seed that both have."""
-    ours, theirs = here[chosen].seconds, here[other].seconds
-    return [math.log(ours[seed] / theirs[seed]) for seed in ours if seed in theirs]
+def summary(
+    rows: Sequence[Row], seen: Mapping[Key, Mapping[str, MethodRuns]], labels: Sequence[str]
+) -> dict[str, Any]:  # fmt: skip
+    """Summarize the rows: median and worst ratio of auto and of each method, and auto beside FedBuff.
 
+    A cell whose median run did not reach the target is worse than all others: a median or worst ratio may be null.
+    Beside FedBuff the geometric mean and its interval are over the cells in which both medians reached the target; the
+    test by ranks is over all runs of all cells, compared within each.
 
-def summary(rows: Sequence[Row], labels: Sequence[str]) -> dict[str, Any]:
-    """Summarize the rows: return the median and the worst ratio of auto and of each method, and auto's ratios to FedBuff.
-
-    Their intervals are over the cells, each by the mean over its seeds, which share their fleet and task.
+    Args:
+        rows: result of `left_out`.
+        seen: runs of each method, by fleet and task.
+        labels: labels of the methods of the table.
     """
-    always = {label: [row[f"always {label}"] for row in rows if f"always {label}" in row] for label in labels}
-    over = {}
-    for name in dict.fromkeys(name for row in rows for name in row if name.startswith("over_")):
-        found = geometric([row[name] for row in rows if name in row])
-        if found["low"] is not None:
-            over[name] = found
-    return {
-        "median": median(row["ratio"] for row in rows), "worst": max(row["ratio"] for row in rows), "cells": len(rows),
-        "over": over, "always": {label: {"median": median(v), "worst": max(v)} for label, v in always.items() if v},
+    always = {label: _worst([row[f"always {label}"] for row in rows if f"always {label}" in row]) for label in labels}
+    fed_buffs = {
+        label: f"over_{label.lower()}"
+        for label in dict.fromkeys([*labels, DEFAULTS]) if any(f"over_{label.lower()}" in row for row in rows)
     }  # fmt: skip
+    tests = {label: rank_test([_pair(seen, row, label) for row in rows]) for label in fed_buffs}
+    tested = tested_by_holm(tests)
+    over = {}
+    for label, name in fed_buffs.items():
+        ratios = [row[name] for row in rows if row.get(name)]
+        over[name] = {**geometric(ratios), "cells": len(ratios), **tested[label]}
+    return {
+        **_worst([row["ratio"] for row in rows]), "cells": len(rows), "over": over,
+        "always": {label: one for label, one in always.items() if one},
+    }  # fmt: skip
+
+
+def _pair(seen: Mapping[Key, Mapping[str, MethodRuns]], row: Row, label: str) -> tuple[Sequence[float | None], ...]:
+    here = seen[row["fleet"], row["task"]]
+    return here[row["chosen"]].seconds, here[label].seconds if label in here else ()
+
+
+def _worst(ratios: Sequence[float | None]) -> dict[str, float | None]:
+    """Return median and largest of ratios, where null is larger than all; empty without ratios."""
+    if not ratios:
+        return {}
+    known = [math.inf if one is None else one for one in ratios]
+    return {"median": _finite(median(known)), "worst": _finite(max(known))}
 
 
 def rules(shown: Mapping[str, Any]) -> list[Row]:
@@ -221,11 +282,25 @@ def rules(shown: Mapping[str, Any]) -> list[Row]:
     Args:
         shown: summary of the choices.
     """
-    auto_row = {"rule": "auto", "median": shown["median"], "worst": shown["worst"]}
+    auto_row = {"rule": "auto", "median": _said(shown["median"]), "worst": _said(shown["worst"])}
     for name, one in shown["over"].items():
-        auto_row[name] = f"{one['ratio']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
-    always = sorted(shown["always"].items(), key=lambda item: item[1]["median"])
-    return [auto_row, *({"rule": f"always {label}", **one} for label, one in always)]
+        if one["low"] is not None:
+            auto_row[name] = f"{one['ratio']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+        if one["p_holm"] is not None:
+            auto_row[name.replace("over_", "sooner_")] = (
+                f"{one['pairs'] - one['later']:g} of {one['pairs']}, p {p_value(one['p_holm'])}"
+            )
+    always = sorted(
+        shown["always"].items(), key=lambda item: (item[1]["median"] or math.inf, item[1]["worst"] or math.inf)
+    )
+    return [
+        auto_row,
+        *({"rule": f"always {label}", **{name: _said(one) for name, one in each.items()}} for label, each in always),
+    ]
+
+
+def _said(ratio: float | None) -> str:
+    return "not reached" if ratio is None else f"{ratio:.2f}"
 
 
 def unseen(paths: Sequence[Path]) -> list[Row]:
@@ -253,8 +328,7 @@ def unseen(paths: Sequence[Path]) -> list[Row]:
         rows.append({
             "fleet": fleet, "task": task, "seeds": len(here["auto"].seconds), "reached": here["auto"].reached,
             "chosen": " or ".join(sorted({first["chosen"]["method"] for first in firsts})), "adjusted": median(adjusted),
-            **{f"over_{label.lower().replace(', ', '-')}": math.exp(fmean(_logs(here, "auto", label)))
-               for label in here if label != "auto" and _logs(here, "auto", label)},
+            **_beside(here["auto"], {label: one for label, one in here.items() if label != "auto"}),
         })  # fmt: skip
     return rows
 
@@ -264,16 +338,18 @@ def by_fleet(name: str, rows: Sequence[Row]) -> Row:
 
     Args:
         name: name of these fleets.
-        rows: rows of cells, with the fleet and the time over the defaults'.
+        rows: rows of cells, with the fleet and the time over the defaults'; without one where a median run did not reach
+            the target.
     """
     logs: dict[str, list[float]] = {}
     for row in rows:
-        logs.setdefault(row["fleet"], []).append(math.log(row["over_fedbuff-defaults"]))
+        if row.get("over_fedbuff-defaults"):
+            logs.setdefault(row["fleet"], []).append(math.log(row["over_fedbuff-defaults"]))
     found = geometric([math.exp(fmean(values)) for values in logs.values()])
     return {
         "fleets": name,
         "number": len(logs),
-        "cells": len(rows),
+        "cells": sum(bool(row.get("over_fedbuff-defaults")) for row in rows),
         **found,
         "slower": sum(fmean(v) > 0 for v in logs.values()),
     }
@@ -316,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if (key := (cell["fleet"], cell["task"])) in seen and (one := MethodRuns.of(row)) is not None:
                 seen[key][DEFAULTS] = one
     rows = left_out(found, seen, lambda key, others: choose(experiments[key], others).candidate.label)
-    shown = summary(rows, [one.label for one in found.candidates])
+    shown = summary(rows, seen, [one.label for one in found.candidates])
     print(table([{name: value for name, value in row.items() if not name.startswith("always")} for row in rows]))
     print(json.dumps(shown, indent=1))
     if options.check:

@@ -30,7 +30,9 @@ TASK_S = "{task_s}"
 TASK_SHARE = 1.2
 """These seconds over those of the median client's task with the whole model, as in the grid."""
 NOT_REACHED = 2.0
-"""A run that did not reach its target counts as reaching it after so many times the updates that it merged."""
+"""In the table a run that did not reach its target counts as reaching it after so many times the updates that it merged.
+
+Choosing needs a number; what choices are worth is measured without it (`benchmarks.choices`)."""
 _MOST_UPDATES, _UPDATES_EACH = 400, 10
 _LEAST_AT_WORK = 2.0
 """Clients at work below which a buffer is left as it is: with so few it has one or two updates."""

@@ -18,11 +18,15 @@ def run(seed, time_s, updates, to):
 
 
 def test_updates_to_a_target_are_those_until_its_time():
-    """100 s have 50 updates, so that 40 s have 20; what is not reached counts as twice the run: 200 s and 100 updates."""
+    """100 s have 50 updates: 40 s have 20, and 60 s have 30; what is not reached counts as 100 updates, in the table alone."""
     row = {
         "runs": [run(0, 100.0, 50, 40.0), run(1, 100.0, 50, None), run(2, 100.0, 50, 60.0), {"seed": 3, "error": "x"}]
     }
-    assert choices.MethodRuns.of(row) == choices.MethodRuns({0: 40.0, 1: 200.0, 2: 60.0}, 30.0, 2)
+    found = choices.MethodRuns.of(row)
+    assert found == choices.MethodRuns((40.0, None, 60.0, None), 30.0)
+    assert (found.reached, found.median_s) == (2, math.inf)  # of four the later of the two in the middle
+    assert choices.MethodRuns((40.0, None, 60.0), 30.0).over(choices.MethodRuns((10.0, 20.0, 30.0), 1.0)) == 3.0
+    assert found.over(choices.MethodRuns((10.0,), 1.0)) == math.inf and found.over(found) is None
     assert choices.MethodRuns.of({"runs": [{"seed": 0, "error": "diverged"}]}) is None
 
 
@@ -37,8 +41,6 @@ def test_settings_are_the_method_s_and_those_of_its_search():
             "raafl.parts.RateSelect",
             "--algorithm.submodel.seconds",
             "{task_s}",
-            "--eval_every",
-            "2",
         ],
         "tasks": {"mnist": ["--algorithm.staleness", "constant"]},
     }
@@ -77,8 +79,8 @@ def test_of_the_search_only_rates_that_had_a_choice_count():
 
 
 def seen(**seconds):
-    """A cell's rows: two seeds each, who all reached the target, an update each second."""
-    return {label: choices.MethodRuns({0: at, 1: at}, at, 2) for label, at in seconds.items()}
+    """A cell's rows: two seeds each, an update each second, who all reached the target; None = neither did."""
+    return {label: choices.MethodRuns((at, at), at) for label, at in seconds.items()}
 
 
 @pytest.fixture
@@ -105,15 +107,30 @@ def test_a_fleet_is_chosen_for_by_the_others_alone(learnt):
         ("a", "FedBuff", "FedAvg", 2.0), ("b", "FedAvg", "FedBuff", 2.0),
     ]  # fmt: skip
     assert [row["over_fedbuff"] for row in rows] == [1.0, pytest.approx(2.0)]
-    found = choices.summary(rows, ["FedBuff", "FedAvg"])
+    assert [row["sooner_fedbuff"] for row in rows] == ["2 of 4", "0 of 4"]
+    found = choices.summary(rows, learnt[1], ["FedBuff", "FedAvg"])
     assert (found["median"], found["worst"], found["cells"]) == (2.0, 2.0, 2)
     assert found["over"]["over_fedbuff"]["ratio"] == pytest.approx(math.sqrt(2))
     assert list(found["over"]) == ["over_fedbuff"]
+    # on a all four runs are level; on b, of the 6 divisions of two and two runs, 2 have all pairs on one side
+    beside = found["over"]["over_fedbuff"]
+    assert (beside["later"], beside["pairs"], beside["p_holm"]) == (6, 8, pytest.approx(2 / 6))
     assert found["always"] == {label: {"median": 1.5, "worst": 2.0} for label in ("FedBuff", "FedAvg")}
 
 
+def test_a_cell_whose_median_run_does_not_arrive_is_the_worst_and_has_no_ratio(learnt):
+    table, cells = learnt
+    cells = {("a", "mnist"): cells["a", "mnist"], ("b", "mnist"): seen(FedBuff=40.0, FedAvg=None)}
+    rows = choices.left_out(table, cells, lambda key, others: "FedAvg")
+    assert [row["ratio"] for row in rows] == [1.0, None] and [row["reached"] for row in rows] == [2, 0]
+    found = choices.summary(rows, cells, ["FedBuff", "FedAvg"])
+    assert (found["median"], found["worst"]) == (None, None)
+    assert found["over"]["over_fedbuff"]["cells"] == 1 and found["over"]["over_fedbuff"]["ratio"] == 0.5
+    assert [row["median"] for row in choices.rules(found)] == ["not reached", "1.50", "not reached"]
+
+
 def test_of_a_grid_with_auto_its_choice_and_its_time_are_told(tmp_path):
-    """auto's 40 s and 50 s over 80 s and 100 s of another row, seed by seed, which another result has."""
+    """auto's median of 50 s (of two the later) over 100 s of another row, which another result has."""
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "events.jsonl").write_text(
         json.dumps({"chosen": {"method": "fed_avg"}}) + '\n{"event":"adjusted"}\n'
@@ -133,6 +150,7 @@ def test_of_a_grid_with_auto_its_choice_and_its_time_are_told(tmp_path):
             "chosen": "fed_avg",
             "adjusted": 1,
             "over_fedbuff-defaults": pytest.approx(0.5),
+            "sooner_fedbuff-defaults": "4 of 4",
         }
     ]
 

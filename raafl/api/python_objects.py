@@ -117,10 +117,13 @@ def partition(given: str, shown: str = "") -> Partition:
 def digest(module: nn.Module) -> str:
     """Return a digest of a module's parameters and persistent buffers, 16 hex digits long."""
     sha = hashlib.sha256()
-    # as if not compiled
-    state = {name.replace("_orig_mod.", ""): tensor for name, tensor in module.state_dict().items()}
-    for name, tensor in sorted(state.items()):
-        if isinstance(tensor, torch.Tensor):
-            sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    # not by `state_dict`, which a module may write itself; under each name, as a state dict has them
+    state = dict(module.named_parameters(remove_duplicate=False))
+    for path, part in module.named_modules(remove_duplicate=False):
+        dot = f"{path}." if path else ""
+        names = part._buffers.keys() - part._non_persistent_buffers_set
+        state |= {dot + name: tensor for name in names if (tensor := part._buffers[name]) is not None}
+    for name, tensor in sorted((name.replace("_orig_mod.", ""), tensor) for name, tensor in state.items()):
+        sha.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]

@@ -17,8 +17,8 @@ from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.events import read_run
 from raafl.runfolder.schema import JournalRow
-from raafl.runtime.lifecycle.checkpointer import with_ties
 from raafl.runtime.lifecycle.environment import conditions, differences
+from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.replay import Replay
 from raafl.runtime.setup import ServerSetup, build, make_executor
 from raafl.submodel import FlatTensors
@@ -125,7 +125,7 @@ def _own_data(
 
 def _save(folder: Path, parts: ServerSetup) -> Path:
     state = parts.coordinator.state
-    return checkpoint.save(folder, state.version, with_ties(parts.module, state.values), module=parts.module)
+    return checkpoint.write(folder, SavedForm(parts.module).contents(state.version, state.values))
 
 
 def _distance(folder: Path, parts: ServerSetup) -> dict[str, Any] | None:
@@ -133,7 +133,7 @@ def _distance(folder: Path, parts: ServerSetup) -> dict[str, Any] | None:
     with contextlib.suppress(BadInput):
         saved = checkpoint.load(folder)
         values = parts.coordinator.state.values
-        theirs = FlatTensors.from_named({name: saved.state_dict[name] for name, _ in values.items()}, values.layout)
+        theirs = FlatTensors.from_named({name: saved.values[name] for name, _ in values.items()}, values.layout)
         gaps = torch.cat(
             [
                 (a.double() - b.double()).flatten()

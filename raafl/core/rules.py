@@ -41,6 +41,11 @@ class Rules:
         """Whether a client that leaves tasks unanswered is suspended for as long as they took, instead of for 10 s at first."""
         return self.revision >= 2
 
+    @property
+    def metrics_live(self) -> bool:
+        """Whether a metric that a module does not log as an object goes on from evaluation to evaluation."""
+        return self.revision >= 2
+
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:
     """Return the revision in the config of a run folder; a folder older than the field has revision 1."""

@@ -206,9 +206,9 @@ class _ShardedState(ModuleState):
         super().__init__(module, submodels)
         self._module = module
 
-    def restore(self) -> None:
+    def restore(self, *, metrics: bool = True) -> None:
         _reshard(self._module)
-        super().restore()
+        super().restore(metrics=metrics)
 
     def check(self) -> None:
         _reshard(self._module)

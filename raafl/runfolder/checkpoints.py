@@ -1,8 +1,8 @@
 """Read and write checkpoints of the global model, which `LightningModule.load_from_checkpoint` can read, too.
 
-A file holds what Lightning looks for (`state_dict`, `hyper_parameters`, `pytorch-lightning_version`) and a section
-`raafl` of plain data and tensors, from which a run resumes. It is read with `torch.load(weights_only=True)`: nothing in
-it is executed.
+A file holds what Lightning looks for (`state_dict`, `hyper_parameters`, `pytorch-lightning_version`, and what the module's
+`on_save_checkpoint` adds) and a section `raafl` of plain data and tensors, from which a run resumes. It is read with
+`torch.load(weights_only=True)`: nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
@@ -23,52 +24,59 @@ from torch import nn
 from raafl.atomic_file import atomic_file
 from raafl.errors import BadInput
 from raafl.log import warn_once
+from raafl.module_hooks import overrides
 from raafl.runfolder.schema import CHECKPOINTS
 
 _FORMAT: Final = 1
 _log = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"version-(\d{6,})\.ckpt")
 _PLAIN: Final = (str, int, float, bool, type(None), torch.Tensor, nn.Parameter)
+_READABLE: Final = (*_PLAIN, complex, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)
+"""Types of single values that `torch.load(weights_only=True)` reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
     """Content of a checkpoint file.
 
-    ``state_dict`` is on the CPU; ``hyper_parameters`` has the module's arguments; ``raafl`` has everything else that is
-    needed to resume the run.
+    Attributes:
+        path: path of the file.
+        version: version of the global model.
+        state_dict: state dict as the module itself saves it, with tensors on the CPU.
+        hyper_parameters: arguments of the module.
+        raafl: everything else that is needed to resume the run.
+        values: tensors of the global model by name.
     """
 
     path: Path
     version: int
-    state_dict: dict[str, torch.Tensor]
+    state_dict: dict[str, Any]
     hyper_parameters: dict[str, Any]
     raafl: dict[str, Any]
+    values: dict[str, torch.Tensor]
 
 
-def save(
-    run_folder: str | os.PathLike[str],
+def contents(
     version: int,
-    state_dict: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    state_dict: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
     *,
     module: nn.Module | None = None,
     raafl: Mapping[str, Any] | None = None,
-    keep_last: int | None = None,
-    name: str | None = None,
-) -> Path:
-    """Write `RUN_FOLDER/checkpoints/version-000123.ckpt` and return its path.
+    values: Mapping[str, torch.Tensor] | None = None,
+    left_out: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Return the contents of a checkpoint file, as Lightning's Trainer would save the module, and what raafl needs beside.
 
     Args:
-        run_folder: folder of the run; its subfolder `checkpoints/` is created if missing.
-        version: version of the global model; a checkpoint of the same version is replaced.
-        state_dict: tensors of the global model by name.
-        module: LightningModule whose `hparams` are stored; a value that is not plain data is left out with a warning.
+        version: version of the global model.
+        state_dict: result of the module's `state_dict()`, or tensors of the global model by name.
+        module: LightningModule whose `hparams` are stored, and whose `on_save_checkpoint` is called.
         raafl: plain data (strings, numbers, None, tensors, and dicts, lists and tuples of them) for resuming.
-        keep_last: number of checkpoints to keep, including this one; None = all.
-        name: file name in place of the usual one, such as best.ckpt; runs are never resumed from such a file.
+        values: tensors of the global model by name, for resuming; those that ``state_dict`` has are not stored twice.
+        left_out: function that is called with a sentence about each part that is not plain data, and so is left out;
+            None = log it once.
 
     Raises:
-        OSError, RuntimeError: the checkpoint cannot be written; existing files stay as they were.
         TypeError: `raafl` has a value that is not plain data.
     """
     section = dict(raafl or {})
@@ -76,23 +84,73 @@ def save(
         raise TypeError(
             f"{where} is a {type(value).__name__}, which cannot be saved in a checkpoint; convert it to plain data"
         )
+    report = left_out or (lambda line: warn_once(_log, line))
+    named = state_dict if isinstance(state_dict, Mapping) else dict(state_dict)
     content: dict[str, Any] = {
         "pytorch-lightning_version": installed_version("lightning"),
         "epoch": 0,
         "global_step": version,
         "loops": {},
-        "state_dict": {name: tensor.detach() for name, tensor in dict(state_dict).items()},
+        "state_dict": _without_graph(named),
         **_hyper_parameters(module),
-        "raafl": {"format": _FORMAT, "version": version, "state": section},
     }
+    if module is not None and overrides(module, "on_save_checkpoint"):
+        module.on_save_checkpoint(content)  # type: ignore[operator]
+    saved = _plain_state(content.pop("state_dict"), report)
+    content = {name: value for name, value in content.items() if _is_kept(name, value, report)}
+    content["state_dict"] = saved
+    missing = {name: value for name, value in (values or {}).items() if not _is_same(saved.get(name), value)}
+    content["raafl"] = {"format": _FORMAT, "version": version, "state": section, "values": missing}
+    return content
+
+
+def write(
+    run_folder: str | os.PathLike[str], content: Mapping[str, Any], *, keep_last: int | None = None,
+    name: str | None = None,
+) -> Path:  # fmt: skip
+    """Write the result of `contents` to `RUN_FOLDER/checkpoints/version-000123.ckpt` and return its path.
+
+    Args:
+        run_folder: folder of the run; its subfolder `checkpoints/` is created if missing.
+        content: contents of the file; a checkpoint of the same version is replaced.
+        keep_last: number of checkpoints to keep, including this one; None = all.
+        name: file name in place of the usual one, such as best.ckpt; runs are never resumed from such a file.
+
+    Raises:
+        OSError, RuntimeError: the checkpoint cannot be written; existing files stay as they were.
+    """
     folder = Path(run_folder) / CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / (name or f"version-{version:06d}.ckpt")
+    path = folder / (name or f"version-{content['raafl']['version']:06d}.ckpt")
     with atomic_file(path) as file:
-        torch.save(content, file)
+        torch.save(dict(content), file)
     if keep_last is not None:
         _keep(folder, path, keep_last)
     return path
+
+
+def save(
+    run_folder: str | os.PathLike[str],
+    version: int,
+    state_dict: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
+    *,
+    module: nn.Module | None = None,
+    raafl: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    name: str | None = None,
+) -> Path:
+    """Write a checkpoint and return its path; see `contents` and `write`.
+
+    Args:
+        run_folder: folder of the run.
+        version: version of the global model.
+        state_dict: result of the module's `state_dict()`, or tensors of the global model by name.
+        module: LightningModule whose `hparams` are stored.
+        raafl: plain data for resuming.
+        keep_last: number of checkpoints to keep, including this one; None = all.
+        name: file name in place of the usual one.
+    """
+    return write(run_folder, contents(version, state_dict, module=module, raafl=raafl), keep_last=keep_last, name=name)
 
 
 def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
@@ -114,9 +172,10 @@ def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
                 f"checkpoint is {found} of format {format_}, but this version reads format {_FORMAT}: use the "
                 "version that wrote it"
             )
-        return SavedCheckpoint(
-            found, section["version"], content["state_dict"], content.get("hyper_parameters", {}), section["state"]
-        )
+        state, more = content["state_dict"], section.get("values", {})  # an earlier version has no values beside
+        values = {**{name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, **more}
+        hyper_parameters = content.get("hyper_parameters", {})
+        return SavedCheckpoint(found, section["version"], state, hyper_parameters, section["state"], values)
     except BadInput:
         raise
     except Exception as error:  # torch.load and a stranger's content raise errors of many types
@@ -155,7 +214,7 @@ def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:
     for name, value in hparams.items():
         if hasattr(value, "item") and not isinstance(value, torch.Tensor):  # numpy scalars
             value = value.item()
-        problems = list(_not_plain(value, name))
+        problems = list(_not_plain(value, name, _READABLE))
         if not problems:
             kept[name] = value
             continue
@@ -168,13 +227,70 @@ def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:
     return {"hyper_parameters": kept} | ({"hparams_name": name} if isinstance(name, str) else {})
 
 
-def _not_plain(value: Any, where: str) -> Iterable[tuple[str, Any]]:
-    """Yield each place in `value` whose content `torch.load(weights_only=True)` would refuse."""
-    if type(value) is dict:
+def _without_graph(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state dict without gradients of its tensors, with the module versions that torch keeps beside it."""
+    found = OrderedDict(
+        (name, value.detach() if isinstance(value, torch.Tensor) else value) for name, value in state.items()
+    )
+    if (versions := getattr(state, "_metadata", None)) is not None:
+        found._metadata = versions  # type: ignore[attr-defined]
+    return found
+
+
+def _plain_state(state: Any, report: Callable[[str], None]) -> OrderedDict[str, Any]:
+    """Return a state dict without entries that a checkpoint cannot hold; ``report`` is called with a sentence about each."""
+    found: OrderedDict[str, Any] = OrderedDict()
+    for name, value in state.items():
+        problems = list(_not_plain(value, str(name), _READABLE))
+        if not problems:
+            found[name] = value
+            continue
+        report(
+            f"{problems[0][0]} in the state dict is a {type(problems[0][1]).__name__} and is left out of checkpoints: save plain "
+            "data and tensors (get_extra_state), or give load_from_checkpoint strict=False"
+        )
+    versions = getattr(state, "_metadata", None)
+    if versions is not None and not list(_not_plain(versions, "_metadata")):
+        found._metadata = versions  # type: ignore[attr-defined]
+    return found
+
+
+def _is_kept(name: Any, value: Any, report: Callable[[str], None]) -> bool:
+    """Check whether an entry that the module's `on_save_checkpoint` added can be saved."""
+    problems = list(_not_plain(value, str(name), _READABLE))
+    if problems:
+        report(
+            f"on_save_checkpoint adds {problems[0][0]}, a {type(problems[0][1]).__name__}, which is left out of checkpoints: add "
+            "plain data and tensors"
+        )
+    return not problems and name != "raafl"
+
+
+def _is_same(saved: Any, value: torch.Tensor) -> bool:
+    """Check whether a tensor of a state dict is the very one of the global model, in the same memory."""
+    return (
+        isinstance(saved, torch.Tensor)
+        and (saved.data_ptr(), saved.dtype, saved.shape, saved.stride())
+        == (value.data_ptr(), value.dtype, value.shape, value.stride())
+        and saved.device == value.device
+    )
+
+
+def _not_plain(value: Any, where: str, types: tuple[type, ...] = _PLAIN) -> Iterable[tuple[str, Any]]:
+    """Yield each place in `value` whose content `torch.load(weights_only=True)` would refuse.
+
+    Args:
+        value: value to look through.
+        where: name of the value.
+        types: types of single values that are allowed.
+    """
+    if type(value) in (dict, OrderedDict):
         for key, item in value.items():
-            yield from _not_plain(item, f"{where}.{key}") if isinstance(key, str | int) else [(f"{where}.{key}", key)]
+            yield from (
+                _not_plain(item, f"{where}.{key}", types) if isinstance(key, str | int) else [(f"{where}.{key}", key)]
+            )
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
-            yield from _not_plain(item, f"{where}[{index}]")
-    elif type(value) not in _PLAIN:
+            yield from _not_plain(item, f"{where}[{index}]", types)
+    elif type(value) not in types:
         yield where, value

@@ -10,6 +10,7 @@ from raafl._version import __version__
 from raafl.config.experiment import Experiment, seconds
 from raafl.config.trust import remember
 from raafl.core.hooks import RunHooks
+from raafl.core.rules import Rules
 from raafl.core.types import Warn
 from raafl.errors import BadInput, CodeFailed
 from raafl.local.data_faults import fault_in
@@ -41,6 +42,7 @@ from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.lifecycle.export import save_final
 from raafl.runtime.lifecycle.hub import push_model
 from raafl.runtime.lifecycle.mirror import Mirror, check_store
+from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor, max_norm_ratio
 from raafl.submodel import FULL
@@ -70,7 +72,11 @@ class Run:
         submodels, data, device = parts.submodels, parts.data, parts.coordinator.state.values.device
         num, size = experiment.submodels.static_batches, parts.coordinator.fleet.batch_size
         self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
-        self.evaluator = Evaluator(submodels, data.test_batches, device, self.statistics.fill_)
+        self.evaluator = Evaluator(
+            submodels, data.test_batches, device, self.statistics.fill_,
+            metrics_live=Rules(experiment.rules).metrics_live,
+        )  # fmt: skip
+        self.saved_form = SavedForm(parts.module, lambda: self.evaluator.living)
         self.progress = Progress(experiment.progress)  # type: ignore[arg-type]
         self._resumed, self.signer = saved is not None, signer or Signer.own()
         self.folder = self._name_folder(saved)
@@ -83,7 +89,7 @@ class Run:
         self.record.figures.logged.expect(self._logs[:MAX_LOGGED])
         self.mirror = Mirror.to(experiment.output, self.folder, self.progress.warn)
         self.saver = Checkpointer(
-            self.folder, parts.module, experiment.keep_checkpoints, runtime, self.record,
+            self.folder, self.saved_form, experiment.keep_checkpoints, runtime, self.record,
             every_s=seconds("checkpoint_s", experiment.checkpoint_s), warn=self.progress.warn,
             written=self.mirror.request,
         )  # fmt: skip
@@ -93,7 +99,7 @@ class Run:
         )  # fmt: skip
         self.divergence = Divergence(self.progress.warn, strict=experiment.strict, fault=self._fault)
         self.divergence.on_evaluate(0, 0.0, metrics)  # what can diverge
-        self.best = BestCheckpoint(self.folder, parts.module, experiment.keep_best, self.progress.warn)
+        self.best = BestCheckpoint(self.folder, self.saved_form, experiment.keep_best, self.progress.warn)
         self.hooks, self._config_yaml = self._observed(), config_yaml
         self._interrupt = Interrupt(on_insist=self.progress.abandon)
 
@@ -153,6 +159,7 @@ class Run:
         self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
         with resume.restoring(saved), self.statistics.untouched(coordinator.state.values):
             resume.resume(saved, mended, coordinator, self.record)
+            self.evaluator.revive(section.get("metrics", {}))  # an earlier version has saved none
         if altered:
             self.progress.warn(f"the books of the run were altered before it was resumed: {'; '.join(altered[:5])}")
         # before any row: killed in between, a run that had ended would else be taken for one to which a row was added
@@ -233,6 +240,7 @@ class Run:
         fleet = self.parts.coordinator.fleet.of(self.parts.clients)  # nobody has joined, but it is known who will
         notes = [*data_notes(self.parts), *self.parts.coordinator.algorithm.notes(fleet, len(self.parts.clients))]
         notes += met_at_once(self.parts.experiment, metrics)
+        notes += self._saved_notes()
         algorithm = self.parts.coordinator.algorithm
         left_out = uncalled(self.parts.module, algorithm.local.leaves_out, algorithm.name)
         notes += [Warn(line) for line in (*self._tried, *left_out)]
@@ -253,6 +261,14 @@ class Run:
         if warnings and self.parts.experiment.strict:
             raise BadInput("\n".join([f"{warning} (an error, since strict is true)" for warning in warnings]))
         return notes
+
+    def _saved_notes(self) -> list[Warn]:
+        """Try what checkpoints save of the module; return a warning for each part that they cannot hold."""
+        found: list[str] = []
+        values = self.parts.coordinator.state.values.clone()
+        with explained(self.parts.module, "state_dict, as a checkpoint calls it,"):
+            self.saved_form.contents(0, values, left_out=found.append)
+        return list(map(Warn, found))
 
     def start(self) -> None:
         """Start the run's clock and the progress display."""
@@ -321,7 +337,7 @@ class Run:
         summary["kept_whole"] = self.parts.submodels.reasons
         self.saver.close()
         with self.statistics.filled(coordinator.state.values, anew=False):
-            where = save_final(self.folder, self.saver, self.parts, self.progress, summary)
+            where = save_final(self.folder, self.saver, self.parts, self.saved_form, self.progress, summary)
         summary["model"], summary["model_copy"] = where
         summary["best"] = self.best.best
         self.observer.end(cast(dict[str, Any], summary))

@@ -11,6 +11,7 @@ import torch
 from raafl.data.federated import Sized
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
+from raafl.local.evaluation.living_metrics import LivingMetrics
 from raafl.local.evaluation.metric_partials import NotMergeable, PartialRecorder, add
 from raafl.local.evaluation.metrics import begin, end, step
 from raafl.local.evaluation.record import Recorder
@@ -29,6 +30,7 @@ class Evaluator:
 
     Attributes:
         num_batches: number of batches in the test set, known after a complete evaluation; 0 before.
+        living: states of metrics after the last complete evaluation, as plain data and tensors, by path and name.
     """
 
     def __init__(
@@ -37,6 +39,8 @@ class Evaluator:
         batches: Callable[..., Iterable[Sized]],
         device: torch.device | str = "cpu",
         prepare: Callable[[FlatTensors], None] = lambda values: None,
+        *,
+        metrics_live: bool = True,
     ) -> None:
         """Build the full module once.
 
@@ -45,6 +49,7 @@ class Evaluator:
             batches: called for each evaluation, with ``first`` where it starts later; yields each batch with its number of samples.
             device: where to evaluate.
             prepare: called before each evaluation with the evaluator's own copy of the values, which it may change.
+            metrics_live: whether metrics of the module that it does not log as objects go on to the next evaluation.
 
         Raises:
             BadInput: the module has no ``validation_step``.
@@ -57,6 +62,8 @@ class Evaluator:
         self._recorder = Recorder()
         self._recorder.attach(self.module)
         self._state = ModuleState(self.module, submodels)
+        self._metrics, self._lives = LivingMetrics(self.module), metrics_live
+        self.living: dict[str, dict[str, Any]] = {}
         if not overrides(self.module, "validation_step"):
             raise BadInput(
                 f"{type(self.module).__name__} has no validation_step: define one that logs or returns its metrics, so "
@@ -64,11 +71,23 @@ class Evaluator:
             )
 
     @torch.no_grad()
-    def fill(self, values: FlatTensors) -> None:
-        """Load ``values`` into the module and reset its other state; must be called before the first evaluation."""
-        self._state.restore()
+    def fill(self, values: FlatTensors, *, metrics: bool = True) -> None:
+        """Load ``values`` into the module and reset its other state; must be called before the first evaluation.
+
+        Args:
+            values: values of the model.
+            metrics: whether to reset metrics that go on from evaluation to evaluation, too.
+        """
+        self._state.restore(metrics=metrics)
         self._buffers.restore()
         self._present.copy_(values)
+
+    def revive(self, living: dict[str, dict[str, Any]]) -> None:
+        """Set the metrics to a state that `living` had, such as that of a checkpoint."""
+        if self._lives:
+            self._state.restore()
+            self._metrics.load(living)
+            self.living = self._metrics.state()
 
     def restarted(self, values: FlatTensors) -> list[str]:
         """Return the names of attributes and integer buffers that have changed since `fill`; each task resets these.
@@ -110,7 +129,7 @@ class Evaluator:
 
         The function ``prepare``, an argument of the evaluator's constructor, may change the values first.
         """
-        self.fill(values)
+        self.fill(values, metrics=not self._lives)
         with torch.no_grad():
             self._prepare(self._present)
         begin(self.module, self._recorder)
@@ -133,6 +152,8 @@ class Evaluator:
         """Finish the evaluation; return the metrics over all batches."""
         metrics = end(self.module, self._recorder)
         self._state.check()
+        if self._lives:
+            self.living = self._metrics.state()
         return metrics
 
     def partials(self, start: int, stop: int) -> dict[str, Any]:
@@ -144,6 +165,7 @@ class Evaluator:
         recorder, drawn = PartialRecorder(), generators()
         recorder.attach(self.module)
         begin(self.module, recorder)
+        counts = self._metrics.counts()
         try:
             step(self.module, recorder, self._numbered(start, stop), self.device)
             if not same_generators(drawn, generators()):
@@ -155,6 +177,11 @@ class Evaluator:
                 raise NotMergeable(
                     f"validation_step changes the attribute {changed[0]}: leave it unchanged, so that several processes can share "
                     "the evaluation"
+                )
+            if updated := self._metrics.updated(counts, recorder.metrics):
+                raise NotMergeable(
+                    f"validation_step updates the metric {updated[0]} and does not log it as an object: log the metric itself, so "
+                    "that several processes can share the evaluation"
                 )
             return recorder.partials()
         finally:

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from torch import nn
-
 from raafl.config.options import Direction, ranking
 from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.schema import CHECKPOINTS
-from raafl.runtime.lifecycle.checkpointer import cause, with_ties
+from raafl.runtime.lifecycle.checkpointer import cause
+from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.submodel import FlatTensors
 
 NAME: Final = "best.ckpt"
@@ -30,17 +29,17 @@ class BestCheckpoint(RunHooks):
     """
 
     def __init__(
-        self, folder: Path, module: nn.Module, metric: str | None, warn: Callable[[str], None] = _log.warning
+        self, folder: Path, form: SavedForm, metric: str | None, warn: Callable[[str], None] = _log.warning
     ) -> None:
         """Continue from the checkpoint in the folder, if a run is resumed.
 
         Args:
             folder: of the run.
-            module: provides hyper-parameters and tensor names.
+            form: source of what the module itself saves.
             metric: METRIC, METRIC:min or METRIC:max; without min or max as the name says. None = keep none.
             warn: called with the first write error.
         """
-        self._folder, self._module, self._warn = folder, module, warn
+        self._folder, self._form, self._warn = folder, form, warn
         self._metric: str | None = None
         self._mode: Direction | None = None
         if metric is not None:
@@ -55,8 +54,8 @@ class BestCheckpoint(RunHooks):
             return
         found = {"version": version, "metric": self._metric, "value": value}
         try:
-            named = with_ties(self._module, values)
-            checkpoint.save(self._folder, version, named, module=self._module, raafl={"best": found}, name=NAME)
+            own = FlatTensors.empty(values.layout).copy_(values)  # hooks of the module may change what they get
+            checkpoint.write(self._folder, self._form.contents(version, own, {"best": found}), name=NAME)
         except Exception as error:  # torch.save wraps what the disk says in errors of its own
             if not self._warned:
                 self._warned = True

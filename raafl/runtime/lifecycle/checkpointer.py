@@ -10,16 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from raafl.core import saving
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import RunHooks
-from raafl.errors import BadInput
+from raafl.errors import USER_ERRORS, BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.seals import Sealed
+from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.submodel import FlatTensors
 from raafl.units import size
 
@@ -36,7 +34,7 @@ class Checkpointer(RunHooks):
     """
 
     def __init__(
-        self, folder: Path, module: nn.Module, keep: int, runtime: str, record: RunRecord, *,
+        self, folder: Path, form: SavedForm, keep: int, runtime: str, record: RunRecord, *,
         every_s: float | None = None, warn: Callable[[str], None] = _log.warning, clock: Callable[[], float] = time.monotonic,
         written: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
@@ -44,7 +42,7 @@ class Checkpointer(RunHooks):
 
         Args:
             folder: of the run.
-            module: provides hyper-parameters and tensor names.
+            form: source of what the module itself saves.
             keep: number of checkpoints to keep.
             runtime: "simulated" or "distributed", for `resume`.
             record: saved with each checkpoint.
@@ -54,7 +52,7 @@ class Checkpointer(RunHooks):
             written: called on the writer's thread after each checkpoint that was written.
         """
         self._written = written
-        self._folder, self._module, self._keep = folder, module, keep
+        self._folder, self._form, self._keep = folder, form, keep
         self._runtime, self._record, self._warn = runtime, record, warn
         self._every_s, self._clock, self._saved_s = every_s, clock, clock()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -83,26 +81,31 @@ class Checkpointer(RunHooks):
             "coordinator": saving.save(coordinator),
             "record": self._record.save(),
             "clock": clock,
+            "metrics": {path: dict(states) for path, states in self._form.living().items()},
         }
         books = None if self._record.folder is None else self._record.folder.sealed()
-        self._last = self._writer.submit(self._write, version, values, section, books)
-
-    def _write(
-        self, version: int, values: FlatTensors, section: dict[str, Any], books: Sealed | None
-    ) -> Path | None:  # fmt: skip
-        named = with_ties(self._module, values)
         try:
-            path = checkpoint.save(
-                self._folder, version, named, module=self._module, raafl=section, keep_last=self._keep
+            content = self._form.contents(version, values, section)
+        except USER_ERRORS as error:
+            self._failed(version, error)
+            self._last = None
+            return
+        self._last = self._writer.submit(self._write, version, content, books)
+
+    def _failed(self, version: int, error: BaseException) -> None:
+        self.num_failed += 1
+        if not self._warned:
+            self._warned = True
+            self._warn(
+                f"the checkpoint of version {version} in {self._folder / 'checkpoints'} cannot be written: "
+                f"{cause(error)}; the run goes on, and tries again at the next"
             )
+
+    def _write(self, version: int, content: dict[str, Any], books: Sealed | None) -> Path | None:
+        try:
+            path = checkpoint.write(self._folder, content, keep_last=self._keep)
         except Exception as error:  # torch.save wraps what the disk says in errors of its own
-            self.num_failed += 1
-            if not self._warned:
-                self._warned = True
-                self._warn(
-                    f"the checkpoint of version {version} in {self._folder / 'checkpoints'} cannot be written: "
-                    f"{cause(error)}; the run goes on, and tries again at the next"
-                )
+            self._failed(version, error)
             return None
         self.num_failed = 0
         if books is not None and self._record.folder is not None:
@@ -146,18 +149,3 @@ def cause(error: BaseException) -> str:
             return seen.strerror
         seen = seen.__cause__ or seen.__context__
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def with_ties(module: nn.Module, values: FlatTensors) -> dict[str, torch.Tensor]:
-    """Return the values by the names of the module's state dict; tied parameters appear under each of their names."""
-    owners: dict[int, str] = {}
-    named: dict[str, torch.Tensor] = {}
-    flat = dict(values.items())
-    for name, tensor in [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]:
-        owner = owners.setdefault(id(tensor), name)
-        if owner in flat:
-            named[name] = flat[owner]
-    return named

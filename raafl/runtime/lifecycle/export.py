@@ -16,12 +16,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from torch import Tensor
+
 from raafl.core.state import GlobalState
 from raafl.data.federated import FederatedData
 from raafl.data.tokens import WORDS, Tokenizer, load_tokenizer
 from raafl.runfolder import checkpoints as checkpoint_files
-from raafl.runtime.lifecycle.checkpointer import Checkpointer, cause, with_ties
+from raafl.runtime.lifecycle.checkpointer import Checkpointer, cause
 from raafl.runtime.lifecycle.model_card import model_card
+from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.watch.progress import Progress
 
 if TYPE_CHECKING:
@@ -35,7 +38,8 @@ SAFETENSORS: Final = "model.safetensors"
 
 
 def save_final(
-    run_folder: Path, saver: Checkpointer, parts: ServerSetup, progress: Progress, summary: Mapping[str, Any]
+    run_folder: Path, saver: Checkpointer, parts: ServerSetup, form: SavedForm, progress: Progress,
+    summary: Mapping[str, Any],
 ) -> tuple[str | None, str | None]:  # fmt: skip
     """Save the final model of a run.
 
@@ -47,6 +51,7 @@ def save_final(
         run_folder: folder of the run.
         saver: writer of the run's checkpoints, already closed.
         parts: module, global model, data and experiment of the run.
+        form: source of what the module itself saves.
         progress: display that shows errors.
         summary: summary of the run, for the model's card.
     """
@@ -55,10 +60,10 @@ def save_final(
     card = model_card(summary, experiment.name, type(module).__name__, is_pretrained=is_pretrained)
     path = _save_model(run_folder, saver.wait(), module, state, parts.data, progress, card)
     if experiment.saves_safetensors and not is_pretrained:
-        path = _save_safetensors(run_folder, module, state, progress, card) or path
+        path = _save_safetensors(run_folder, form, state, progress, card) or path
     # a run that was stopped may end without a checkpoint of its last version: then none has failed
     failed = saver.num_failed > 0 or is_pretrained
-    copy = _save_copy(run_folder, module, state, progress) if path is None and failed else None
+    copy = _save_copy(run_folder, form, state, progress) if path is None and failed else None
     return path, copy
 
 
@@ -101,22 +106,21 @@ def _save_model(
     return str(found.relative_to(run_folder))
 
 
-def _save_copy(run_folder: Path, module: LightningModule, state: GlobalState, progress: Progress) -> str | None:
+def _save_copy(run_folder: Path, form: SavedForm, state: GlobalState, progress: Progress) -> str | None:
     """Save the model to the system's temporary folder; return its path, or None if that fails, too.
 
     This is tried if the run folder's disk is full, since training may have taken days.
 
     Args:
         run_folder: folder of the run.
-        module: module with the hyper-parameters and the names of the tensors.
+        form: source of what the module itself saves.
         state: the server's global model.
         progress: display that shows the copy's path.
     """
     folder: Path | None = None
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{run_folder.name}-"))
-        values = with_ties(module, state.values)
-        path = checkpoint_files.save(folder, state.version, values, module=module)
+        path = checkpoint_files.write(folder, form.contents(state.version, state.values))
     except Exception as error:  # as in `_save_model`
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -140,19 +144,20 @@ def _save_pretrained(module: Any, tokenizer: Any, target: Path, card: str) -> Pa
 
 
 def _save_safetensors(
-    run_folder: Path, module: LightningModule, state: GlobalState, progress: Progress, card: str
+    run_folder: Path, form: SavedForm, state: GlobalState, progress: Progress, card: str
 ) -> str | None:  # fmt: skip
-    """Save the values of a plain module, and the card, to `RUN/model`; return its path, or None if that fails."""
+    """Save the state dict of a plain module, and the card, to `RUN/model`; return its path, or None if that fails."""
     try:
         from safetensors.torch import save_file
 
-        owned: set[int] = set()
-        named = {}
-        for name, tensor in with_ties(module, state.values).items():  # the format has no tensors that share memory
-            named[name] = (
-                tensor.detach().cpu().contiguous() if id(tensor) not in owned else tensor.detach().cpu().clone()
+        saved = form.contents(state.version, state.values)["state_dict"]
+        # the format has no tensors that share memory, and nothing but tensors
+        named = {name: value.cpu().clone() for name, value in saved.items() if isinstance(value, Tensor)}
+        if len(named) < len(saved):
+            others = ", ".join(name for name in saved if name not in named)
+            progress.warn(
+                f"{SAFETENSORS} holds tensors only, without {others}: load the checkpoint instead, or set them yourself"
             )
-            owned.add(id(tensor))
         with _whole(run_folder / FOLDER) as folder:
             save_file(named, folder / SAFETENSORS, metadata={"format": "pt"})
             (folder / CARD).write_text(card, encoding="utf-8")

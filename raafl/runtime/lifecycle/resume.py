@@ -39,13 +39,13 @@ class SavedRun:
 
     Attributes:
         folder: folder of the run.
-        state_dict: global values by name.
+        named: tensors of the global model by name.
         section: state of the run by name: ``runtime`` ("simulated" or "distributed"), ``finished`` (reason for the end,
             None = not finished), ``coordinator``, ``record`` (counts and metrics) and ``clock`` (time and timers).
     """
 
     folder: Path
-    state_dict: dict[str, Any]
+    named: dict[str, Any]
     section: dict[str, Any]
 
     @property
@@ -55,7 +55,7 @@ class SavedRun:
 
     def values(self, layout: Layout) -> FlatTensors:
         """Return the values of the global model in the checkpoint as flat tensors, arranged as ``layout`` says."""
-        return FlatTensors.from_named({entry.name: self.state_dict[entry.name] for entry in layout.entries}, layout)
+        return FlatTensors.from_named({entry.name: self.named[entry.name] for entry in layout.entries}, layout)
 
 
 def load(folder: Path, runtime: str) -> SavedRun:
@@ -78,7 +78,7 @@ def load(folder: Path, runtime: str) -> SavedRun:
     if saved.raafl.get("runtime") != runtime:
         command = "simulate" if saved.raafl.get("runtime") == "simulated" else "fit"
         raise BadInput(f"resume: '{folder}' is a {saved.raafl.get('runtime')} run: resume it with raafl {command}")
-    found = SavedRun(folder, saved.state_dict, saved.raafl)
+    found = SavedRun(folder, saved.values, saved.raafl)
     with restoring(found):
         _check(saved.raafl)
     return found

@@ -84,11 +84,16 @@ class ModuleState:
             record for reached in self._shared for record in _records_of(reached, self._storages, shared=True)
         ]
 
-    def restore(self) -> None:
-        """Restore the recorded state, before a task or an evaluation."""
+    def restore(self, *, metrics: bool = True) -> None:
+        """Restore the recorded state, before a task or an evaluation.
+
+        Args:
+            metrics: whether to restore attributes of torchmetrics metrics, too.
+        """
         self._flags.restore()
         for record in self._restored:
-            record.restore()
+            if metrics or not record.of_metric:
+                record.restore()
         if any(record.changed() for record in self._watched):
             self._watch()
 

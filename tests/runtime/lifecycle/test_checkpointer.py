@@ -11,6 +11,7 @@ import pytest
 from raafl.runfolder import append_file
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.lifecycle.checkpointer import Checkpointer
+from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.run import simulate
 from tests.helpers.small_runs import experiment
 
@@ -28,7 +29,9 @@ def saver(tmp_path):
     """A saver whose checkpoints are made here, with a clock that is set by hand."""
     import torch
 
-    made = Checkpointer(tmp_path, torch.nn.Linear(1, 1), 2, "simulated", record=None, every_s=10.0, clock=Clock())
+    made = Checkpointer(
+        tmp_path, SavedForm(torch.nn.Linear(1, 1)), 2, "simulated", record=None, every_s=10.0, clock=Clock()
+    )
     yield made
     made.close()
 
@@ -84,14 +87,14 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_next_is_tried(t
 
 
 def test_the_last_checkpoint_fails_and_the_one_before_is_good(tmp_path, monkeypatch):
-    save = checkpoint.save
+    write = checkpoint.write
 
-    def fail_last(folder, version, *args, **options):
-        if version == 12:
+    def fail_last(folder, content, **options):
+        if content["global_step"] == 12:
             raise OSError(errno.EROFS, "Read-only file system")
-        return save(folder, version, *args, **options)
+        return write(folder, content, **options)
 
-    monkeypatch.setattr(checkpoint, "save", fail_last)
+    monkeypatch.setattr(checkpoint, "write", fail_last)
     summary, folder = simulate(experiment(tmp_path / "run", "fed_async", checkpoint_every=5))
     assert summary["unwritten"] == {"checkpoints": 1}
     assert "Read-only file system" in summary["warnings"][0]

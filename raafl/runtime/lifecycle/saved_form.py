@@ -1,0 +1,75 @@
+"""Fill a run's module with values of the global model, so that it can save itself as it would in a Trainer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raafl.local.evaluation.living_metrics import LivingMetrics
+from raafl.runfolder import checkpoints as checkpoint
+from raafl.submodel import FlatTensors
+from raafl.submodel.cut.copying import persistent_buffers
+
+States = Mapping[str, Mapping[str, Any]]
+
+
+class SavedForm:
+    """Source of what a checkpoint holds of a module: its own `state_dict` and `on_save_checkpoint`, with given values.
+
+    The module itself stays as it was at the start, since submodels are cut from it.
+    """
+
+    def __init__(self, module: nn.Module, living: Callable[[], States] = dict) -> None:
+        """Take the module of the run.
+
+        Args:
+            module: module of the run.
+            living: function that returns the states of metrics that go on from evaluation to evaluation; see
+                `Evaluator.living`.
+        """
+        self.module, self.living = module, living
+        self._tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **persistent_buffers(module)}
+        self._metrics = LivingMetrics(module)
+        self._lock = threading.Lock()  # evaluations save the best model in a thread of their own
+
+    def contents(
+        self, version: int, values: FlatTensors, raafl: Mapping[str, Any] | None = None,
+        left_out: Callable[[str], None] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return the contents of a checkpoint file; see `raafl.runfolder.checkpoints.contents`.
+
+        Args:
+            version: version of the global model.
+            values: values of the whole model, which the contents refer to, so that nobody may change them afterwards.
+            raafl: plain data for resuming.
+            left_out: function that is called with a sentence about each part that cannot be saved; None = log it once.
+        """
+        values = values.to("cpu")
+        with self.filled(values):
+            return checkpoint.contents(
+                version, self.module.state_dict(), module=self.module, raafl=raafl, values=dict(values.items()),
+                left_out=left_out,
+            )  # fmt: skip
+
+    @contextmanager
+    def filled(self, values: FlatTensors) -> Iterator[nn.Module]:
+        """Return a context in which the module has these values, without copies, and the present states of its metrics."""
+        with self._lock:
+            own = [(self._tensors[name], self._tensors[name].data, value) for name, value in values.items()]
+            before = {path: dict(vars(self.module.get_submodule(path))) for path in self.living()}
+            try:
+                self._metrics.load(self.living())
+                for tensor, _, value in own:
+                    tensor.data = value
+                with torch.no_grad():
+                    yield self.module
+            finally:
+                for tensor, data, _ in own:
+                    tensor.data = data
+                for path, attributes in before.items():
+                    vars(self.module.get_submodule(path)).update(attributes)

@@ -22,6 +22,9 @@ PINNED: Final = ("models", "data", "algorithms")
 
 KINDS: Final = {"models": "model", "data": "data", "algorithms": "algorithm"}
 _DIGEST: Final = re.compile(r"[0-9a-f]{16}")
+_PARTNER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}(@[0-9A-F]{4}(:[0-9A-F]{4}){15})?")
+MAX_SHARE: Final = 0.9
+"""Largest share of one site in a sum of secure aggregation, unless its policy has another; see docs/secure-aggregation.md."""
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(kB|MB|GB|TB|B|)\s*", re.I)
 _UNITS: Final = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
@@ -121,6 +124,10 @@ class SitePolicy:
             null = all.
         consent: settings of asking a person for consent; null = nobody is asked.
         state: folder in which used bytes and privacy budget are stored, so that they survive a restart; null = none.
+        max_share: largest share of a sum in secure aggregation, above 0 up to 1, that one site may have in any part of the
+            model; a group in which one has more is refused. Only counts with certificates.
+        partners: sites with which updates may be summed in secure aggregation, each ``NAME``, or ``NAME@FINGERPRINT`` of
+            its key as `raafl certs request` prints it; null = all sites that the authority certifies.
         tracebacks: whether the traceback of a task that fails is sent to the server.
         logs: settings of which log lines are sent to the server; null = none are sent.
     """
@@ -136,6 +143,8 @@ class SitePolicy:
     metrics: list[str] | None = None
     consent: Consent | None = None
     state: str | None = None
+    max_share: float = MAX_SHARE
+    partners: list[str] | None = None
     tracebacks: bool = False
     logs: SiteLogs | None = None
 
@@ -146,6 +155,14 @@ class SitePolicy:
         at_least("policy.min_samples", self.min_samples, 1)
         if self.hours == []:
             raise BadInput("policy.hours is empty: give hours, such as ['mon-fri 20:00-06:00'], or null for always")
+        if not 0 < self.max_share <= 1:
+            raise BadInput(f"policy.max_share is {self.max_share}: give a number above 0, up to 1 (any share)")
+        for partner in self.partners or []:
+            if not _PARTNER.fullmatch(partner):
+                raise BadInput(
+                    f"policy.partners has '{partner}': give the NAME of a site, or NAME@FINGERPRINT with the 16 groups of digits "
+                    "that `raafl certs request` prints"
+                )
         self.windows()
         at_least("policy.bytes_per_day", self.max_bytes, 1, optional=True)
 

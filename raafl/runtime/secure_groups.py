@@ -21,6 +21,12 @@ from raafl.parts.trigger import Buffered
 NOT_OPENED = "not-opened"
 """Why updates are refused whose sum could not be opened."""
 
+UNCERTIFIED = (
+    "secure aggregation: clients have no certificates, so it protects from a server that follows the protocol and reads "
+    "along, and not from one that lies to its clients (docs/secure-aggregation.md)"
+)
+"""Line that a run with secure aggregation shows at its start where keys are not certified."""
+
 
 @dataclass(frozen=True)
 class SecureGroups:

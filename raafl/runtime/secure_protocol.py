@@ -6,24 +6,28 @@ masked numbers.
 ======== ========================= ============================ ===========================================
 step     message                   fields                       tensors
 ======== ========================= ============================ ===========================================
-ready    QUESTION                  those of `Answer`, `KeyProof` `keys`: two public keys
+ready    QUESTION                  those of `Answer`, `Claim`   `keys`: three public keys
 .        REPLY                     `Formed`                     none
 shares   QUESTION                  none                         `shares` for the others, and `commitments`
 .        REPLY                     `Members` that sent theirs   `shares` from the others
-masked   QUESTION                  none                         the masked numbers
-.        REPLY                     `Members` that sent theirs   none
+masked   QUESTION                  `Signed` senders             the masked numbers
+.        REPLY                     `Signatures` of the senders  none
+signed   QUESTION                  `Signed` lists               none
+.        REPLY                     `Signatures` of the lists    none
 opened   UPDATE                    none                         `revealed`
 ======== ========================= ============================ ===========================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 
+from raafl.core.types import Assignment
+from raafl.parts.protect.secure.agreement import SIGNATURE_BYTES
 from raafl.parts.protect.secure.coverage import Coverage
 from raafl.parts.protect.secure.group import COMMITMENT_BYTES, Group, GroupMember, reveal_bytes, share_bytes
 from raafl.runtime.fields import Meta, count_of, text_of
@@ -33,15 +37,17 @@ from raafl.transport import Refused
 
 KEY_BYTES = 32
 MAX_PROOF_CHARACTERS = 8000
+MAX_NAME = 64
+"""Characters of a group's or a site's name, and of a digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyProof:
-    """Proof that a client's public keys belong to a site; both fields are empty if clients have no certificates.
+    """Proof that a client's keys, and what it says of its task, are a site's; both are empty without certificates.
 
     Attributes:
         certificate: the site's certificate and any intermediate ones; each is base64 of DER, separated by spaces.
-        signature: signature of `signed_text`, in base64.
+        signature: signature of `Group.statement` by the site's key, in base64.
     """
 
     certificate: str = ""
@@ -57,14 +63,50 @@ class KeyProof:
         return cls(text_of(meta, "site_certificate", MAX_PROOF_CHARACTERS), text_of(meta, "key_signature"))
 
 
-def signed_text(assignment: int, keys: bytes) -> str:
-    """Return the text that a site signs to prove that a client's keys are its own.
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Statement of a client about itself before its group is formed, beside its keys and its answer.
 
-    Args:
-        assignment: id of the client's task, unique in the run.
-        keys: public key for masks, followed by the public key for secret shares.
+    Attributes:
+        run: digest of the client's config and model.
+        start: digest of what the client received for the task; "" = not stated.
+        site: name of the client's site; "" = it has no certificate.
+        max_share: largest share of an opened sum that the client's site lets one site have.
+        proof: signature of the client's site, with its certificate.
     """
-    return f"raafl round keys 1\n{assignment}\n{keys.hex()}"
+
+    run: str = ""
+    start: str = ""
+    site: str = ""
+    max_share: float = 1.0
+    proof: KeyProof = field(default_factory=KeyProof)
+
+    def to_meta(self) -> dict[str, Any]:
+        """Convert the claim to JSON fields of a message."""
+        own = {"run": self.run, "start": self.start, "site": self.site, "max_share": self.max_share}
+        return {**own, **self.proof.to_meta()}
+
+    @classmethod
+    def from_meta(cls, meta: Meta) -> Self:
+        """Read the claim from the JSON fields of a message; raise `Refused` if a field is invalid."""
+        run, start, site = (text_of(meta, name, MAX_NAME) for name in ("run", "start", "site"))
+        return cls(run, start, site, _share(meta.get("max_share")), KeyProof.from_meta(meta))
+
+    def member(self, assignment: Assignment, keys: bytes, num_samples: int, counted: int | None = None) -> GroupMember:
+        """Return the client as a member of a group.
+
+        Args:
+            assignment: task of the client.
+            keys: three public keys of the client, joined.
+            num_samples: number of samples on which it trained.
+            counted: number of samples by which it is weighted; None = all.
+        """
+        mask, share, sign = (keys[place : place + KEY_BYTES] for place in range(0, 3 * KEY_BYTES, KEY_BYTES))
+        counted = num_samples if counted is None else counted
+        return GroupMember(
+            assignment.id, mask, share, sign, assignment.spec.without_base, num_samples, counted, assignment.version,
+            self.max_share, self.start, self.site,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +115,26 @@ class Formed:
 
     Attributes:
         group: the group and all its members.
-        share: factor, from 0 to 1, by which this client multiplies its update.
         proofs: proof of each member's keys, by member; members without certificates are left out.
     """
 
     group: Group
-    share: float
     proofs: Mapping[int, KeyProof] = field(default_factory=dict)
 
     def to_meta(self) -> dict[str, Any]:
         """Convert the message to its JSON fields."""
-        specs = list(dict.fromkeys(member.spec for member in self.group.members))
+        group = self.group
+        specs = list(dict.fromkeys(member.spec for member in group.members))
         members = [
-            [member.id, member.mask_key.hex(), member.share_key.hex(), specs.index(member.spec)]
-            for member in self.group.members
-        ]
+            [
+                one.id, one.mask_key.hex(), one.share_key.hex(), one.sign_key.hex(), specs.index(one.spec),
+                one.num_samples, one.counted, one.version, one.max_share, one.start, one.site,
+            ]
+            for one in group.members
+        ]  # fmt: skip
         return {
-            "group": self.group.id, "threshold": self.group.threshold, "min_cover": self.group.min_cover,
-            "share": self.share, "specs": [spec.to_json() for spec in specs], "members": members,
+            "group": group.id, "threshold": group.threshold, "min_cover": group.min_cover, "version": group.version,
+            "run": group.run, "specs": [spec.to_json() for spec in specs], "members": members,
             **({"proofs": [[key, one.certificate, one.signature] for key, one in self.proofs.items()]} if self.proofs else {}),
         }  # fmt: skip
 
@@ -99,21 +143,34 @@ class Formed:
         """Read the message from its JSON fields; raise `Refused` if it is invalid."""
         try:
             specs = [Spec.from_json(one) for one in meta["specs"]]
-            members = tuple(
-                GroupMember(count_of({"key": key}, "key", 1), _key(mask), _key(share), specs[place])
-                for key, mask, share, place in meta["members"]
-            )
+            members = tuple(_member(row, specs) for row in meta["members"])
             proofs = {
                 count_of({"key": key}, "key", 1): KeyProof.from_meta(KeyProof(certificate, signature).to_meta())
                 for key, certificate, signature in meta.get("proofs", [])
             }
-            share = float(meta["share"])
-            if not 0 <= share <= 1 or not isinstance(meta["group"], str) or len(meta["group"]) > 64:
-                raise ValueError("share is not from 0 to 1, or group is no text of at most 64 characters")
         except (SpecError, KeyError, TypeError, ValueError, IndexError) as error:
             raise Refused("bad-json", f"group: {sanitize_text(error)}") from None
-        group = Group(meta["group"], members, count_of(meta, "threshold", 1), count_of(meta, "min_cover", 1))
-        return cls(group, share, proofs)
+        name, run = (text_of(meta, field, MAX_NAME) for field in ("group", "run"))
+        numbers = (count_of(meta, "threshold", 1), count_of(meta, "min_cover", 1), count_of(meta, "version"))
+        return cls(Group(name, members, *numbers, run), proofs)
+
+
+def _member(row: Sequence[Any], specs: Sequence[Spec]) -> GroupMember:
+    """Read a member of a group from its row of a message; raises `Refused`, or the errors of a row of another form."""
+    key, mask, share, sign, place, num_samples, counted, version, max_share, start, site = row
+    said = {"key": key, "samples": num_samples, "counted": counted, "version": version, "start": start, "site": site}
+    return GroupMember(
+        count_of(said, "key", 1), _key(mask), _key(share), _key(sign), specs[count_of({"spec": place}, "spec")],
+        count_of(said, "samples", 1), count_of(said, "counted", 1), count_of(said, "version"), _share(max_share),
+        text_of(said, "start", MAX_NAME), text_of(said, "site", MAX_NAME),
+    )  # fmt: skip
+
+
+def _share(value: object) -> float:
+    """Read a share above 0, up to 1; raise `Refused` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise Refused("bad-json", f"max_share is {sanitize_text(value, 40)}")
+    return float(value)
 
 
 def _key(text: object) -> bytes:
@@ -146,6 +203,56 @@ class Members:
         if not set(keys) <= set(among):
             raise Refused("bad-json", "members names one that is not in the group")
         return cls(tuple(keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """Message with a member's signature of the list of senders, or of both lists (`raafl.parts.protect.secure.agreement`)."""
+
+    signature: bytes
+
+    def to_meta(self) -> dict[str, Any]:
+        """Convert the message to its JSON fields."""
+        return {"signature": self.signature.hex()}
+
+    @classmethod
+    def from_meta(cls, meta: Meta) -> Self:
+        """Read the message from its JSON fields; raise `Refused` unless it has a signature of the right length."""
+        return cls(_signature(meta.get("signature")))
+
+
+@dataclass(frozen=True, slots=True)
+class Signatures:
+    """Message that passes the members' signatures on: of the senders by those that survive, or of both lists.
+
+    Attributes:
+        by_member: signature of each member that sent one, by its task's id, ascending.
+    """
+
+    by_member: Mapping[int, bytes]
+
+    def to_meta(self) -> dict[str, Any]:
+        """Convert the message to its JSON fields."""
+        keys = sorted(self.by_member)
+        return {**Members(tuple(keys)).to_meta(), "signatures": [self.by_member[key].hex() for key in keys]}
+
+    @classmethod
+    def from_meta(cls, meta: Meta, among: Collection[int]) -> Self:
+        """Read the message from its JSON fields; raise `Refused` unless members of ``among`` have a signature each."""
+        keys, signatures = Members.from_meta(meta, among).keys, meta.get("signatures")
+        if not isinstance(signatures, list) or len(signatures) != len(keys):
+            raise Refused("bad-json", "signatures is no list with one for each member")
+        return cls(dict(zip(keys, map(_signature, signatures), strict=True)))
+
+
+def _signature(text: object) -> bytes:
+    try:
+        signature = bytes.fromhex(text) if isinstance(text, str) and len(text) == 2 * SIGNATURE_BYTES else b""
+    except ValueError:
+        signature = b""
+    if len(signature) != SIGNATURE_BYTES:
+        raise Refused("bad-json", f"a signature has not {SIGNATURE_BYTES} bytes in hexadecimal digits")
+    return signature
 
 
 # ---- tensors ----

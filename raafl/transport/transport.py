@@ -62,11 +62,13 @@ class Transport(ABC):
         client: id of this client; 0 = this is the server.
         comes_and_goes: whether clients may join, leave and come back at any time; else all are there from the start.
         address: address of the server for display; empty = clients know it.
+        certified: whether both ends have certificates of an authority.
     """
 
     client: int = 0
     comes_and_goes: bool = False
     address: str = ""
+    certified: bool = False
 
     def __enter__(self) -> Self:
         """Server: take the address, and let clients know that somebody is there; none is let in yet."""

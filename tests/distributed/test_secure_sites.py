@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from raafl.commands.replay import replay
 from raafl.config.site_policy import SitePolicy, SitePrivacy
 from raafl.core.types import Arrived
+from raafl.runtime.secure_groups import UNCERTIFIED
+from raafl.runtime.server.secure import SecureAggregator
 from tests.distributed.test_come_and_go import SEEN, On, parsed, settled
 from tests.helpers.certificates import federation
 from tests.helpers.joining_clients import remote
@@ -25,15 +28,37 @@ def at(site, **options):
     return {"credentials": federation().site(site), **options}
 
 
-def test_three_sites_open_their_sum_and_get_the_model_of_a_simulation(tmp_path):
+def test_three_sites_open_their_sum_and_get_the_model_of_a_simulation(tmp_path, caplog):
     experiment, config = parsed(tmp_path, *OPTIONS, second_s=0.02)
     clients = [(1, at("north")), (2, at("south")), (3, at("east"))]
     with remote(experiment, config, tmp_path, clients) as fleet:
         run = fleet.serve()
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0]
+        assert UNCERTIFIED not in caplog.text and UNCERTIFIED not in fleet.joiners[0].words()
     assert run.summary["updates_merged"] == 6 and {len(row["group"]) for row in run.events("arrived")} == {3}
     assert run.digest == finish(replace(experiment, output=str(tmp_path / "simulated"))).digest
     assert replay(run.folder)["equal"] is True
+
+
+def test_a_server_that_weights_one_client_alone_is_refused_by_all(tmp_path, monkeypatch):
+    """It says that the others have a sample each, so that the sum is client 1's update."""
+    plain = SecureAggregator._group
+
+    def lying(self, chosen):
+        group = plain(self, chosen)
+        victim = group.members[0]
+        return replace(group, members=tuple(one if one is victim else replace(one, counted=1) for one in group.members))
+
+    monkeypatch.setattr(SecureAggregator, "_group", lying)
+    experiment, config = parsed(tmp_path, *OPTIONS, second_s=0.02)
+    clients = [(1, at("north")), (2, at("south")), (3, at("east"))]
+    on = On((lambda event: isinstance(event, Arrived) and event.update.refusal == "not-opened", None))
+    with remote(experiment, config, tmp_path, clients) as fleet:
+        run = fleet.serve(on.inbox)
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0]
+        for joiner in fleet.joiners:
+            assert re.search(r"9\d\.\d% of a sum would be of site '\w+', .* allows max_share 0.9", joiner.words())
+    assert run.summary["updates_merged"] == 0 and run.summary["finished"] == SEEN
 
 
 def test_noise_of_a_site_goes_under_the_masks(tmp_path):
@@ -58,5 +83,5 @@ def test_a_group_of_too_few_sites_is_not_opened(tmp_path):
     with remote(experiment, config, tmp_path, clients) as fleet:
         run = fleet.serve(on.inbox)
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0]
-        assert "its clients are of 2 sites, secure_aggregation.min_cover is 3" in fleet.joiners[0].words()
+        assert "summed over clients of 2 sites, and secure_aggregation.min_cover is 3" in fleet.joiners[0].words()
     assert run.summary["updates_merged"] == 0 and run.summary["finished"] == SEEN

@@ -20,6 +20,7 @@ from raafl.runtime.client.site.gate import Gate, PolicyRefusal
 from raafl.runtime.client.worker import Client
 from raafl.runtime.protocol import PAUSED, Config, Failed, Reason, no_tensors
 from raafl.runtime.resumption import Resume, ToldToStop
+from raafl.runtime.secure_groups import UNCERTIFIED
 from raafl.transport import TRANSPORTS, Connection, ConnectOptions, Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.credentials import LocalToken
@@ -71,13 +72,13 @@ def join(
     files = None if isinstance(credentials, LocalToken) else credentials
     unsent: int | None = None
     num_refused = 0
-    site = None if needs_config else _told(make_site(None), say)
+    site = None if needs_config else _told(make_site(None), say, certified=files is not None)
     search = _Search(transport.connect, address, alone_s, say, gate.wait)
     while True:
         link = _Link(search, say)
         pair = gate.connection(link.connection)
         try:
-            site = site or _told(make_site(_ask_config(pair)), say)
+            site = site or _told(make_site(_ask_config(pair)), say, certified=files is not None)
             worker = link.worker = site.client(pair, unsent=unsent, on_welcome=search.succeeded, files=files)
             reason = _work(worker, site, say)
         except ToldToStop as told:
@@ -139,9 +140,11 @@ def _part(refusal: PolicyRefusal, pair: Connection, worker: Client | None, say: 
     say(str(refusal))
 
 
-def _told(site: ClientSetup, say: Callable[[str], None]) -> ClientSetup:
+def _told(site: ClientSetup, say: Callable[[str], None], *, certified: bool) -> ClientSetup:
     for note in site.notes:
         say(note)
+    if site.experiment.secure_aggregation.is_on and not certified:
+        say(UNCERTIFIED)
     return site
 
 

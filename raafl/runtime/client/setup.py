@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -21,9 +23,10 @@ from raafl.local.train import LocalTrainer
 from raafl.runfolder.signing import Signer
 from raafl.runtime.client.memory import settle_heap, with_memory
 from raafl.runtime.client.receipts import Receipts
-from raafl.runtime.client.secure import SecureSide
+from raafl.runtime.client.secure import SecureSide, SiteTerms
 from raafl.runtime.client.site.gate import Gate
 from raafl.runtime.client.worker import Client
+from raafl.runtime.identity import Identity
 from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.secure_groups import masking
 from raafl.runtime.setup import client_infos, client_parts, compression_plan, load_data, loader_rules
@@ -163,20 +166,30 @@ class ClientSetup:
             self.info, pair, self.submodels, self.trainer, self.data, self.experiment.waits,
             config=self.sections or None, unsent=unsent, on_welcome=on_welcome,
             plan=compression_plan(self.experiment, self.submodels), process_group=self.process_group,
-            secure=None if merge is None else SecureSide(pair, self.submodels, merge, _site_keys(files)),
+            secure=None if merge is None else SecureSide(pair, self.submodels, merge, self._site_terms(files)),
         )  # fmt: skip
         client.gate, client.receipts = self.gate, self.receipts
         return client
 
+    def _site_terms(self, files: TlsFiles | None) -> SiteTerms:
+        """Return what the client's site contributes to secure aggregation; ``files`` None = it has no certificate."""
+        equal = {name: digest for name, digest in self.sections.items() if digest != "own"}
+        equal.pop("data", None)  # of other clients it may be their own
+        facts = Identity.of(self.submodels, equal).to_meta()
+        facts.pop("raafl")  # clients of several versions may take part
+        run = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        alike = self.experiment.compress.down == "none"  # else each has what it was sent before, too
+        return SiteTerms(run, _site_keys(files, self.gate), self.gate.max_share, alike)
 
-def _site_keys(files: TlsFiles | None) -> SiteKeys | None:
+
+def _site_keys(files: TlsFiles | None, gate: Gate) -> SiteKeys | None:
     if files is None:
         return None
     from raafl.certs.revocations import Revocations
     from raafl.runtime.client.site_keys import SiteKeys  # here: ranks of torchrun import nothing of certificates
 
     revoked = frozenset if files.crl is None else Revocations(files.crl, files.ca).latest
-    return SiteKeys(files.ca, files.cert, files.key, revoked)
+    return SiteKeys(files.ca, files.cert, files.key, revoked, gate.partners)
 
 
 def whole(experiment: Experiment) -> FederatedData:

@@ -1,4 +1,4 @@
-"""Sign the public keys that a site uses in secure aggregation, and check that all members of a group are sites.
+"""Sign what a site's client says of itself in secure aggregation, and check that all members of a group are sites.
 
 A server can then neither replace a member's keys by its own nor make members up, unless it has the authority's key.
 """
@@ -6,26 +6,31 @@ A server can then neither replace a member's keys by its own nor make members up
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from raafl.certs.authority import is_for, uris_of
+from raafl.certs.authority import fingerprint, is_for, uris_of
 from raafl.certs.names import Holder, holder_of
 from raafl.errors import BadInput
 from raafl.parts.protect.secure.group import CannotOpen, Group
 from raafl.runfolder.signing import Signer, is_signed
-from raafl.runtime.secure_protocol import MAX_PROOF_CHARACTERS, KeyProof, signed_text
+from raafl.runtime.secure_protocol import MAX_PROOF_CHARACTERS, KeyProof
 
 
 class SiteKeys:
-    """Certificate and key of this site, and the authority that must have issued the certificates of other sites."""
+    """Certificate and key of this site, and the authority that must have issued the certificates of other sites.
+
+    Attributes:
+        site: name of this site.
+    """
 
     def __init__(
-        self, ca: Path, cert: Path, key: Path, revoked: Callable[[], frozenset[int]] = frozenset
+        self, ca: Path, cert: Path, key: Path, revoked: Callable[[], frozenset[int]] = frozenset,
+        partners: Collection[str] | None = None,
     ) -> None:  # fmt: skip
         """Load the files.
 
@@ -34,6 +39,7 @@ class SiteKeys:
             cert: file of this site's certificate, followed by those between it and the authority.
             key: file of the site's private key.
             revoked: function that returns the serial numbers of revoked certificates.
+            partners: sites that may be members of a group, each ``NAME`` or ``NAME@FINGERPRINT`` of its key; None = all.
 
         Raises:
             BadInput: a file is of no use for this.
@@ -57,47 +63,48 @@ class SiteKeys:
             raise BadInput(
                 f"tls_cert is '{cert}', which names no federation: its subject alternative names need a raafl URI"
             )
-        self._federation = own.federation
+        self._federation, self.site = own.federation, own.site or ""
+        self._partners = None if partners is None else {*partners, self.site}
 
-    def prove(self, assignment: int, keys: bytes) -> KeyProof:
-        """Sign the public keys that this client uses in one task, so that other clients can check whose they are.
+    def prove(self, text: str) -> KeyProof:
+        """Sign what this client says of itself in one task, so that other clients can check whose it is.
 
         Args:
-            assignment: id of the task.
-            keys: public key for masks, followed by the public key for secret shares.
+            text: the client's statement; see `raafl.parts.protect.secure.group.statement`.
         """
-        return KeyProof(self._chain, self._signer.sign(signed_text(assignment, keys)))
+        return KeyProof(self._chain, self._signer.sign(text))
 
-    def check(self, group: Group, proofs: Mapping[int, KeyProof], min_cover: int) -> None:
-        """Check that each member of a group has keys signed by a site of this federation.
+    def check(self, group: Group, proofs: Mapping[int, KeyProof]) -> None:
+        """Check that a site of this federation has signed the statement of each member of a group.
 
         Args:
-            group: group whose members' keys are checked.
-            proofs: certificate and signature for each member's keys, by the id of the member's task.
-            min_cover: smallest number of sites in a group, from the client's own config; with fewer, one site's update
-                might be inferred.
+            group: group whose members are checked.
+            proofs: certificate and signature for each member, by the id of the member's task.
 
         Raises:
-            CannotOpen: a member has no valid signature, or there are too few sites.
+            CannotOpen: a member has no valid signature, or its site is not the one that the group names.
         """
-        sites = set()
         for member in group.members:
             proof = proofs.get(member.id, KeyProof())
-            holder, public = self._holder(proof.certificate)
+            holder, public, key = self._holder(proof.certificate)
             if holder is None or holder.site is None or holder.federation != self._federation:
                 raise CannotOpen(
                     f"the keys of member {member.id} are of no site that the authority certifies", "bad-group"
                 )
-            if not is_signed(signed_text(member.id, member.mask_key + member.share_key), proof.signature, public):
+            if holder.site != member.site or not is_signed(group.statement(member), proof.signature, public):
                 raise CannotOpen(f"the keys of member {member.id} are not signed by site '{holder.site}'", "bad-group")
-            sites.add(holder.site)
-        if len(sites) < min_cover:
-            raise CannotOpen(
-                f"its clients are of {len(sites)} sites, secure_aggregation.min_cover is {min_cover}", "bad-group"
-            )
+            if self._partners is not None and not self._partners & {holder.site, f"{holder.site}@{key}"}:
+                raise CannotOpen(
+                    f"member {member.id} is of site '{holder.site}', key {key}, which policy.partners does not list: add it "
+                    "if you know this key to be that site's",
+                    "bad-group",
+                )
 
-    def _holder(self, chain: str) -> tuple[Holder | None, str]:
-        """Return the holder of a certificate and its public key as `is_signed` takes it; None where it is not valid now."""
+    def _holder(self, chain: str) -> tuple[Holder | None, str, str]:
+        """Return the holder of a certificate, its public key as `is_signed` takes it, and the key's fingerprint.
+
+        The holder is None if the certificate is not valid now.
+        """
         try:
             leaf, *between = [
                 x509.load_der_x509_certificate(base64.b64decode(one, validate=True)) for one in chain.split()
@@ -105,7 +112,7 @@ class SiteKeys:
             PolicyBuilder().store(self._authority).build_client_verifier().verify(leaf, between)
             key = leaf.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         except (ValueError, VerificationError, x509.InvalidVersion):
-            return None, ""
+            return None, "", ""
         if not is_for(leaf, server=False) or leaf.serial_number in self._revoked():
-            return None, ""
-        return holder_of(uris_of(leaf)), base64.b64encode(key).decode()
+            return None, "", ""
+        return holder_of(uris_of(leaf)), base64.b64encode(key).decode(), fingerprint(leaf)

@@ -315,10 +315,11 @@ class Client:
             if goes_ahead and packed is update.tensors:  # the next task is trained in its place
                 packed = self._sender.copy(packed)
         else:
-            revealed = self._masked(self._secure, assignment, update, replace(answer, metrics={}, extra={}))
+            answer = replace(answer, metrics={}, extra={})
+            revealed = self._masked(self._secure, assignment, update, answer, received)
             if revealed is None:
                 return
-            packed, answer = revealed, replace(answer, metrics={}, extra={})
+            packed = revealed
         write_receipt: Callable[[], None] | None = None
         if self.receipts is not None:
             whole = self._side.exchange(assignment) is None  # the server trains nothing of it
@@ -357,12 +358,22 @@ class Client:
         if settles:
             self._pair.settle(self._stop.is_set)
 
-    def _masked(self, secure: SecureSide, assignment: Assignment, update: Update, answer: Answer) -> FlatTensors | None:
-        """Send an update masked; return what opens its group's sum, or None where the task has ended without."""
+    def _masked(
+        self, secure: SecureSide, assignment: Assignment, update: Update, answer: Answer, received: FlatTensors
+    ) -> FlatTensors | None:
+        """Send an update masked; return what opens its group's sum, or None where the task has ended without.
+
+        Args:
+            secure: this client's side of the protocol.
+            assignment: its task.
+            update: as the site lets it leave.
+            answer: what leaves beside it.
+            received: from which it was trained.
+        """
         refusal = secure.refusal(update)
         try:
             if refusal is None:
-                return secure.mask(assignment, update, answer)
+                return secure.mask(assignment, update, answer, received)
             self._give_up(assignment, Failed(refusal))
         except CannotOpen as error:
             warn_once(_log, f"client {self._info.id} takes no part in a sum: {error}")

@@ -18,6 +18,7 @@ from raafl.runtime.lifecycle import resume
 from raafl.runtime.lifecycle.service_manager import ServiceManager
 from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run
+from raafl.runtime.secure_groups import UNCERTIFIED
 from raafl.runtime.server.client_logs import ClientLogs
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.overlapped import OverlappedSession
@@ -92,8 +93,7 @@ def host(
         transport.listen(
             _admit(run, server, terms, rules), run.record.turned_away, parts.coordinator.state.values.device
         )
-        if transport.address:
-            run.progress.note(f"listening at {transport.address}")
+        _note_transport(run, transport)
         try:
             _restore(server, saved)
             run.start()
@@ -123,6 +123,14 @@ def waits_note(experiment: Experiment, trigger: Trigger) -> str | None:
         "a client that takes a task and never answers holds up each merge for waits.task_s, "
         f"{duration(experiment.waits.task_s)}: {earlier or 'lower it, or the share of clients that must report'}"
     )
+
+
+def _note_transport(run: Run, transport: Transport) -> None:
+    """Show where the server listens, and what a transport without certificates does not protect from."""
+    if transport.address:
+        run.progress.note(f"listening at {transport.address}")
+    if run.parts.experiment.secure_aggregation.is_on and not transport.certified:
+        run.progress.note(UNCERTIFIED)
 
 
 def _storage(experiment: Experiment, folder: Path) -> PayloadRoom:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import queue
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raafl.core.types import Assignment, SumGroup, Update
 from raafl.local.train import Stopped
+from raafl.parts.protect.secure.agreement import is_signed, lists_text, senders_text
 from raafl.parts.protect.secure.coverage import IntegerLayouts
-from raafl.parts.protect.secure.group import CannotOpen, Group, GroupMember, threshold_of
+from raafl.parts.protect.secure.group import CannotOpen, Group, threshold_of
 from raafl.parts.protect.secure.opening import Opening
 from raafl.runtime.exchange import Conversation
 from raafl.runtime.fields import Meta
@@ -25,9 +26,11 @@ from raafl.runtime.protocol import Answer
 from raafl.runtime.secure_groups import NOT_OPENED, SecureGroups
 from raafl.runtime.secure_protocol import (
     KEY_BYTES,
+    Claim,
     Formed,
-    KeyProof,
     Members,
+    Signatures,
+    Signed,
     layout_of,
     reveal_sizes,
     shares_layout,
@@ -40,8 +43,8 @@ from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.tensor_files import PayloadRoom
 from raafl.transport import Kind, Refused
 
-Phase = Literal["ready", "shares", "masked", "opened"]
-NEXT: dict[Phase, Phase] = {"ready": "shares", "shares": "masked", "masked": "opened"}
+Phase = Literal["ready", "shares", "masked", "signed", "opened"]
+NEXT: dict[Phase, Phase] = {"ready": "shares", "shares": "masked", "masked": "signed", "signed": "opened"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ class SecureStep:
         tensors: tensors of the message, on the CPU; the receiver may change them.
         moved: number of bytes sent and received for the task so far.
         replies: queue in which the session waits for a reply; None for the last message.
-        proof: proof that the client's public keys belong to its site; only in the first message.
+        claim: statement of the client about itself, from its first message.
+        signature: signature of the lists that the client knows; empty before it has masked its numbers.
     """
 
     assignment: Assignment
@@ -79,7 +83,8 @@ class SecureStep:
     tensors: FlatTensors
     moved: tuple[int, int]
     replies: queue.SimpleQueue[Reply | None]
-    proof: KeyProof = field(default_factory=KeyProof)
+    claim: Claim = field(default_factory=Claim)
+    signature: bytes = b""
 
     @property
     def life(self) -> tuple[int, int]:
@@ -138,12 +143,13 @@ class SecureSession:
         replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
         phase: Phase = "ready"
         talk = self._talk
-        first = talk.recv(Kind.QUESTION, self._room(layout_of(keys=2 * KEY_BYTES)))
-        answer, proof, message = self._checked(first.meta), KeyProof.from_meta(first.meta), first
+        first = talk.recv(Kind.QUESTION, self._room(layout_of(keys=3 * KEY_BYTES)))
+        answer, claim, message = self._checked(first.meta), Claim.from_meta(first.meta), first
         while True:
             assert message.tensors is not None
             moved = (talk.down_bytes, talk.up_bytes)
-            self._put(SecureStep(assignment, phase, answer, message.tensors, moved, replies, proof))
+            signature = Signed.from_meta(message.meta).signature if phase in ("masked", "signed") else b""
+            self._put(SecureStep(assignment, phase, answer, message.tensors, moved, replies, claim, signature))
             if phase == "opened":
                 return
             reply = self._replied(replies)
@@ -188,6 +194,7 @@ class _Running:
         waiting: members whose message is awaited.
         until: when the others go on without them, in seconds on the run's clock.
         here: steps of this phase, by member.
+        senders: members that sent shares.
         masked: steps with masked numbers, by member; empty before.
         gone: members whose connection has ended.
     """
@@ -199,6 +206,7 @@ class _Running:
     phase: Phase = "shares"
     waiting: set[int] = field(default_factory=set)
     here: dict[int, SecureStep] = field(default_factory=dict)
+    senders: tuple[int, ...] = ()
     masked: dict[int, SecureStep] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
 
@@ -280,24 +288,32 @@ class SecureAggregator:
         chosen = dict(sorted(list(self._ready.items())[: groups.merge.point.num_members]))
         for key in chosen:
             del self._ready[key]
-        scale = groups.scale(step.assignment for step in chosen.values())
-        members = []
-        for key, step in chosen.items():
-            keys = to_bytes(step.tensors, "keys")
-            members.append(GroupMember(key, keys[:KEY_BYTES], keys[KEY_BYTES:], step.assignment.spec.without_base))
-        threshold = threshold_of(len(chosen), groups.merge.options.threshold)
-        group = Group(secrets.token_hex(16), tuple(members), threshold, groups.merge.min_cover)
+        group = self._group(chosen)
+        scale = max(groups.merge.weights(group).values(), default=1.0) or 1.0
         running = _Running(Opening(group, self._layouts), scale, chosen, now + groups.merge.options.step_s)
         self._running, running.here = running, dict(chosen)
         if len(chosen) < groups.least:
             self._fail(running, f"{len(chosen)} clients are too few for a sum")
             return
-        coverage = running.opening.coverage
-        proofs = {key: step.proof for key, step in chosen.items() if step.proof.signature}
+        proofs = {key: step.claim.proof for key, step in chosen.items() if step.claim.proof.signature}
+        formed = Formed(group, proofs).to_meta()
         for key, step in chosen.items():
-            share = groups.share(step.assignment, step.answer.num_samples, scale)
-            step.replies.put(Reply(Formed(group, share, proofs).to_meta(), None, shares_layout(coverage, key, chosen)))
+            step.replies.put(Reply(formed, None, shares_layout(running.opening.coverage, key, chosen)))
         running.await_("shares", chosen)
+
+    def _group(self, chosen: Mapping[int, SecureStep]) -> Group:
+        """Describe the group of these clients, each with its own claim; the server may only count fewer samples."""
+        groups, coordinator = self._groups, self._groups.coordinator
+        members = []
+        for step in chosen.values():
+            said, client = step.answer.num_samples, coordinator.roster.clients[step.assignment.client]
+            counted = coordinator.counted_samples(client, said)
+            members.append(step.claim.member(step.assignment, to_bytes(step.tensors, "keys"), said, counted))
+        threshold = threshold_of(len(chosen), groups.merge.options.threshold)
+        run = next((step.claim.run for step in chosen.values()), "")
+        return Group(
+            secrets.token_hex(16), tuple(members), threshold, groups.merge.min_cover, coordinator.state.version, run
+        )
 
     def _advance(self, running: _Running, now: float) -> None:
         """Take the group to its next step with the members that are here."""
@@ -307,7 +323,9 @@ class SecureAggregator:
                 raise CannotOpen(
                     f"{len(running.here)} of {len(running.ready)} clients are left, {need} must help", "too-few"
                 )
-            {"shares": self._shared, "masked": self._masked, "opened": self._opened}[running.phase](running)
+            {"shares": self._shared, "masked": self._masked, "signed": self._signed, "opened": self._opened}[
+                running.phase
+            ](running)
         except CannotOpen as error:
             self._fail(running, str(error))
             return
@@ -320,7 +338,8 @@ class SecureAggregator:
             opening.commitments[key] = to_bytes(step.tensors, "commitments")
             sizes = sizes_from(opening.coverage, key, running.ready)
             pieces[key] = split(to_bytes(step.tensors, "shares"), sizes)
-        senders = Members(tuple(here)).to_meta()
+        running.senders = tuple(here)
+        senders = Members(running.senders).to_meta()
         for key, step in here.items():
             joined = b"".join(
                 pieces[other][key] if other in pieces else bytes(sizes_from(opening.coverage, other, [key])[key])
@@ -332,14 +351,36 @@ class SecureAggregator:
         running.await_("masked", here)
 
     def _masked(self, running: _Running) -> None:
-        opening, group = running.opening, running.opening.group
-        running.masked = dict(sorted(running.here.items()))
-        left = frozenset(running.masked)
-        sizes = reveal_sizes(opening.coverage, opening.commitments, left, group.min_cover)
-        told = Members(tuple(running.masked)).to_meta()
+        group = running.opening.group
+        running.masked = self._signers(running, senders_text(group, running.senders))
+        told = Signatures({key: step.signature for key, step in running.masked.items()}).to_meta()
         for step in running.masked.values():
+            step.replies.put(Reply(told, None, layout_of(nothing=0)))
+        running.await_("signed", running.masked)
+
+    def _signed(self, running: _Running) -> None:
+        opening, group = running.opening, running.opening.group
+        left = frozenset(running.masked)
+        signers = self._signers(running, lists_text(group, running.senders, left))
+        sizes = reveal_sizes(opening.coverage, opening.commitments, left, group.min_cover)
+        told = Signatures({key: step.signature for key, step in signers.items()}).to_meta()
+        for step in signers.values():
             step.replies.put(Reply(told, None, layout_of(revealed=sum(sizes.values()))))
-        running.await_("opened", left)
+        running.await_("opened", signers)
+
+    def _signers(self, running: _Running, text: bytes) -> dict[int, SecureStep]:
+        """Return the steps whose signatures the others will accept; who sent another one is left out, as if it were lost.
+
+        Raises:
+            CannotOpen: too few members are left.
+        """
+        group, here = running.opening.group, dict(sorted(running.here.items()))
+        signed = {key: step for key, step in here.items() if is_signed(text, step.signature, group.by_id[key].sign_key)}
+        if len(signed) < group.threshold:
+            raise CannotOpen(f"{len(signed)} clients have signed the same lists, {group.threshold} must", "too-few")
+        for key in here.keys() - signed.keys():
+            here[key].replies.put(None)
+        return signed
 
     def _opened(self, running: _Running) -> None:
         opening, group = running.opening, running.opening.group

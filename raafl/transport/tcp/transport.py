@@ -34,6 +34,7 @@ class TcpTransport(Transport):
                 "--tls_key"
             )
         self._credentials, self._meeting, self.client = meeting.credentials, meeting, meeting.client
+        self.certified = isinstance(meeting.credentials, TlsFiles)
         if isinstance(meeting.credentials, LocalToken) and not is_loopback(meeting.address):
             raise BadInput(
                 f"address is '{meeting.address}', which other machines can reach, but an access token is only for "

@@ -16,8 +16,17 @@ from raafl.parts.protect.secure.assembly import secured
 from raafl.parts.protect.secure.coverage import IntegerLayouts
 from raafl.parts.protect.secure.member import Member
 from raafl.runtime.protocol import Answer
-from raafl.runtime.secure_groups import SecureGroups
-from raafl.runtime.secure_protocol import Formed, Members, sizes_for, sizes_from, split, to_bytes, to_tensors
+from raafl.runtime.secure_groups import UNCERTIFIED, SecureGroups
+from raafl.runtime.secure_protocol import (
+    Formed,
+    Members,
+    Signatures,
+    sizes_for,
+    sizes_from,
+    split,
+    to_bytes,
+    to_tensors,
+)
 from raafl.runtime.server.secure import SecureAggregator, SecureStep
 from tests.helpers.coordinators import coordinator_for, join
 from tests.helpers.real_ranks import Ranks
@@ -30,9 +39,10 @@ def made(folder, algorithm, **fields):
     return experiment(folder, algorithm, secure_aggregation=ON, emulate=False, **{"max_updates": 8, **fields})
 
 
-def test_rounds_of_real_ranks_give_the_model_of_a_simulation_and_replay(tmp_path):
+def test_rounds_of_real_ranks_give_the_model_of_a_simulation_and_replay(tmp_path, caplog):
     algorithm = hetero_fl(rates=[1.0, 0.5])
     ranks = Ranks(made(tmp_path / "ranks", algorithm)).serve()
+    assert UNCERTIFIED in caplog.text
     assert ranks.digest == finish(made(tmp_path / "simulated", algorithm)).digest
     assert all(row["masked"] and row["fingerprint"] == "" for row in ranks.events("arrived"))
     assert equal_replay(made(tmp_path / "again", algorithm), ranks)
@@ -51,7 +61,7 @@ def dies_in_its_second_sum(rank):
         sums.append(self)
         if len(sums) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        mask(self, *args)
+        return mask(self, *args)
 
     Member.mask_ = die
 
@@ -83,8 +93,9 @@ class Hand:
         self.replies, self.member = queue.SimpleQueue(), Member(2, 2 / 3)
         self.say("ready", to_tensors(keys=b"".join(self.member.public)))
 
-    def say(self, phase, tensors):
-        self.aggregator.take(SecureStep(self.assignment, phase, Answer(1, 1), tensors, (0, 0), self.replies))
+    def say(self, phase, tensors, signature=b""):
+        step = SecureStep(self.assignment, phase, Answer(1, 1), tensors, (0, 0), self.replies, signature=signature)
+        self.aggregator.take(step)
 
     def heard(self):
         return self.replies.get_nowait()
@@ -103,11 +114,15 @@ class Hand:
         numbers = self.layouts.zeros(self.assignment.spec)
         for buffer in numbers.buffers.values():
             buffer.fill_(value)
-        self.member.mask_(numbers, {key: pieces[key] for key in self.senders if key != own})
-        self.say("masked", numbers)
+        signature = self.member.mask_(numbers, {key: pieces[key] for key in self.senders if key != own})
+        self.say("masked", numbers, signature)
+
+    def sign(self):
+        signature = self.member.sign(Signatures.from_meta(self.heard().meta, self.senders).by_member)
+        self.say("signed", to_tensors(nothing=b""), signature)
 
     def reveal(self):
-        told = self.member.reveal(Members.from_meta(self.heard().meta, self.senders).keys)
+        told = self.member.reveal(Signatures.from_meta(self.heard().meta, self.senders).by_member)
         self.say("opened", to_tensors(revealed=b"".join(told[key] for key in self.senders)))
 
 
@@ -135,7 +150,7 @@ STEPS = 2**25  # of four changes up to 8
 def test_the_aggregator_waits_for_all_and_reads_their_sum(aggregator):
     coordinator, one, hands, _ = aggregator
     assert one.look(0.0) == [] and one.is_running
-    for step in (Hand.share, lambda hand: hand.mask(STEPS * hand.assignment.client), Hand.reveal):
+    for step in (Hand.share, lambda hand: hand.mask(STEPS * hand.assignment.client), Hand.sign, Hand.reveal):
         for hand in hands:
             assert one.look(0.0) == []
             step(hand)
@@ -156,6 +171,9 @@ def test_a_client_that_is_too_slow_is_left_out_and_told(aggregator):
     one.look(61.1)  # 60 s after the step began
     hands[3].mask(STEPS)
     assert hands[3].heard() is None
+    for hand in hands[:3]:
+        hand.sign()
+    assert one.look(61.2) == []
     for hand in hands[:3]:
         hand.reveal()
     updates = one.look(62.0)
@@ -181,7 +199,7 @@ def test_two_lost_of_four_are_too_many_and_everyone_is_told(aggregator):
 def test_one_that_opens_nothing_counts_if_enough_others_do(aggregator):
     coordinator, one, hands, _ = aggregator
     one.look(0.0)
-    for step in (Hand.share, lambda hand: hand.mask(STEPS)):
+    for step in (Hand.share, lambda hand: hand.mask(STEPS), Hand.sign):
         for hand in hands:
             step(hand)
         one.look(0.0)
@@ -192,10 +210,44 @@ def test_one_that_opens_nothing_counts_if_enough_others_do(aggregator):
     assert len(updates) == 4 and merged(coordinator, updates).eq(1).all()
 
 
+def test_one_that_is_lost_before_it_signs_the_survivors_is_still_in_the_sum(aggregator):
+    """Its signature of the senders came with its numbers, which is what its masks depend on."""
+    coordinator, one, hands, _ = aggregator
+    one.look(0.0)
+    for step in (Hand.share, lambda hand: hand.mask(STEPS)):
+        for hand in hands:
+            step(hand)
+        one.look(0.0)
+    one.lose(hands[3].assignment.client, 0)
+    for step in (Hand.sign, Hand.reveal):
+        for hand in hands[:3]:
+            step(hand)
+        updates = one.look(0.0)
+    assert len(updates) == 4 and merged(coordinator, updates).eq(1).all()
+
+
+def test_one_whose_signature_is_wrong_is_left_out_and_told(aggregator):
+    _, one, hands, _ = aggregator
+    one.look(0.0)
+    for hand in hands:
+        hand.share()
+    one.look(0.0)
+    for hand in hands[:3]:
+        hand.mask(STEPS)
+    hands[3].say("masked", hands[3].layouts.zeros(), bytes(64))
+    one.look(0.0)
+    assert hands[3].heard().meta["members"] == [1, 2, 3, 4] and hands[3].heard() is None  # the senders, then no more
+    for step in (Hand.sign, Hand.reveal):
+        for hand in hands[:3]:
+            step(hand)
+        updates = one.look(0.0)
+    assert [update.client for update in updates] == [1, 2, 3]
+
+
 def test_a_wrong_share_ends_the_sum_and_every_update_in_it(aggregator):
     _, one, hands, notes = aggregator
     one.look(0.0)
-    for step in (Hand.share, lambda hand: hand.mask(STEPS)):
+    for step in (Hand.share, lambda hand: hand.mask(STEPS), Hand.sign):
         for hand in hands:
             step(hand)
         one.look(0.0)

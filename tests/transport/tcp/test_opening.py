@@ -89,16 +89,16 @@ def test_a_member_of_a_group_needs_a_certificate_for_clients_that_was_not_revoke
     files = {name: sites.site(name) for name in ("north", "south", "east")}
     members = {name: SiteKeys(one.ca, one.cert, one.key) for name, one in files.items()}
     group, proofs = group_of(list(members.values()))
-    members["north"].check(group, proofs, 3)
+    members["north"].check(group, proofs)
     serial = pem.read_certificate(files["east"].cert).serial_number
     north = files["north"]
     aware = SiteKeys(north.ca, north.cert, north.key, lambda: frozenset({serial}))
     with pytest.raises(CannotOpen, match="member 3 are of no site"):
-        aware.check(group, proofs, 3)
+        aware.check(group, proofs)
     plain = with_uses(sites, files["east"])
     group, proofs = group_of([members["north"], members["south"], SiteKeys(plain.ca, plain.cert, plain.key)])
     with pytest.raises(CannotOpen, match="member 3 are of no site"):
-        members["north"].check(group, proofs, 3)
+        members["north"].check(group, proofs)
 
 
 def test_a_site_with_the_newest_list_connects_to_no_server_with_a_revoked_certificate(sites, caplog):

@@ -1,13 +1,15 @@
 """Describe a group of clients whose updates are summed, derive its keys, and expand seeds to masks.
 
 All cryptography is the library `cryptography`: X25519 to agree on keys, HKDF-SHA256 to derive them, AES-256 in counter mode to
-expand a seed to a mask, AES-256-GCM to encrypt shares. Every key is used for one group, and for one purpose.
+expand a seed to a mask, AES-256-GCM to encrypt shares, Ed25519 to sign lists. Every key is used for one group, and for one purpose.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import json
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -46,17 +48,38 @@ class CannotOpen(Exception):
 class GroupMember:
     """One client of a group in secure aggregation, as the other members of the group see it.
 
+    With certificates the member's site signs everything but ``counted`` and ``site`` (`Group.statement`).
+
     Attributes:
         id: id of the member's assignment, which identifies it in the group.
         mask_key: public key with which others agree on masks with it, 32 bytes.
         share_key: public key with which others encrypt secret shares for it, 32 bytes.
+        sign_key: public key with which others check its signatures of lists, 32 bytes (Ed25519).
         spec: submodel of the member.
+        num_samples: number of samples on which the member says that it trained.
+        counted: number of samples by which the server weights it, at most ``num_samples``.
+        version: global version from which the member trained.
+        max_share: largest share of an opened sum that the member's site lets one site have; 1 = any.
+        start: digest of what the member received to train from; "" = not stated.
+        site: name of the member's site, as in its certificate; "" = it has none, and counts as a site of its own.
     """
 
     id: int
     mask_key: bytes
     share_key: bytes
+    sign_key: bytes
     spec: Spec
+    num_samples: int = 1
+    counted: int = 1
+    version: int = 0
+    max_share: float = 1.0
+    start: str = ""
+    site: str = ""
+
+    @property
+    def owner(self) -> str | int:
+        """The member's site, or its own id where it has no certificate."""
+        return self.site or self.id
 
 
 @dataclass(frozen=True)
@@ -68,12 +91,40 @@ class Group:
         members: members of the group, ordered by id.
         threshold: number of members that must help to unmask the sum.
         min_cover: number of members that must have trained an element for the server to learn its sum.
+        version: global version when the group was formed, from which the staleness of each member is counted.
+        run: digest of the run's config and model; each member states its own, which must be this one.
     """
 
     id: str
     members: tuple[GroupMember, ...]
     threshold: int
     min_cover: int
+    version: int = 0
+    run: str = ""
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the whole group, as hexadecimal digits: members that are told of other groups never sign one list."""
+        counts = [[member.counted, member.site] for member in self.members]
+        head = [self.id, self.threshold, self.min_cover, self.version, self.run]
+        text = json.dumps([head, [self.statement(member) for member in self.members], counts])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def statement(self, member: GroupMember) -> str:
+        """Return the text that a member's site signs: the member's keys for this one task, and what the sum depends on."""
+        return statement(self.run, member)
+
+    def surplus(self, members: Collection[int]) -> str | None:
+        """Return the site that has more members among some than may collude with the server; None if there is no such site.
+
+        Two lists can each find ``threshold`` signatures only if ``2 threshold - members`` of the group sign both.
+
+        Args:
+            members: ids of some members.
+        """
+        most = max(2 * self.threshold - len(self.members) - 1, 1)
+        counts = Counter(self.by_id[member].owner for member in members)
+        return next((str(owner) for owner, num in counts.items() if num > most), None)
 
     @cached_property
     def by_id(self) -> dict[int, GroupMember]:
@@ -87,6 +138,18 @@ class Group:
     def coverage(self, layouts: IntegerLayouts) -> Coverage:
         """Divide the model's elements into cells: elements that the same members train are in one cell."""
         return Coverage(layouts, {member.id: member.spec for member in self.members})
+
+
+def statement(run: str, member: GroupMember) -> str:
+    """Return the text that a member's site signs before it knows the group; see `Group.statement`.
+
+    Args:
+        run: digest of the run's config and model.
+        member: the member, of which ``counted`` and ``site`` are not part of the text.
+    """
+    keys = [key.hex() for key in (member.mask_key, member.share_key, member.sign_key)]
+    facts = [member.num_samples, member.version, member.max_share, member.start, member.spec.to_json()]
+    return "raafl round keys 2\n" + json.dumps([run, member.id, keys, facts], sort_keys=True)
 
 
 def threshold_of(num_members: int, share: float) -> int:

@@ -1,20 +1,22 @@
-"""A client's part in a group: share its seeds, mask its numbers, and help to open the sum (Bonawitz et al. 2017, figure 4).
+"""A client's part in a group: share its seeds, mask its numbers, sign who is there, and help to open the sum.
 
-Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, for honest-but-curious
-participants. A pair's mask covers the elements that both have. Where the paper has one seed b_u for a client's own mask, here is
-one for each cell, so that members open only cells with enough contributors.
+Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, figure 4 with the consistency
+round, for servers that lie (`raafl.parts.protect.secure.agreement`). A pair's mask covers the elements that both have. Where the
+paper has one seed b_u for a client's own mask, here is one for each cell, so that members open only cells with enough contributors.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from raafl.parts.protect.secure.agreement import check_cover, is_signed, lists_text, senders_text
 from raafl.parts.protect.secure.coverage import IntegerLayouts, buffer_of
 from raafl.parts.protect.secure.group import (
     SEED_BYTES,
@@ -29,7 +31,7 @@ from raafl.parts.protect.secure.group import (
     threshold_of,
 )
 from raafl.parts.protect.secure.shamir import MAX_SHARES, share
-from raafl.submodel import FlatTensors
+from raafl.submodel import FlatTensors, Spec
 
 _NONCE = bytes(12)
 """Each key of `share_key` encrypts one message, so that a constant is no repetition."""
@@ -39,7 +41,9 @@ class Member:
     """A client's side of secure aggregation in one group; each group needs a new object, since its keys are used once.
 
     Attributes:
-        public: public keys of the client, for masks and for shares.
+        public: public keys of the client: for masks, for shares, and for signatures. The last one is no site's: with
+            certificates the site's own key signs all three (`Group.statement`), which delegates to a key that is good for
+            one group and for one client of the site.
     """
 
     def __init__(self, min_cover: int, threshold: float) -> None:
@@ -51,11 +55,18 @@ class Member:
         """
         self._min_cover, self._threshold = min_cover, threshold
         self._masks, self._shares = X25519PrivateKey.generate(), X25519PrivateKey.generate()
-        self.public = self._masks.public_key().public_bytes_raw(), self._shares.public_key().public_bytes_raw()
+        self._signs = Ed25519PrivateKey.generate()
+        self.public = (
+            self._masks.public_key().public_bytes_raw(), self._shares.public_key().public_bytes_raw(),
+            self._signs.public_key().public_bytes_raw(),
+        )  # fmt: skip
         self._held: dict[int, bytes] = {}  # shares of members' secrets, by member
-        self._has_revealed = False
+        self._has_joined = self._has_masked = self._has_revealed = False
+        self._survivors: frozenset[int] | None = None  # as this client has signed them
 
-    def join(self, group: Group, member_id: int, layouts: IntegerLayouts) -> tuple[dict[int, bytes], bytes]:
+    def join(
+        self, group: Group, member_id: int, layouts: IntegerLayouts, weights: Mapping[int, float] | None = None
+    ) -> tuple[dict[int, bytes], bytes]:
         """Agree to a group, and share with its members the secrets from which this client's masks are drawn.
 
         With enough shares the server can remove the masks of a client that is lost. Returns an encrypted share for each
@@ -65,13 +76,17 @@ class Member:
             group: description of the group that the server sent.
             member_id: id of this member.
             layouts: layouts of the integers by which the model's values are masked and summed.
+            weights: weight of each member's change in the sum, by its id; None = equal ones.
 
         Raises:
-            CannotOpen: bad-group: the group is too small, has another threshold or min_cover than agreed, or lacks this
-                member.
+            CannotOpen: bad-group: the group is too small, has another threshold or min_cover than agreed, lacks this
+                member, or its sums would be of one site.
         """
         self._check(group, member_id)
+        self._has_joined = True
         self.group, self.id, self.coverage = group, member_id, group.coverage(layouts)
+        self._weights = dict.fromkeys(group.by_id, 1.0) if weights is None else dict(weights)
+        check_cover(group, self.coverage, self._weights, frozenset(group.by_id), self._least)
         self._seeds = [secrets.token_bytes(SEED_BYTES) for _ in self.coverage.cells_in(member_id)]
         secret = self._masks.private_bytes_raw() + b"".join(self._seeds)
         pieces = share(secret, group.threshold, len(group.members))
@@ -87,11 +102,13 @@ class Member:
     def _check(self, group: Group, member_id: int) -> None:
         num = len(group.members)
         keys = [member.id for member in group.members]
-        publics = {public for member in group.members for public in (member.mask_key, member.share_key)}
-        if keys != sorted(set(keys)) or num > MAX_SHARES or len(publics) < 2 * num:
+        publics = {key for member in group.members for key in (member.mask_key, member.share_key, member.sign_key)}
+        if keys != sorted(set(keys)) or num > MAX_SHARES or len(publics) < 3 * num:
             raise CannotOpen("the group's members are out of order, too many, or share a key", "bad-group")
+        if self._has_joined:
+            raise CannotOpen("this client has joined a group with these keys before", "bad-group")
         own = group.by_id.get(member_id)
-        if own is None or (own.mask_key, own.share_key) != self.public:
+        if own is None or (own.mask_key, own.share_key, own.sign_key) != self.public:
             raise CannotOpen("the group does not list this client with its own public keys", "bad-group")
         least = threshold_of(num, self._threshold)
         if group.threshold < least or num < self._min_cover:
@@ -107,18 +124,54 @@ class Member:
                 "give both the same",
                 "bad-group",
             )
+        self._check_facts(group)
+        others = [member.id for member in group.members if member.owner != own.owner]
+        if (site := group.surplus(others)) is not None:
+            raise CannotOpen(
+                f"so many of this group's {num} clients are of site '{site}' that it could help the server to read others: "
+                "use fewer clients of one site, or a higher secure_aggregation.threshold",
+                "bad-group",
+            )
 
-    def mask_(self, numbers: FlatTensors, encrypted: Mapping[int, bytes]) -> None:
-        """Decrypt the other members' shares, and mask this client's encoded update, in place.
+    @staticmethod
+    def _check_facts(group: Group) -> None:
+        """Check what weights depend on, and that the server sent the same values to all from whom it says so."""
+        starts: dict[tuple[int, Spec], str] = {}
+        for member in group.members:
+            if not 1 <= member.counted <= member.num_samples or not 0 <= member.version <= group.version:
+                raise CannotOpen(
+                    f"the server counts {member.counted} of the {member.num_samples} samples of member {member.id}, which "
+                    f"trained from version {member.version} of {group.version}",
+                    "bad-group",
+                )
+            start = starts.setdefault((member.version, member.spec), member.start)
+            if (
+                member.start and start != member.start
+            ):  # a model of which others learn nothing would leave one client's change
+                raise CannotOpen(
+                    f"member {member.id} received other values of version {member.version} than another one",
+                    "bad-group",
+                )
+
+    @property
+    def _least(self) -> int:
+        """Smallest number of survivors, and of their sites, in a cell whose sum is opened."""
+        return max(self._min_cover, self.group.min_cover)
+
+    def mask_(self, numbers: FlatTensors, encrypted: Mapping[int, bytes]) -> bytes:
+        """Decrypt the other members' shares, and mask this client's encoded update, in place; return a signature of the senders.
 
         Args:
             numbers: encoded change of this client's submodel.
             encrypted: shares for this member, by sender; a missing sender has dropped out.
 
         Raises:
-            CannotOpen: too-few: not enough members sent shares; bad-share: a share cannot be decrypted.
+            CannotOpen: too-few: not enough members sent shares; bad-share: a share cannot be decrypted; bad-group: it has
+                masked numbers before.
         """
         group, member_id = self.group, self.id
+        if self._has_masked:  # the same masks over two updates would reveal their difference
+            raise CannotOpen("this client has masked an update for this group before", "bad-group")
         if len(encrypted) + 1 < group.threshold:
             raise CannotOpen(
                 f"{len(encrypted) + 1} members are left, {group.threshold} must help to unmask the sum", "too-few"
@@ -129,6 +182,7 @@ class Member:
                 self._held[sender] = AESGCM(one_way).decrypt(_NONCE, text, None)
             except InvalidTag:
                 raise CannotOpen(f"member {sender}'s share was not encrypted for this client", "bad-share") from None
+        self._has_masked = True
         words = buffer_of(numbers).numpy().view(np.uint32)
         for cell, seed in zip(self.coverage.cells_in(member_id), self._seeds, strict=True):
             add_mask_(words, self.coverage.elements_in(member_id, cell), seed, 1)
@@ -136,7 +190,36 @@ class Member:
             seed = mask_seed(self._masks, group.by_id[other].mask_key, group.id, member_id, other)
             add_mask_(words, self.coverage.shared_elements(member_id, other), seed, pair_sign(member_id, other))
 
-    def reveal(self, survivors: Collection[int]) -> dict[int, bytes]:
+        return self._signs.sign(senders_text(group, self._held))
+
+    def sign(self, survivors: Mapping[int, bytes]) -> bytes:
+        """Agree to a list of survivors; return this client's signature of that list and of its list of senders.
+
+        Args:
+            survivors: signature of the senders, as `mask_` returns it, of each member whose masked numbers have arrived, by id.
+
+        Raises:
+            CannotOpen: too-few: too few members are left; bad-group: this client is not among them or has signed before, one
+                of them was told of another group or of other senders, or a sum would be of too few sites, or of one.
+        """
+        group, left = self.group, frozenset(survivors)
+        if not self._has_masked or self._survivors is not None or not left <= self._held.keys() or self.id not in left:
+            raise CannotOpen(
+                "this client has signed a list before, or the server names other members than before", "bad-group"
+            )
+        if len(left) < group.threshold:
+            raise CannotOpen(f"{len(left)} members are left, {group.threshold} must help to unmask the sum", "too-few")
+        text = senders_text(group, self._held)
+        for member in sorted(left):
+            if not is_signed(text, survivors[member], group.by_id[member].sign_key):
+                raise CannotOpen(
+                    f"member {member} has not signed that it knows the same group and the same senders", "bad-group"
+                )
+        check_cover(group, self.coverage, self._weights, left, self._least)
+        self._survivors = left
+        return self._signs.sign(lists_text(group, self._held, left))
+
+    def reveal(self, signatures: Mapping[int, bytes]) -> dict[int, bytes]:
         """Return this client's shares of other members' secrets, by member id; the server needs them to unmask the sum.
 
         For a member whose update has arrived these are shares of the seeds of its masks. For a member that dropped out it
@@ -144,25 +227,33 @@ class Member:
         update. If too few of the arrived updates change the elements that a seed masks, its share is left out.
 
         Args:
-            survivors: ids of the members whose masked updates the server has received.
+            signatures: signatures that `sign` returned to other members, by their id.
 
         Raises:
-            CannotOpen: too few members are left, this client is not among them, or it has revealed its shares before.
+            CannotOpen: too-few: fewer than ``threshold`` members signed what this client signed; bad-group: this client
+                has signed nothing, or has revealed its shares before.
         """
-        left = frozenset(survivors)
-        if self._has_revealed or not left <= self._held.keys() or self.id not in left:
+        group, left = self.group, self._survivors
+        if left is None or self._has_revealed:
             raise CannotOpen(
-                "this client has revealed its shares before, or the server names other members than before", "bad-group"
+                "this client has revealed its shares before, or signed no list of the members that are left",
+                "bad-group",
             )
-        if len(left) < self.group.threshold:
+        text = lists_text(group, self._held, left)
+        num_agree = 1 + sum(
+            member in group.by_id and member != self.id and is_signed(text, signature, group.by_id[member].sign_key)
+            for member, signature in signatures.items()
+        )
+        if num_agree < group.threshold:
             raise CannotOpen(
-                f"{len(left)} members are left, {self.group.threshold} must help to unmask the sum", "too-few"
+                f"{num_agree} members signed the same lists of members as this client, {group.threshold} must",
+                "too-few",
             )
         self._has_revealed = True
         told = {}
         for member, piece in self._held.items():
             if member in left:
-                places = open_positions(self.coverage, member, left, max(self._min_cover, self.group.min_cover))
+                places = open_positions(self.coverage, member, left, self._least)
                 told[member] = b"".join(_seed_at(piece, place) for place in places)
             else:
                 told[member] = piece[:SEED_BYTES]

@@ -23,6 +23,7 @@ from raafl.parts.protect.options import SecureAggregation
 from raafl.parts.protect.privacy import Private
 from raafl.parts.protect.secure.coverage import IntegerLayouts, buffer_of
 from raafl.parts.protect.secure.fixed_point import FixedPoint, add_
+from raafl.parts.protect.secure.group import Group
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 
 
@@ -105,6 +106,14 @@ class SecureSum(Wrapped):
         if isinstance(self.inner, Private):  # it discounts staleness itself, on the mean
             return 1.0, 1.0
         return inner.weigh(Update(0, 0, 0, FlatTensors.empty(Layout(())), num_samples), staleness)
+
+    def weights(self, group: Group) -> dict[int, float]:
+        """Return each member's weight times its staleness factor, by its id; server and clients compute the same."""
+        products = {}
+        for member in group.members:
+            weight, factor = self.weigh(member.counted, group.version - member.version)
+            products[member.id] = weight * factor
+        return products
 
     def scale(self, change: FlatTensors) -> float:
         """Return the factor that clips a client's change; raise `OutOfRange` if an element then exceeds the bound."""

@@ -40,11 +40,13 @@ def mask_and_open_(
     encrypted = {}
     for number, member in members.items():
         encrypted[number], opening.commitments[number] = member.join(group, number, layouts)
+    masked = {}
     for number, member in members.items():
-        member.mask_(
-            numbers[number], {sender: texts[number] for sender, texts in encrypted.items() if sender != number}
-        )
+        pieces = {sender: texts[number] for sender, texts in encrypted.items() if sender != number}
+        masked[number] = member.mask_(numbers[number], pieces)
     survivors = frozenset(members) - frozenset(dropped)
-    opening.restore(survivors, {number: members[number].reveal(survivors) for number in sorted(survivors)})
+    left = {number: masked[number] for number in sorted(survivors)}
+    signed = {number: members[number].sign(left) for number in left}
+    opening.restore(survivors, {number: members[number].reveal(signed) for number in left})
     for number in survivors:
         opening.unmask_(number, numbers[number])

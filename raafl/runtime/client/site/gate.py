@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import yaml
 
 from raafl.config.hours import opens_at
-from raafl.config.site_policy import KINDS, SitePolicy, same_part
+from raafl.config.site_policy import KINDS, MAX_SHARE, SitePolicy, same_part
 from raafl.core.types import POLICY, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import RunFailed
@@ -67,6 +67,10 @@ class Gate:
     """Whether each task is checked before any of its steps is made, so that none is begun before it arrives."""
     counts_bytes = False
     """Whether the site limits its bytes, so that no task is trained while an update is sent, which may use up the rest."""
+    max_share: float = MAX_SHARE
+    """Largest share of an opened sum that one site may have, in secure aggregation with certificates."""
+    partners: Sequence[str] | None = None
+    """Sites that may be members of a group of secure aggregation; None = all of the federation."""
     stopped: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the task at hand is no longer wanted; set by the client."""
 
@@ -135,6 +139,7 @@ class SiteGate(Gate):
             BadInput: the books cannot be read or written.
         """
         self.policy, self._say, self._now, self._sleep = policy, say, now, sleep
+        self.max_share, self.partners = float(policy.max_share), policy.partners
         self._logs = None if policy.logs is None else LogBuffer(policy.logs)
         self._hours, self.counts_bytes = policy.windows(), policy.max_bytes is not None
         self._books = None if policy.state is None else SiteBooks(policy.state)

@@ -300,17 +300,21 @@ def test_shares_are_for_their_receiver_alone_and_are_revealed_once(wide):
     everyone, encrypted = joined(wide)
     with pytest.raises(CannotOpen, match="bad-share: member 2's share was not encrypted for this client"):
         everyone[1].mask_(wide.zeros(), {2: encrypted[2][3], 3: encrypted[3][1]})
-    everyone[1].mask_(wide.zeros(), {2: encrypted[2][1], 3: encrypted[3][1]})
-    assert set(everyone[1].reveal({1, 2, 3})) == {1, 2, 3}
+    masked = {
+        key: everyone[key].mask_(wide.zeros(), {one: encrypted[one][key] for one in everyone if one != key})
+        for key in everyone
+    }
+    signed = {key: member.sign(masked) for key, member in everyone.items()}
+    assert set(everyone[1].reveal(signed)) == {1, 2, 3}
     with pytest.raises(CannotOpen, match="bad-group"):  # else both of one member could be had
-        everyone[1].reveal({1, 2, 3})
+        everyone[1].reveal(signed)
 
 
 def test_a_wrong_share_is_noticed(wide, monkeypatch):
     reveal = Member.reveal
     monkeypatch.setattr(
         members.Member, "reveal",
-        lambda self, left: {key: bytes([text[0] ^ 1]) + text[1:] for key, text in reveal(self, left).items()},
+        lambda self, told: {key: bytes([text[0] ^ 1]) + text[1:] for key, text in reveal(self, told).items()},
     )  # fmt: skip
     specs = dict.fromkeys((1, 2, 3), FULL)
     with pytest.raises(CannotOpen, match="bad-share: the revealed shares give a wrong seed for member 1"):

@@ -1,0 +1,105 @@
+"""Sign and check the lists of members on which a group agrees before any member reveals a share (Bonawitz et al. 2017, round 3).
+
+A server that tells members different lists could have some reveal the seeds of a client, and others the keys that cancel its
+pairwise masks. So each member signs two texts, each once: with its masked numbers, the list of *senders* whose shares it has, which
+decides its pairwise masks; and later that list with the list of *survivors*, whose masked numbers have come. It reveals only with
+``threshold`` signatures of the second text that it signed itself, and only takes for survivors those that signed its first text.
+
+Why that is enough, with n members of which fewer than ``2 threshold - n`` help the server: two second texts cannot both have
+``threshold`` signatures, since an honest member signs one. So all shares that honest members reveal are for one pair of lists: of
+each member either its seeds or its key, never both. A survivor has masks with every sender, so that in an opened cell the masks
+that its honest holders share in pairs remain, and cancel in the sum alone. Its signature of the first text names the group's
+digest, too: keys, weights, versions and submodels of all members, as it saw them when it encoded its numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from raafl.parts.protect.secure.coverage import Coverage
+from raafl.parts.protect.secure.group import CannotOpen, Group
+
+SIGNATURE_BYTES = 64
+
+
+def senders_text(group: Group, senders: Iterable[int]) -> bytes:
+    """Return the text that a member signs with its masked numbers.
+
+    Args:
+        group: the group as the member was told.
+        senders: ids of the members whose shares it has, itself included.
+    """
+    return f"raafl round senders 1\n{group.run}\n{group.digest}\n{_listed(senders)}".encode()
+
+
+def lists_text(group: Group, senders: Iterable[int], survivors: Iterable[int]) -> bytes:
+    """Return the text that a member signs before it reveals anything.
+
+    Args:
+        group: the group as the member was told.
+        senders: ids of the members whose shares it has, itself included.
+        survivors: ids of the members whose masked numbers have arrived, as it was told.
+    """
+    return f"raafl round lists 1\n{group.run}\n{group.digest}\n{_listed(senders)}\n{_listed(survivors)}".encode()
+
+
+def _listed(members: Iterable[int]) -> str:
+    return " ".join(map(str, sorted(members)))
+
+
+def is_signed(text: bytes, signature: bytes, key: bytes) -> bool:
+    """Check whether a text has a member's signature; False for malformed keys and signatures, too.
+
+    Args:
+        text: text that was signed.
+        signature: Ed25519 signature of it.
+        key: public key of the member, 32 bytes.
+    """
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, text)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def check_cover(
+    group: Group, coverage: Coverage, weights: Mapping[int, float], survivors: frozenset[int], min_cover: int
+) -> None:
+    """Check that each cell whose sum these survivors would open hides each of its sites.
+
+    Args:
+        group: group whose sum would be opened.
+        coverage: cells (sets of elements that the same members train) of the group's submodels.
+        weights: weight of each member's change in the sum, by its id.
+        survivors: ids of the members whose updates are summed.
+        min_cover: smallest number of members, and of sites, whose sum may be opened.
+
+    Raises:
+        CannotOpen: bad-group: a cell has survivors of too few sites, or nearly all of its sum would be of one site.
+    """
+    most = min(member.max_share for member in group.members)
+    for cell in coverage.open_cells(survivors, min_cover):
+        parts: dict[str | int, float] = {}
+        for member in sorted(coverage.holders[cell] & survivors):
+            owner = group.by_id[member].owner
+            parts[owner] = parts.get(owner, 0.0) + weights[member]
+        if len(parts) < min_cover:
+            raise CannotOpen(
+                f"elements of the model would be summed over clients of {len(parts)} sites, and "
+                f"secure_aggregation.min_cover is {min_cover}: use clients of more sites",
+                "bad-group",
+            )
+        owner, largest = max(parts.items(), key=lambda part: part[1])
+        if largest > most * sum(parts.values()):
+            raise CannotOpen(
+                f"{largest / (sum(parts.values()) or 1):.1%} of a sum would be of {_named(owner)}, and the policy of a site "
+                f"allows max_share {most:g}: use more clients or more equal numbers of samples, or lower guard.max_weight",
+                "bad-group",
+            )
+
+
+def _named(owner: str | int) -> str:
+    return f"site '{owner}'" if isinstance(owner, str) else f"member {owner}"

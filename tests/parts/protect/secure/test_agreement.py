@@ -1,0 +1,175 @@
+"""What members agree on before they reveal shares: the two lies that read single clients, and sums that are of one site."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from raafl.parts.protect.secure.agreement import is_signed, lists_text, senders_text
+from raafl.parts.protect.secure.coverage import IntegerLayouts
+from raafl.parts.protect.secure.group import CannotOpen, Group, GroupMember, threshold_of
+from raafl.parts.protect.secure.member import Member
+from raafl.submodel import FULL, Spec, Submodels
+from tests.helpers.coordinators import EXAMPLE, Line
+
+LAYOUTS = IntegerLayouts(Submodels(Line(8), EXAMPLE))
+HALF = Spec.select({"hidden": range(4)})
+
+
+class Round:
+    """Members 1 to n, of which the first ``num_whole`` have the whole model, in the state after `step`."""
+
+    def __init__(self, num, num_whole=None, min_cover=2, weights=None, **changes):
+        specs = {key: FULL if num_whole is None or key <= num_whole else HALF for key in range(1, num + 1)}
+        self.members = {key: Member(min_cover, 2 / 3) for key in specs}
+        rows = [
+            GroupMember(key, *one.public, specs[key], **changes.get(f"m{key}", {})) for key, one in self.members.items()
+        ]
+        self.group = Group("ab", tuple(rows), threshold_of(num, 2 / 3), min_cover, 9, "run")
+        self.weights = weights
+
+    def join(self):
+        self.encrypted = {key: one.join(self.group, key, LAYOUTS, self.weights)[0] for key, one in self.members.items()}
+        return self
+
+    def mask(self, hidden=lambda key: ()):
+        """Mask; the server hides ``hidden(key)`` from a member, as if they had sent no shares."""
+        self.signed = {}
+        for key, one in self.members.items():
+            senders = [other for other in self.members if other != key and other not in hidden(key)]
+            numbers = LAYOUTS.zeros(self.group.by_id[key].spec)
+            self.signed[key] = one.mask_(numbers, {other: self.encrypted[other][key] for other in senders})
+        return self
+
+    def sign(self, key, survivors):
+        return self.members[key].sign({other: self.signed[other] for other in survivors})
+
+
+def test_a_victim_that_was_told_of_other_senders_is_in_nobodys_list():
+    """Its cell would carry no pairwise mask: the other holder is hidden from it, and everybody else is told the truth."""
+    told = Round(4, 2).join().mask(lambda key: {2} if key == 1 else ())
+    with pytest.raises(CannotOpen, match="bad-group: member 1 has not signed that it knows the same group"):
+        told.sign(3, [1, 2, 3, 4])
+    with pytest.raises(CannotOpen, match="bad-group: member 3 has not signed"):
+        told.sign(1, [1, 3, 4])
+    with pytest.raises(CannotOpen, match="the server names other members than before"):
+        told.sign(1, [1, 2, 3, 4])
+    assert told.sign(3, [2, 3, 4])  # without the victim
+
+
+def test_members_that_were_told_of_other_survivors_reveal_nothing():
+    told = Round(4).join().mask()
+    lists = {1: [1, 2, 3], 2: [1, 2, 3], 3: [1, 3, 4], 4: [1, 3, 4]}
+    signatures = {key: told.sign(key, survivors) for key, survivors in lists.items()}
+    for member in told.members.values():
+        with pytest.raises(
+            CannotOpen, match="too-few: 2 members signed the same lists of members as this client, 3 must"
+        ):
+            member.reveal(signatures)
+
+
+def test_a_signature_counts_once_and_for_one_text():
+    told = Round(3).join().mask()
+    own = told.sign(1, [1, 2, 3])
+    with pytest.raises(CannotOpen, match="has signed a list before"):
+        told.sign(1, [1, 2, 3])
+    with pytest.raises(CannotOpen, match="1 members signed the same lists"):
+        told.members[1].reveal({1: own, 2: own, 3: told.signed[3], 7: own})
+    with pytest.raises(CannotOpen, match="signed no list"):
+        told.members[2].reveal({1: own})
+    texts = [
+        senders_text(told.group, [1, 2]),
+        lists_text(told.group, [1, 2], [1, 2]),
+        lists_text(told.group, [1], [2, 1, 2]),
+    ]
+    others = [
+        senders_text(replace(told.group, version=8), [1, 2]),
+        lists_text(replace(told.group, run="b"), [1, 2], [1, 2]),
+    ]
+    assert len({*texts, *others}) == 5
+    assert is_signed(lists_text(told.group, [3, 2, 1], [1, 2, 3]), own, told.group.by_id[1].sign_key)
+    assert not is_signed(texts[0], own, b"short") and not is_signed(texts[0], b"", told.group.by_id[1].sign_key)
+
+
+def test_keys_join_one_group_and_mask_one_update():
+    told = Round(3).join().mask()
+    with pytest.raises(CannotOpen, match="has joined a group with these keys before"):
+        told.members[1].join(told.group, 1, LAYOUTS)
+    with pytest.raises(CannotOpen, match="has masked an update for this group before"):
+        told.members[1].mask_(LAYOUTS.zeros(), {2: told.encrypted[2][1], 3: told.encrypted[3][1]})
+
+
+# ---- whose sum it is ----
+
+
+def shares(weights, most=0.9, num_whole=None, sites=()):
+    fields = {f"m{key}": {"max_share": most, "site": sites[key - 1] if sites else f"s{key}"} for key in weights}
+    return Round(len(weights), num_whole, weights=weights, **fields)
+
+
+@pytest.mark.parametrize("weights", [{1: 1.0, 2: 0.0, 3: 0.0}, {1: 97.0, 2: 2.0, 3: 1.0}], ids=str)
+def test_a_sum_that_is_one_clients_is_refused_by_everyone(weights):
+    told = shares(weights)
+    for key, member in told.members.items():
+        with pytest.raises(CannotOpen, match=r"(100.0|97.0)% of a sum would be of site 's1', .* allows max_share 0.9"):
+            member.join(told.group, key, LAYOUTS, told.weights)
+
+
+def test_it_is_refused_in_any_cell_and_counted_by_site():
+    """Clients 1 and 2 alone have the outer half: 95 of 100 there, and 95 of 195 elsewhere."""
+    weights = {1: 95.0, 2: 5.0, 3: 50.0, 4: 45.0}
+    with pytest.raises(CannotOpen, match=r"95.0% of a sum would be of site 's1'"):
+        shares(weights, num_whole=2).join()
+    shares(weights).join()
+    shares(weights, num_whole=2, most=0.96).join()
+    with pytest.raises(CannotOpen, match=r"95.0% of a sum would be of site 's1'"):
+        shares({1: 50.0, 2: 45.0, 3: 4.0, 4: 0.5, 5: 0.5}, sites=["s1", "s1", "s2", "s3", "s4"]).join()
+
+
+def test_the_strictest_site_counts_also_when_others_have_dropped_out():
+    told = shares({1: 60.0, 2: 10.0, 3: 10.0, 4: 20.0}, most=0.7).join().mask()
+    assert told.sign(2, [1, 2, 3, 4])
+    with pytest.raises(CannotOpen, match=r"75.0% of a sum would be of site 's1'"):
+        told.sign(1, [1, 2, 3])
+    strict = {f"m{key}": {"max_share": 0.5 if key == 3 else 1.0} for key in (1, 2, 3)}
+    with pytest.raises(CannotOpen, match=r"60.0% of a sum would be of member 1, .* max_share 0.5"):
+        Round(3, weights={1: 6.0, 2: 2.0, 3: 2.0}, **strict).join()
+
+
+def test_sites_are_counted_among_survivors():
+    """Of 7 members 5 must help; clients 1 and 2 are of one site: five that include both are of four sites."""
+    sites = {f"m{key}": {"site": site} for key, site in enumerate("aabcdef", 1)}
+    told = Round(7, min_cover=5, **sites).join().mask()
+    assert told.sign(1, [1, 3, 4, 5, 6])
+    with pytest.raises(CannotOpen, match=r"summed over clients of 4 sites, and secure_aggregation.min_cover is 5"):
+        told.sign(3, [1, 2, 3, 4, 5])
+
+
+def test_one_site_cannot_bring_as_many_members_as_would_sign_two_lists():
+    """Of 4 members 3 must help: two that are of one site could make up the third of each of two lists."""
+    sites = {f"m{key}": {"site": site} for key, site in enumerate(["a", "b", "b", "c"], 1)}
+    told = Round(4, **sites)
+    for key in (1, 4):
+        with pytest.raises(CannotOpen, match=r"so many of this group's 4 clients are of site 'b'"):
+            told.members[key].join(told.group, key, LAYOUTS)
+    told.members[2].join(told.group, 2, LAYOUTS)  # whose own site it is
+    sites = {f"m{key}": {"site": site} for key, site in enumerate("aabbccdef", 1)}
+    Round(9, **sites).join()  # of 9 members 7 must help: 4 may be of one site
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"counted": 101}, {"counted": 0}, {"version": 10}, {"start": "other"}, {"start": ""}],
+    ids=str,
+)
+def test_counts_and_what_was_sent_are_checked(fields):
+    same = {"num_samples": 100, "counted": 100, "version": 9, "start": "a"}
+    told = Round(3, m1=same, m2=same, m3={**same, **fields})
+    why = "received other values" if "start" in fields else "the server counts"
+    if fields == {"start": ""}:  # it states nothing, as with compression
+        told.join()
+        return
+    with pytest.raises(CannotOpen, match=why):
+        told.join()
+    Round(3, m1=same, m2=same, m3={**same, "version": 8, "start": "other"}).join()

@@ -173,13 +173,14 @@ def on_grid(curve: Curve, every_s: float) -> list[tuple[float, float]]:
     """
     if not curve:
         return []
-    found, place = [], 0
+    found: list[tuple[float, float]] = []
+    place = 0
     for step in range(math.ceil(curve[0][0] / every_s - 1e-9), math.floor(curve[-1][0] / every_s + 1e-9) + 1):
         at = step * every_s
         while place + 1 < len(curve) and curve[place + 1][0] <= at + 1e-9 * every_s:
             place += 1
         found.append((at, curve[place][1]))
-    return found if found and found[-1][0] >= curve[-1][0] - 1e-9 * every_s else [*found, tuple(curve[-1])]
+    return found if found and found[-1][0] >= curve[-1][0] - 1e-9 * every_s else [*found, (curve[-1][0], curve[-1][1])]
 
 
 def smoothed(curve: Curve, num: int) -> list[tuple[float, float]]:

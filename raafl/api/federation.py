@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -240,7 +241,7 @@ class Federation:
         """
         spec = ModuleSpec(module, loss, optimizer, metrics)
         source = as_datamodule(data, module, batch_size=batch_size, collate_fn=collate_fn)
-        with local_clients(local):
+        with local_clients(local) as starting:
             if "WORLD_SIZE" not in os.environ:
                 raise BadInput(
                     "`fit` needs several processes: start the script with `torchrun --standalone --nproc-per-node 5 "
@@ -249,7 +250,7 @@ class Federation:
             num_clients = self.clients if self.clients is not None else int(os.environ["WORLD_SIZE"]) - 1
             from raafl.runtime.fit import fit
 
-            return self._run(fit, spec, source, self.devices, num_clients, resume)
+            return self._run(partial(fit, starting=starting), spec, source, self.devices, num_clients, resume)
 
     def replay(
         self,

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def fit(
-    experiment: Experiment, config_yaml: str = "", observer: RunHooks | None = None
+    experiment: Experiment, config_yaml: str = "", observer: RunHooks | None = None, starting: RunHooks | None = None
 ) -> tuple[dict[str, Any], Path] | None:
     """Run an experiment under torchrun; return the summary and the run folder on rank 0, and None on a client.
 
@@ -28,6 +28,7 @@ def fit(
         experiment: settings of the run.
         config_yaml: config of the run as text, to be stored in the run folder.
         observer: observer called during the run; None = none.
+        starting: observer that ends the run if a client's process ends before the client has joined; None = none.
     """
     if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":  # before the others are kept waiting
         experiment = resume.after_restart(experiment)
@@ -37,7 +38,15 @@ def fit(
         ConnectOptions(experiment.clients, join_s, join_s, nccl=experiment.transport == "nccl")
     )
     if transport.client == 0:
-        return host(experiment, config_yaml, transport, max_failures=0, observer=observer, note=resume.leave_note)
+        return host(
+            experiment,
+            config_yaml,
+            transport,
+            max_failures=0,
+            observer=observer,
+            starting=starting,
+            note=resume.leave_note,
+        )
     take_part(experiment, transport)
     return None
 

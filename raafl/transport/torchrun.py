@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 dist: Any = _distributed  # much of it is not typed
 
-_LET_GO, _READY, _BEAT = "let-go", "ready", "beat"
+_LET_GO, _READY, _BEAT, _HERE = "let-go", "ready", "beat", "here"
+_LONGEST_S = 0.1  # between two looks for a client
 _SLACK_S = 5.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -53,7 +54,7 @@ class TorchrunTransport(Transport):
         """
         self.client, self.store, self.local, self._nccl = rank, store, local, nccl
         self._num_clients, self._wait_s = num_clients, wait_s
-        self._prepared = threading.Event()
+        self._prepared, self._let_go = threading.Event(), set[int | None]()
         self._beats = threading.Thread(target=self._beat, name="preparing", daemon=True)
 
     @classmethod
@@ -115,12 +116,33 @@ class TorchrunTransport(Transport):
     def connect(self, device: torch.device | str = "cpu") -> Connection:
         """Wait until rank 0 is listening, then connect to it; raise `PeerTimeout` after ``wait_s``."""
         self._await_server()
+        with suppress(RuntimeError):  # `_meet` says so
+            self.store.set(f"{_HERE}/{self.client}", "1")
         return self._meet(self.client, device)
 
     def _meet(self, client: int, device: torch.device | str) -> Connection:
         host = "127.0.0.1" if self.local else None
         nccl, is_server = self._nccl, self.client == 0
+        if is_server:
+            self._await_client(client)
         return connect(self.store, f"pair/{client}", is_server, self._wait_s, host, device=device, nccl=nccl)
+
+    def _await_client(self, client: int) -> None:
+        """Wait until a client's process is about to connect; it may never come, and the store may end meanwhile.
+
+        A process group waits for its other rank in C++, where nothing ends it early.
+        """
+        wait_s, deadline = 0.01, time.monotonic() + self._wait_s
+        try:
+            while not self.store.check([f"{_HERE}/{client}"]):
+                if not self._let_go.isdisjoint((None, client)):
+                    raise PeerLost("connection-closed", "it was let go before it connected")
+                if time.monotonic() > deadline:
+                    raise PeerTimeout(f"rank {client} has not come for {self._wait_s:g} s (waits.join_s)")
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LONGEST_S)
+        except RuntimeError as error:
+            raise PeerLost("connection-closed", str(error).splitlines()[0]) from None
 
     def _await_server(self) -> None:
         heard, wait_s, since = b"", 0.01, time.monotonic()
@@ -138,6 +160,7 @@ class TorchrunTransport(Transport):
 
     def announce(self, client: int | None, reason: str) -> None:
         """Store the reason why a client must stop; see `Transport.announce`."""
+        self._let_go.add(client)
         with suppress(RuntimeError):
             self.store.set(_LET_GO if client is None else f"{_LET_GO}/{client}", reason or "ended")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -11,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from raafl.errors import BadInput
-from raafl.transport import ConnectOptions
+from raafl.transport import ConnectOptions, PeerLost
 from raafl.transport.torchrun import TorchrunTransport
 
 pytestmark = pytest.mark.timeout(120)
@@ -132,3 +133,21 @@ def test_a_store_that_has_gone_says_nothing():
     del store
     gc.collect()
     assert client.let_go() is None
+
+
+def test_a_server_stops_waiting_for_a_client_that_was_let_go(agent):
+    """A rank that never comes keeps no thread until waits.join_s is over."""
+    server = TorchrunTransport(0, 1, agent, 60.0, local=True)
+    found = []
+
+    def meet():
+        try:
+            server._meet(1, "cpu")
+        except PeerLost as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    server.announce(None, "failed: client 1 ended")
+    thread.join(10)
+    assert not thread.is_alive() and "let go before it connected" in found[0]

@@ -45,7 +45,7 @@ def host(
     experiment: Experiment, config_yaml: str, transport: Transport, *,
     inbox: Inbox | None = None, max_failures: int | None = 0, terms: Terms | None = None, min_clients: int | None = None,
     rules: Callable[[int], SiteRules] = lambda client: ANYTHING,
-    note: Callable[[Path], None] = lambda folder: None, observer: RunHooks | None = None,
+    note: Callable[[Path], None] = lambda folder: None, observer: RunHooks | None = None, starting: RunHooks | None = None,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
     """Run the server for the clients that a transport connects; return the summary and the run folder.
 
@@ -62,6 +62,7 @@ def host(
             with.
         note: function called with the run folder before any client is admitted; may raise `BadInput`.
         observer: observer called during the run; None = none.
+        starting: further observer, which may end the run while clients start; None = none.
     """
     inbox = inbox or Inbox()
     with (
@@ -83,7 +84,7 @@ def host(
         service = ServiceManager.here()
         server = Server(
             parts.coordinator, inbox, run.record, run.evaluator, waits=experiment.waits,
-            hooks=HookList(run.hooks, service), progress=run.progress, announce=transport.announce,
+            hooks=HookList(run.hooks, service, starting or RunHooks()), progress=run.progress, announce=transport.announce,
             max_failures=max_failures, patience_s=experiment.waits.alone_s if transport.comes_and_goes else None,
             storage=_storage(experiment, run.folder) if transport.comes_and_goes else None,
         )  # fmt: skip

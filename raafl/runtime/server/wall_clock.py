@@ -85,13 +85,15 @@ class Server(Driver):
         self._links = LinkTracker(coordinator.roster, lambda row: record.link(row, self.now), self._note, self._offer)
         self._aggregator = None if self.groups is None else SecureAggregator(self.groups, self._note)
         self._deferred: deque[Event] = deque()  # while a group is at work
-        self._start = self._resumed_at = 0.0
+        self._start: float | None = None  # when the clock read 0; None = it stands until the first task
+        self._resumed_at = 0.0  # what the clock reads while it stands
+        self._standing_since = 0.0
         self._interrupt = Interrupt()
 
     @property
     def now(self) -> float:
-        """Seconds since the run began."""
-        return time.perf_counter() - self._start
+        """Seconds on the run's clock, which starts with the first task: the time until clients have joined does not count."""
+        return self._resumed_at if self._start is None else time.perf_counter() - self._start
 
     def save(self) -> dict[str, Any]:
         """Return the run's time and timers as plain data, for a checkpoint."""
@@ -133,8 +135,7 @@ class Server(Driver):
 
     def run(self) -> str:
         """Run until the coordinator finishes; return the reason. Sessions that have not ended then are closed by `close`."""
-        self._start = time.perf_counter() - self._resumed_at
-        self._alone_since = time.perf_counter()
+        self._alone_since = self._standing_since = time.perf_counter()
         roster = self.coordinator.roster
         for client in sorted([*roster.clients.values(), *roster.suspended.values()], key=lambda client: client.id):
             self._handle(Lost(client.id, RESTART, client.incarnation), self.now)  # of an earlier life
@@ -142,11 +143,10 @@ class Server(Driver):
             self._evaluator.start()
         for session in self.sessions.values():
             session.start()
-        if self._patience_s is not None and not self.coordinator.started:
-            self._note(
-                f"waiting for {quantity(self.coordinator.limits.min_clients, 'client')}, for "
-                f"{duration(self._patience_s)} at most"
-            )
+        if not self.coordinator.started:
+            wait_s = self.waits.join_s if self._patience_s is None else self._patience_s
+            wanted = quantity(self.coordinator.limits.min_clients, "client")
+            self._note(f"waiting for {wanted}, for {duration(wait_s)} at most")
         with self._interrupt:
             try:
                 if self.record.reached:  # by the initial model
@@ -180,6 +180,7 @@ class Server(Driver):
         if self._interrupt.asked:  # clients that had the same Ctrl-C are not to be mourned
             self.stop("interrupted")
             return
+        self._pass_suspension()
         while not self._is_busy and self._timers and self._timers[0][0] <= self.now and not self.reason:
             self._tell(Timer(heapq.heappop(self._timers)[1]))
         if event is not None and not self.reason:
@@ -192,6 +193,13 @@ class Server(Driver):
             self._look_after_sessions()
         if event is None and self.progress is not None:
             self.progress.update()  # seconds go by in it
+
+    def _pass_suspension(self) -> None:
+        """Let the clock, where it stands, go on to the end of a client's suspension that is over; the run may wait for it."""
+        if self._start is None and self._timers and self._timers[0][1] != TIME_UP:
+            at, now = self._timers[0][0], time.perf_counter()
+            if at - self._resumed_at <= now - self._standing_since:
+                self._resumed_at, self._standing_since = max(at, self._resumed_at), now
 
     def _offer(self, asked: Resumption) -> bool:
         """Offer a session the connection by which its client came back; return whether it takes it."""
@@ -279,6 +287,8 @@ class Server(Driver):
         self._keep_traceback(str(failure), failure)
 
     def _deliver(self, assignment: Assignment) -> None:
+        if self._start is None:
+            self._start = time.perf_counter() - self._resumed_at
         self.record.assigned(assignment)  # before it is sent: its id is never used again, whatever happens
         session = self.sessions.get(assignment.client)
         if session is not None:
@@ -348,6 +358,9 @@ class Server(Driver):
         with self._enter_lock:
             session = self._entering.pop((client, event.client.incarnation), None)
         if session is None:  # one that was there from the start
+            if not self.coordinator.started:
+                there = len(self.coordinator.roster.clients) + 1
+                self._note(f"client {client} joined; {there} of {self.coordinator.limits.min_clients} are here")
             return
         earlier, self.sessions[client] = self.sessions.get(client), session
         self._note_clients(f"client {client} joined{' again' if self.coordinator.roster.joins[client] else ''}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from raafl.core.coordinator import TIME_UP
 from raafl.core.types import Lost
 from raafl.runtime.server.wall_clock import Server
 from raafl.submodel.tensor_files import NoRoom
@@ -113,3 +115,34 @@ def test_clients_on_their_way_in_are_told_of_the_end_and_so_are_those_that_come_
         (1, ["max_updates"], True),
         (2, ["max_updates"], True),
     ]
+
+
+def test_the_clock_stands_until_the_first_task_however_long_clients_take_to_come():
+    house = server()
+    house._resumed_at = 30.0
+    house.record, house._snapshots = (
+        SimpleNamespace(assigned=lambda assignment: None),
+        SimpleNamespace(cut=lambda assignment: None),
+    )
+    house._standing_since = time.perf_counter() - 5.0
+    assert house.now == 30.0
+    house._deliver(SimpleNamespace(id=1, client=1, incarnation=0))
+    first = house.now
+    assert 30.0 <= first < 32.0
+    time.sleep(0.01)
+    assert house.now > first
+
+
+def test_a_suspension_ends_while_the_run_waits_for_clients_and_the_limit_does_not_begin():
+    house = server()
+    house._standing_since = time.perf_counter() - 5.0
+    house._set_timer(TIME_UP, 1.0)
+    house._pass_suspension()
+    assert house.now == 0.0  # the time of the run has not begun
+    house._timers.clear()
+    house._set_timer(-1, 20.0)
+    house._pass_suspension()
+    assert house.now == 0.0
+    house._standing_since -= 20.0
+    house._pass_suspension()
+    assert house.now == 20.0

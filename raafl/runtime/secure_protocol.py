@@ -31,6 +31,7 @@ from raafl.parts.protect.secure.agreement import SIGNATURE_BYTES
 from raafl.parts.protect.secure.coverage import Coverage
 from raafl.parts.protect.secure.group import COMMITMENT_BYTES, Group, GroupMember, reveal_bytes, share_bytes
 from raafl.runtime.fields import Meta, count_of, text_of
+from raafl.runtime.protocol import Answer
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, Spec, SpecError
 from raafl.transport import Refused
@@ -92,19 +93,20 @@ class Claim:
         run, start, site = (text_of(meta, name, MAX_NAME) for name in ("run", "start", "site"))
         return cls(run, start, site, _share(meta.get("max_share")), KeyProof.from_meta(meta))
 
-    def member(self, assignment: Assignment, keys: bytes, num_samples: int, counted: int | None = None) -> GroupMember:
+    def member(self, assignment: Assignment, keys: bytes, answer: Answer, counted: int | None = None) -> GroupMember:
         """Return the client as a member of a group.
 
         Args:
             assignment: task of the client.
             keys: three public keys of the client, joined.
-            num_samples: number of samples on which it trained.
+            answer: answer of the client, with its numbers of samples and steps.
             counted: number of samples by which it is weighted; None = all.
         """
         mask, share, sign = (keys[place : place + KEY_BYTES] for place in range(0, 3 * KEY_BYTES, KEY_BYTES))
-        counted = num_samples if counted is None else counted
+        counted = answer.num_samples if counted is None else counted
         return GroupMember(
-            assignment.id, mask, share, sign, assignment.spec.without_base, num_samples, counted, assignment.version,
+            assignment.id, mask, share, sign, assignment.spec.without_base, answer.num_samples, answer.num_steps,
+            counted, assignment.version,
             self.max_share, self.start, self.site,
         )  # fmt: skip
 
@@ -128,13 +130,13 @@ class Formed:
         members = [
             [
                 one.id, one.mask_key.hex(), one.share_key.hex(), one.sign_key.hex(), specs.index(one.spec),
-                one.num_samples, one.counted, one.version, one.max_share, one.start, one.site,
+                one.num_samples, one.num_steps, one.counted, one.version, one.max_share, one.start, one.site,
             ]
             for one in group.members
         ]  # fmt: skip
         return {
             "group": group.id, "threshold": group.threshold, "min_cover": group.min_cover, "version": group.version,
-            "run": group.run, "specs": [spec.to_json() for spec in specs], "members": members,
+            "run": group.run, "equal": group.equal, "specs": [spec.to_json() for spec in specs], "members": members,
             **({"proofs": [[key, one.certificate, one.signature] for key, one in self.proofs.items()]} if self.proofs else {}),
         }  # fmt: skip
 
@@ -152,16 +154,25 @@ class Formed:
             raise Refused("bad-json", f"group: {sanitize_text(error)}") from None
         name, run = (text_of(meta, field, MAX_NAME) for field in ("group", "run"))
         numbers = (count_of(meta, "threshold", 1), count_of(meta, "min_cover", 1), count_of(meta, "version"))
-        return cls(Group(name, members, *numbers, run), proofs)
+        return cls(Group(name, members, *numbers, run, meta.get("equal") is True), proofs)
 
 
 def _member(row: Sequence[Any], specs: Sequence[Spec]) -> GroupMember:
     """Read a member of a group from its row of a message; raises `Refused`, or the errors of a row of another form."""
-    key, mask, share, sign, place, num_samples, counted, version, max_share, start, site = row
-    said = {"key": key, "samples": num_samples, "counted": counted, "version": version, "start": start, "site": site}
+    key, mask, share, sign, place, num_samples, num_steps, counted, version, max_share, start, site = row
+    said = {
+        "key": key,
+        "samples": num_samples,
+        "steps": num_steps,
+        "counted": counted,
+        "version": version,
+        "start": start,
+        "site": site,
+    }
     return GroupMember(
         count_of(said, "key", 1), _key(mask), _key(share), _key(sign), specs[count_of({"spec": place}, "spec")],
-        count_of(said, "samples", 1), count_of(said, "counted", 1), count_of(said, "version"), _share(max_share),
+        count_of(said, "samples", 1), count_of(said, "steps"), count_of(said, "counted", 1), count_of(said, "version"),
+        _share(max_share),
         text_of(said, "start", MAX_NAME), text_of(said, "site", MAX_NAME),
     )  # fmt: skip
 

@@ -26,11 +26,11 @@ from raafl.transport import Refused
 HALF = Spec.select({"hidden": range(2)})
 MEMBERS = tuple(
     GroupMember(
-        key, bytes([key]) * 32, bytes([key + 9]) * 32, bytes([key + 20]) * 32, spec, 70, 60, 5, 0.8, "feed", f"s{key}"
+        key, bytes([key]) * 32, bytes([key + 9]) * 32, bytes([key + 20]) * 32, spec, 70, 9, 60, 5, 0.8, "feed", f"s{key}"
     )
     for key, spec in ((3, FULL), (4, HALF))
 )  # fmt: skip
-GROUP = Group("ab", MEMBERS, 2, 2, 6, "run")
+GROUP = Group("ab", MEMBERS, 2, 2, 6, "run", True)
 META = Formed(GROUP).to_meta()
 ROW = META["members"][0]
 
@@ -41,10 +41,11 @@ def test_a_group_comes_back_as_it_was():
     assert META["specs"] == [{}, HALF.to_json()]
 
 
-@pytest.mark.parametrize("field", ["id", "threshold", "min_cover", "version", "run"])
+@pytest.mark.parametrize("field", ["id", "threshold", "min_cover", "version", "run", "equal"])
 def test_every_field_of_a_group_changes_its_digest(field):
     value = getattr(GROUP, field)
-    assert replace(GROUP, **{field: value + "x" if isinstance(value, str) else value + 1}).digest != GROUP.digest
+    other = {str: "other", bool: False}.get(type(value), 44)
+    assert replace(GROUP, **{field: other}).digest != GROUP.digest
 
 
 @pytest.mark.parametrize("field", [one.name for one in fields(GroupMember)])
@@ -60,10 +61,11 @@ def test_every_field_of_a_member_changes_the_digest_and_what_its_site_signs(fiel
 @pytest.mark.parametrize(
     "changes",
     [
-        {"members": 3}, {"members": [ROW[:10]]}, {"members": [["x", *ROW[1:]]]}, {"members": [[*ROW[:3], "00", *ROW[4:]]]},
+        {"members": 3}, {"members": [ROW[:11]]}, {"members": [["x", *ROW[1:]]]}, {"members": [[*ROW[:3], "00", *ROW[4:]]]},
         {"members": [[*ROW[:4], 7, *ROW[5:]]]}, {"members": [[*ROW[:4], -1, *ROW[5:]]]}, {"specs": [7]},
         *({"members": [[*ROW[:place], wrong, *ROW[place + 1 :]]]} for place, wrong in (
-            (5, 0), (6, True), (7, -1), (8, 1.5), (8, float("nan")), (8, "a"), (8, 0), (9, 5), (9, "x" * 65), (10, "\n"),
+            (5, 0), (6, -1), (7, True), (8, -1), (9, 1.5), (9, float("nan")), (9, "a"), (9, 0), (10, 5), (10, "x" * 65),
+            (11, "\n"),
         )),
         {"version": None}, {"run": 5}, {"group": 5}, {"group": "a" * 65}, {"threshold": 0}, {"threshold": True},
         {"min_cover": -1}, {"members": [[1, 2]]},

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raafl.core.types import Assignment, Update
+from raafl.parts.protect.secure.agreement import check_facts
 from raafl.parts.protect.secure.coverage import IntegerLayouts
 from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE, OutOfRange
 from raafl.parts.protect.secure.group import CannotOpen, GroupMember, statement
@@ -43,12 +44,14 @@ class SiteTerms:
         keys: signs this client's statements and checks the others'; None = clients have no certificates, so that nothing
             protects from a server that lies.
         max_share: largest share of an opened sum that one site may have; only counts with ``keys``.
+        in_rounds: whether all members of a group train from the same version.
         names_start: whether all clients of one version and submodel receive the same values, so that they are compared.
     """
 
     run: str = ""
     keys: SiteKeys | None = None
     max_share: float = 1.0
+    in_rounds: bool = False
     names_start: bool = False
 
 
@@ -138,10 +141,10 @@ class SecureSide(Questions):
         terms = self._terms
         if terms.keys is None:
             claim = Claim(terms.run)
-            return claim, claim.member(assignment, keys, answer.num_samples)
+            return claim, claim.member(assignment, keys, answer)
         start = _start_of(assignment, received) if terms.names_start else ""
         claim = Claim(terms.run, start, terms.keys.site, terms.max_share)
-        own = claim.member(assignment, keys, answer.num_samples)
+        own = claim.member(assignment, keys, answer)
         return replace(claim, proof=terms.keys.prove(statement(terms.run, own))), own
 
     def _check(self, formed: Formed, own: GroupMember) -> None:
@@ -162,6 +165,9 @@ class SecureSide(Questions):
                 "submodel, a number of samples, a version, keys or a config",
                 "bad-group",
             )
+        check_facts(group)
+        if self._terms.in_rounds and any(one.version != group.version for one in group.members):
+            raise CannotOpen("members of a round trained from several versions", "bad-group")
         if self._terms.keys is not None:
             self._terms.keys.check(group, formed.proofs)
 

@@ -20,6 +20,7 @@ from raafl.errors import BadInput
 from raafl.local.client_group import ClientProcesses, num_processes
 from raafl.local.numerics import set_numerics
 from raafl.local.train import LocalTrainer
+from raafl.parts.trigger import AllReported
 from raafl.runfolder.signing import Signer
 from raafl.runtime.client.memory import settle_heap, with_memory
 from raafl.runtime.client.receipts import Receipts
@@ -179,7 +180,8 @@ class ClientSetup:
         facts.pop("raafl")  # clients of several versions may take part
         run = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         alike = self.experiment.compress.down == "none"  # else each has what it was sent before, too
-        return SiteTerms(run, _site_keys(files, self.gate), self.gate.max_share, alike)
+        in_rounds = isinstance(self.experiment.algorithm.trigger, AllReported)
+        return SiteTerms(run, _site_keys(files, self.gate), self.gate.max_share, in_rounds, alike)
 
 
 def _site_keys(files: TlsFiles | None, gate: Gate) -> SiteKeys | None:

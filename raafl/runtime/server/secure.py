@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from raafl.core.types import Assignment, SumGroup, Update
 from raafl.local.train import Stopped
+from raafl.parts.protect.privacy import Private
 from raafl.parts.protect.secure.agreement import is_signed, lists_text, senders_text
 from raafl.parts.protect.secure.coverage import IntegerLayouts
 from raafl.parts.protect.secure.group import CannotOpen, Group, threshold_of
@@ -306,14 +307,13 @@ class SecureAggregator:
         groups, coordinator = self._groups, self._groups.coordinator
         members = []
         for step in chosen.values():
-            said, client = step.answer.num_samples, coordinator.roster.clients[step.assignment.client]
-            counted = coordinator.counted_samples(client, said)
-            members.append(step.claim.member(step.assignment, to_bytes(step.tensors, "keys"), said, counted))
+            client = coordinator.roster.clients[step.assignment.client]
+            counted = coordinator.counted_samples(client, step.answer.num_samples)
+            members.append(step.claim.member(step.assignment, to_bytes(step.tensors, "keys"), step.answer, counted))
         threshold = threshold_of(len(chosen), groups.merge.options.threshold)
         run = next((step.claim.run for step in chosen.values()), "")
-        return Group(
-            secrets.token_hex(16), tuple(members), threshold, groups.merge.min_cover, coordinator.state.version, run
-        )
+        version, equal = coordinator.state.version, isinstance(groups.merge.inner, Private)
+        return Group(secrets.token_hex(16), tuple(members), threshold, groups.merge.min_cover, version, run, equal)
 
     def _advance(self, running: _Running, now: float) -> None:
         """Take the group to its next step with the members that are here."""

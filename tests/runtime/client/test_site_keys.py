@@ -33,7 +33,7 @@ def group_of(sites):
     """A group of one new member for each site, whose tasks are 1, 2, ...; their proofs."""
     members, proofs = [], {}
     for number, site in enumerate(sites, 1):
-        members.append(GroupMember(number, *Member(2, 2 / 3).public, FULL, 100, 100, 4, site=site.site))
+        members.append(GroupMember(number, *Member(2, 2 / 3).public, FULL, 100, 5, 100, 4, site=site.site))
         proofs[number] = site.prove(statement("run", members[-1]))
     return Group("ab", tuple(members), 3, 3, 4, "run"), proofs
 
@@ -65,7 +65,15 @@ def test_keys_that_sites_have_signed_pass_also_after_a_message(sites):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"num_samples": 999}, {"version": 3}, {"spec": HALF}, {"max_share": 0.5}, {"start": "ab"}, {"id": 4}],
+    [
+        {"num_samples": 999},
+        {"num_steps": 6},
+        {"version": 3},
+        {"spec": HALF},
+        {"max_share": 0.5},
+        {"start": "ab"},
+        {"id": 4},
+    ],
     ids=str,
 )
 def test_what_a_site_said_of_its_task_cannot_be_changed(sites, fields):

@@ -11,6 +11,7 @@ import pytest
 
 from raafl.algorithms import fed_avg, fed_buff, hetero_fl
 from raafl.core.types import Arrived, Assign
+from raafl.data.partition import Dirichlet
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.parts.protect.secure.assembly import secured
 from raafl.parts.protect.secure.coverage import IntegerLayouts
@@ -36,7 +37,7 @@ ON = SecureAggregation(min_cover=2)
 
 
 def made(folder, algorithm, **fields):
-    return experiment(folder, algorithm, secure_aggregation=ON, emulate=False, **{"max_updates": 8, **fields})
+    return experiment(folder, algorithm, **{"secure_aggregation": ON, "emulate": False, "max_updates": 8, **fields})
 
 
 def test_rounds_of_real_ranks_give_the_model_of_a_simulation_and_replay(tmp_path, caplog):
@@ -50,6 +51,19 @@ def test_rounds_of_real_ranks_give_the_model_of_a_simulation_and_replay(tmp_path
     # 1,810 parameters of 4 bytes for a whole model, and what the exchange adds: below twice that
     whole = [float(row["bytes_up"]) for row in ranks.rows() if row["client"] in ("1", "3")]
     assert len(whole) == 4 and all(4 * 1810 < bytes_up < 2 * 4 * 1810 for bytes_up in whole)
+
+
+def test_with_privacy_ranks_of_unequal_data_weigh_the_same(tmp_path):
+    """Each client masks with weight 1, though its own config says nothing of the server's noise."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    fields = {
+        "privacy": Privacy(clip_norm=0.5, noise_multiplier=0.5, delta=1e-3), "partition": Dirichlet(alpha=1.0),
+        "secure_aggregation": replace(ON, clip_norm=0.5), "max_updates": 4,
+    }  # fmt: skip
+    ranks = Ranks(made(tmp_path / "ranks", fed_avg(), **fields)).serve()
+    assert ranks.digest == finish(made(tmp_path / "simulated", fed_avg(), **fields)).digest
+    assert {row["scale"] for row in ranks.events("arrived")} == {1.0}
+    assert len({row["num_samples"] for row in ranks.events("arrived")}) > 1
 
 
 def dies_in_its_second_sum(rank):

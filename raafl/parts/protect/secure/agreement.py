@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from raafl.parts.protect.secure.coverage import Coverage
 from raafl.parts.protect.secure.group import CannotOpen, Group
+from raafl.submodel import Spec
 
 SIGNATURE_BYTES = 64
 
@@ -63,6 +64,32 @@ def is_signed(text: bytes, signature: bytes, key: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def check_facts(group: Group) -> None:
+    """Check what the weights of a group depend on, and that members that say so started from the same values.
+
+    Args:
+        group: group that the server names; nothing else needs to have been checked.
+
+    Raises:
+        CannotOpen: bad-group: a member counts for more samples than it says, trained from a version that is not there yet
+            or made no step, or members of one version and submodel received different values.
+    """
+    starts: dict[tuple[int, Spec], str] = {}
+    for member in group.members:
+        is_counted = 1 <= member.counted <= member.num_samples and member.num_steps >= 1
+        if not is_counted or not 0 <= member.version <= group.version:
+            raise CannotOpen(
+                f"the server counts {member.counted} of the {member.num_samples} samples of member {member.id}, which made "
+                f"{member.num_steps} steps from version {member.version} of {group.version}",
+                "bad-group",
+            )
+        start = starts.setdefault((member.version, member.spec), member.start)
+        if member.start and start != member.start:  # of a model from which others learn nothing the sum is one client's
+            raise CannotOpen(
+                f"member {member.id} received other values of version {member.version} than another one", "bad-group"
+            )
 
 
 def check_cover(

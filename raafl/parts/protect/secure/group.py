@@ -57,6 +57,7 @@ class GroupMember:
         sign_key: public key with which others check its signatures of lists, 32 bytes (Ed25519).
         spec: submodel of the member.
         num_samples: number of samples on which the member says that it trained.
+        num_steps: number of optimizer steps that it says it made.
         counted: number of samples by which the server weights it, at most ``num_samples``.
         version: global version from which the member trained.
         max_share: largest share of an opened sum that the member's site lets one site have; 1 = any.
@@ -70,6 +71,7 @@ class GroupMember:
     sign_key: bytes
     spec: Spec
     num_samples: int = 1
+    num_steps: int = 1
     counted: int = 1
     version: int = 0
     max_share: float = 1.0
@@ -93,6 +95,7 @@ class Group:
         min_cover: number of members that must have trained an element for the server to learn its sum.
         version: global version when the group was formed, from which the staleness of each member is counted.
         run: digest of the run's config and model; each member states its own, which must be this one.
+        equal: whether all members have the same weight, as with differential privacy on the server.
     """
 
     id: str
@@ -101,12 +104,13 @@ class Group:
     min_cover: int
     version: int = 0
     run: str = ""
+    equal: bool = False
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the whole group, as hexadecimal digits: members that are told of other groups never sign one list."""
         counts = [[member.counted, member.site] for member in self.members]
-        head = [self.id, self.threshold, self.min_cover, self.version, self.run]
+        head = [self.id, self.threshold, self.min_cover, self.version, self.run, self.equal]
         text = json.dumps([head, [self.statement(member) for member in self.members], counts])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -148,7 +152,14 @@ def statement(run: str, member: GroupMember) -> str:
         member: the member, of which ``counted`` and ``site`` are not part of the text.
     """
     keys = [key.hex() for key in (member.mask_key, member.share_key, member.sign_key)]
-    facts = [member.num_samples, member.version, member.max_share, member.start, member.spec.to_json()]
+    facts = [
+        member.num_samples,
+        member.num_steps,
+        member.version,
+        member.max_share,
+        member.start,
+        member.spec.to_json(),
+    ]
     return "raafl round keys 2\n" + json.dumps([run, member.id, keys, facts], sort_keys=True)
 
 

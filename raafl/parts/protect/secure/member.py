@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from raafl.parts.protect.secure.agreement import check_cover, is_signed, lists_text, senders_text
+from raafl.parts.protect.secure.agreement import check_cover, check_facts, is_signed, lists_text, senders_text
 from raafl.parts.protect.secure.coverage import IntegerLayouts, buffer_of
 from raafl.parts.protect.secure.group import (
     SEED_BYTES,
@@ -31,7 +31,7 @@ from raafl.parts.protect.secure.group import (
     threshold_of,
 )
 from raafl.parts.protect.secure.shamir import MAX_SHARES, share
-from raafl.submodel import FlatTensors, Spec
+from raafl.submodel import FlatTensors
 
 _NONCE = bytes(12)
 """Each key of `share_key` encrypts one message, so that a constant is no repetition."""
@@ -124,7 +124,7 @@ class Member:
                 "give both the same",
                 "bad-group",
             )
-        self._check_facts(group)
+        check_facts(group)
         others = [member.id for member in group.members if member.owner != own.owner]
         if (site := group.surplus(others)) is not None:
             raise CannotOpen(
@@ -132,26 +132,6 @@ class Member:
                 "use fewer clients of one site, or a higher secure_aggregation.threshold",
                 "bad-group",
             )
-
-    @staticmethod
-    def _check_facts(group: Group) -> None:
-        """Check what weights depend on, and that the server sent the same values to all from whom it says so."""
-        starts: dict[tuple[int, Spec], str] = {}
-        for member in group.members:
-            if not 1 <= member.counted <= member.num_samples or not 0 <= member.version <= group.version:
-                raise CannotOpen(
-                    f"the server counts {member.counted} of the {member.num_samples} samples of member {member.id}, which "
-                    f"trained from version {member.version} of {group.version}",
-                    "bad-group",
-                )
-            start = starts.setdefault((member.version, member.spec), member.start)
-            if (
-                member.start and start != member.start
-            ):  # a model of which others learn nothing would leave one client's change
-                raise CannotOpen(
-                    f"member {member.id} received other values of version {member.version} than another one",
-                    "bad-group",
-                )
 
     @property
     def _least(self) -> int:

@@ -80,7 +80,7 @@ class Liar:
             samples = rng.choice([50, 60, 80, 100, 100, 200])
             site, public = self.site_of[number].site, self.members[number].public
             row = GroupMember(
-                number, *public, rng.choice(SPECS), samples, samples, rng.randint(2, 4), 0.9, "", site
+                number, *public, rng.choice(SPECS), samples, 7, samples, rng.randint(2, 4), 0.9, "", site
             )  # fmt: skip
             rows.append(row)
         self.group = Group(secrets.token_hex(8), tuple(rows), threshold, self.min_cover, 4, "run")

@@ -77,9 +77,10 @@ def make(
         config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, **fields)
         if not pretrained:
             return maker.from_config(config, dtype=dtype, trust_remote_code=False)
-        return maker.from_pretrained(
+        model = maker.from_pretrained(
             where, config=config, dtype=dtype, ignore_mismatched_sizes=True, trust_remote_code=False
         )
+        return model.train()  # transformers leaves it in eval mode, in which dropout does nothing
 
 
 def save(model: Any, folder: str | Path) -> None:

@@ -43,6 +43,7 @@ from raafl.core.algorithm import Algorithm
 from raafl.core.rules import recorded_revision
 from raafl.errors import BadInput, CodeFailed, RunFailed
 from raafl.local.numerics import numerics_left
+from raafl.local.preparation.modes import in_eval_mode
 from raafl.log import console
 from raafl.plan.auto import NAME
 from raafl.submodel.isolated_run import undisturbed
@@ -351,7 +352,7 @@ def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> R
             error = error.__cause__ or error
         raise RunFailed(f"{why} (run folder: {folder})") from error
     assert observer.run is not None
-    return Result(summary, folder, observer.unwrap(current_module(observer.run, anew=False)).eval())
+    return Result(summary, folder, in_eval_mode(observer.unwrap(current_module(observer.run, anew=False))))
 
 
 def in_notebook() -> bool:

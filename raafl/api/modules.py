@@ -13,6 +13,7 @@ from raafl.api.datasets import num_classes, train_loader
 from raafl.errors import BadInput, briefly
 from raafl.lean_import import import_lightning, lightning_classes
 from raafl.local.preparation.model_checks import check_tensors
+from raafl.local.preparation.modes import with_modes_of_training
 from raafl.local.preparation.prepare import given_class, uncompiled, with_methods
 from raafl.submodel.cut.copying import copy_structure
 
@@ -173,7 +174,7 @@ class ModuleSpec:
 
             made: Any = HFSequenceClassifier(self.given, num_classes(data))
         else:
-            made = copy_structure(self.given, {}) if self.is_module else self.given()
+            made = with_modes_of_training(copy_structure(self.given, {})) if self.is_module else self.given()
         if not isinstance(made, nn.Module):
             raise BadInput(f"module is a function that makes {type(made).__name__}: let it return a module")
         made = uncompiled(made)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raafl.local.preparation.modes import in_eval_mode
 from raafl.submodel.cut.copying import copy_structure
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class RunView:
 
     def module(self) -> nn.Module:
         """Return a copy of the model with the present global values, in eval mode."""
-        return self._unwrap(current_module(self._run, anew=True)).eval()
+        return in_eval_mode(self._unwrap(current_module(self._run, anew=True)))
 
     def stop(self, reason: str = "asked to") -> None:
         """End the run early, after the present event, and record ``reason`` in its summary."""

@@ -46,6 +46,11 @@ class Rules:
         """Whether a metric that a module does not log as an object goes on from evaluation to evaluation."""
         return self.revision >= 2
 
+    @property
+    def keeps_modes(self) -> bool:
+        """Whether parts of a model that its author put into eval mode train in eval mode, not in train mode."""
+        return self.revision >= 2
+
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:
     """Return the revision in the config of a run folder; a folder older than the field has revision 1."""

@@ -138,6 +138,7 @@ class LocalTrainer(TaskSteps):
         built, assignment, data = task.built, task.assignment, task.data
         extra |= {CLASSES: classes} if classes else {}
         built.gather()
+        built.check_fixed_statistics()
         metrics = {**({} if loss is None else {LOSS: loss}), **built.recorder.means(MAX_LOGGED)}
         if data.test is not None and task.context.link is None and self.local.evaluates_on_client(assignment.extra):
             metrics |= self._test(built, data.test, task.context)
@@ -167,6 +168,7 @@ class LocalTrainer(TaskSteps):
 
         static = self.submodels.batch_norm == "static"  # then a client has no running statistics
         norms = [mean.rpartition(".")[0] for mean, _ in statistics_of(built.module)] if static else []
+        norms = [path for path in norms if self.submodels.module.get_submodule(path).training]  # others have their own
         precision = self._strategy.precision.forward_context if self._mixed else nullcontext
         return measure_part(
             built.module, built.recorder, built.buffers, data, batches(), self.fabric.device, precision, norms

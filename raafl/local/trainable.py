@@ -10,11 +10,13 @@ from torch.optim import Optimizer
 
 from raafl.core.local import Local
 from raafl.core.payload import Payload
+from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
 from raafl.local.evaluation.record import Recorder
 from raafl.local.lightning_hooks import TaskHooks, Transfer
 from raafl.optimizers import Schedule, configure
 from raafl.submodel import FlatTensors, Spec, Submodels
+from raafl.submodel.batch_norm import counts_in_eval_mode
 from raafl.submodel.cut.shrink import Shrunk
 from raafl.submodel.module_state import ModuleState
 from raafl.trainer_stand_in import attach
@@ -51,6 +53,7 @@ class TrainableSubmodel:
         self.state = self._state_of(submodels.base_variant(spec))
         named, frozen = () if self.base is None else self.module.named_parameters(), submodels.base_variant(spec).frozen
         self.frozen = [(name, p) for name, p in named if name in frozen]
+        self._fixed = [] if submodels.batch_norm == "static" else counts_in_eval_mode(self.module)
 
     def _placed(self, shrunk: Shrunk) -> Shrunk:
         """Return the module where it trains, with storage of its tensors: here as it was built."""
@@ -68,6 +71,20 @@ class TrainableSubmodel:
         self.state.restore()
         self.present.copy_(values)
         self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
+        self._fixed_versions = [count._version for _, count in self._fixed]
+
+    def check_fixed_statistics(self) -> None:
+        """Check that batch norms in eval mode have kept their running statistics, which are not sent to the server.
+
+        Raises:
+            BadInput: steps have changed them since `load`, since the user's code has set another mode.
+        """
+        for (path, count), version in zip(self._fixed, self._fixed_versions, strict=True):
+            if count._version != version:
+                raise BadInput(
+                    f"batch norm '{path}' trains in train mode, but was in eval mode when the model was built, so that its running "
+                    "statistics are not sent: call .train() on it in __init__, and .eval() in on_train_start where it is due"
+                )
 
     def reset(self, received: FlatTensors, lr_scale: float = 1.0) -> None:
         """Load the values for a new task and discard all results of the last one.
@@ -80,7 +97,7 @@ class TrainableSubmodel:
         self.load(received)
         for bundle in self.up.values():
             bundle.zero_()
-        self.module.train().zero_grad()
+        self.module.zero_grad()
         self.begin_anew()
         if lr_scale != 1.0:
             scale_rates(self.optimizer, [schedule.scheduler for schedule in self.schedulers], lr_scale)

@@ -18,6 +18,7 @@ from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.evaluation.metrics import MAX_LOGGED
 from raafl.local.failure import leave_traceback
 from raafl.local.lightning_hooks import uncalled
+from raafl.local.preparation.modes import eval_mode_note
 from raafl.local.preparation.trial import explained, try_single_samples, try_training
 from raafl.local.sparse_gradients import check_optimizer
 from raafl.loggers.loggers import Loggers
@@ -244,6 +245,7 @@ class Run:
         algorithm = self.parts.coordinator.algorithm
         left_out = uncalled(self.parts.module, algorithm.local.leaves_out, algorithm.name)
         notes += [Warn(line) for line in (*self._tried, *left_out)]
+        notes += eval_mode_note(self.parts.module)
         notes += [_restart_note(self._restarted)] if self._restarted else []
         refuted = self.parts.submodels.refuted
         notes += [Warn(f"axis '{name}' stays whole, {reason}") for name, reason in list(refuted.items())[:10]]

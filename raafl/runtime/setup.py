@@ -23,6 +23,7 @@ from raafl.devices.gpus import Place
 from raafl.errors import USER_ERRORS, BadInput, format_error
 from raafl.local.numerics import device_problem, set_numerics
 from raafl.local.options import FabricOptions
+from raafl.local.preparation.modes import call_own_train
 from raafl.local.preparation.prepare import prepare
 from raafl.local.rng import generators, same_generators
 from raafl.local.train import LocalTrainer
@@ -73,11 +74,17 @@ def loader_rules(experiment: Experiment) -> LoaderRules:
 def user_model(experiment: Experiment) -> LightningModule:
     """Build the user's model, ready for training, with the early exits that ``submodels.exits`` asks for.
 
+    Its parts are in the modes (train or eval) in which all tasks train them.
+
     Raises:
         BadInput: the model cannot have these exits, or cannot be trained.
     """
     module: LightningModule = prepare(experiment.model())
     give_exits(module, experiment.submodels.exits or ())
+    if Rules(experiment.rules).keeps_modes:
+        call_own_train(module)
+    else:
+        module.train()
     return module
 
 

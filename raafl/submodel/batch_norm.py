@@ -27,10 +27,17 @@ def _norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 def statistics_of(module: nn.Module) -> list[tuple[str, str]]:
     """Return the names of running mean and running variance of each batch norm in ``module``."""
-    return [
-        (f"{path}.running_mean", f"{path}.running_var") if path else ("running_mean", "running_var")
-        for path, _ in _norms(module)
-    ]
+    return [_statistics_at(path) for path, _ in _norms(module)]
+
+
+def counts_in_eval_mode(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return path and counter of batches of each batch norm in eval mode: torch adds to it as it changes the statistics."""
+    norms = [(path, norm) for path, norm in _norms(module) if not norm.training]
+    return [(path, norm.num_batches_tracked) for path, norm in norms if norm.num_batches_tracked is not None]
+
+
+def _statistics_at(path: str) -> tuple[str, str]:
+    return (f"{path}.running_mean", f"{path}.running_var") if path else ("running_mean", "running_var")
 
 
 def keep_static(module: nn.Module) -> None:
@@ -44,7 +51,8 @@ def still_buffers(
 ) -> set[str]:
     """Return the names of the buffers that clients do not send back, since training does not change them.
 
-    These are static running statistics (see `keep_static`), and the buffers of layers whose parameters are all frozen.
+    These are running statistics that are static (see `keep_static`) or of a batch norm in eval mode, and the buffers of layers
+    whose parameters are all frozen.
 
     Args:
         module: model to which the buffers belong.
@@ -53,7 +61,8 @@ def still_buffers(
         static: whether the running statistics of batch norms are static in this run.
         frozen: whether the submodel freezes some parameters.
     """
-    still = {name for pair in statistics_of(module) for name in pair} if static else set()
+    paths = [path for path, norm in _norms(module) if static or not norm.training]
+    still = {name for path in paths for name in _statistics_at(path)}
     if frozen:
         own: dict[str, bool] = {}
         for name, _ in module.named_parameters():
@@ -67,12 +76,14 @@ def still_buffers(
 def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[[nn.Module, Any], object]) -> None:
     """Compute the running statistics of each batch norm as the mean over ``batches``, in place; nothing else changes.
 
+    In a model in train mode, batch norms in eval mode keep their statistics: these did not change in training either.
+
     Args:
         module: model after training.
         batches: batches of suitable data; more give better statistics.
         run: function that calls the model on a batch, such as ``lambda model, batch: model(batch[0])``.
     """
-    norms = [norm for _, norm in _norms(module)]
+    norms = [norm for _, norm in _norms(module) if norm.training or not module.training]
     modes = [(part, part.training) for part in module.modules()]
     momenta = [norm.momentum for norm in norms]
     means = {n: _Mean(n) for n in norms if n.running_mean is not None and n.running_mean.dtype.itemsize == 2}

@@ -48,21 +48,25 @@ def seeded(seed: int) -> None:
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Return a context in which recurrent layers run step by step, since torch's fused kernels would hide their operations."""
-    before = torch._C._get_mkldnn_enabled()
+    """Return a context in which recurrent layers run step by step, and attention in eval mode operation by operation.
+
+    Torch's fused kernels would hide these operations.
+    """
+    before = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
     torch._C._set_mkldnn_enabled(False)
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        torch._C._set_mkldnn_enabled(before[0])
+        torch.backends.mha.set_fastpath_enabled(before[1])
 
 
 def settle(module: nn.Module) -> None:
-    """Prepare a copy of a module for training without a Trainer: set training mode, ignore logging, make gradients dense.
+    """Prepare a copy of a module for training without a Trainer: ignore logging, make gradients dense.
 
-    Sparse gradients cannot be traced.
+    Sparse gradients cannot be traced. Modes stay as they are: a part in eval mode may return something else in train mode.
     """
-    module.train()
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             part.sparse = False

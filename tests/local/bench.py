@@ -124,7 +124,6 @@ def plain_loop(
     torch.manual_seed(3)
     module = type(bench.module)()
     module.load_state_dict(bench.module.state_dict())
-    module.train()
     anchors = [p.detach().clone() for p in module.parameters()]
     optimizer = module.configure_optimizers()
     random.seed(task.seed)

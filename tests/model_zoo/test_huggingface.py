@@ -44,7 +44,9 @@ def test_plain_transformers_loads_what_was_saved(make, architecture, task, tmp_p
     module, x = make(architecture=architecture).eval(), example(architecture)
     module.save_pretrained(tmp_path)
     plain = getattr(transformers, f"AutoModelFor{task}").from_pretrained(tmp_path).eval()
-    again = make(name_or_path=str(tmp_path)).eval()
+    again = make(name_or_path=str(tmp_path))
+    assert all(part.training for part in again.modules())  # transformers loads it in eval mode
+    again.eval()
     with torch.no_grad():
         assert torch.equal(plain(x).logits, module(x)) and torch.equal(again(x), module(x))
     fresh = make(name_or_path=str(tmp_path), pretrained=False).eval()

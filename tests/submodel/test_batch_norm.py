@@ -61,6 +61,18 @@ def test_statistics_are_collected_at_the_end():
     assert modes == [part.training for part in module.modules()] and module[1].momentum == 0.1
 
 
+def test_norms_in_eval_mode_keep_their_statistics_and_send_none():
+    module = model()
+    module[1].eval().running_mean.fill_(9.0)
+    assert "1.running_mean" not in Submodels(module).layout(FULL, "trained").by_name
+    collect_statistics(module, [torch.randn(5, 3)], lambda net, batch: net(batch))
+    assert module[1].running_mean.tolist() == [9.0] * 4 and not module[1].training
+    collect_statistics(
+        module.eval(), [torch.randn(5, 3)], lambda net, batch: net(batch)
+    )  # a model as its user loads it
+    assert module[1].running_mean.tolist() != [9.0] * 4
+
+
 def test_merged_variances_are_those_of_all_samples_together():
     submodels = Submodels(model())
     pooling = Pooling(submodels.module)

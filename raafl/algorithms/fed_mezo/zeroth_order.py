@@ -181,10 +181,6 @@ class Steps(Hook):
         """Return the gradient along the noise in each step, one scalar for each, all encoded as one text for the server."""
         return {SCALARS: pack(self.scalars)}
 
-    def close(self) -> None:
-        """Set the module back to training mode."""
-        self.task.module.train()
-
 
 @dataclass(frozen=True)
 class ZerothOrder(Local):

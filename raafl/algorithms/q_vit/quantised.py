@@ -66,12 +66,11 @@ class _Layer:
 
     Attributes:
         fixed_bits: bit width of weight and input; None = it is learned.
-        sees_first: whether the next input in training initialises unknown step sizes.
+        sees_first: whether the next input initialises unknown step sizes.
     """
 
     fixed_bits: int | None
     sees_first: bool
-    training: bool
     weight: Any
     weight_step: Tensor
     weight_bits: Tensor
@@ -80,7 +79,7 @@ class _Layer:
 
     def _values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the quantised input and weight."""
-        if self.sees_first and self.training:
+        if self.sees_first:  # in eval mode, too: it is set for one step of a task
             self.sees_first = False
             for kind, values in (("input", x), ("weight", self.weight)):  # a weight may start at 0, as LoRA's B does
                 if bool((getattr(self, f"{kind}_step") == 0).all()):

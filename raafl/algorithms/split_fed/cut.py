@@ -122,7 +122,6 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         """Prepare to trace the step of ``batch``, whose tensors are on the meta device; `run` traces it."""
         super().__init__()
         self.module: Any = copy_structure(submodels.module, {}).to("meta")
-        self.module.train()
         self.batch, self.calls = batch, list[Call]()
         self._stack: list[int] = []
         self._now = 0

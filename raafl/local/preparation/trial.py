@@ -62,7 +62,6 @@ def try_training(
     recorder.attach(module)
     try:
         with torch.random.fork_rng(devices):
-            module.train()
             with explained(module, "configure_optimizers"):
                 optimizer, schedules = configure(module)
                 trainer.begin(optimizer, schedules)

@@ -136,7 +136,6 @@ class Steps:
     def run(self) -> None:
         """Run all steps of all tasks in the batch."""
         self.logged.attach(self.built.module)
-        self.built.module.train()
         optimizer: torch.optim.Optimizer | None = None
         num = 0
         for index, batch in enumerate(self._batches()):

@@ -20,9 +20,11 @@ class FewerHeads(nn.MultiheadAttention):
 
     Attributes:
         scale: factor on the joint output of all heads while training; see `Submodels.shrink`.
+        model: the model whose mode says whether it trains, in a tuple so that it is no submodule; empty = it is not scaled.
     """
 
     scale: float = 1.0
+    model: tuple[nn.Module, ...] = ()
 
     def forward(  # the signature is torch's
         self,
@@ -65,7 +67,7 @@ class FewerHeads(nn.MultiheadAttention):
         else:
             heads = F.scaled_dot_product_attention(q, k, v, mask, dropout)
         joined = heads.transpose(1, 2).flatten(2)
-        if self.training and self.scale != 1.0:
+        if self.model and self.model[0].training:
             joined = joined * self.scale
         output = F.linear(joined, self.out_proj.weight, self.out_proj.bias)
         if weights is not None and average_attn_weights:

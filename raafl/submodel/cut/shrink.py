@@ -167,13 +167,16 @@ def _renumber(full: nn.Module, small: nn.Module, path: str) -> None:
 
 
 class _Rescale:
-    """A forward hook; an object, so that the module can still be copied."""
+    """A forward hook; an object, so that the module can still be copied.
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
+    The model's mode counts, not the layer's: a layer that its author has put into eval mode trains, too.
+    """
+
+    def __init__(self, factor: float, model: nn.Module) -> None:
+        self.factor, self.model = factor, model
 
     def __call__(self, layer: nn.Module, args: object, output: Tensor) -> Tensor | None:
-        return output * self.factor if layer.training else None
+        return output * self.factor if self.model.training else None
 
 
 def _rescale(full: nn.Module, small: nn.Module, unscaled: frozenset[str]) -> None:
@@ -181,6 +184,7 @@ def _rescale(full: nn.Module, small: nn.Module, unscaled: frozenset[str]) -> Non
     for name, layer in small.named_modules():
         if isinstance(layer, FewerHeads):
             layer.scale = full.get_submodule(name).num_heads / layer.num_heads
+            layer.model = (small,)
         made = produces(layer)
         if made is None or name in unscaled:
             continue
@@ -188,7 +192,7 @@ def _rescale(full: nn.Module, small: nn.Module, unscaled: frozenset[str]) -> Non
         before = getattr(full.get_submodule(name), tensor).shape[dim]
         after = getattr(layer, tensor).shape[dim]
         if 0 < after < before:
-            layer.register_forward_hook(_Rescale(before / after))
+            layer.register_forward_hook(_Rescale(before / after, small))
 
 
 class StandIn(nn.Module):
@@ -201,6 +205,7 @@ class StandIn(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         """Stand in for ``module``, which lies elsewhere in the same model."""
         super().__init__()
+        self.training = module.training
         self.__dict__["stands_for"] = [module]  # in a list, or it would be a submodule here as well
 
     def forward(self, *args: object, **kwargs: object) -> Any:

@@ -269,15 +269,18 @@ class ClassRecord(Record):
 
 
 class FlagsRecord:
-    """Record of the flag ``requires_grad`` of each parameter of a module."""
+    """Record of the flag ``requires_grad`` of each parameter of a module, and of the mode (train or eval) of each part."""
 
     def __init__(self, module: nn.Module) -> None:
         """Record them."""
-        self._parameters = list(module.parameters())
-        self._saved = [parameter.requires_grad for parameter in self._parameters]
+        self._parameters = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        self._parts = [(part, part.training) for part in module.modules()]
 
     def restore(self) -> None:
-        """Set each parameter's ``requires_grad`` back to its recorded value."""
-        for parameter, flag in zip(self._parameters, self._saved, strict=True):
+        """Set each parameter's ``requires_grad`` and each part's ``training`` back to its recorded value."""
+        for parameter, flag in self._parameters:
             if parameter.requires_grad is not flag:
                 parameter.requires_grad_(flag)
+        for part, training in self._parts:
+            if part.training is not training:
+                part.training = training

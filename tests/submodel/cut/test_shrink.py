@@ -196,6 +196,8 @@ def test_rescale_multiplies_the_kept_activations_while_training_and_only_then():
     assert small.train()(x).item() == 25.0
     assert small.eval()(x).item() == 7.0
     assert copy.deepcopy(small).train()(x).item() == 25.0
+    small.train().layers.eval()  # as its author may have left them: the model trains
+    assert small(x).item() == 25.0
     plain = filled(submodels, Spec.select({"layers.1": [3]}), submodels.state(module)).module
     assert plain.train()(x).item() == 7.0
     whole = submodels.shrink(FULL, rescale=True).module

@@ -40,7 +40,7 @@ def test_three_sites_open_their_sum_and_get_the_model_of_a_simulation(tmp_path, 
     assert replay(run.folder)["equal"] is True
 
 
-def test_a_server_that_weights_one_client_alone_is_refused_by_all(tmp_path, monkeypatch):
+def test_a_server_that_weights_one_client_alone_is_refused_by_all(tmp_path, monkeypatch, caplog):
     """It says that the others have a sample each, so that the sum is client 1's update."""
     plain = SecureAggregator._group
 
@@ -59,6 +59,7 @@ def test_a_server_that_weights_one_client_alone_is_refused_by_all(tmp_path, monk
         for joiner in fleet.joiners:
             assert re.search(r"9\d\.\d% of a sum would be of site '\w+', .* allows max_share 0.9", joiner.words())
     assert run.summary["updates_merged"] == 0 and run.summary["finished"] == SEEN
+    assert "takes no part in a sum: not-opened: bad-group: 9" in caplog.text
 
 
 def test_noise_of_a_site_goes_under_the_masks(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from raafl.core.types import POLICY, Arrived, Assignment, ClientInfo, Joined, Lo
 from raafl.errors import GpuLost, InvalidPayload, TaskFailed
 from raafl.local.failure import unanswered
 from raafl.local.train import Stopped
+from raafl.log import warn_once
 from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE
 from raafl.runtime.exchange import Conversation, ServerSide
 from raafl.runtime.fields import SignedHead
@@ -45,6 +47,7 @@ MAX_DAMAGED = 3
 NOT_JOINING: Mapping[str, str] = {POLICY: "its site does not allow this run", DRY_RUN: "it was a dry run"}
 """Reasons of a FAILED in the place of a HELLO, in words for the log."""
 
+_log = logging.getLogger(__name__)
 _LOOK_S = 0.5  # how often an idle session looks whether its client is still there
 
 
@@ -325,6 +328,7 @@ class Session(threading.Thread):
             self._terms.take_logs(self.client, failed.logs)
             if self._terms.masked and failed.reason in (NOT_OPENED, OUT_OF_RANGE, "non-finite"):
                 refused = Refused(failed.reason, failed.error)
+                warn_once(_log, f"client {self.client} takes no part in a sum: {refused}")
             elif failed.refusal is None:
                 raise failed.to_error(self.client) from None
             else:

@@ -10,6 +10,7 @@ from raafl.parts.protect.secure.agreement import is_signed, lists_text, senders_
 from raafl.parts.protect.secure.coverage import IntegerLayouts
 from raafl.parts.protect.secure.group import CannotOpen, Group, GroupMember, threshold_of
 from raafl.parts.protect.secure.member import Member
+from raafl.parts.protect.secure.shamir import combine
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.coordinators import EXAMPLE, Line
 
@@ -67,6 +68,31 @@ def test_members_that_were_told_of_other_survivors_reveal_nothing():
             CannotOpen, match="too-few: 2 members signed the same lists of members as this client, 3 must"
         ):
             member.reveal(signatures)
+
+
+@pytest.mark.parametrize("num_helpers", [1, 2])
+def test_the_bound_on_members_that_help_a_lying_server_is_tight(num_helpers):
+    """Of 4 members 3 must help, so that 2 x 3 - 4 = 2 helpers can sign two lists: one reveals seeds of client 1, one its key."""
+    told = Round(4, min_cover=4).join().mask()
+    helpers = set(range(5 - num_helpers, 5))
+    lists = {1: {1, 2, 3, 4}, 2: {2, 3, 4}, 3: {1, 2, 3, 4}}
+    signatures = {key: told.sign(key, lists[key]) for key in lists if key not in helpers}
+    seeds, keys = {}, {}
+    for key in signatures:
+        text = lists_text(told.group, [1, 2, 3, 4], lists[key])
+        helped = {other: told.members[other]._signs.sign(text) for other in helpers}
+        try:
+            revealed = told.members[key].reveal(signatures | helped)[1]
+        except CannotOpen:
+            continue
+        (seeds if 1 in lists[key] else keys)[told.group.point(key)] = revealed
+    for other in helpers:
+        piece, point = told.members[other]._held[1], told.group.point(other)
+        keys[point], seeds[point] = piece[:32], piece[32:]
+    is_read = (
+        combine(seeds) == told.members[1]._seeds[0] and combine(keys) == told.members[1]._masks.private_bytes_raw()
+    )
+    assert is_read == (num_helpers == 2)
 
 
 def test_a_signature_counts_once_and_for_one_text():

@@ -7,6 +7,7 @@ It starts `raafl serve` on a loopback socket and N times `raafl join`, with a to
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -21,6 +22,7 @@ from typing import Final
 
 from raafl.config.argv import names_section, values, whole_number, without
 from raafl.errors import BadInput
+from raafl.runfolder.schema import JOURNAL
 from raafl.runtime.local.supervisor import Child, RestartPolicy, Supervisor
 
 NOTE: Final = "RAAFL_FOLDER_NOTE"
@@ -85,6 +87,8 @@ def fit_local(argv: Sequence[str]) -> int:
             asked.policy,
             _log.warning,
             begun=note.is_file,
+            joined=lambda: clients_joined(server.folder()),
+            needed=_count(asked.options, "--min_clients", least=1) or asked.clients,
             listener=listener,
         )
         try:
@@ -131,6 +135,16 @@ class ServerCommand:
             folder.rename(folder.with_name(f"{folder.name}-attempt-{self._num_aside}"))
             self._note.unlink()
         return [*_RAAFL, "serve", *self._options, *self._address]
+
+
+def clients_joined(folder: Path | None) -> set[int]:
+    """Return the clients that have joined a run so far, by the journal in its folder; none if there is no folder."""
+    journal = None if folder is None else folder / JOURNAL
+    if journal is None or not journal.is_file():
+        return set()
+    with journal.open(encoding="utf-8", errors="replace") as lines:
+        rows = [json.loads(line) for line in lines if '"joined"' in line and line.endswith("}\n")]
+    return {row["client"] for row in rows if row["event"] == "joined"}
 
 
 def client_command(options: Sequence[str], port: int, number: int) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raafl.commands.fit_local import ServerCommand, child_environment, client_command, read
+from raafl.commands.fit_local import ServerCommand, child_environment, client_command, clients_joined, read
 from raafl.config.argv import values, without
 from raafl.errors import BadInput
 
@@ -147,3 +147,11 @@ def test_the_supervisor_imports_no_torch():
     code = "import raafl.commands.fit_local, raafl.commands.cli, sys, json; print(json.dumps('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout) is False
+
+
+def test_who_has_joined_is_read_from_the_journal(tmp_path):
+    assert clients_joined(None) == clients_joined(tmp_path) == set()
+    rows = [{"event": "run", "title": "joined"}, {"event": "joined", "client": 3}, {"event": "arrived", "client": 1}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "events.jsonl").write_text(text + '{"event": "joined", "cli')  # a line that is being written
+    assert clients_joined(tmp_path) == {3}

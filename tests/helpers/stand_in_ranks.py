@@ -69,7 +69,9 @@ def supervisor(folder: Path, plan: dict[str, Any], say: Any) -> Any:
         **{"first_s": 0.02, "longest_s": 0.05, "leave_s": 30.0, "stop_s": 30.0, **plan.get("policy", {})}
     )
     begun = (folder / "begun").exists if plan.get("watch_begun") else lambda: True
-    return Supervisor(child("the server", plan["server"], None), clients, policy, say, begun=begun)
+    joined, needed = plan.get("joined", list(clients)), plan.get("needed", 0)
+    server = child("the server", plan["server"], None)
+    return Supervisor(server, clients, policy, say, begun=begun, joined=lambda: joined, needed=needed)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -63,6 +63,7 @@ class Child:
         process: the present or last process.
         due_s: time of the next start on the monotonic clock; None = no start is planned.
         settled: whether the end of the present process was handled, by a planned restart or by giving it up.
+        num_starts: number of times that the process was started.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     due_s: float | None = 0.0
     settled: bool = False
+    num_starts: int = 0
     _wait_s: float = 0.0
     _started_s: float = 0.0
 
@@ -86,6 +88,7 @@ class Child:
                 preexec_fn=_die_with(os.getpid()),
             )  # fmt: skip
         self._started_s, self.due_s, self.settled = time.monotonic(), None, False
+        self.num_starts += 1
 
     def exit_code(self) -> int | None:
         """Return the exit code of the process: minus the signal's number if killed, None while it runs or waits to start."""
@@ -178,8 +181,11 @@ class Supervisor:
     server ends by itself, the run ends. A client that reports bad input is not started again. Its message is shown only
     once the run has begun: earlier the server reports the same error, since both read the same config.
 
-    ``begun`` returns whether the server has begun its run. ``listener`` is the server's socket; it is closed once the
-    server has ended, so that no client waits for another server.
+    A client that ends by itself before it has joined, while the run cannot start without it, ends the run.
+
+    ``begun`` returns whether the server has begun its run, ``joined`` which clients have joined it so far, and ``needed``
+    is the number of clients with which it starts. ``listener`` is the server's socket; it is closed once the server has
+    ended, so that no client waits for another server.
     """
 
     server: Child
@@ -187,11 +193,14 @@ class Supervisor:
     policy: RestartPolicy
     say: Callable[[str], None]
     begun: Callable[[], bool] = lambda: True
+    joined: Callable[[], Collection[int]] = tuple
+    needed: int = 0
     listener: socket.socket | None = None
     num_restarts: int = field(default=0, init=False)
     _asked: int = field(default=0, init=False)  # how often the user has asked to end
     _kill_at: float | None = field(default=None, init=False)
     _away: set[int] = field(default_factory=set, init=False)  # clients given up
+    _is_over: bool = field(default=False, init=False)  # for want of clients
 
     def run(self) -> int:
         """Run until the server has ended.
@@ -251,11 +260,11 @@ class Supervisor:
 
     def _see_server(self) -> int | None:
         """Return the run's exit code once the server has ended for good."""
-        code, over = self.server.exit_code(), self._asked > 0 or self._abandoned
+        code, over = self.server.exit_code(), self._asked > 0 or self._is_over
         if code is None:
             return (130 if self._asked else 1) if over and self.server.due_s is not None else None
         if code >= 0:
-            return 1 if code == 130 and self._abandoned and not self._asked else code
+            return 1 if code == 130 and self._is_over and not self._asked else code
         if over:
             return 130 if self._asked else 1
         if not self._may_restart():
@@ -271,10 +280,6 @@ class Supervisor:
                 child.due_s = self.server.due_s
         return None
 
-    @property
-    def _abandoned(self) -> bool:
-        return len(self._away) == len(self.clients)
-
     def _see_clients(self) -> None:
         if self._asked or self.server.exit_code() is not None:
             return  # they leave because the run ends: nothing to mend
@@ -286,18 +291,30 @@ class Supervisor:
                     self._mend(number, child, code)
 
     def _mend(self, number: int, child: Child, code: int) -> None:
-        if code not in _STAYS and self._may_restart():
+        is_awaited = code >= 0 and self._is_awaited(number)
+        if code not in _STAYS and not is_awaited and self._may_restart():
             wait_s = child.start_again(self.policy)
             self.say(f"{child.name} {exit_in_words(code, child.last_words(1))}; it is started again in {wait_s:g} s")
             return
         self._away.add(number)
-        why = "" if code in _STAYS else f" after {self.num_restarts} restarts in all"
+        why = "" if code in _STAYS or is_awaited else f" after {self.num_restarts} restarts in all"
         self.say(f"{child.name} {exit_in_words(code)} and is not started again{why}. The end of its output:")
         self.say("\n".join(f"  {line}" for line in child.last_words()) or "  (nothing)")
-        if self._abandoned:
-            self.say("every client is lost: the run ends")
+        is_left_alone = len(self._away) == len(self.clients)
+        if (is_left_alone or is_awaited) and not self._is_over:
+            self._is_over = True
+            why = "every client is lost" if is_left_alone else f"the run cannot start without {child.name}"
+            self.say(f"{why}: {'the run' if is_left_alone else 'it'} ends")
             self.server.send(signal.SIGTERM, group=False)
             self._kill_at = time.monotonic() + self.policy.stop_s
+
+    def _is_awaited(self, number: int) -> bool:
+        """Check whether the run has not started and cannot start without a client, which has not joined."""
+        if self.server.num_starts > 1:  # its earlier life may have begun the run
+            return False
+        joined = self.joined()
+        others = len(self.clients) - len(self._away | {number})
+        return number not in joined and max(len(joined), others) < self.needed
 
     def _may_restart(self) -> bool:
         """Count one restart more, if there is one left."""

@@ -174,6 +174,27 @@ def test_bad_input_and_an_interrupt_are_not_mended_by_another_start(code, run, t
     assert len(noted(tmp_path, "client-1")) == 1
 
 
+def test_a_client_without_which_the_run_cannot_start_ends_it_with_its_last_lines(run, tmp_path):
+    server = (
+        "signals('SIGTERM'); note('ready'); until(lambda: 'SIGTERM' in lines('the-server')); note('end'); sys.exit(130)"
+    )
+    dies = "until(lambda: 'ready' in lines('the-server')); print('no disk here', flush=True); sys.exit(1)"
+    code, said = run(server, LEAVES, dies, joined=[1], needed=2)
+    assert code == 1 and len(pids(tmp_path)) == 3
+    assert said == [
+        "client 2 ended with exit code 1 and is not started again. The end of its output:",
+        "  no disk here",
+        "the run cannot start without client 2: it ends",
+    ]
+
+
+def test_a_run_that_starts_without_it_goes_on_and_starts_it_again(run, tmp_path):
+    server = "until(lambda: len(lines('client-2')) == 2); note('end')"
+    twice = "until(lambda: len(lines('client-2')) == 2 or sys.exit(1)); " + LEAVES
+    code, said = run(server, LEAVES, twice, joined=[1], needed=1)
+    assert code == 0 and said == ["client 2 ended with exit code 1; it is started again in 0.02 s"]
+
+
 def test_a_run_whose_clients_are_all_lost_fails(run, tmp_path):
     server = "signals('SIGTERM'); note('ready'); until(lambda: 'SIGTERM' in lines('the-server')); sys.exit(130)"
     code, said = run(server, LOST, LOST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import raafl
@@ -36,6 +37,34 @@ def test_the_classes_that_the_docs_name_are_public():
         name for page in pages for name in re.findall(r"\braafl\.([A-Z][a-z]\w*)", page.read_text(encoding="utf-8"))
     }
     assert "Federation" in named and named <= set(raafl.__all__)
+
+
+def undescribed(name: str) -> list[str]:
+    """Return the parameters of a public function or class that its docstring does not describe, if it has three or more."""
+    found = raafl
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+    if found is raafl.Experiment:  # each field has its help text in its metadata
+        return []
+    if isinstance(found, type) and issubclass(found, Exception):
+        return []
+    if not callable(found) or not getattr(found, "__module__", "").startswith("raafl"):
+        return []
+    parameters = [one for one in inspect.signature(found).parameters if one != "self" and not one.startswith("_")]
+    text = (
+        f"{inspect.getdoc(found) or ''}\n{inspect.getdoc(found.__init__) or ''}"
+        if inspect.isclass(found)
+        else inspect.getdoc(found)
+    )
+    if len(parameters) < 3 or re.search(r"\b[Ss]ee `", text or ""):
+        return []
+    listed = {one for line in re.findall(r"^ {4}(\S[^:]*):", text or "", re.M) for one in re.findall(r"\w+", line)}
+    return [one for one in parameters if one not in listed]
+
+
+def test_public_names_describe_their_arguments():
+    wrong = {name: missing for name in LIST.read_text().splitlines() if (missing := undescribed(name))}
+    assert wrong == {}, "add a line to the section Args for each"
 
 
 if __name__ == "__main__":

@@ -306,6 +306,13 @@ class Algorithm:
     their updates merged (trigger), and how (merge)? A function in `raafl.algorithms` creates the record of a method.
 
     Attributes:
+        name: name of the method, as in configs and summaries.
+        paper: reference of its paper, such as "McMahan et al. 2017".
+        sample: part that chooses the idle clients that work now.
+        select: part that chooses each client's submodel and amount of work.
+        local: part that changes the client's training steps, and says what travels.
+        trigger: part that decides when waiting updates are merged.
+        merge: part that folds updates into the global model.
         chosen: plain data on the reasons for which `raafl.plan.choose` selected this method, for the journal. The run
             prints its ``reasons`` at the start. None = the user selected the method.
     """

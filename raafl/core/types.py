@@ -92,7 +92,12 @@ class Assignment:
         incarnation: number of times that the client had joined before, as in `ClientInfo`.
         task: number of tasks that the client had before.
         version: global version tau from which the submodel is cut.
+        spec: submodel to train, as in `Work`.
+        region: index j of the region, as in `Work`.
+        num_epochs: number of local epochs, as in `Work`.
+        num_steps: number of local steps, as in `Work`.
         seed: seed of every random choice in the task, such as data order and dropout.
+        assigned_s: time of the assignment on the run's clock, in seconds.
         pace_s: shortest duration of the task in a wall-clock run, in seconds, which emulates a slow device; 0 = no
             pause.
         lr_scale: factor on the optimizer's learning rate, from the run's schedule.

@@ -1,4 +1,4 @@
-"""Documentation has one sentence a line, short lines, short pages, and says first what a page is for."""
+"""Documentation has one sentence a line, short lines, and short pages."""
 
 from __future__ import annotations
 
@@ -65,14 +65,6 @@ def test_a_page_is_short_unless_it_is_a_methods(page):
 
 def test_words_are_counted_without_generated_tables():
     assert words("# A\n\n| b | c-d |\n<!-- table: x.json -->\n| e |\n<!-- end of table -->\n- f `g h`\n") == 6
-
-
-@pytest.mark.parametrize("page", DOCS, ids=name)
-def test_a_page_says_first_what_a_reader_can_do(page):
-    text = re.sub(r"\A---\n.*?---\n+", "", page.read_text(encoding="utf-8"), flags=re.S)  # settings of the site's page
-    title, blank, first, *_ = text.splitlines()
-    assert title.startswith("# ") and not blank
-    assert re.match(r"(With|After) this page you (can|know)\b", first), first
 
 
 def test_the_glossary_has_each_term_once_in_order():

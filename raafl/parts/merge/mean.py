@@ -195,6 +195,7 @@ class Mean(Merge):
         alpha: weight of the updates in the mix, in (0, 1].
         staleness: function s by which late updates count less.
         by_samples: whether clients are weighted by |D_n|; False = equally.
+        sends: content of an update: trained values, or their change ("delta").
     """
 
     alpha: float = 1.0
@@ -333,6 +334,7 @@ class Deltas(Merge):
     Attributes:
         server_lr: server learning rate eta_g.
         staleness: function s by which late updates count less, by default 1/sqrt(1 + staleness).
+        sends: content of an update: trained values, or their change ("delta").
         by_samples: whether clients are weighted by |D_n|; False = equally, as in the paper.
     """
 

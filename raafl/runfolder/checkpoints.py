@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -165,7 +166,7 @@ def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
             f"checkpoint is {str(path)!r}, but there is none: give a version-*.ckpt file or a run folder with one"
         )
     try:
-        content = torch.load(found, map_location="cpu", weights_only=True)
+        content = load_plain(found)
         section = content["raafl"]
         if (format_ := section["format"]) != _FORMAT:
             raise BadInput(
@@ -185,6 +186,23 @@ def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
         raise BadInput(
             f"checkpoint is {found}, which is damaged or not one of raafl's ({what}): give an earlier one"
         ) from error
+
+
+def load_plain(path: Path) -> Any:
+    """Read tensors and plain values from a file of `torch.save` that somebody else may have written; nothing is executed.
+
+    A file that would unpack to more than its own length is refused, as is the format before torch 1.6.
+
+    Raises:
+        Exception: the file is damaged, or holds anything else; torch.load raises errors of many types.
+    """
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):  # torch.save never compresses
+            raise ValueError("it is compressed")
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise ValueError("it unpacks to more than its own length")
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def newest(run_folder: str | os.PathLike[str]) -> Path | None:

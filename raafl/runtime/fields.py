@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any, Final, Literal, Self, get_args
 
+from raafl.core.types import Assignment
 from raafl.runfolder.signing import Signer, is_signed
 from raafl.sanitize import sanitize_text
 from raafl.transport import Refused
@@ -53,6 +55,45 @@ def text_of(meta: Meta, name: str, longest: int = 1000) -> str:
     if not isinstance(value, str) or len(value) > longest or not (value.isascii() and value.isprintable()):
         raise Refused("bad-json", f"{name} is no text of up to {longest} plain characters")
     return value
+
+
+_WHOLE = {
+    "id": 2**64,
+    "client": 2**32,
+    "incarnation": 2**32,
+    "task": 2**53,
+    "version": 2**53,
+    "region": 2**53,
+    "seed": 2**64,
+}
+_OPTIONAL = {"num_epochs": 2**53, "num_steps": 2**53, "next_seed": 2**64}
+_LEAST = {"region": -1, "num_epochs": 1, "num_steps": 1}
+_REAL = {
+    "assigned_s": 1e30,
+    "pace_s": 1e9,
+    "lr_scale": 1e30,
+    "next_lr_scale": 1e30,
+}  # nobody can wait for longer than 1e9 s
+
+
+def check_assignment(assignment: Assignment) -> Assignment:
+    """Check the types and bounds of an assignment's numbers, as a peer sent them, and return it.
+
+    Raises:
+        Refused: a number is of another type, or out of bounds, or ``extra`` is no mapping.
+    """
+    values = {one.name: getattr(assignment, one.name) for one in dataclass_fields(assignment)}
+    for name, end in (_WHOLE | _OPTIONAL).items():
+        value, least = values[name], _LEAST.get(name, 0)
+        if (value is not None or name in _WHOLE) and not (type(value) is int and least <= value < end):
+            raise Refused("bad-json", f"assignment: {name} is {sanitize_text(value, 40)}")
+    for name, bound in _REAL.items():
+        value = values[name]
+        if type(value) not in (int, float) or not abs(value) < bound:
+            raise Refused("bad-json", f"assignment: {name} is {sanitize_text(value, 40)}")
+    if not isinstance(assignment.extra, dict):
+        raise Refused("bad-json", "assignment: extra is no table")
+    return assignment
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,16 @@ from raafl.core.types import UNANSWERED, Assignment, ClientInfo
 from raafl.devices.series import as_sent, problem_of_sent
 from raafl.errors import LONGEST, GpuLost, TaskFailed
 from raafl.local.evaluation.metrics import MAX_METRIC
-from raafl.runtime.fields import HEAD_FIELDS, LogLine, Meta, SignedHead, count_of, log_lines_of, logs_to_meta
+from raafl.runtime.fields import (
+    HEAD_FIELDS,
+    LogLine,
+    Meta,
+    SignedHead,
+    check_assignment,
+    count_of,
+    log_lines_of,
+    logs_to_meta,
+)
 from raafl.runtime.identity import Identity
 from raafl.sanitize import sanitize_text
 from raafl.submodel import SpecError, Submodels
@@ -193,7 +202,8 @@ class Assign:
         try:
             fields = {name: value for name, value in meta.items() if name not in ("more", "ahead", *HEAD_FIELDS)}
             flags = {name: meta.get(name) is True for name in ("more", "ahead")}
-            return cls(assignment_from_json(fields), head=SignedHead.from_meta(meta), **flags)
+            found = check_assignment(assignment_from_json(fields))
+            return cls(found, head=SignedHead.from_meta(meta), **flags)
         except (SpecError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise Refused("bad-json", f"assignment: {sanitize_text(error)}") from None
 

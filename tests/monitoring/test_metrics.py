@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raafl.core.types import Settled, Update
 from raafl.monitoring.health import Health
@@ -14,6 +17,9 @@ from raafl.submodel import FlatTensors, Layout
 from tests.runtime.server.sessions import task
 
 pytest.importorskip("prometheus_client", reason="needs the extra monitoring")
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
 from raafl.monitoring.metrics import MAX_REASONS, LabelValues, RunMetrics
 
 
@@ -105,3 +111,35 @@ def test_nobody_can_make_labels_without_bound():
 
 def test_a_label_is_plain_and_short():
     assert LabelValues(9).of('a"}\n\x1b[31m' + "b" * 99) == "a_____31m" + "b" * 51
+
+
+def scraped(texts):
+    """Render gauges whose label values are made from ``texts``; return the labels that Prometheus' own parser reads."""
+    values, registry = LabelValues(64), CollectorRegistry()
+    gauge = Gauge("raafl_test", "A test", ("name",), registry=registry)
+    for number, text in enumerate(texts):
+        gauge.labels(values.of(text)).set(number)
+    (family,) = text_string_to_metric_families(generate_latest(registry).decode())
+    return [sample.labels["name"] for sample in family.samples]
+
+
+@given(st.lists(st.text(max_size=200), max_size=100))
+def test_hostile_labels_are_plain_few_and_parsed_as_written(texts):
+    found = scraped(texts)
+    assert len(found) <= 65 and all(re.fullmatch(r"[A-Za-z0-9_./-]{0,60}", name) for name in found)
+
+
+def test_labels_that_would_end_a_line_or_forge_a_metric_do_neither():
+    hostile = [
+        'a"} 1\nraafl_model_version 99',
+        "\\",
+        "\n",
+        "# HELP x",
+        "\u2028",
+        "\0",
+        "x" * 10_000,
+        "__name__",
+        '{le="+Inf"}',
+        "é" * 61,
+    ]
+    assert len(scraped(hostile)) == len(set(map(LabelValues(64).of, hostile)))

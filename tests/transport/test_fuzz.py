@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raafl.submodel.flat import FlatTensors
-from raafl.transport import Kind, Message, PeerLost, Refused, frames
+from raafl.transport import Kind, Message, PeerLost, Refused, codec, frames
 from raafl.transport.codec import HEADER_BYTES, MAX_JSON_BYTES
 from raafl.transport.frames import Frames
 from tests.helpers.raw_frames import encode
@@ -283,3 +283,67 @@ def test_changes_that_hypothesis_thinks_of(frame, changes, right_checksums, seed
 @given(st.binary(max_size=400))
 def test_any_bytes(data):
     assert set(receive(data, refuse)[0]) <= REASONS
+
+
+def chunks_of(message):
+    """Return a message's head, and its chunks with their footers."""
+    view = b"" if message.tensors is None else bytes(codec.memory(message.tensors.buffers[torch.uint8]))
+    chunks = []
+    for index, start in enumerate(range(0, len(view), frames.PIECE_BYTES)):
+        checksum = codec.Checksum(index)
+        checksum.update(memoryview(view[start : start + frames.PIECE_BYTES]))
+        chunks.append(view[start : start + frames.PIECE_BYTES] + checksum.footer())
+    return codec.encode_head(message), chunks
+
+
+def resumed(rng, size):
+    """Break a message off, and go on with another body; return how that ended, and what is in the target."""
+    values, others = (
+        torch.arange(4 * size, dtype=torch.uint8),
+        torch.full((4 * size,), 7, dtype=torch.uint8),
+    )
+    first = Message(Kind.UPDATE, 5, 1, {"num_samples": 3}, tensors(w=values))
+    second = rng.choice(
+        [first, Message(Kind.UPDATE, 5, 1, {"num_samples": 9}, tensors(w=values)), Message(Kind.UPDATE, 6, 1, {"num_samples": 3},
+         tensors(w=values)), Message(Kind.UPDATE, 5, 1, {"num_samples": 3}, tensors(w=others)), Message(Kind.KEEPALIVE),
+         Message(Kind.UPDATE, 5, 1, {"num_samples": 3}, tensors(w=values[:99]))]
+    )  # fmt: skip
+    target = FlatTensors.zeros(first.tensors.layout)
+    head, chunks = chunks_of(first)
+    data = head + b"".join(chunks)
+    reader = Frames(Memory(data[: rng.randrange(HEADER_BYTES + 30, len(data) - 1)]))
+    with pytest.raises(PeerLost):
+        reader.receive(lambda *_: target, True)
+    partial = reader.partial
+    done = 0 if partial is None else partial.num_chunks
+    head, chunks = chunks_of(second)
+    start = done if rng.random() < 0.6 else rng.randrange(len(chunks) + 1)
+    data = head + b"".join(chunks[start:])
+    if rng.random() < 0.3:
+        data = bytes(flip_bits(rng, data))
+    again = Frames(Memory(data), partial)
+    try:
+        message = again.receive(lambda *_: target, True)
+    except Refused as refused:
+        return refused.reason, again.in_step, None
+    except PeerLost:
+        return "lost", again.in_step, None
+    if message.tensors is None:
+        return "message", again.in_step, None
+    cut = done * size
+    whole = torch.cat([values[:cut], (others if second.tensors["w"][0] == 7 else values)[cut:]])
+    return "message", again.in_step, torch.equal(message.tensors["w"], whole)
+
+
+def test_a_resumed_transfer_with_another_body(monkeypatch, capsys):
+    """It is refused where its head is another; else the chunks that had come stay, and each other has its place and checksum."""
+    monkeypatch.setattr(frames, "PIECE_BYTES", 256)
+    rng, seen = random.Random(5), Counter()
+    for _ in range(500 if NUM_FRAMES <= 10_000 else 10_000):
+        reason, in_step, equal = resumed(rng, 256)
+        assert reason in {*REASONS, "wrong-message"} and equal is not False
+        assert in_step or reason != "message"
+        seen[reason] += 1
+    with capsys.disabled():
+        print(f" {sum(seen.values())} resumed transfers: {dict(sorted(seen.items()))} ", end="")
+    assert {"message", "wrong-message", "bad-checksum", "lost"} <= seen.keys()

@@ -26,6 +26,7 @@ from raafl.core.records_json import assignment_from_json, assignment_to_json
 from raafl.core.types import Assignment
 from raafl.errors import BadInput
 from raafl.runfolder.append_file import AppendFile, complete_rows
+from raafl.runfolder.checkpoints import load_plain
 from raafl.runfolder.json_text import to_json
 from raafl.runfolder.schema import CONFIG
 from raafl.runfolder.signing import Signer, is_signed
@@ -296,7 +297,7 @@ def read_inputs(path: Path, layout_of: Callable[[], Layout]) -> FlatTensors:
         BadInput: the file is damaged, or belongs to another model.
     """
     try:
-        return FlatTensors.from_named(torch.load(path, map_location="cpu", weights_only=True), layout_of())
+        return FlatTensors.from_named(load_plain(path), layout_of())
     except Exception as error:  # torch.load raises errors of many types
         raise BadInput(
             f"inputs in '{path}' are damaged or of another model ({type(error).__name__}): restore the file from a "

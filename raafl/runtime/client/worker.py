@@ -158,7 +158,7 @@ class Client:
                     self._received.put(Reason.from_meta(message.meta).reason)
                     break
                 if message.kind is Kind.ASSIGN and self._assignment is not None and message.tensors is not None:
-                    self._received.put((self._assignment, message.tensors))
+                    self._received.put((_of_its_frame(self._assignment, message), message.tensors))
                     wait_s += self._waits.task_s  # a server that waits for an answer says nothing
                 if message.kind is Kind.REPLY:
                     self._questions.deliver(message.meta, message.tensors)
@@ -199,6 +199,8 @@ class Client:
         try:
             message = Assign.from_meta(meta)
             found = message.assignment
+            if found.id != assignment:
+                raise Refused("bad-json", f"assignment {assignment} names another, {found.id}")
             layout = self._layout(found)  # what came before is unpacked: an answer to it has been sent
         except (SpecError, TypeError, KeyError) as error:
             raise Refused("bad-json", f"assignment {assignment}: {sanitize_text(error)}") from None
@@ -388,3 +390,10 @@ class Client:
         self._assignment = None
         with suppress(PeerLost, PeerTimeout):
             self._pair.send(Message(Kind.FAILED, assignment.id, assignment.incarnation, failed.to_meta()))
+
+
+def _of_its_frame(assignment: Assignment, message: Message) -> Assignment:
+    """Return a task's assignment; raise `Refused` if it names another incarnation than the frame in which it came."""
+    if assignment.incarnation != message.incarnation:
+        raise Refused("wrong-incarnation", f"{assignment.incarnation}, in a frame of {message.incarnation}")
+    return assignment

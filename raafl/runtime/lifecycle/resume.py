@@ -156,6 +156,7 @@ def _check(section: dict[str, Any]) -> None:
     counts = {name: section[part][name] for part, names in _COUNTS.items() for name in names}
     counts |= {name: [number for _, number in coordinator[name]] for name in _BOOKS}
     times = {name: section[part][name] for part, names in _TIMES.items() for name in names}
+    times["unanswered_s"] = [seconds for _, each in coordinator.get("unanswered_s", ()) for seconds in each]
     times["timers"] = [entry[0] for entry in clock.get("timers", clock.get("heap", []))]
     for name, value in (counts | times).items():
         for number in value if isinstance(value, list | tuple) else [value]:

@@ -296,6 +296,7 @@ def interrupted(tmp_path_factory):
         (("record", "num_rows"), -5, "num_rows is -5"),
         (("record", "bytes"), [-1, 0], "bytes is -1"),
         (("coordinator", "joins"), [[1, -3]], "joins is -3"),
+        (("coordinator", "unanswered_s"), [[1, ["long"]]], "unanswered_s is not a number"),
         (("coordinator", "rng"), [3, [1], None], "Error"),
         (("coordinator", "memory"), {"__pairs__": 3}, "TypeError"),
     ],

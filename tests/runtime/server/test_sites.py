@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import random
+import threading
 import time
 
 import pytest
@@ -115,6 +117,91 @@ def test_a_list_that_is_emptied_and_then_written_keeps_everybody(path):
     assert not changed(sites) and problem(sites, peer(3, "south")) is None
     path.write_text("")
     assert changed(sites) and problem(sites, peer(1, "north")) == "unknown-site", "an empty list that stays is meant"
+
+
+def races(path, num, seed):
+    """Write the list in pieces, replace, remove and damage it, with looks in between; return how often a list was new."""
+    rng, sites, news = random.Random(seed), Sites(path, frozenset), 0
+    lists = {
+        "a": "north: {clients: [1, 2]}\nsouth: {clients: [3]}\n",
+        "b": "north: {clients: [1]}\neast: {clients: [2]}\n",
+    }
+    whole = {text: read_of(path, text) for text in (*lists.values(), LIST)}
+    path.write_text(LIST)
+    for _ in range(num):
+        text = rng.choice([*lists.values(), LIST])
+        half = text[: rng.randrange(len(text))]
+        for content in rng.choice(
+            [["", half, text], [REPLACED, text], [None, text], ["north: {clients: [1", text], [half, text]]
+        ):
+            put(path, content)
+            for _ in range(rng.choice([0, 1])):  # a change counts at the second look that finds it at rest
+                news += sites.reread()
+            assert sites._sites.value in whole.values(), "never half a list"
+        if rng.random() < 0.5:
+            news += changed(sites)
+            assert sites._sites.value == whole[text]
+    return news
+
+
+REPLACED = "the next is put in its place"
+
+
+def put(path, content):
+    """Write a list over the old one, put it in its place by a rename, or remove the old one."""
+    if content is None:
+        path.unlink(missing_ok=True)
+    elif content is REPLACED:
+        new = path.with_suffix(".new")
+        new.write_text(LIST)
+        new.replace(path)
+    else:
+        path.write_text(content)
+
+
+def read_of(path, text):
+    path.write_text(text)
+    return read_sites(path)
+
+
+def test_a_list_that_is_written_while_it_is_read_counts_as_a_whole(path):
+    assert races(path, 60, 1) > 10
+
+
+@pytest.mark.slow("ten thousand changes of a file")
+@pytest.mark.long("test_a_list_that_is_written_while_it_is_read_counts_as_a_whole")
+def test_a_list_that_is_written_ten_thousand_times(path, capsys):
+    news = races(path, 10_000, 2)
+    with capsys.disabled():
+        print(f" 10000 changes, {news} new lists ", end="")
+
+
+def test_threads_that_ask_while_the_list_changes_get_one_list_or_the_other(path):
+    """No answer is an error, and none lets in whom neither list has."""
+    sites, stop, wrong, asked = Sites(path, frozenset), threading.Event(), [], []
+
+    def ask():
+        while not stop.is_set():
+            for who in (peer(1, "north"), peer(3, "south"), peer(9, "east")):
+                try:
+                    if (why := problem(sites, who)) not in (None, "unknown-site", "unknown-client") or (
+                        who.client == 9 and not why
+                    ):
+                        wrong.append(why)
+                except Exception as error:
+                    wrong.append(error)
+            asked.append(1)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(20):
+        path.write_text("south: {clients: [3]}\n" if number % 2 else LIST)
+        changed(sites)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and len(asked) > 3
 
 
 def test_a_broken_list_does_not_hold_up_a_revocation(path, tmp_path):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import socket
+from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -12,15 +16,18 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from raafl.certs import files as pem
 from raafl.certs.authority import uris_of
 from raafl.certs.names import holder_of
-from raafl.errors import BadInput
+from raafl.errors import BadInput, parse_address
 from raafl.parts.protect.secure.group import CannotOpen
 from raafl.runtime.client.site_keys import SiteKeys
 from raafl.transport import ConnectOptions, Refused
 from raafl.transport.tcp.credentials import TlsFiles
+from raafl.transport.tcp.listener import Listener, connect
 from raafl.transport.tcp.transport import TcpTransport
 from tests.helpers.certificates import CertifiedSites
 from tests.runtime.client.test_site_keys import group_of
+from tests.transport.hostile import Server, answered
 from tests.transport.house import House
+from tests.transport.test_hostile import Relay
 
 CLIENT, SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
 OTHER, ANY = ExtendedKeyUsageOID.EMAIL_PROTECTION, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE
@@ -122,3 +129,79 @@ def test_a_site_with_the_newest_list_connects_to_no_server_with_a_revoked_certif
         with pytest.raises(Refused, match="the server's certificate was revoked"):
             transport().connect()
         assert "older than number" in caplog.text and "which stays in force" in caplog.text
+
+
+def impostors(sites, other):
+    """Who might answer in the server's place, by name: files of a server, as a listener loads them."""
+    site, files = sites.site("mallory"), sites.server
+    return {
+        "a site": site,
+        "a site with serverAuth": with_uses(sites, site, SERVER),
+        "a site with both uses": with_uses(sites, site, SERVER, CLIENT),
+        "another authority of the same name": other.server,
+        "another authority, with this one's list": replace(other.server, ca=files.ca),
+        "the server's certificate for clients": with_uses(sites, files, CLIENT),
+        "the server's certificate for nothing": with_uses(sites, files),
+        "the other's site": other.site("mallory"),
+    }
+
+
+class Anyone(Listener):
+    """A listener that takes whoever calls for a site of the federation."""
+
+    def __init__(self, files, heard):
+        files = Careless(files)
+        super().__init__("127.0.0.1:0", files, lambda pair, peer: heard.append(peer), lambda reason: None)
+        self._expected = "tests"
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_nobody_else_is_taken_for_the_server_and_nobody_hears_a_client(sites, tmp_path, number):
+    other, heard = CertifiedSites(tmp_path / "other"), []
+    name, files = list(impostors(sites, other).items())[number]
+    with Anyone(files, heard) as listener, pytest.raises(Refused, match=r"bad-certificate|tls-failed"):
+        connect(listener.address, 1, sites.site(), timeout_s=30)
+    assert heard == [], name
+
+
+def recorded(server, relay):
+    """Return what a client says to the server in one session, as it travels."""
+    said = []
+    relay.meddle = lambda data: (said.append(data), data)[1]
+    with connect(relay.address, 2, server.theirs, timeout_s=30) as pair:
+        assert answered(pair, 1) and answered(pair, 2)
+    return b"".join(said)
+
+
+def replays(num, seed):
+    """Send a recorded session again, whole, cut, or with another one's end; return why each was turned away."""
+    rng, seen = random.Random(seed), Counter()
+    with Server() as server:
+        with Relay(parse_address(server.listener.address)) as relay:
+            data = recorded(server, relay)
+        with Relay(parse_address(server.listener.address)) as relay:
+            other = recorded(server, relay)
+        before = len(server.sessions)
+        for _ in range(num):
+            cut = rng.randrange(len(data))
+            sent = rng.choice([data, data[:cut], data[:cut] + other[cut:], data + data, other[cut:]])
+            with server.raw() as sock, suppress(OSError):
+                sock.sendall(sent)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(4096):
+                    pass
+            seen[server.turned_away.get(timeout=30)] += 1
+        assert len(server.sessions) == before, "none became a client"
+    return seen
+
+
+def test_a_recorded_session_played_again_is_nobody():
+    assert sum(replays(25, 1).values()) == 25
+
+
+@pytest.mark.slow("a thousand handshakes")
+@pytest.mark.long("test_a_recorded_session_played_again_is_nobody")
+def test_many_recorded_sessions_played_again(capsys):
+    seen = replays(1000, 2)
+    with capsys.disabled():
+        print(f" 1000 replays: {dict(seen)} ", end="")

@@ -75,6 +75,7 @@ def test_a_client_that_builds_its_model_while_the_run_ends_is_told():
 
     class Built:
         notes = ()
+        experiment = SimpleNamespace(secure_aggregation=SimpleNamespace(is_on=False))
 
         def client(self, pair, **_):
             return SimpleNamespace(run=lambda: hello(pair), unsent=None, num_answered=0, has_task=False)

@@ -194,6 +194,23 @@ def test_a_model_that_cannot_be_made_is_one_line(tmp_path):
         finish(experiment(tmp_path / "run", model=Picky))
 
 
+class Unannotated(LightningModule):
+    """A constructor whose arguments have defaults alone."""
+
+    def __init__(self, hidden=16, lr=1):
+        super().__init__()
+        self.layer = nn.Linear(4, hidden)
+
+
+def test_an_argument_that_torch_refuses_is_named_with_what_its_default_is():
+    made = experiment(Path("unused"), model=lambda: Unannotated(hidden=96.5))
+    with pytest.raises(BadInput, match=r"^model.hidden is 96.5: give a whole number, as its default, 16$"):
+        make_model(made)
+    made = experiment(Path("unused"), model=lambda: Unannotated(hidden=[8], lr=0.5))
+    with pytest.raises(BadInput, match=r"^model.hidden is \[8\]: give a whole number"):
+        make_model(made)
+
+
 def test_devices_that_nobody_has_checked_are_one_line(tmp_path):
     """As those of a run folder that is replayed."""
     with pytest.raises(BadInput, match="devices: entry 1: unknown field class_path"):

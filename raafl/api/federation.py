@@ -240,6 +240,10 @@ class Federation:
                 complete.
             KeyboardInterrupt: Ctrl-C was pressed; the summary was written before. See ``on_interrupt``.
         """
+        if None not in (local, self.clients) and local != self.clients:
+            raise BadInput(
+                f"local is {local}, but the federation has clients={self.clients}: give one of them, or the same"
+            )
         spec = ModuleSpec(module, loss, optimizer, metrics)
         source = as_datamodule(data, module, batch_size=batch_size, collate_fn=collate_fn)
         with local_clients(local) as starting:

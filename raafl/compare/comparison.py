@@ -26,6 +26,7 @@ from raafl.compare.statistics import Curve, on_grid, smoothed
 from raafl.errors import BadInput, at_least, nearest
 
 _HOLDOUT = 0.1
+_OF_A_RUN = {"model", "data", "algorithm"}  # fields of each run's config
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,11 @@ def read(path: Path, variant: str | None = None) -> Comparison:
         BadInput: the file is missing or not YAML, or a field is unknown, missing, of another type or out of range.
     """
     raw = read_mapping(path, f"comparison '{path}'", "give config, rows and seeds")
+    if "rows" not in raw and raw.keys() >= _OF_A_RUN:
+        raise BadInput(
+            f"'{path}' is the config of a run, not a comparison: write a file with config: {path}, rows and seeds, or show "
+            "runs beside each other by `raafl report RUN RUN`"
+        )
     raw = _variant({**raw, "name": str(path.stem if raw.get("name") is None else raw["name"])}, variant)
     if raw.get("baseline") is not None:
         raw["baseline"] = str(raw["baseline"])  # a label, which YAML may read as a number

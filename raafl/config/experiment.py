@@ -106,7 +106,7 @@ class Experiment:
         "how the training set is shared out; evenly at random (raafl.data.Iid) unless given",
         "CLASS", group="who", must_match=True, sent_to_clients=True))
     clients: int = field(default=10, metadata=about(
-        "number of clients N; under torchrun one fewer than its ranks",
+        "number of clients N; under torchrun one fewer than its ranks. Left out, one for each of the devices, or 10 without any",
         "N", group="who", must_match=True, sent_to_clients=True, keyword=False, least=1, most=1_000_000))
     name: str = field(default="run", metadata=about(
         "name of the run, for its folder", "NAME", group="shown", may_change=True))

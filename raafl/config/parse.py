@@ -94,7 +94,9 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
         options["type"] = _as_it_is if plain and field.name in MADE else hints[field.name]
         if about.metavar is not None:
             options["metavar"] = about.metavar
-        if field.name == "partition":
+        if field.name == "clients":  # None = by the devices, see `_count_clients`
+            options["type"] = int | None
+        elif field.name == "partition":
             options["default"] = None if plain else {"class_path": "raafl.data.Iid"}
         elif field.default is not MISSING:
             options["default"] = field.default
@@ -227,6 +229,7 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
         namespace = parser.parse_args(argv)
         if single := [name for name in SECTIONS if not hasattr(namespace[name], "as_dict")]:  # as in `train: 5`
             raise ValueError(f"{single[0]} is a single value: give its fields (see --help)")
+        _count_clients(namespace)
         # nulls included; it has just been checked
         text = str(parser.dump(namespace, skip_unset=False, skip_validation=True))
     except (ArgumentError, ValueError, TypeError) as error:
@@ -246,6 +249,22 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
             raise
         # what a part says of its arguments, maybe among others' words
         raise BadInput(explain(str(error), parser, argv, hidden)) from error
+
+
+def _count_clients(namespace: Namespace) -> None:
+    """Set the number of clients where none is given: one for each device, or the default where there are no devices."""
+    if namespace.clients is not None:
+        return
+    namespace.clients = next(field.default for field in fields(Experiment) if field.name == "clients")
+    if namespace.devices is None:
+        return
+    from raafl.devices import load_devices
+
+    try:
+        devices = load_devices(namespace.devices) if isinstance(namespace.devices, str) else namespace.devices
+        namespace.clients = sum(one.count for one in devices) or namespace.clients
+    except (OSError, ValueError):
+        return  # `Experiment.check` names what is wrong
 
 
 def _failed(error: BaseException, namespace: Namespace) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,7 +22,7 @@ from raafl.core.types import ClientInfo, Limits, derive_seed
 from raafl.data.federated import ClientData, FederatedData
 from raafl.data.loaders import LoaderRules, reading
 from raafl.devices.gpus import Place
-from raafl.errors import USER_ERRORS, BadInput, format_error
+from raafl.errors import USER_ERRORS, BadInput, briefly, format_error
 from raafl.local.numerics import device_problem, set_numerics
 from raafl.local.options import FabricOptions
 from raafl.local.preparation.modes import call_own_train
@@ -102,11 +104,37 @@ def _prepared(experiment: Experiment) -> LightningModule:
     except BadInput:
         raise
     except USER_ERRORS as error:  # the user's code, or its library's; of arguments and configs the words say enough
+        if isinstance(error, TypeError) and (misfit := _misfit(error)):
+            raise BadInput(misfit) from error
         is_plain = isinstance(error, ValueError | TypeError)
         why = " ".join(str(error).split())[:400] if is_plain else format_error(error)
         raise BadInput(f"the model cannot be constructed: {why}") from error
     prepared: LightningModule = experiment.algorithm.local.prepare(module)
     return prepared
+
+
+def _misfit(error: BaseException) -> str:
+    """Name an argument of the model's constructor that has another type than its default; empty if there is none.
+
+    Args:
+        error: error that the constructor raised, or what it called.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if frame.f_code.co_name != "__init__" or not isinstance(module, torch.nn.Module):
+            continue
+        for name, parameter in inspect.signature(type(module).__init__).parameters.items():
+            value, kind = frame.f_locals.get(name, parameter.default), type(parameter.default)
+            allowed = {float: (int, float), list: (list, tuple), tuple: (list, tuple)}.get(kind, (kind,))
+            if kind in _KINDS and value is not None and type(value) not in allowed:
+                return f"model.{name} is {briefly(value)}: give {_KINDS[kind]}, as its default, {briefly(parameter.default)}"
+        return ""
+    return ""
+
+
+_KINDS = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", tuple: "a list",
+}  # fmt: skip
 
 
 def submodels_of(options: SubmodelOptions, module: nn.Module, example_batch: object = None) -> Submodels:

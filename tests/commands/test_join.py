@@ -14,7 +14,7 @@ import yaml
 from raafl.commands.cli import main
 from raafl.errors import Replaced, RunFailed
 from raafl.runtime.client.join import join
-from raafl.transport import Kind, Message, Refused
+from raafl.transport import Kind, Message, PeerLost, Refused
 from raafl.transport.tcp import transport
 from raafl.transport.tcp.listener import Listener
 from tests.helpers.certificates import TOKEN, federation
@@ -112,6 +112,20 @@ def test_a_server_that_refuses_a_client_is_there(monkeypatch):
         join("127.0.0.1:1", 1, TOKEN, lambda _: None, needs_config=True, alone_s=600, say=told.append)
     assert told == [
         "the server at 127.0.0.1:1 refuses this client: unknown-site: not taken; trying again, until it has refused 3 times"
+    ]
+
+
+def test_a_server_that_ends_each_connection_is_not_said_to_be_missing(monkeypatch):
+    def call(*_, **__):
+        raise PeerLost("connection-closed", "the peer ended the connection")
+
+    monkeypatch.setattr(transport, "connect", call)
+    told = []
+    with pytest.raises(RunFailed, match=r"no server answered at 127.0.0.1:1 for 0.01 s \(the server ended it\)"):
+        join("127.0.0.1:1", 1, TOKEN, lambda _: None, needs_config=True, alone_s=0.01, say=told.append)
+    assert told == [
+        "the server at 127.0.0.1:1 ends each connection before it admits this client: it is busy or about to stop, or this "
+        "client comes back too often; trying again for up to 0.01 s"
     ]
 
 

@@ -180,3 +180,12 @@ def test_a_variant_replaces_fields_and_has_a_name_of_its_own(tmp_path):
         read(path, "lang")
     with pytest.raises(BadInput, match=r"variants\.long\.sead is unknown"):
         read(written(tmp_path, variants={"long": {"sead": [1]}}))
+
+
+def test_the_config_of_a_run_is_told_from_a_comparison(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"model": {}, "data": {}, "algorithm": "fed_avg", "json": False}))
+    with pytest.raises(
+        BadInput, match=r"config.yaml' is the config of a run, not a comparison: write a file with config: "
+    ):
+        read(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jsonargparse
 import pytest
+import yaml
 
 from raafl.config.argv import expand_algorithm
 from raafl.config.parse import config_first, load_experiment, make_parser, parse
@@ -285,3 +286,28 @@ def test_files_come_first_in_their_own_order(tmp_path):
     assert config_first(argv) == [f"--config={first}", f"--config={second}", "--seed", "3", "--json"]
     with pytest.raises(BadInput, match="--config needs a file"):
         config_first(["--config"])
+
+
+@pytest.mark.parametrize(
+    ("options", "clients"),
+    [
+        ([], 10),
+        (["--devices", "[{name: a, flops_per_s: 1e9, count: 3}, {name: b, flops_per_s: 1e9}]"], 4),
+        (["--devices", "[{name: a, flops_per_s: 1e9, count: 3}]", "--clients", "6"], 6),
+        (["--devices", "fleet:four-classes"], 4),
+        (["--devices", "nowhere.csv"], 10),  # named by the check
+    ],
+)  # fmt: skip
+def test_without_clients_there_are_as_many_as_devices(options, clients):
+    parts = [
+        "--model",
+        "model_zoo.MLP",
+        "--model.in_features",
+        "64",
+        "--model.num_classes",
+        "10",
+        "--data",
+        "raafl.data.Digits",
+    ]
+    found = parse("simulate", [*parts, "--algorithm", "fed_avg", *options])
+    assert found.experiment.clients == clients == yaml.safe_load(found.config_yaml)["clients"]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
 _SURE = 3  # refusals in a row before a client believes them: a dying server, or a bit that flipped, looks the same
 _CONFIG_S, _PARTING_S, _RESUME_S = 30.0, 5.0, 30.0
+_CLOSED = "connection-closed"  # reason code of a transport
 
 
 def join(
@@ -93,7 +94,7 @@ def join(
                 raise RunFailed(
                     f"client {client}: the server at {address} does not speak raafl's protocol ({error}): check the address"
                 ) from None
-            say(f"the connection to {address} broke ({error}); trying again for {alone_s:g} s")
+            say(f"the connection to {address} broke ({_cause(error)}); trying again for {alone_s:g} s")
             unsent = unsent if link.worker is None else link.worker.unsent
             search.pause()
             continue
@@ -103,6 +104,12 @@ def join(
             return _ended(client, reason)
         say(f"the server at {address} was interrupted; waiting {alone_s:g} s for one that resumes the run")
         search.pause()
+
+
+def _cause(error: Exception) -> str:
+    """Return why a connection to the server was lost, for people: without the reason code, and "the peer" is the server."""
+    text = str(error).removeprefix(f"{error.reason}: ") if isinstance(error, PeerLost) else str(error)
+    return text.replace("the peer ended the connection", "the server ended it")
 
 
 def _ended(client: int, reason: str) -> str:
@@ -196,9 +203,13 @@ class _Search:
                     f"refused {_SURE} times"
                 )
             except (PeerLost, PeerTimeout, OSError) as error:
-                problem = str(error)
+                problem = _cause(error)
+                closed = isinstance(error, PeerLost) and error.reason == _CLOSED
                 told = told or self._tell(
-                    f"no server at {self._address} yet ({problem}); waiting for up to {self._alone_s:g} s"
+                    f"the server at {self._address} ends each connection before it admits this client: it is busy or about to "
+                    f"stop, or this client comes back too often; trying again for up to {self._alone_s:g} s"
+                    if closed
+                    else f"no server at {self._address} yet ({problem}); waiting for up to {self._alone_s:g} s"
                 )
             self.pause(problem)
 
@@ -251,7 +262,7 @@ class _Link:
         assert isinstance(link, ResumableConnection)
         if worker is None or not (worker.has_task or link.is_unconfirmed):
             raise error
-        self._say(f"the connection broke ({error}); the task goes on, and the client connects again")
+        self._say(f"the connection broke ({_cause(error)}); the task goes on, and the client connects again")
         self._search.pause()
         pair = self._search.find()
         assert isinstance(pair, TcpConnection)
@@ -268,7 +279,7 @@ class _Link:
             pair.close()
             raise
         self._search.spare = pair
-        raise PeerLost("connection-closed", "the server does not have the session any more")
+        raise PeerLost(_CLOSED, "the server does not have the session any more")
 
 
 def _tell_not_joining(pair: Connection, reason: str) -> None:

@@ -120,7 +120,8 @@ class _Proof:
 
     def __init__(self, submodels: Submodels, module: nn.Module, batch: object, dtype: torch.dtype) -> None:
         self.submodels, self.dtype = submodels, dtype
-        self.batch = mapped(batch, lambda x: x.to(dtype) if x.is_floating_point() else x)
+        # NaN in the data says nothing of the axes, and would hide all that is to be compared
+        self.batch = mapped(batch, lambda x: x.to(dtype).nan_to_num(0, 0, 0) if x.is_floating_point() else x)
         self.values = random_values(submodels, module)
         self.spanned = {axis.name for axis in submodels.axes.values() if _norm_spans(submodels.module, axis)}
         self.spanned |= set() if submodels.discovered is None else submodels.discovered.spanned
@@ -138,7 +139,7 @@ class _Proof:
             return f"its training step does not run on random values: {one_line(error)}"
         step = self.first
         if step.loss is None or not all(torch.isfinite(x).all() for x in _tensors(step)):
-            return "its training step gives numbers that are not finite on random values"
+            return "its training step gives numbers that are not finite, whatever is cut: correct the step first"
         if step.noisy and not self._finite(self.noise[1]):  # nothing is left of what is divided by the number kept, say
             self.noise = NOISE[:1] * 2
         if not self.spanned & self.submodels.axes.keys():  # nothing is held against it any more

@@ -185,6 +185,12 @@ def test_a_loss_that_is_not_finite_proves_nothing():
     assert "numbers that are not finite" in reason
 
 
+def test_data_that_are_not_finite_are_no_fault_of_an_axis():
+    x = BATCH[0].clone()
+    x[0, 0], x[1, 1] = float("nan"), float("inf")
+    assert refuted(Submodels(Net(), BATCH), Net(), [x, BATCH[1]]) == {}
+
+
 @pytest.mark.quick_cases(*(name for name in COVERING if name in ZOO))
 @pytest.mark.parametrize("name", ZOO)
 def test_every_axis_of_the_zoo_is_proven(name):

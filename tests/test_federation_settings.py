@@ -82,7 +82,9 @@ def test_what_cannot_be_trained_is_said_before_anything_runs(tmp_path, module, d
 
 
 def test_a_local_number_that_contradicts_the_clients_is_refused_before_anything_starts():
-    with pytest.raises(BadInput, match=r"^local is 2, but the federation has clients=3: give one of them, or the same$"):
+    with pytest.raises(
+        BadInput, match=r"^local is 2, but the federation has clients=3: give one of them, or the same$"
+    ):
         federation(clients=3).fit(small_mlp(), digits(), local=2)
 
 

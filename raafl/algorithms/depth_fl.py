@@ -24,29 +24,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from raafl.algorithms.fed_dyn import GRADIENT, Corrected, LinearTerm, Regularised
-from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, Task
+from raafl.core.algorithm import Algorithm, Hook, Merge, Select, Task
 from raafl.core.sample import Sample
 from raafl.errors import at_least, positive, refuse_unused
-from raafl.parts.local.distilled import ByExits, Exit, counted, knowledge_loss, with_every_exit
+from raafl.parts.local.distilled import ByExits, Exit, TrainsExits, counted, knowledge_loss
 from raafl.parts.merge.averaging import averaging
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.variates import Variates
 from raafl.parts.select.leading_blocks import LeadingBlocks
 from raafl.parts.select.rate_select import Rates
-from raafl.submodel import Spec, Submodels
-from raafl.submodel.cost import Cost
 
 DEPTHS = [0.25, 0.5, 0.75, 1.0]
 """Shares of the blocks of the paper's four kinds of clients."""
 
 
 @dataclass(frozen=True)
-class MutualTraining(Local):
+class MutualTraining(TrainsExits):
     """Local training in which all exits (output heads at several depths) learn from the labels and from each other.
 
     Attributes:
@@ -55,17 +52,9 @@ class MutualTraining(Local):
 
     ramp: int = 300
 
-    def prepare(self, module: nn.Module) -> nn.Module:
-        """Return the model with an exit (an output head) after each block, if its type is known and it has no exits yet."""
-        return with_every_exit(module)
-
     def hook(self, task: Task) -> Hook:
         """Return the hook that adds up the losses of all exits."""
         return Mutual(task, teaching_weight(task.assignment.version, self.ramp))
-
-    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
-        """Return the cost of ordinary training; exits add little to it."""
-        return submodels.cost(spec, batch_size)
 
     def __str__(self) -> str:
         return f"SGD on the loss, exits teach each other, in full from version {self.ramp}"

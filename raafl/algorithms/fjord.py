@@ -105,7 +105,7 @@ class OrderedDropout(Local):
         """Return the hook that draws a width for each step."""
         return DrawnWidths(task, self)
 
-    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
+    def estimate(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
         """Return the cost of ordinary training; self-distillation doubles the FLOPs."""
         cost = submodels.cost(spec, batch_size)
         return replace(cost, flops_per_sample=2 * cost.flops_per_sample) if self.distil else cost
@@ -129,6 +129,9 @@ class DrawnWidths(Hook):
 
     def _masks(self, spec: Spec, width: float) -> FlatTensors | None:
         submodels = self.task.submodels
+        if next(self.task.module.parameters()).is_meta:  # a task that is only followed
+            is_part = narrower(submodels, spec, width) is not None
+            return FlatTensors.empty(submodels.layout(spec, "trained"), "meta") if is_part else None
         return submodels.cached("fjord", (spec, width), lambda: masks_of(submodels, spec, width))
 
     def _seen(self, module: object, args: object, output: object) -> None:

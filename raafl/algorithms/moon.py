@@ -106,7 +106,7 @@ class Contrastive(Local):
         """Return the hook that adds the contrastive term to the loss."""
         return _Steps(task, self)
 
-    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: object) -> Cost:
+    def estimate(self, submodels: Submodels, spec: Spec, batch_size: int, extra: object) -> Cost:
         """Return the cost of ordinary training plus two forward passes, which add two thirds of its FLOPs."""
         cost = submodels.cost(spec, batch_size)
         return replace(cost, flops_per_sample=cost.flops_per_sample * 5 / 3)

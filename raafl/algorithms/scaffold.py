@@ -103,7 +103,7 @@ class Controlled(Local):
         """Return the hook that corrects the steps by control variates."""
         return _Steps(task, self.option)
 
-    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: object) -> Cost:
+    def estimate(self, submodels: Submodels, spec: Spec, batch_size: int, extra: object) -> Cost:
         """Return the cost of ordinary training; option 1 doubles the FLOPs and needs memory for sums of gradients."""
         cost = submodels.cost(spec, batch_size)
         cost = replace(cost, peak_bytes=cost.peak_bytes + submodels.layout(spec, "trained").single_copy_bytes)

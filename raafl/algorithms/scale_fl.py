@@ -26,12 +26,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
+from raafl.core.algorithm import Algorithm, Hook, Select, Task
 from raafl.core.sample import Sample
 from raafl.errors import at_least, positive, refuse_unused
-from raafl.parts.local.distilled import ByExits, Exit, counted, knowledge_loss, with_every_exit
+from raafl.parts.local.distilled import ByExits, Exit, TrainsExits, counted, knowledge_loss
 from raafl.parts.merge.averaging import averaging
 from raafl.parts.select.leading_blocks import LeadingBlocks
 from raafl.parts.select.rate_select import Rates
@@ -42,7 +42,7 @@ WIDTHS = [0.65, 0.7, 0.8, 1.0]
 
 
 @dataclass(frozen=True)
-class WeighedExits(Local):
+class WeighedExits(TrainsExits):
     """Local training of all exits (output heads at several depths), in which the deepest exit teaches the others.
 
     Attributes:
@@ -60,10 +60,6 @@ class WeighedExits(Local):
         at_least("gamma", self.gamma, 0)
         positive("temperature", self.temperature)
         at_least("kd_from", self.kd_from, 0)
-
-    def prepare(self, module: nn.Module) -> nn.Module:
-        """Return the model with an exit (an output head) after each block, if its type is known and it has no exits yet."""
-        return with_every_exit(module)
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that combines the losses of all exits."""

@@ -119,7 +119,8 @@ def _evaluations(experiment: Experiment, world: World, found: Prediction, factor
     if every.unit == "versions":
         return versions / every.size
     sizes = [client.num_samples for client in world.clients]
-    samples = experiment.train.samples(Work(), round(fmean(sizes)), world.batch_size) * found.updates * factor
+    each = experiment.train.trained_samples(Work(), round(fmean(sizes)), world.batch_size, world.data.drop_last)
+    samples = each * found.updates * factor
     return min(versions, (found.time_s * factor if every.unit == "seconds" else samples) / every.size)
 
 

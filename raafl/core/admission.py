@@ -184,7 +184,7 @@ class Admission:
     def _clip(self, client: ClientInfo, assignment: Assignment, update: Update) -> None:
         """Cut the steps and samples that a client says to what it may count as, for training and for its own tests."""
         # an epoch has at most a step for each sample
-        steps = self.fleet.training.samples(assignment, client.num_samples, 1)
+        steps = self.fleet.training.nominal_samples(assignment, client.num_samples, 1)
         update.num_steps = min(update.num_steps, max(steps, 1))
         most = self._max_samples(client)
         if most is not None and update.num_samples > most:

@@ -16,6 +16,7 @@ from raafl.core.algorithm import Algorithm, OwnTests, SelectContext, Training, T
 from raafl.core.payload import TransferCost
 from raafl.core.quarantine import RefusalBackoff
 from raafl.core.roster import Roster
+from raafl.core.rules import Rules
 from raafl.core.state import GlobalState, PendingUpdate
 from raafl.core.types import (
     ENDS,
@@ -49,7 +50,7 @@ class Coordinator(Admission):
     def __init__(
         self, algorithm: Algorithm, state: GlobalState, limits: Limits, *, training: Training, batch_size: int,
         seed: int = 0, pace: bool = False, plan: TransferCost | None = None, own_tests: OwnTests | None = None,
-        drop_last: bool = False, overlap: bool = False,
+        drop_last: bool = False, overlap: bool = False, rules: Rules | None = None,
     ) -> None:  # fmt: skip
         """Start without clients.
 
@@ -66,6 +67,7 @@ class Coordinator(Admission):
             drop_last: whether clients drop their last, smaller batch.
             overlap: whether a client may work on its next task while its update travels: where it does not need that task
                 for its first steps (`Local.steps_ahead`), before it is assigned; else as soon as it is.
+            rules: rules by which times are predicted; None = those of a new run.
         """
         self.works_ahead = overlap and algorithm.local.steps_ahead > 0
         self.overlap = overlap and not self.works_ahead
@@ -85,7 +87,7 @@ class Coordinator(Admission):
         self.rng = random.Random(derive_seed(seed, "coordinator"))
         self.fleet = SelectContext(
             state, self.roster.clients, self.rng, training, batch_size, seed=seed, local=algorithm.local, plan=plan,
-            own_tests=own_tests or OwnTests(), drop_last=drop_last, overlap=overlap,
+            own_tests=own_tests or OwnTests(), drop_last=drop_last, overlap=overlap, rules=rules or Rules(),
         )  # fmt: skip
         self.absent: set[int] = set()  # lost before the start, and not waited for
         self._actions: list[Action] = []
@@ -216,8 +218,7 @@ class Coordinator(Admission):
             state.counts[assignment.region] = state.counts.get(assignment.region, 0) + 1
             # counted anew: others may have been merged since this one arrived
             self._settle(assignment, assignment.client, "merged", before - assignment.version, item.update)
-            samples = self.fleet.training.samples(assignment, item.update.num_samples, self.fleet.batch_size)
-            self.samples_merged += samples
+            self.samples_merged += self.fleet.samples(item.update.num_samples, assignment)
             self.roster.readmit(assignment.client)
         self.merged += len(due)
         if self.algorithm.trigger.refuses_late:

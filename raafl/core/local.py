@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from raafl.core.own_steps import followed_cost
 from raafl.core.part import Part
-from raafl.core.payload import Bundles, Payload, UpAs, Way
+from raafl.core.payload import Payload, UpAs, Way
+from raafl.core.task import Task as Task
 from raafl.core.types import Warn
 from raafl.errors import at_least
 from raafl.submodel.cost import Cost
-from raafl.submodel.flat import FlatTensors, Layout
+from raafl.submodel.flat import Layout
 from raafl.submodel.spec import Spec
 
 if TYPE_CHECKING:
-    from raafl.core.exchange import ClientLink, Exchange
+    from raafl.core.exchange import Exchange
     from raafl.core.training import Training
-    from raafl.core.types import Assignment, ClientInfo
+    from raafl.core.types import ClientInfo
     from raafl.submodel.submodels import Submodels
 
 
@@ -29,79 +30,9 @@ class SkippedBatch(Exception):
     """Raised where `training_step` returns None, which means: no loss for this batch, so skip the optimiser step."""
 
 
-@dataclass(slots=True)
-class Task:
-    """A task in progress on a client: everything that its `Hook`, the object that trains step by step, may use.
-
-    Attributes:
-        assignment: assignment of the task.
-        submodels: object that cuts submodels from the model.
-        module: the small module that trains. It is reused for later tasks, so a hook must undo its changes in `Hook.close`.
-        optimizer: the module's own optimizer, from `configure_optimizers`.
-        received: values that the client received, by name; read only.
-        num_batches: number of batches of the task.
-        generator: random generator, seeded by the assignment, that determines the order of the data.
-        loss: function ``loss(batch, index)`` that runs `training_step` in the run's precision; it raises `SkippedBatch`
-            if `training_step` returns None.
-        backward: function ``backward(loss)`` that runs the backward pass.
-        down: extra tensors that the client received beside the values, by bundle name; read only.
-        up: extra tensors that the client will send beside the values, by bundle name; initially 0, filled by
-            `Hook.finish`.
-        update: function ``update()`` that applies the proximal term and gradient clipping, if any, makes the
-            optimiser's step, and sets gradients to None.
-        draws: function ``draws(seed)`` that returns a private random stream as a context, which can be entered
-            repeatedly.
-        link: connection to the server for methods that exchange messages during a task (`raafl.core.exchange`). None =
-            the method has no such exchange, or client and server run in this process.
-        receive: function that waits for the task, if it was begun before it arrived; None = it has arrived. See
-            `arrived`.
-    """
-
-    assignment: Assignment
-    submodels: Submodels
-    module: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    received: FlatTensors
-    num_batches: int
-    generator: torch.Generator
-    loss: Callable[[Any, int], torch.Tensor]
-    backward: Callable[[torch.Tensor], None]
-    update: Callable[[], None]
-    down: Bundles = field(default_factory=dict)
-    up: Bundles = field(default_factory=dict)
-    draws: Callable[[int], AbstractContextManager[Any]] = nullcontext
-    link: ClientLink | None = None
-    receive: Callable[[], Assignment] | None = None
-
-    def arrived(self) -> Assignment:
-        """Wait until the task has arrived, and return its assignment; only then ``received`` has its values.
-
-        Before, ``received`` and ``down`` are what the client keeps (`Local.resident`), and ``assignment`` is the expected
-        one, whose ``id``, ``version`` and ``extra`` are not the task's.
-        """
-        return self.assignment if self.receive is None else self.receive()
-
-
-def expected_next(assignment: Assignment) -> Assignment | None:
-    """Predict a client's next task, so that it can begin early; ``id``, ``version`` and ``extra`` are not known yet.
-
-    Args:
-        assignment: the client's latest task.
-
-    Returns:
-        The expected task; None = the client may not begin it early.
-    """
-    if assignment.next_seed is None:
-        return None
-    return replace(
-        assignment, task=assignment.task + 1, seed=assignment.next_seed, lr_scale=assignment.next_lr_scale, pace_s=0.0
-    )
-
-
-def begins_alike(expected: Assignment, actual: Assignment) -> bool:
-    """Check whether the first steps of two tasks of one client are the same, up to `Local.steps_ahead`."""
-    names = ("client", "incarnation", "task", "spec", "num_epochs", "num_steps", "seed", "lr_scale")
-    return all(getattr(expected, name) == getattr(actual, name) for name in names)
+def value_of(tensor: torch.Tensor, instead: float) -> float:
+    """Return the number that a tensor holds; ``instead`` if it has no values, as in a task whose cost is predicted."""
+    return instead if tensor.is_meta else float(tensor)
 
 
 class Hook(Part):
@@ -268,7 +199,31 @@ class Local(Part):
         return Hook(task)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Predict the cost of training the submodel ``spec`` with this part.
+        """Predict the cost of a task: where the method has a hook of its own, two steps of it run without values.
+
+        A hook that asks for values may give any to a tensor on the meta device (`value_of`). If it cannot be followed,
+        `estimate` counts.
+
+        Args:
+            submodels: submodels of the model.
+            spec: submodel to train.
+            batch_size: local batch size.
+            extra: further settings of the task (`Work.extra`).
+        """
+        if self.steps_are_plain:
+            return submodels.cost(spec, batch_size)
+        return followed_cost(
+            self, submodels, spec, batch_size, extra, self.estimate(submodels, spec, batch_size, extra)
+        )
+
+    def cost_depends_on(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the entries of a task's settings that change its cost; equal ones are predicted once."""
+        return extra
+
+    def estimate(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Estimate the cost of a task by a formula: what it sends and receives, and the rest where it cannot be followed.
+
+        Runs of the first rules (`raafl.core.rules`) go by it, too.
 
         Args:
             submodels: submodels of the model.

@@ -51,6 +51,16 @@ class Rules:
         """Whether parts of a model that its author put into eval mode train in eval mode, not in train mode."""
         return self.revision >= 2
 
+    @property
+    def follows_methods(self) -> bool:
+        """Whether the cost of a task is that of its method's own steps (`Local.cost`), not a formula (`Local.estimate`)."""
+        return self.revision >= 2
+
+    @property
+    def counts_trained_samples(self) -> bool:
+        """Whether a task's time counts the samples that it trains on, with the last batches of epochs as they are."""
+        return self.revision >= 2
+
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:
     """Return the revision in the config of a run folder; a folder older than the field has revision 1."""

@@ -13,8 +13,9 @@ from typing import Any
 from raafl.core.local import Local
 from raafl.core.part import Part
 from raafl.core.payload import TransferCost
+from raafl.core.rules import Rules
 from raafl.core.state import GlobalState
-from raafl.core.training import Training
+from raafl.core.training import Amount, Training
 from raafl.core.types import Assignment, ClientInfo, Work, derive_seed
 from raafl.devices.profiles import TaskTime
 from raafl.devices.times import time_on
@@ -70,6 +71,7 @@ class SelectContext:
         own_tests: number of test samples on which each client evaluates its trained submodel.
         drop_last: whether an epoch drops its last batch when that is smaller than the others.
         overlap: whether a client trains its next task, or its first steps, while its update travels.
+        rules: rules of the run, by which times are predicted.
     """
 
     state: GlobalState
@@ -84,6 +86,7 @@ class SelectContext:
     own_tests: OwnTests = field(default_factory=OwnTests)
     drop_last: bool = False
     overlap: bool = False
+    rules: Rules = field(default_factory=Rules)
 
     def of(self, clients: Iterable[ClientInfo]) -> SelectContext:
         """Return a copy of this `SelectContext` with only these ``clients`` and an empty cache."""
@@ -101,7 +104,10 @@ class SelectContext:
         """
         if spec.base is None and (bases := self.state.submodels.bases.names):
             spec = replace(spec, base=bases[-1])
-        cost = self.local.cost(self.state.submodels, spec, self.batch_size, extra or {})
+        own = type(self.local)
+        is_own = own.cost is not Local.cost and own.estimate is Local.estimate  # a formula is all that it has
+        predict = self.local.cost if self.rules.follows_methods or is_own else self.local.estimate
+        cost = predict(self.state.submodels, spec, self.batch_size, extra or {})
         cost = cost if self.plan is None else self.plan.cost(cost, spec, extra)
         # an update that travels is a copy beside the next task
         return replace(cost, peak_bytes=cost.peak_bytes + cost.up_bytes) if self.overlap else cost
@@ -120,9 +126,20 @@ class SelectContext:
         budget, forms = client.profile.memory_bytes, [replace(spec, base=base) for base in bases]
         return next((one for one in forms if self.cost(one, extra).peak_bytes <= budget), forms[-1])
 
+    def samples(self, num_samples: int, work: Amount) -> int:
+        """Return the number of samples that a task trains on, by which its time counts.
+
+        Args:
+            num_samples: number of training samples of the client.
+            work: length of the task.
+        """
+        if not self.rules.counts_trained_samples:
+            return self.training.nominal_samples(work, num_samples, self.batch_size)
+        return self.training.trained_samples(work, num_samples, self.batch_size, self.drop_last)
+
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
         """Predict the seconds that ``client`` needs to download, train, evaluate and upload a task with this ``work``."""
-        samples = self.training.samples(work, client.num_samples, self.batch_size)
+        samples = self.samples(client.num_samples, work)
         spec = self.choose_base(client, work.spec, work.extra)
         return time_on(client.profile, self.cost(spec, work.extra), samples, self.tested(client, work.extra))
 
@@ -182,8 +199,8 @@ class SelectContext:
             client: client that trains the task.
             work: submodel and length of the task.
         """
-        samples = self.training.samples(work, client.num_samples, self.batch_size)
-        early = min(self.local.steps_ahead * min(self.batch_size, client.num_samples), samples)
+        samples, ahead = self.samples(client.num_samples, work), self.local.steps_ahead
+        early = min(self.samples(client.num_samples, Work(num_steps=ahead)), samples)
         # a forward pass costs a third of a step, as in `time_on`
         return early / (samples + self.tested(client, work.extra) / 3)
 

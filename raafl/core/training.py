@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
+from raafl.data.epochs import batches_of_epoch, samples_of
 from raafl.errors import BadInput
 
 LrShape = Literal["constant", "linear", "cosine", "step"]
@@ -108,11 +109,31 @@ class Training:
         left = (1 + math.cos(math.pi * share)) / 2 if self.lr_schedule == "cosine" else 1 - share
         return self.lr_final + (1 - self.lr_final) * left
 
-    def samples(self, work: Amount, num_samples: int, batch_size: int) -> int:
-        """Return the number of samples that ``work`` processes on a client with ``num_samples`` training samples.
+    def trained_samples(self, work: Amount, num_samples: int, batch_size: int, drop_last: bool) -> int:
+        """Return the number of samples that a task trains on, as the client's batches have them.
 
         Args:
-            work: length of the task in epochs or steps; if it has neither, ``num_epochs`` or ``num_steps`` of this object.
+            work: length of the task in epochs or batches; if it has neither, ``num_epochs`` or ``num_steps`` of this
+                object.
+            num_samples: number of training samples of the client.
+            batch_size: local batch size.
+            drop_last: whether an epoch drops its last batch if it is smaller than the others and not the only one.
+        """
+        epochs, steps = work.num_epochs, work.num_steps
+        if epochs is None and steps is None:
+            epochs, steps = self.num_epochs, self.num_steps
+        if steps is None:
+            steps = (epochs or 1) * batches_of_epoch(num_samples, batch_size, drop_last)
+        return samples_of(steps, num_samples, batch_size, drop_last)
+
+    def nominal_samples(self, work: Amount, num_samples: int, batch_size: int) -> int:
+        """Return the number of samples of a task if all of its batches were whole, which is an upper bound.
+
+        Runs of the first rules go by it (`raafl.core.rules`).
+
+        Args:
+            work: length of the task in epochs or batches; if it has neither, ``num_epochs`` or ``num_steps`` of this
+                object.
             num_samples: number of training samples of the client.
             batch_size: local batch size.
         """

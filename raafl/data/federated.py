@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Subset, default_collate
 
+from raafl.data.epochs import batches_of_epoch
 from raafl.data.labels import Columns, classes_in, labels_of, trained_labels
 from raafl.data.loaders import InOrder, Loader, LoaderRules, check_transfer, overrides, read_loader, reading
 from raafl.data.tensors import Collate, Fetch, fetcher, select_from
@@ -95,7 +96,7 @@ class ClientData:
     def num_batches(self, batch_size: int | None = None) -> int:
         """Return the number of batches in one epoch of this client."""
         size = self._size(batch_size)
-        return max(self.num_samples // size, 1) if self._drop_last else math.ceil(self.num_samples / size)
+        return batches_of_epoch(self.num_samples, size, self._drop_last)
 
     def classes(self) -> frozenset[int] | None:
         """Return the classes that occur in this client's samples, read at the first call; None if labels are not whole numbers."""

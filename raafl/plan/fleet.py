@@ -71,9 +71,7 @@ class FleetSummary:
         seconds = sorted(max(time.total_s, 1e-9) for time in times.values())
         median_s = median_low(seconds)
         links = [(time.down_s + time.up_s) / max(time.total_s, 1e-9) for time in times.values()]
-        steps = [
-            fleet.training.samples(Work(), c.num_samples, world.batch_size) / world.batch_size for c in world.clients
-        ]
+        steps = [fleet.samples(client.num_samples, Work()) / world.batch_size for client in world.clients]
         features = Features(
             slowest=math.log2(seconds[-1] / median_s),
             fastest=math.log2(median_s / seconds[0]),

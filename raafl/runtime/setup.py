@@ -332,7 +332,7 @@ def coordinator_of(
     return Coordinator(
         algorithm, state, limits, training=experiment.train, batch_size=batch_size_of(experiment, data),
         seed=experiment.seed, pace=pace, plan=compression_plan(experiment, state.submodels), own_tests=own_tests(experiment, data),
-        drop_last=data.drop_last, overlap=experiment.overlap,
+        drop_last=data.drop_last, overlap=experiment.overlap, rules=Rules(experiment.rules),
     )  # fmt: skip
 
 

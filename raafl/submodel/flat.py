@@ -391,8 +391,11 @@ def _bytes(buffer: Tensor) -> Any:
 
 
 def is_finite(piece: Tensor) -> bool:
-    """Check that a tensor has no NaN or infinity: a finite sum proves it; if the sum is not finite, test each element."""
-    if not is_merged(piece.dtype):
+    """Check that a tensor has no NaN or infinity: a finite sum proves it; if the sum is not finite, test each element.
+
+    A tensor on the meta device has no values, so none that is not finite.
+    """
+    if not is_merged(piece.dtype) or piece.is_meta:
         return True
     # sums of half precision are taken in float32: they would overflow or lose little numbers, never a NaN
     total = piece.sum(dtype=torch.float32 if piece.dtype.itemsize == 2 else None)

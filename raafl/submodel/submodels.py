@@ -23,6 +23,7 @@ from raafl.submodel.frozen import FrozenBase
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
+    from raafl.submodel.cost.method import Method
     from raafl.submodel.cost.predicted import Cost
     from raafl.submodel.find.discover import DiscoveredAxes
 
@@ -390,10 +391,39 @@ class Submodels:
     def _cost(self, spec: Spec, batch_size: int) -> Cost:
         if spec.base is not None:
             return self.base_variant(spec).cost(spec.without_base, batch_size)
+        return self._predicted(spec, batch_size)
+
+    def method_cost(self, spec: Spec, batch_size: int, method: Method, key: Hashable) -> Cost:
+        """Predict the cost of a task of a method that does more than the user's own step. Cached.
+
+        Args:
+            spec: submodel to train.
+            batch_size: local batch size.
+            method: method whose steps are followed.
+            key: everything of the method and of its task that the cost depends on.
+
+        Raises:
+            Exception: whatever the method's steps raise where they cannot be followed.
+        """
+        at = self.normal(spec).leading
+        return self.cached("method cost", (at, batch_size, key), lambda: self._method_cost(at, batch_size, method, key))
+
+    def _method_cost(self, spec: Spec, batch_size: int, method: Method, key: Hashable) -> Cost:
+        return self.base_variant(spec)._predicted(spec.without_base, batch_size, method)
+
+    def _predicted(self, spec: Spec, batch_size: int, method: Method | None = None) -> Cost:
         from raafl.submodel.cost.predicted import predict
+
+        def make(spec: Spec, present: FlatTensors | None = None) -> Any:
+            module = self.shrink(spec, method is not None and method.rescale, device="meta", present=present).module
+            return self.with_own_step(module) if method is None else module
 
         layouts = {part: self.layout(spec, part) for part in get_args(Part)}
         return predict(
-            lambda spec, present=None: self.shrink(spec, device="meta", present=present).module, spec, self.example_batch,
-            batch_size, layouts, self.parameter_names, self.idle_bytes(spec), is_whole=self.whole is None,
+            make, spec, self.example_batch, batch_size, layouts, self.parameter_names, self.idle_bytes(spec),
+            is_whole=self.whole is None, method=method,
         )  # fmt: skip
+
+    def with_own_step(self, module: nn.Module) -> nn.Module:
+        """Return a small module without values, whose training step is the one whose cost is predicted."""
+        return module

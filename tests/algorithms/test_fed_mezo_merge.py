@@ -138,7 +138,9 @@ def test_forward_passes_alone_by_hand():
     submodels = Submodels(MLP(8, (7, 5), 3, momentum=0.9), batch)
     local, weights, params = ZerothOrder(), 8 * 7 + 7 * 5 + 5 * 3, 8 * 7 + 7 * 5 + 5 * 3 + 15
     cost, plain = local.cost(submodels, Spec(), 4, {SCALARS: 10}), submodels.cost(Spec(), 4)
-    assert cost.flops_per_sample == 2 * 2 * weights + 6 * params / 4  # each z is multiplied and added three times
+    assert cost.flops_per_sample == 2 * 2 * weights
+    by_formula = local.estimate(submodels, Spec(), 4, {})
+    assert by_formula.flops_per_sample == 2 * 2 * weights + 6 * params / 4  # each z is multiplied and added three times
     assert (cost.up_bytes, cost.down_bytes) == (56, plain.down_bytes)
     assert len(pack([0.5] * 10)) == packed_bytes(10) == 56
     assert cost == local.cost(submodels, NOTHING, 4, {SCALARS: 10})

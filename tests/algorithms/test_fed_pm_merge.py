@@ -156,9 +156,12 @@ def test_a_round_through_the_coordinator():
 def test_memory_for_signs_and_masked_weights_is_counted():
     module = ProbabilisticMaskTraining().prepare(MLP(8, (256, 256), 3))
     submodels = Submodels(module, (torch.zeros(2, 8), torch.zeros(2, dtype=torch.long)))
-    cost, plain = ProbabilisticMaskTraining().cost(submodels, Spec(), 4, {}), submodels.cost(Spec(), 4)
+    local, plain = ProbabilisticMaskTraining(), submodels.cost(Spec(), 4)
+    cost, followed = local.estimate(submodels, Spec(), 4, {}), local.cost(submodels, Spec(), 4, {})
     num = 8 * 256 + 256 * 256 + 256 * 3
     assert cost.peak_bytes - plain.peak_bytes == num * (1 + 4) + 4 * 4 * 256 * 256
+    signs, masked, noise = num, 4 * num, 4 * num
+    assert followed.peak_bytes - plain.peak_bytes > signs + masked + noise
     assert cost.flops_per_sample > plain.flops_per_sample and cost.down_bytes == plain.down_bytes
 
 

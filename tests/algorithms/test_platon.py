@@ -244,12 +244,15 @@ def test_scores_that_are_none_are_refused(extra):
 
 def test_what_is_told_and_measured_costs():
     submodels = line_state().submodels
-    plain, cost = submodels.cost(FULL, 2), Sensitivity().cost(submodels, FULL, 2, {})
+    plain, cost = submodels.cost(FULL, 2), Sensitivity().estimate(submodels, FULL, 2, {})
     # four units, two numbers of 12 bytes each way; 12 parameters on the axis, of which fc1 has 8
     assert cost.up_bytes - plain.up_bytes == cost.down_bytes - plain.down_bytes == 4 * 2 * 12
     assert cost.flops_per_sample - plain.flops_per_sample == 2 * 12 / 2
     assert cost.peak_bytes - plain.peak_bytes == 8 * 4 + 2 * 4 * 4
     assert cost.moved_bytes_per_sample - plain.moved_bytes_per_sample == 4 * 12 * 4 / 2
+    followed = Sensitivity().cost(submodels, FULL, 2, {})
+    assert (followed.up_bytes, followed.down_bytes) == (cost.up_bytes, cost.down_bytes)
+    assert followed.flops_per_sample == plain.flops_per_sample  # it adds no product of matrices
     grouped = Sensitivity(groups=2).cost(submodels, Spec.select({"hidden": range(3)}), 2, {})
     assert grouped.up_bytes - submodels.cost(Spec.select({"hidden": range(3)}), 2).up_bytes == 2 * 2 * 12
 

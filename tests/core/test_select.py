@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from raafl.core.algorithm import OwnTests, SelectContext
-from raafl.core.types import Assignment, ClientInfo
+from raafl.core.rules import Rules
+from raafl.core.training import Training
+from raafl.core.types import Assignment, ClientInfo, Work
 from raafl.devices.profiles import Profile
 from raafl.submodel.spec import FULL
+from tests.helpers.coordinators import line_state
 
 
 def client(number, num_samples, own_data=False):
@@ -34,3 +38,22 @@ def test_a_ratio_of_times_is_exact_but_for_rounding_about_1():
     assert ratio(0.0) is None, "no time has passed"
     predicted.cost_s = lambda *_: 0.0
     assert ratio(9.0) is None, "the profile predicts no time"
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "drop_last", "work", "trained", "nominal"),
+    [
+        (33, False, Work(num_steps=10), 165, 320),
+        (63, True, Work(num_epochs=10), 320, 630),
+        (64, False, Work(num_steps=10), 320, 320),
+    ],
+)
+def test_a_task_takes_the_time_of_the_samples_that_it_trains(num_samples, drop_last, work, trained, nominal):
+    """By the first rules each batch counts as a whole one."""
+    slow = ClientInfo(1, num_samples, Profile(flops_per_s=1000.0))
+    for rules, counted in ((Rules(2), trained), (Rules(1), nominal)):
+        fleet = SelectContext(
+            line_state(), {1: slow}, random.Random(0), Training(), 32, drop_last=drop_last, rules=rules
+        )
+        per_sample = fleet.cost(FULL).flops_per_sample
+        assert fleet.cost_s(slow, work) == pytest.approx(counted * per_sample / 1000.0)

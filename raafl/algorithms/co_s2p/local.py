@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from raafl.algorithms.co_s2p.as_published import PublishedDistillation, PublishedMaskTraining
 from raafl.core.local import Hook, Local, Task
 from raafl.core.types import Assignment
 from raafl.errors import fraction, positive
 from raafl.module_hooks import OPTIMIZER_HOOKS
-from raafl.parts.local.distilled import Distilled, exit_depths, with_every_exit
+from raafl.parts.local.distilled import Distilled, TrainsExits, exit_depths
 from raafl.parts.local.mask_training import SCORES, MaskTraining, score_layout
 from raafl.parts.select.segments import cuts_of
 from raafl.submodel import Cost, FlatTensors, Layout, Spec, Submodels
@@ -28,7 +27,7 @@ _More = tuple[float, int, float, float]
 
 
 @dataclass(frozen=True)
-class MaskedAndDistilled(Local):
+class MaskedAndDistilled(TrainsExits):
     """Local training of Co-S2P: a task trains either mask scores (Eq. 2), or the model, with self-distillation (Eq. 3).
 
     Mask scores decide which units of the model a client keeps. The server decides which kind of task it is.
@@ -67,10 +66,6 @@ class MaskedAndDistilled(Local):
         if self.strength != 0:
             positive("mask_strength", self.strength)
 
-    def prepare(self, module: nn.Module) -> nn.Module:
-        """Return the model with an exit (an output head) after each block, if its type is known and it has no exits yet."""
-        return with_every_exit(module)
-
     def hook(self, task: Task) -> Hook:
         """Return the task's hook: for training mask scores, for training with distillation, or for ordinary training."""
         if "masks" in task.assignment.extra:
@@ -89,7 +84,7 @@ class MaskedAndDistilled(Local):
         """Return names and shapes of the mask scores that are sent: all of them if the task trains scores, otherwise none."""
         return score_layout(submodels, self.segments, spec)
 
-    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+    def estimate(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return the cost of ordinary training plus that of training mask scores or of distillation; cached."""
         cost, axes = submodels.cost(spec, batch_size), tuple(extra.get("masks", ()))
         if not axes and (not self.distils or not exit_depths(submodels)):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.core.algorithm import Hook, Local, Task
+from raafl.core.local import value_of
 from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
@@ -77,12 +78,12 @@ class _Carried(Hook):
         """
         super().__init__(task)
         optimizer = adam_of(task)
-        self._start = min(float(task.down[STEPS]["steps"]), MOST_STEPS)
+        self._start = min(value_of(task.down[STEPS]["steps"], 1.0), MOST_STEPS)
         for name, parameter in self._carried():
             first, second = (task.down[moment][name].to(parameter.device, copy=True) for moment in MOMENTS)
             # a compressed second moment may be a little below 0
             optimizer.state[parameter] = {
-                "step": torch.tensor(self._start), MOMENTS[0]: first, MOMENTS[1]: second.clamp_min_(0.0),
+                "step": torch.tensor(self._start, device="cpu"), MOMENTS[0]: first, MOMENTS[1]: second.clamp_min_(0.0),
             }  # fmt: skip
 
     def _carried(self) -> list[tuple[str, nn.Parameter]]:

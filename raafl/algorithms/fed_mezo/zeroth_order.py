@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raafl.algorithms.fed_mezo.scalars import pack, packed_bytes, unpack
 from raafl.core.algorithm import Hook, Local, Merge, SelectContext, Task
-from raafl.core.local import SkippedBatch
+from raafl.core.local import SkippedBatch, value_of
 from raafl.core.memory import MergeMemory, OneValue
 from raafl.core.payload import UpAs
 from raafl.core.state import GlobalState
@@ -86,10 +86,19 @@ def add_noise_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     for tensor in tensors:
-        for piece in torch.split(tensor.detach().view(-1), CHUNK):
-            z = torch.randn(piece.numel(), generator=generator).to(piece.device)
+        for piece in torch.split(
+            tensor.detach().view(-1), CHUNK if not tensor.is_meta else max(CHUNK, tensor.numel() // 64)
+        ):
+            z = _noise(piece, generator)
             for rate in rates:
                 piece.add_(z * rate)
+
+
+def _noise(piece: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw normal noise for a flat tensor, in float32, on the CPU; of a tensor without values only its operations."""
+    if piece.is_meta:
+        return torch.randn_like(piece, dtype=torch.float32)
+    return torch.randn(piece.numel(), generator=generator).to(piece.device)
 
 
 def _replay_(tensors: Sequence[Tensor], seed: int, scalars: Sequence[float], lr: float, epsilon: float) -> None:
@@ -150,10 +159,10 @@ class Steps(Hook):
         self._move(seed, self.epsilon)
         is_above = True
         try:
-            plus = float(self.task.loss(batch, index))
+            plus = value_of(self.task.loss(batch, index), 0.0)
             self._move(seed, -2 * self.epsilon)
             is_above = False
-            minus = float(self.task.loss(batch, index))
+            minus = value_of(self.task.loss(batch, index), 0.0)
         except SkippedBatch:  # in either pass: a step with g = 0, which the server replays like any other
             if is_above:
                 self._move(seed, -2 * self.epsilon)
@@ -212,6 +221,16 @@ class ZerothOrder(Local):
         return Steps(task, self.lr, self.epsilon)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Predict the cost of a task, which trains nothing by gradients, by following its forward passes."""
+        if spec.trained:
+            extra = {**extra, "trained": list(spec.trained)}
+        return super().cost(submodels, replace(spec, trained=()), batch_size, extra)
+
+    def cost_depends_on(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the settings of a task without the number of its scalars, which are sent only."""
+        return {name: value for name, value in extra.items() if name != SCALARS}
+
+    def estimate(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return the cost of a step: two forward passes and three passes over the parameters; no gradients or optimizer state.
 
         If the model's forward pass could not be traced, it is counted as two FLOPs per parameter.

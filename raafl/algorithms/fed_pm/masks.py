@@ -118,6 +118,8 @@ class _ScoreTraining(Hook):
         return masked
 
     def _uniform(self, like: Tensor) -> Tensor:
+        if like.is_meta:  # a task that is only followed
+            return torch.rand_like(like)
         return torch.rand(like.shape, generator=self._generator).to(like.device)
 
     def update(self) -> None:
@@ -232,7 +234,7 @@ class ProbabilisticMaskTraining(Local):
         """Return the hook that trains the mask scores."""
         return _ScoreTraining(task, self.floor, self.lr_factor)
 
-    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+    def estimate(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return the cost of ordinary training plus the memory and operations that the masks need.
 
         The uploaded bytes are those of floats, though a mask takes one bit for each weight; the caller corrects this.

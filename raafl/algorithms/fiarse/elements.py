@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from raafl.core.algorithm import Hook, Local, Merge, Select, SelectContext, Task
+from raafl.core.local import value_of
 from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Update, Work
@@ -68,7 +69,7 @@ def threshold(parameters: list[Tensor], rate: float) -> float:
     if rate >= 1:
         return 0.0
     sizes = torch.cat([parameter.detach().abs().flatten() for parameter in parameters])
-    return float(sizes.topk(max(int(rate * len(sizes)), 1)).values[-1])
+    return value_of(sizes.topk(max(int(rate * len(sizes)), 1)).values[-1], instead=1.0)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Sensitivity(Local):
         """Return the hook that measures the scores of units."""
         return MeasuredSensitivity(task, self)
 
-    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+    def estimate(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return the cost of training and of the measurement, which adds a product and a sum per parameter and step."""
         plain, spec = submodels.cost(spec, batch_size), submodels.normal(spec)
         layout, batch_size = submodels.layout(spec, "trained").by_name, max(batch_size, 1)
@@ -132,6 +132,10 @@ class Sensitivity(Local):
             moved_bytes_per_sample=plain.moved_bytes_per_sample
             + 4 * sum(numel * size for numel, size in sizes) / batch_size,
         )
+
+    def cost_depends_on(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return nothing: scores differ from task to task, but cost the same."""
+        return {}
 
     def notes(self, submodels: Submodels) -> list[str]:
         """Return a message for the user: how many layers score their units in groups, or a warning if nothing can be pruned."""

@@ -21,7 +21,7 @@ from raafl.parts.local.swap_parameters import patched, quiet
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, SpecError, Submodels
 from raafl.submodel.batch_norm import keep_static
 from raafl.submodel.caches import Caches
-from raafl.submodel.cost import Cost
+from raafl.submodel.cost import Cost, Method
 from raafl.submodel.cut.copying import copy_structure
 from raafl.submodel.cut.shrink import Shrunk, Structure, build
 from raafl.submodel.frozen import FrozenBase
@@ -92,8 +92,6 @@ class Half(Submodels):
         module = build(Structure(self.module, {}, self._trains(FULL), (), {}, {}, frozen), present, rescale=False)
         if self.batch_norm == "static":
             keep_static(module)
-        if device.type == "meta":  # the cost of a step is predicted by tracing it: let it trace this half
-            module.__dict__["training_step"] = partial(self._step, module, module.training_step)
         return Shrunk(module, present, present.prefix(self.layout(FULL, "trained")))
 
     def _step(self, module: nn.Module, step: Any, batch: object, index: int) -> object:
@@ -105,10 +103,15 @@ class Half(Submodels):
         with with_received_activation(module, outline, activation):
             return step(batch, index)
 
-    def _cost(self, spec: Spec, batch_size: int) -> Cost:
+    def _predicted(self, spec: Spec, batch_size: int, method: Method | None = None) -> Cost:
         # cached now, since one step cannot be traced inside the trace of another
         self.outline(shapes_of(meta_batch(self.example_batch, batch_size)))
-        return super()._cost(spec, batch_size)
+        return super()._predicted(spec, batch_size, method)
+
+    def with_own_step(self, module: nn.Module) -> nn.Module:
+        """Return the module with a training step that runs this half alone."""
+        module.__dict__["training_step"] = partial(self._step, module, module.training_step)
+        return module
 
     # ---- the client's half as the server sees it ----
 

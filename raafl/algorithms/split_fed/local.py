@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -14,7 +13,9 @@ from raafl.algorithms.split_fed.half import Half
 from raafl.algorithms.split_fed.hooks import BothHook, LowerHook, UpperHook
 from raafl.algorithms.split_fed.questions import KEY, Halves, halves
 from raafl.core.algorithm import Hook, Local, Select, SelectContext, Task, Training
+from raafl.core.own_steps import followed_cost
 from raafl.core.types import ClientInfo, Warn, Work
+from raafl.data.epochs import batches_of_epoch, samples_of
 from raafl.errors import BadInput, fraction, positive
 from raafl.module_hooks import TASK_HOOKS
 from raafl.submodel import FULL, Cost, Spec, Submodels
@@ -123,7 +124,19 @@ class Split(Local):
         return Hook(task) if both is None else BothHook(task, both.server)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Predict the cost of the client's half, including the transfer of activations and gradients for all its samples.
+        """Predict the cost of the client's half by following its steps; messages cost what `estimate` says."""
+        both = self.exchange(submodels)
+        if both is None:
+            return submodels.cost(spec, batch_size)
+        estimate = self.estimate(submodels, spec, batch_size, extra)
+        return followed_cost(self, both.client, FULL, batch_size, extra, estimate)
+
+    def cost_depends_on(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return nothing: the place of the cut is in the client's half, and numbers of samples are counted apart."""
+        return {}
+
+    def estimate(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Estimate the cost of the client's half, including the transfer of activations and gradients for all its samples.
 
         Each batch pays the latency of the network link twice. The peak memory includes the activation and gradient of
         one batch. The server's computation counts as 0.
@@ -159,14 +172,11 @@ class Split(Local):
         if cut is None:
             return {}
         num_samples = client.num_samples
-        per_epoch = math.ceil(num_samples / batch_size)
-        if drop_last:
-            per_epoch = max(num_samples // batch_size, 1)
+        per_epoch = batches_of_epoch(num_samples, batch_size, drop_last)
         batches = per_epoch * (training.num_epochs or 1) if training.num_steps is None else training.num_steps
-        epochs, rest = divmod(batches, per_epoch)
-        in_epoch = min(num_samples, per_epoch * batch_size)
+        samples = samples_of(batches, num_samples, batch_size, drop_last)
         terms = {"cut": cut.path, "batch_size": batch_size, "num_samples": num_samples, "per_epoch": per_epoch}
-        return {KEY: {**terms, "batches": batches, "samples": epochs * in_epoch + rest * batch_size}}
+        return {KEY: {**terms, "batches": batches, "samples": samples}}
 
     def notes(self, submodels: Submodels) -> list[str]:
         """Return messages for the user: where the model is cut, which data leave the clients, and what the server's half costs."""

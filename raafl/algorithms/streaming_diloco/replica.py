@@ -12,6 +12,7 @@ from torch import nn
 from raafl.algorithms.diloco.inner import MOMENTS, MOST_STEPS, STEPS, adam_of
 from raafl.algorithms.streaming_diloco.fragments import DOWN, UP, Fragments
 from raafl.core.algorithm import Hook, Local, Task
+from raafl.core.local import value_of
 from raafl.core.payload import Way
 from raafl.errors import at_least, fraction
 from raafl.submodel import Layout, Spec, Submodels
@@ -95,7 +96,7 @@ class _Streaming(Hook):
         optimizer = adam_of(task) if self._keeps else None
         named = [*task.module.named_parameters(), *task.module.named_buffers()]
         self._named = [(name, tensor) for name, tensor in named if name in task.down[REPLICA]]
-        self._start, self._made = min(float(task.down[STEPS]["steps"]), MOST_STEPS), 0
+        self._start, self._made = min(value_of(task.down[STEPS]["steps"], 1.0), MOST_STEPS), 0
         self._waits = self._start > 0 and all(bundle.is_finite() for bundle in task.down.values())
         if not self._waits:
             self._start = 0.0
@@ -111,7 +112,7 @@ class _Streaming(Hook):
 
     def _moments(self, name: str, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         moments = {one: self.task.down[one][name].to(parameter.device, copy=True) for one in MOMENTS}
-        return {"step": torch.tensor(self._start), **moments}
+        return {"step": torch.tensor(self._start, device="cpu"), **moments}
 
     @torch.no_grad()
     def _mix(self) -> None:

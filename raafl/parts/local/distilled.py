@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raafl.core.local import Hook, Task
+from raafl.core.local import Hook, Local, Task
 from raafl.core.masked_loss import HasLogits
 from raafl.errors import BadInput
 from raafl.parts.local.swap_parameters import patched, quiet
-from raafl.submodel import EarlyLogits, Submodels, add_exits
+from raafl.submodel import EarlyLogits, Spec, Submodels, add_exits
+from raafl.submodel.cost import Cost
 from raafl.submodel.declared import declarations, find_stacks, join
 from raafl.submodel.depth.tails import tail_of
 
@@ -104,6 +105,37 @@ class Exit:
 
     logits: Tensor
     loss: Tensor
+
+
+@dataclass(frozen=True)
+class TrainsExits(Local):
+    """Base class of local training with all exits (output heads at several depths) of a submodel."""
+
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """Return the model with an exit (an output head) after each block, if its type is known and it has no exits yet."""
+        return with_every_exit(module)
+
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Predict the cost of a task; without a batch to follow, an output layer counts anew for each exit that reads it."""
+        cost = super().cost(submodels, spec, batch_size, extra)
+        if submodels.example_batch is not None:
+            return cost
+        values = _values_read_by_exits(submodels.shrink(spec, device="meta").module)
+        return replace(cost, flops_per_sample=cost.flops_per_sample + 6.0 * values)
+
+    def estimate(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Return the cost of ordinary training, as if exits cost nothing."""
+        return submodels.cost(spec, batch_size)
+
+
+def _values_read_by_exits(module: nn.Module) -> int:
+    """Return the number of values of the output layer of a language model, counted for each early exit that shares it."""
+    early = _early_exits(module)
+    if early is None:
+        return 0
+    early.close()
+    head = getattr(early.model, "lm_head", None)  # as in `raafl.submodel.depth.tails`
+    return 0 if head is None else len(early.names) * sum(p.numel() for p in head.parameters())
 
 
 class ByExits(Hook):

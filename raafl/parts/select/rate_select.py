@@ -220,7 +220,7 @@ class RateSelect(Select):
         limits = {name: getattr(self, name) for name in ("seconds", "flops", "wire_bytes")}
         if self.rate_of == "parameters" and fleet.state.submodels.axes:
             limits["params"] = self.rate(client) * fleet.cost(Spec()).params
-        samples = fleet.training.samples(Work(), client.num_samples, fleet.batch_size)
+        samples = fleet.samples(client.num_samples, Work())
         if self.measured and self.seconds is not None:
             memory = fleet.state.memory.of(_RateMemory)
             limits["seconds"] = self.seconds * memory.fleet / memory.ratio.get(client.id, 1.0)

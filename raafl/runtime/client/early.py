@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from raafl.core.local import begins_alike
+from raafl.core.task import begins_alike
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput, GpuLost, InvalidPayload, TaskFailed

@@ -11,6 +11,7 @@ import torch
 
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import SelectContext
+from raafl.core.rules import Rules
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
 from raafl.data.federated import FederatedData
@@ -124,6 +125,7 @@ def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data:
             local=algorithm.local,
             plan=compression_plan(experiment, submodels),
             own_tests=own_tests(experiment, data),
+            rules=Rules(experiment.rules),
         )
         problems = algorithm.select.check(fleet)
     if problems:

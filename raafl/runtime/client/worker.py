@@ -15,9 +15,9 @@ from typing import Any
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import DownlinkCodec, UplinkCodec
 from raafl.config.options import Timeouts
-from raafl.core.local import expected_next
 from raafl.core.payload import Payload
 from raafl.core.state import ClientState
+from raafl.core.task import expected_next
 from raafl.core.types import OUT_OF_MEMORY, POLICY, Assignment, ClientInfo, Update
 from raafl.data.federated import ClientData
 from raafl.errors import InvalidPayload, TaskFailed

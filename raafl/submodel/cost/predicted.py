@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raafl.errors import USER_ERRORS
+from raafl.submodel.cost.method import Method, MethodSteps
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.isolated_run import (
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
     from raafl.submodel.flat import Layout
 
 Make = Callable[..., Any]
+Begin = Callable[[Spec], "_Run"]
+"""Builds the small module of a submodel, with a batch."""
+Followed = tuple["Step", int]
+"""A step, and the bytes of module and batch."""
+OnValues = Callable[[], "Followed | None"]
+"""Follows a step on drawn values; None = it does not run so."""
 
 _SLOTS = 2
 """Values that an optimiser is taken to keep for each trained one, as Adam does, where its step cannot run on the meta device."""
@@ -100,7 +108,7 @@ class Step:
 
 def predict(
     make: Make, spec: Spec, example_batch: object, batch_size: int, layouts: Mapping[str, Layout], names: frozenset[str],
-    idle_bytes: int, is_whole: bool = True,
+    idle_bytes: int, is_whole: bool = True, method: Method | None = None,
 ) -> Cost:  # fmt: skip
     """Predict the cost of training a submodel by running one step without values, on the meta device.
 
@@ -119,9 +127,11 @@ def predict(
         names: names of the parameters among these tensors.
         idle_bytes: bytes of frozen parameters that the client has in memory but does not use in this submodel.
         is_whole: whether the submodel's step is the whole model's, and may be run on random values.
+        method: method whose steps are followed in place of the user's own; None = the user's own.
 
     Raises:
         SpecError: the step works with the whole model but fails with ``spec``.
+        Exception: of a method, whatever its steps raise that cannot be followed.
     """
     trained, down_bytes = layouts["trained"], layouts["sent"].num_bytes
     from raafl.submodel.find.trace import LARGE
@@ -129,16 +139,27 @@ def predict(
     params = sum(entry.numel for entry in layouts["present"].entries if entry.name in names)
     batch = None if example_batch is None else meta_batch(example_batch, batch_size)
 
+    def begin(spec: Spec, module: Any, batch: object) -> _Run:
+        return _Run(module, batch) if method is None else _TaskRun(method, spec, module, batch)
+
     def on_values() -> tuple[Step, int] | None:
         if not is_whole or sum(entry.numel for entry in layouts["present"].entries) > LARGE:
             return None
-        return _on_values(lambda: make(spec, FlatTensors.zeros(layouts["present"])), example_batch, batch_size)
+
+        def drawn(batch: object) -> _Run:
+            module = make(spec, FlatTensors.zeros(layouts["present"]))
+            _draw_values(module)
+            return begin(spec, module, batch)
+
+        return _on_values(drawn, example_batch, batch_size)
 
     with undisturbed():
-        step, held_bytes = _cold_step(make, spec, batch, on_values)
+        follow = _follow if method is None else _follow_method
+        step, held_bytes = _cold(follow, lambda spec: begin(spec, make(spec), batch), spec, on_values)
     flops = step.flops
     if flops is None:
-        flops = 6.0 * batch_size * sum(entry.numel for entry in trained.entries if entry.name in names)
+        looked_up = frozenset() if batch is not None else _looked_up(make(spec))  # a run always has a batch
+        flops = 6.0 * batch_size * sum(e.numel for e in trained.entries if e.name in names - looked_up)
     samples = max(batch_size, 1)
     peak = down_bytes + idle_bytes + held_bytes + step.peak_bytes
     return Cost(
@@ -147,52 +168,57 @@ def predict(
     )  # fmt: skip
 
 
-def _cold_step(
-    make: Make, spec: Spec, batch: object, on_values: Callable[[], tuple[Step, int] | None]
-) -> tuple[Step, int]:
-    """Return what `_step` does, as if no step had run before, whose tensors the user's code may have cached."""
-    run = _Run(make(spec), batch)
+def _cold(
+    follow: Callable[[Begin, Spec, OnValues], Followed], begin: Begin, spec: Spec, on_values: OnValues
+) -> Followed:
+    """Return what ``follow`` does, as if no step had run before, whose tensors the user's code may have cached.
+
+    Args:
+        follow: function that follows a step.
+        begin: function that builds the small module of a submodel, with a batch.
+        spec: submodel to train.
+        on_values: function that follows the step on drawn values.
+    """
+    module = begin(spec).module
     found = failure = None
-    with uncached(run.module) as hidden:
+    with uncached(module) as hidden:
         try:
-            found = _step(run, make, spec, batch, on_values)
-        except SpecError as error:
+            found = follow(begin, spec, on_values)
+        except USER_ERRORS as error:
             failure = error
     if hidden.any and (found is None or found[0].guessed):  # it may have been no cache, but a table of constants
-        with uncached(run.module, is_cold=False):
-            return _step(_Run(make(spec), batch), make, spec, batch, on_values)
+        with uncached(module, is_cold=False):
+            return follow(begin, spec, on_values)
     if found is None:
         assert failure is not None
         raise failure
     return found
 
 
-def _step(
-    run: _Run, make: Make, spec: Spec, batch: object, on_values: Callable[[], tuple[Step, int] | None]
-) -> tuple[Step, int]:
+def _looked_up(module: nn.Module) -> frozenset[str]:
+    """Return the names of parameters of which a step reads rows alone, without any product."""
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    others = {
+        id(p) for part in module.modules() if not isinstance(part, nn.Embedding) for p in part.parameters(recurse=False)
+    }
+    return frozenset(name for name, p in module.named_parameters() if id(p) in tables - others)
+
+
+def _follow(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
     """Return a step of the submodel, run as far as it can be, and the bytes of module and batch.
 
     Args:
-        run: step to follow first.
-        make: function that builds a submodel's module.
+        begin: function that builds the small module of a submodel, with a batch.
         spec: submodel to train.
-        batch: batch without values; None = there is none.
-        on_values: function that runs the step on drawn values; None is its answer where it cannot.
+        on_values: function that follows the step on drawn values.
     """
-    failure: BaseException | None = None
-    # tensors that the user's code makes without saying where are best on the meta device as well, but not always
-    for default in ("meta", "cpu") if batch is not None else ():
-        try:
-            step = run.step(default)
-        except USER_ERRORS as error:
-            run, failure = _Run(make(spec), batch), error
-        else:
-            if not run.ledger.asked:
-                return step, run.held_bytes
-            return on_values() or (_with_some(make, spec, batch, default, step), run.held_bytes)
+    found, failure = _without_values(begin, spec, on_values)
+    if found is not None:
+        return found
     if failure is not None and (followed := on_values()) is not None:
         return followed
-    if failure is not None and spec != FULL and _runs_whole(make, batch):
+    run = begin(spec)
+    if failure is not None and spec != FULL and _runs_whole(begin):
         raise SpecError(
             f"{type(run.module).__name__}.training_step runs with the whole model, but not with {spec}: "
             f"{' '.join(str(failure).split())}: declare in `submodel_axes` which dimensions must shrink together"
@@ -203,45 +229,101 @@ def _step(
         try:
             step, instead = run.forward(), "three times its forward pass counts"
         except USER_ERRORS:
-            run = _Run(make(spec), batch)
+            run = begin(spec)
             step = run.update()
     else:
         step = run.update()
     return replace(step, guessed="; ".join(filter(None, (f"{why}: {instead}", step.guessed)))), run.held_bytes
 
 
-def _on_values(zeroed: Callable[[], Any], example_batch: object, batch_size: int) -> tuple[Step, int] | None:
-    """Follow a step on drawn values and the example's samples over and over; None = it does not run, or takes too long."""
+def _follow_method(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
+    """Return a step of a method's task, and the bytes of module and batch; raise its error where it cannot be followed.
+
+    Args:
+        begin: function that builds the small module of a submodel, with a batch.
+        spec: submodel to train.
+        on_values: function that follows the step on drawn values.
+    """
+    found, failure = _without_values(begin, spec, on_values)
+    found = on_values() if found is None else found
+    if found is None:
+        raise failure or NotImplementedError("there is no example batch")
+    return found
+
+
+def _without_values(begin: Begin, spec: Spec, on_values: OnValues) -> tuple[Followed | None, BaseException | None]:
+    """Follow a step on the meta device; return it with the bytes of module and batch, or None with its error.
+
+    Args:
+        begin: function that builds the small module of a submodel, with a batch.
+        spec: submodel to train.
+        on_values: function that follows the step on drawn values.
+    """
+    failure: BaseException | None = None
+    # tensors that the user's code makes without saying where are best on the meta device as well, but not always
+    for default in ("meta", "cpu"):
+        run = begin(spec)
+        if run.batch is None:
+            return None, None
+        try:
+            step = run.step(default)
+        except USER_ERRORS as error:
+            failure = error
+        else:
+            if not run.ledger.asked:
+                return (step, run.held_bytes), None
+            return on_values() or (_with_some(begin, spec, default, step), run.held_bytes), None
+    return None, failure
+
+
+def _on_values(drawn: Callable[[object], _Run], example_batch: object, batch_size: int) -> Followed | None:
+    """Follow a step on drawn values and the example's samples over and over; None = it does not run, or takes too long.
+
+    Args:
+        drawn: function that builds the small module with values, for a batch.
+        example_batch: a batch of the data, of any size.
+        batch_size: batch size whose cost is predicted.
+    """
     num = num_samples(example_batch)
+
+    def followed(size: int) -> Followed:
+        run = drawn(repeated(example_batch, size))
+        return run.step("cpu", every=True), run.held_bytes
+
     try:
         if batch_size > num > 0:
-            few, _ = _followed(zeroed(), example_batch, num)
+            few, _ = followed(num)
             if few.flops is None or few.flops * batch_size / num > _MOST_FLOPS:
                 return None
-        return None if num == 0 else _followed(zeroed(), example_batch, batch_size)
+        return None if num == 0 else followed(batch_size)
     except USER_ERRORS:
         return None
 
 
-def _followed(module: nn.Module, example_batch: object, batch_size: int) -> tuple[Step, int]:
-    """Draw a module's values, and follow its step on so many of the example's samples, each as often as need be."""
+def _draw_values(module: nn.Module) -> None:
+    """Set a module's parameters and buffers to values with which its step runs."""
     seeded(5)
     draw(module, 0)
     for buffer in persistent_buffers(module).values():  # whose values are not known here
         if buffer.is_floating_point() or buffer.dtype == torch.bool:
             buffer.fill_(1)  # code may divide by it
-    run = _Run(module, repeated(example_batch, batch_size))
-    return run.step("cpu", every=True), run.held_bytes
 
 
-def _with_some(make: Make, spec: Spec, batch: object, default: str, step: Step) -> Step:
-    """Follow a step once more that has asked whether any of some values are so, as if they were; return it, or ``step``."""
-    run = _Run(make(spec), batch)
+def _with_some(begin: Begin, spec: Spec, default: str, step: Step) -> Step:
+    """Follow a step once more that has asked whether any of some values are so, as if they were; return it, or ``step``.
+
+    Args:
+        begin: function that builds the small module of a submodel, with a batch.
+        spec: submodel to train.
+        default: device on which the user's code creates new tensors.
+        step: the step, followed as if none were so.
+    """
+    run = begin(spec)
     run.ledger.some = True
     try:
         return run.step(default)
     except NotImplementedError as error:  # such as how many samples an expert gets
-        guess = _Run(make(spec), batch).update()
+        guess = begin(spec).update()
         return replace(guess, guessed=f"{_not_followed(error)}: {_BY_PARAMETERS}")
     except USER_ERRORS:  # the user's own, for values that are not as they should be
         return step
@@ -251,10 +333,10 @@ def _not_followed(error: BaseException) -> str:
     return f"the training step cannot be followed without values ({one_line(error)})"
 
 
-def _runs_whole(make: Make, batch: object) -> bool:
+def _runs_whole(begin: Begin) -> bool:
     for default in ("meta", "cpu"):
         try:
-            _Run(make(FULL), batch).step(default)
+            begin(FULL).step(default)
             return True
         except USER_ERRORS:
             continue
@@ -264,7 +346,8 @@ def _runs_whole(make: Make, batch: object) -> bool:
 class _Run:
     """One step of the small module, on the meta device or with values."""
 
-    def __init__(self, module: Any, batch: object) -> None:
+    def __init__(self, module: Any, batch: object, known: list[Tensor] | None = None) -> None:
+        """Start an empty ledger, in which neither the module and the batch count, nor the tensors that are ``known``."""
         from raafl.submodel.cost.fused import FusedKernels
         from raafl.submodel.cost.ledger import Ledger, storage_key
 
@@ -275,7 +358,7 @@ class _Run:
         self.held_bytes = sum({storage_key(x): x.untyped_storage().nbytes() for x in held}.values())
         self.trains = [p for p in self.module.parameters() if p.requires_grad]
         self.gradient_bytes = sum(p.numel() * p.itemsize for p in self.trains)
-        self.ledger: Ledger = Ledger(held)
+        self.ledger: Ledger = Ledger([*held, *(known or [])])
         self.fused = FusedKernels()
 
     def step(self, default: str, every: bool = False) -> Step:
@@ -332,8 +415,7 @@ class _Run:
             state = _SLOTS * self.gradient_bytes
             update_bytes = gradients + state
             moved_bytes += 3 * self.gradient_bytes + 2 * state
-            why = f"the optimiser's step cannot be followed without values ({one_line(error)})"
-            guessed = f"{why}: {_SLOTS} values are assumed for each trained one"
+            guessed = _of_optimiser(one_line(error))
         return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes), padding_flops, num_kernels, guessed)
 
     def _give_gradients(self) -> None:
@@ -345,8 +427,14 @@ class _Run:
 
     def _optimise(self) -> None:
         with torch.device("cpu"):  # where optimisers count their steps
-            self.optimizers = _optimizers(self.module.configure_optimizers())
+            self._configure()
         self._optimise_again()
+
+    def _configure(self) -> None:
+        if not self.trains:  # a method has its own way, or there is nothing to do; optimisers refuse an empty list
+            self.optimizers: list[Optimizer] = [_no_optimiser()]
+            return
+        self.optimizers = _optimizers(self.module.configure_optimizers())
 
     def _optimise_again(self) -> None:
         with torch.device("cpu"):
@@ -359,6 +447,100 @@ class _Run:
         with self.ledger, self.fused:
             call()
         return self.ledger.peak_bytes
+
+
+class _TaskRun(_Run):
+    """Two steps of a method's task on the small module, with all that they keep from the first to the last."""
+
+    def __init__(self, method: Method, spec: Spec, module: Any, batch: object) -> None:
+        """Begin the task, whose steps do not run yet."""
+        self.task = method.begin(spec, module, lambda batch, index: _some_loss(module, batch))
+        super().__init__(module, batch, self.task.received_and_sent)
+        self.held_bytes += self.task.answer_bytes
+        self.unknown: list[str] = []
+
+    def step(self, default: str, every: bool = False) -> Step:
+        """Run two steps of the task; return FLOPs and traffic of the second, and the memory of all; see `_Run.step`."""
+        try:
+            with self.ledger, torch.device("cpu"):
+                self._configure()
+        except USER_ERRORS as error:
+            self.unknown.append(one_line(error))
+            self.optimizers = [_no_optimiser()]
+        with self.ledger, self.fused, uncached(self.module, is_cold=False), torch.device(default):
+            steps = self.task.steps(self.optimizers[0], _backward_if_any, self._update)
+        try:
+            for index in range(2):
+                found = self._step(steps, index, default, every)
+            self._finish(steps, default)
+        finally:
+            steps.close()
+        peak_bytes, state_bytes = self.ledger.peak_bytes, _SLOTS * self.gradient_bytes
+        if not self.unknown:
+            return replace(found, peak_bytes=peak_bytes)
+        return replace(
+            found, peak_bytes=peak_bytes + state_bytes, guessed=_of_optimiser(self.unknown[0]),
+            moved_bytes=found.moved_bytes + 3 * self.gradient_bytes + 2 * state_bytes,
+        )  # fmt: skip
+
+    def _step(self, steps: MethodSteps, index: int, default: str, every: bool) -> Step:
+        ledger = self.ledger
+        ledger.kernels.clear()
+        flops, arithmetic, padding_flops, moved_bytes = (
+            ledger.flops, ledger.arithmetic, ledger.padding_flops, ledger.moved_bytes,
+        )  # fmt: skip
+        with ledger, self.fused, uncached(self.module, is_cold=False), torch.device(default):
+            steps.backward(steps.loss(self.batch, index))
+        if every:
+            self._give_gradients()
+        num_kernels = ledger.kernels.total()
+        flops = ledger.flops - flops or ledger.arithmetic - arithmetic
+        ledger.kernels.clear()
+        with ledger, self.fused, torch.device("cpu"):
+            steps.update()
+        return Step(
+            flops, ledger.moved_bytes - moved_bytes, 0, ledger.padding_flops - padding_flops,
+            num_kernels + len(ledger.kernels),
+        )  # fmt: skip
+
+    def _finish(self, steps: MethodSteps, default: str) -> None:
+        with (
+            suppress(*USER_ERRORS),
+            self.ledger,
+            self.fused,
+            uncached(self.module, is_cold=False),
+            torch.device(default),
+        ):
+            steps.finish()  # its end may ask for values, and takes less than its steps
+
+    def _update(self) -> None:
+        try:
+            self._optimise_again()
+        except USER_ERRORS as error:
+            self.unknown.append(one_line(error))
+        for parameter in self.trains:
+            parameter.grad = None
+
+
+def _no_optimiser() -> Optimizer:
+    return torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=0.0)
+
+
+def _some_loss(module: Any, batch: object) -> Tensor:
+    """Return the loss of a training step; raises `NotImplementedError` where it returns none."""
+    loss = loss_of(module, batch)
+    if loss is None:
+        raise NotImplementedError("training_step returns None")
+    return loss  # type: ignore[no-any-return]
+
+
+def _backward_if_any(loss: Tensor) -> None:
+    if loss.requires_grad:
+        _backward(loss)
+
+
+def _of_optimiser(why: str) -> str:
+    return f"the optimiser's step cannot be followed without values ({why}): {_SLOTS} values are assumed for each trained one"
 
 
 def _backward(loss: torch.Tensor) -> None:

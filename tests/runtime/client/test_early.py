@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from raafl.algorithms import streaming_diloco
 from raafl.core.algorithm import Training
-from raafl.core.local import expected_next
+from raafl.core.task import expected_next
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
 from raafl.errors import GpuLost, InvalidPayload, TaskFailed

@@ -1,0 +1,157 @@
+"""Predict the cost of a task whose method does more than the user's own step: its hook runs without values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from raafl.core.payload import Payload, Way
+from raafl.core.task import Task
+from raafl.core.types import Assignment
+from raafl.errors import USER_ERRORS
+from raafl.submodel.cost import Cost, MethodSteps
+from raafl.submodel.flat import FlatTensors, Layout
+from raafl.submodel.spec import Spec
+
+if TYPE_CHECKING:
+    from raafl.submodel.submodels import Submodels
+
+
+class Stepwise(Protocol):
+    """Protocol of a local part whose tasks can be followed; see `raafl.core.local.Local`."""
+
+    @property
+    def rescale(self) -> bool:
+        """Whether it multiplies the activations of narrowed layers."""
+
+    @property
+    def up(self) -> tuple[str, ...]:
+        """Names of the bundles that it sends."""
+
+    def hook(self, task: Task) -> MethodSteps:
+        """Return the steps of ``task``."""
+
+    def payload(self, submodels: Submodels) -> Payload:
+        """Return the layouts of all tensors that a task sends and receives."""
+
+    def cost_depends_on(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the entries of a task's settings that change its cost."""
+
+
+LATE = 2**30
+"""Version of the followed task: terms of a loss that begin at some version are in effect."""
+
+
+def followed_cost(
+    local: Stepwise, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any], estimate: Cost
+) -> Cost:  # fmt: skip
+    """Predict the cost of a task from the steps of its own hook.
+
+    Args:
+        local: local part of the method.
+        submodels: submodels of the model.
+        spec: submodel to train.
+        batch_size: local batch size.
+        extra: further settings of the task (`Work.extra`).
+        estimate: cost by a formula: what the task sends and receives, and all of it if its steps cannot be followed.
+    """
+    depends = local.cost_depends_on(extra)
+    key = (type(local), repr(local), json.dumps(depends, sort_keys=True, default=repr))
+    try:
+        cost = submodels.method_cost(spec, batch_size, OwnSteps(local, submodels, extra), key)
+    except USER_ERRORS:  # such as a hook that asks for what is not there
+        return estimate
+    return replace(
+        cost, down_bytes=estimate.down_bytes, up_bytes=estimate.up_bytes, num_exchanges=estimate.num_exchanges
+    )
+
+
+class OwnSteps:
+    """A method whose tasks can be followed step by step.
+
+    Attributes:
+        rescale: whether it multiplies the activations of narrowed layers.
+    """
+
+    def __init__(self, local: Stepwise, submodels: Submodels, extra: Mapping[str, Any]) -> None:
+        """Follow the tasks of ``local`` that have the settings ``extra``."""
+        self._local, self._submodels, self._extra = local, submodels, extra
+        self.rescale = local.rescale
+
+    def begin(self, spec: Spec, module: nn.Module, loss: Callable[[Any, int], Tensor]) -> _OwnTask:
+        """Return a task before its first step, with room for what it receives and sends.
+
+        Args:
+            spec: submodel that the module is.
+            module: small module, on the meta device or with values.
+            loss: function that runs the user's own step.
+        """
+        return _OwnTask(self._local, self._submodels, spec, self._extra, module, loss)
+
+
+class _NoServer:
+    """Connection to no server, which answers each question with a reply without values."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Give replies on ``device``."""
+        self._device = device
+
+    def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
+        """Pack a question's tensors, as for sending, and return a reply; see `raafl.core.exchange.ClientLink`.
+
+        Args:
+            meta: plain data of the question.
+            tensors: tensors of the question, by name.
+            answer: layout of the reply.
+        """
+        FlatTensors.from_named(tensors)
+        return FlatTensors.zeros(answer, self._device)
+
+
+class _OwnTask:
+    """A task of a method with everything that its hook may use, but without values.
+
+    Attributes:
+        received_and_sent: tensors that it has received or will send.
+        answer_bytes: bytes of the trained values beside which bundles are sent.
+    """
+
+    def __init__(
+        self, local: Stepwise, submodels: Submodels, spec: Spec, extra: Mapping[str, Any], module: nn.Module,
+        loss: Callable[[Any, int], Tensor],
+    ) -> None:  # fmt: skip
+        self._local, payload = local, local.payload(submodels)
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        sent, trained = (FlatTensors.zeros(payload.layout(spec, way), device) for way in get_args(Way))
+        self.received_and_sent = [*sent.buffers.values(), *trained.buffers.values()]
+        (received, down), (values, up) = payload.split(sent, spec, "sent"), payload.split(trained, spec, "trained")
+        self.answer_bytes = values.num_bytes if local.up else 0
+        assignment = Assignment(
+            id=1, client=1, incarnation=0, task=1, version=LATE, spec=spec, region=0, num_epochs=None, num_steps=2,
+            seed=0, assigned_s=0.0, extra=extra,
+        )  # fmt: skip
+        self._task = Task(
+            assignment, submodels, module, torch.optim.SGD([torch.zeros(1)], lr=0.0), received, 2, torch.Generator(),
+            loss=loss, backward=lambda loss: None, update=lambda: None, down=down, up=up if local.up else {},
+            link=_NoServer(device),
+        )  # fmt: skip
+
+    def steps(
+        self, optimizer: Optimizer, backward: Callable[[Tensor], None], update: Callable[[], None]
+    ) -> MethodSteps:
+        """Return the task's hook.
+
+        Args:
+            optimizer: the module's own optimiser.
+            backward: function that runs the backward pass.
+            update: function that makes the optimiser's step and frees the gradients.
+        """
+        task = self._task
+        task.optimizer, task.backward, task.update = optimizer, backward, update
+        return self._local.hook(task)

@@ -1,0 +1,160 @@
+"""What a task is predicted to cost against what a real task of each method costs, by torch's counter and allocator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from model_zoo import LLaMA
+from raafl.algorithms import ALGORITHMS
+from raafl.algorithms.depth_fl import MutualTraining
+from raafl.core.algorithm import Hook, Local
+from raafl.core.rules import Rules
+from raafl.parts.local.distilled import with_every_exit
+from raafl.submodel import FULL, Submodels
+from tests.helpers.coordinators import EXAMPLE, Line
+from tests.helpers.counted_task import BATCH, MODELS, Setting
+
+OPTIONS = {
+    "depth_fl": {"depths": 1.0},
+    "fjord": {"distil": True},
+    "scale_fl": {"depths": 1.0, "widths": 1.0},
+    "split_fed": {"client_layers": 2},
+}
+"""Arguments with which one client has all of a method's work."""
+
+NO_CASE = {
+    ("ada_vit", "cnn", 0.25): "its gates do not shrink with groups of units",
+    ("ada_vit", "resnet", 0.25): "its gates do not shrink with groups of units",
+    ("fjord", "llama", 1.0): "it distils from one row of logits for each sample",
+    ("fjord", "llama", 0.25): "it distils from one row of logits for each sample",
+}
+"""Cases that a method refuses, with the reason."""
+
+CLOSE = 0.05
+CASES = [
+    (name, model, share)
+    for name in ALGORITHMS
+    for model in MODELS
+    for share in (1.0, 0.25)
+    if (name, model, share) not in NO_CASE
+]
+EACH_HOOK = [
+    "fed_avg-resnet-1.0", "depth_fl-llama-1.0", "scaffold-cnn-1.0", "moon-cnn-0.25", "fjord-cnn-1.0",
+    "fed_mezo-cnn-0.25", "fed_pm-cnn-1.0", "platon-cnn-0.25", "fed_dyn-cnn-1.0", "fiarse-cnn-1.0", "q_vit-cnn-1.0",
+    "ada_vit-cnn-1.0", "streaming_diloco-cnn-1.0", "split_fed-cnn-1.0", "co_s2p-cnn-0.25",
+]  # fmt: skip
+
+
+def check(setting, task):
+    """Compare the predicted cost of a task with the real task's."""
+    found = setting.counted(task)
+    assert found.said.guessed == ""
+    assert found.ratios == pytest.approx((1.0, 1.0), abs=CLOSE)
+
+
+@pytest.mark.quick_cases(*EACH_HOOK)
+@pytest.mark.parametrize(("name", "model", "share"), CASES)
+def test_a_task_of_each_method_costs_what_is_predicted(name, model, share):
+    options = OPTIONS.get(name, {})
+    if name == "split_fed":  # no submodels: the client's half is smaller or larger
+        options = {"client_layers": 4} if share == 1 else {"share": share}
+    setting = Setting(ALGORITHMS[name](**options), model, Rules())
+    task = setting.first_task()
+    check(setting, task if share == 1 or name == "split_fed" else setting.cut(task, share))
+
+
+@pytest.mark.long("test_a_task_of_each_method_costs_what_is_predicted")
+@pytest.mark.parametrize("share", [1.0, 0.25])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_distilling_task_of_co_s2p_costs_what_is_predicted(model, share):
+    """Its first task trains masks; this is one of those that follow."""
+    setting = Setting(ALGORITHMS["co_s2p"](), model, Rules())
+    task = replace(setting.first_task(), spec=FULL, extra={})
+    check(setting, task if share == 1 else setting.cut(task, share))
+
+
+@pytest.mark.parametrize(("name", "options"), [("scaffold", {"option": 1}), ("diloco", {"inner_state": "kept"})])
+def test_other_forms_of_a_method_cost_what_is_predicted(name, options):
+    setting = Setting(ALGORITHMS[name](**options), "llama" if name == "diloco" else "cnn", Rules())
+    check(setting, setting.first_task())
+
+
+def test_exits_cost_nothing_by_the_first_rules():
+    setting = Setting(ALGORITHMS["depth_fl"](depths=1.0), "llama", Rules(1))
+    task = setting.first_task()
+    said = setting.coordinator.fleet.cost(task.spec, task.extra)
+    plain = setting.submodels.cost(task.spec, BATCH)
+    assert said.flops_per_sample == plain.flops_per_sample
+    assert Setting(ALGORITHMS["depth_fl"](depths=1.0), "llama", Rules(2)).coordinator.fleet.cost(
+        task.spec, task.extra
+    ).flops_per_sample == pytest.approx(1.56 * plain.flops_per_sample, rel=0.01)
+
+
+@pytest.mark.parametrize(("vocabulary", "times"), [(65, 1.054), (32000, 2.863)])
+def test_without_a_batch_an_output_layer_counts_for_each_exit(vocabulary, times):
+    """``times`` by torch's counter: a step of the model with its exits over a step without."""
+    model = LLaMA("nano", vocab_size=vocabulary)
+    plain = Submodels(model).cost(FULL, 2)
+    exits = MutualTraining().cost(Submodels(with_every_exit(model)), FULL, 2, {})
+    assert exits.flops_per_sample / plain.flops_per_sample == pytest.approx(times, rel=CLOSE)
+
+
+class Twice(Hook):
+    """Runs the module's step twice."""
+
+    def loss(self, batch, index):
+        return super().loss(batch, index) + super().loss(batch, index)
+
+
+class Asks(Hook):
+    """Asks for the value of a loss, which only a task on drawn values has."""
+
+    def loss(self, batch, index):
+        loss = super().loss(batch, index)
+        return loss if float(loss) > -1 else loss + super().loss(batch, index)
+
+
+class Fails(Hook):
+    """Wants what no prediction has."""
+
+    def loss(self, batch, index):
+        raise RuntimeError("no file with a teacher")
+
+
+@dataclass(frozen=True)
+class Steps(Local):
+    kind: type = Hook
+
+    def hook(self, task):
+        return self.kind(task)
+
+    def estimate(self, submodels, spec, batch_size, extra):
+        return replace(submodels.cost(spec, batch_size), guessed="by a formula")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_plain_steps_that_are_followed_cost_what_the_user_s_own_do(model):
+    setting = Setting(ALGORITHMS["fed_nova"](), model, Rules())
+    local, submodels = setting.algorithm.local, setting.submodels
+    assert not local.steps_are_plain
+    task = setting.first_task()
+    for one in (task, setting.cut(task, 0.25)):
+        assert local.cost(submodels, one.spec, BATCH, {}) == submodels.cost(one.spec, BATCH)
+
+
+def test_a_hook_of_one_s_own_is_followed_or_else_its_formula_counts():
+    submodels = Submodels(Line(16), EXAMPLE)
+    plain = submodels.cost(FULL, 2)
+    assert Steps(Twice).cost(submodels, FULL, 2, {}).flops_per_sample == 2 * plain.flops_per_sample
+    assert Steps(Asks).cost(submodels, FULL, 2, {}).flops_per_sample == plain.flops_per_sample
+    assert Steps(Fails).cost(submodels, FULL, 2, {}).guessed == "by a formula"
+
+
+def test_the_random_numbers_of_a_run_do_not_see_a_prediction():
+    submodels = Submodels(Line(16), EXAMPLE)
+    before = torch.get_rng_state()
+    Steps(Twice).cost(submodels, FULL, 2, {})
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,206 @@
+"""Count what a real task of a method costs, by torch's own counter and allocator, and what is predicted of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import TensorDataset
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from model_zoo import CNN, LLaMA, ResNet
+from raafl.compression.options import Compress
+from raafl.compression.plan import CompressionPlan
+from raafl.core.algorithm import Algorithm, Training
+from raafl.core.coordinator import Coordinator
+from raafl.core.rules import Rules
+from raafl.core.state import GlobalState
+from raafl.core.types import Assign, Assignment, ClientInfo, Joined, Limits
+from raafl.data.federated import ClientData
+from raafl.devices.profiles import Profile
+from raafl.local.context import ALONE
+from raafl.local.train import LocalTrainer
+from raafl.parts.select import leading
+from raafl.submodel import FlatTensors, Spec, Submodels
+from raafl.submodel.cost import Cost
+
+BATCH = 8
+_aten = torch.ops.aten
+
+
+def _formula(operation: Any) -> Callable[..., Any]:
+    """Return torch's formula for a GPU's kernel as one for a processor's, which older versions of torch do not count."""
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        return flop_registry[operation](*args, **kwargs)
+
+    count._get_raw = True  # type: ignore[attr-defined]  # it takes tensors, as the registry's own do
+    return count
+
+
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _formula(_aten._scaled_dot_product_flash_attention),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _formula(
+        _aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+def _images(channels: int, size: int) -> list[torch.Tensor]:
+    return [torch.randn(BATCH, channels, size, size), torch.arange(BATCH) % 10]
+
+
+def _tokens(vocabulary: int, length: int) -> list[torch.Tensor]:
+    words = torch.randint(0, vocabulary, (BATCH, length))
+    return [words, words]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[torch.Tensor]]]] = {
+    "cnn": (lambda: CNN(3, 16, (16, 32), (48, 32), 10), lambda: _images(3, 16)),
+    "resnet": (ResNet, lambda: _images(3, 32)),  # has batch statistics
+    "llama": (lambda: LLaMA("nano", vocab_size=1000), lambda: _tokens(1000, 32)),  # has exits after its blocks
+}
+"""A model and a batch of its data, by name."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Cost of a task, predicted and counted.
+
+    Attributes:
+        said: predicted cost.
+        flops_per_sample: FLOPs for each sample and step of the real task.
+        peak_bytes: largest number of bytes that the real task has allocated at once, with what it has received.
+    """
+
+    said: Cost
+    flops_per_sample: float
+    peak_bytes: int
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """FLOPs and bytes, predicted over counted."""
+        return self.said.flops_per_sample / self.flops_per_sample, self.said.peak_bytes / self.peak_bytes
+
+
+class _Silent:
+    """Server of a split task, which answers with zeros: only the client's side is counted."""
+
+    def ask(self, meta, tensors, answer):
+        FlatTensors.from_named(tensors)
+        return FlatTensors.zeros(answer)
+
+
+@dataclass
+class Setting:
+    """A method on a model, with one client, and a task of it.
+
+    Attributes:
+        algorithm: the method.
+        model: name of a model in `MODELS`.
+        rules: rules by which the cost is predicted.
+    """
+
+    algorithm: Algorithm
+    model: str
+    rules: Rules
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        make, batch = MODELS[self.model]
+        self.rows, module = batch(), make()
+        for part in module.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+        self.module = self.algorithm.local.prepare(module)
+        self.submodels = self._submodels()
+        self.state = GlobalState(self.submodels, self.submodels.state(self.module))
+        self.training = Training(num_epochs=None, num_steps=2, batch_size=BATCH)
+        self.coordinator = Coordinator(
+            self.algorithm, self.state, Limits(), training=self.training, batch_size=BATCH,
+            plan=self._plan(), rules=self.rules,
+        )  # fmt: skip
+
+    def _submodels(self) -> Submodels:
+        return Submodels(self.module, self.rows)
+
+    def _plan(self) -> CompressionPlan | None:
+        """Return the plan of what travels, where more than the model does; compressors work after a task."""
+        local = self.algorithm.local
+        has_more = local.exchange(self.submodels) is None and local.payload(self.submodels).has_bundles
+        return CompressionPlan.of(self.submodels, Compress(), self.algorithm.merge.sends, local) if has_more else None
+
+    def first_task(self) -> Assignment:
+        """Return the task that the method gives a client."""
+        client = ClientInfo(1, BATCH, Profile(flops_per_s=1e9))
+        actions = self.coordinator.handle(Joined(client), 0.0)
+        return next(action.assignment for action in actions if isinstance(action, Assign))
+
+    def cut(self, task: Assignment, share: float) -> Assignment:
+        """Return a task with ``share`` of the units of each axis.
+
+        Args:
+            task: task to narrow.
+            share: share of the units that it keeps.
+        """
+        return replace(task, spec=replace(task.spec, kept=leading(self.submodels.axes, share).kept))
+
+    def counted(self, task: Assignment) -> Counted:
+        """Run a task twice, under torch's counter of FLOPs and under its profiler of memory."""
+        said = self.coordinator.fleet.cost(task.spec, task.extra)
+        data = ClientData(TensorDataset(*self.rows), torch.arange(BATCH), batch_size=BATCH)
+        counter = FlopCounterMode(
+            display=False, custom_mapping={k: v for k, v in _ATTENTION.items() if k not in flop_registry}
+        )
+        trainer, received = self._trainer(task)
+        with counter:
+            update = trainer.run(task, received, data, self._context)
+        trainer, received = self._trainer(task)  # anew: what is made once for all tasks is memory of the first
+        gc.collect()  # or what others have left would go in the middle, and be taken off
+        gc.disable()
+        try:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+                trainer.run(task, received, data, self._context)
+        finally:
+            gc.enable()
+        notes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        num_bytes = max(accumulate(notes)) + received.num_bytes
+        if trainer.payload.is_resident:  # a client keeps it from task to task, outside of the task
+            num_bytes += received.num_bytes
+        return Counted(said, counter.get_total_flops() / update.num_steps / BATCH, num_bytes)
+
+    @property
+    def _context(self) -> Any:
+        return replace(ALONE, link=_Silent())
+
+    def _trainer(self, task: Assignment) -> tuple[LocalTrainer, FlatTensors]:
+        """Return a new trainer, and what it receives for a task."""
+        submodels = self._submodels()
+        _ = submodels.axes  # found before a task
+        exchange = self.algorithm.local.exchange(submodels, task.extra)
+        submodels = submodels if exchange is None else exchange.client
+        trainer = LocalTrainer(submodels, self.algorithm.local, self.algorithm.merge.sends, self.training, pools=True)
+        received = FlatTensors.zeros(trainer.payload.layout(task.spec, "sent"))
+        values, bundles = trainer.payload.split(received, task.spec, "sent")
+        whole = (
+            self.state.values
+            if exchange is None
+            else FlatTensors.from_named(
+                {name: self.state.values[name] for name in submodels.layout().by_name}, submodels.layout()
+            )
+        )
+        submodels.plan(task.spec, "present").gather(whole, out=values)
+        if exchange is None:
+            self.algorithm.merge.personalize(self.state, 1, task.spec, values, bundles)
+        return trainer, received
+
+
+def whole(spec: Spec) -> Spec:
+    """Return the spec with all blocks and units, training what it trains."""
+    return Spec(trained=spec.trained)

@@ -48,6 +48,12 @@ def test_each_problem_is_a_line_of_its_own(tmp_path):
         ("bytes_per_day: lots\nstate: s", "policy.bytes_per_day is lots: give bytes above 0, such as 500MB or 2GB"),
         ("bytes_per_day: 2GB", "policy.state is null, and policy.bytes_per_day is given: name a folder"),
         ("hours: []", "policy.hours is empty: give hours"),
+        ("max_share: 0", "policy.max_share is 0.0: give a number above 0, up to 1"),
+        ("max_share: .nan", "policy.max_share is nan: give a number above 0, up to 1"),
+        (
+            "partners: [north, 'south@AB12']",
+            "policy.partners has 'south@AB12': give the NAME of a site, or NAME@FINGERPRINT",
+        ),
         ("- models", "holds ['models']: write fields"),
         ("models: [", "is not valid YAML: "),
         ("max_hours: 1\nmax_hours: 2", "is not valid YAML: line 2, column 1: 'max_hours' is given twice"),

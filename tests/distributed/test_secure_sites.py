@@ -41,7 +41,7 @@ def test_three_sites_open_their_sum_and_get_the_model_of_a_simulation(tmp_path, 
 
 
 def test_a_server_that_weights_one_client_alone_is_refused_by_all(tmp_path, monkeypatch, caplog):
-    """It says that the others have a sample each, so that the sum is client 1's update."""
+    """It says that the others have a sample each, so that the sum is client 1's update; the strictest policy counts."""
     plain = SecureAggregator._group
 
     def lying(self, chosen):
@@ -51,13 +51,13 @@ def test_a_server_that_weights_one_client_alone_is_refused_by_all(tmp_path, monk
 
     monkeypatch.setattr(SecureAggregator, "_group", lying)
     experiment, config = parsed(tmp_path, *OPTIONS, second_s=0.02)
-    clients = [(1, at("north")), (2, at("south")), (3, at("east"))]
+    clients = [(1, at("north")), (2, at("south", policy=SitePolicy(max_share=0.8))), (3, at("east"))]
     on = On((lambda event: isinstance(event, Arrived) and event.update.refusal == "not-opened", None))
     with remote(experiment, config, tmp_path, clients) as fleet:
         run = fleet.serve(on.inbox)
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0]
         for joiner in fleet.joiners:
-            assert re.search(r"9\d\.\d% of a sum would be of site '\w+', .* allows max_share 0.9", joiner.words())
+            assert re.search(r"9\d\.\d% of a sum would be of site '\w+', .* allows max_share 0.8", joiner.words())
     assert run.summary["updates_merged"] == 0 and run.summary["finished"] == SEEN
     assert "takes no part in a sum: not-opened: bad-group: 9" in caplog.text
 
@@ -79,10 +79,13 @@ def test_noise_of_a_site_goes_under_the_masks(tmp_path):
 
 def test_a_group_of_too_few_sites_is_not_opened(tmp_path):
     experiment, config = parsed(tmp_path, *OPTIONS, second_s=0.02)
-    clients = [(1, at("north")), (2, at("south")), (3, at("south"))]
+    clients = [(1, at("north")), (2, at("south", policy=SitePolicy(partners=["east"]))), (3, at("south"))]
     on = On((lambda event: isinstance(event, Arrived) and event.update.refusal == "not-opened", None))
     with remote(experiment, config, tmp_path, clients) as fleet:
         run = fleet.serve(on.inbox)
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0]
         assert "summed over clients of 2 sites, and secure_aggregation.min_cover is 3" in fleet.joiners[0].words()
+        assert re.search(
+            r"site 'north', key (\w{4}:){15}\w{4}, which policy.partners does not list", fleet.joiners[1].words()
+        )
     assert run.summary["updates_merged"] == 0 and run.summary["finished"] == SEEN

@@ -198,6 +198,7 @@ class _Running:
         senders: members that sent shares.
         masked: steps with masked numbers, by member; empty before.
         gone: members whose connection has ended.
+        signed: reply to those that have signed both lists; None = before that.
     """
 
     opening: Opening
@@ -210,6 +211,7 @@ class _Running:
     senders: tuple[int, ...] = ()
     masked: dict[int, SecureStep] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
+    signed: Reply | None = None
 
     def await_(self, phase: Phase, keys: Iterable[int]) -> None:
         """Start to wait for the next message of each given member that is still connected.
@@ -246,6 +248,9 @@ class SecureAggregator:
         elif running is not None and step.phase == running.phase and key in running.waiting:
             running.here[key] = step
             running.waiting.discard(key)
+        elif running is not None and running.signed is not None and step.phase == "signed" and key in running.masked:
+            running.waiting.add(key)  # slow, but its numbers are in the sum, which it can still help to open
+            step.replies.put(running.signed)
         elif step.phase != "opened":  # it was too slow, and its group has gone on
             step.replies.put(None)
         elif key in self._groups.coordinator.roster.active:  # its group was given up meanwhile
@@ -364,8 +369,9 @@ class SecureAggregator:
         signers = self._signers(running, lists_text(group, running.senders, left))
         sizes = reveal_sizes(opening.coverage, opening.commitments, left, group.min_cover)
         told = Signatures({key: step.signature for key, step in signers.items()}).to_meta()
+        running.signed = Reply(told, None, layout_of(revealed=sum(sizes.values())))
         for step in signers.values():
-            step.replies.put(Reply(told, None, layout_of(revealed=sum(sizes.values()))))
+            step.replies.put(running.signed)
         running.await_("opened", signers)
 
     def _signers(self, running: _Running, text: bytes) -> dict[int, SecureStep]:

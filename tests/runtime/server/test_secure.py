@@ -240,6 +240,24 @@ def test_one_that_is_lost_before_it_signs_the_survivors_is_still_in_the_sum(aggr
     assert len(updates) == 4 and merged(coordinator, updates).eq(1).all()
 
 
+def test_one_that_signs_the_survivors_too_late_can_still_help(aggregator):
+    _, one, hands, _ = aggregator
+    one.look(0.0)
+    for step in (Hand.share, lambda hand: hand.mask(STEPS)):
+        for hand in hands:
+            step(hand)
+        one.look(0.0)
+    for hand in hands[:3]:
+        hand.sign()
+    assert one.look(60.1) == []
+    hands[3].sign()
+    for hand in hands[1:]:
+        hand.reveal()
+    assert one.look(61.0) == []  # the first is awaited
+    updates = one.look(121.0)
+    assert [update.refusal for update in updates] == [None] * 4 and not one.is_running
+
+
 def test_one_whose_signature_is_wrong_is_left_out_and_told(aggregator):
     _, one, hands, _ = aggregator
     one.look(0.0)

@@ -84,7 +84,10 @@ def test_a_group_of_too_few_sites_is_not_opened(tmp_path):
     with remote(experiment, config, tmp_path, clients) as fleet:
         run = fleet.serve(on.inbox)
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0]
-        assert "summed over clients of 2 sites, and secure_aggregation.min_cover is 3" in fleet.joiners[0].words()
+        assert (
+            "summed over clients of 2 sites that trained, and secure_aggregation.min_cover is 3"
+            in fleet.joiners[0].words()
+        )
         assert re.search(
             r"site 'north', key (\w{4}:){15}\w{4}, which policy.partners does not list", fleet.joiners[1].words()
         )

@@ -73,16 +73,15 @@ def check_facts(group: Group) -> None:
         group: group that the server names; nothing else needs to have been checked.
 
     Raises:
-        CannotOpen: bad-group: a member counts for more samples than it says, trained from a version that is not there yet
-            or made no step, or members of one version and submodel received different values.
+        CannotOpen: bad-group: a member counts for more samples than it says, or trained from a version that is not there
+            yet, or members of one version and submodel received different values.
     """
     starts: dict[tuple[int, Spec], str] = {}
     for member in group.members:
-        is_counted = 1 <= member.counted <= member.num_samples and member.num_steps >= 1
-        if not is_counted or not 0 <= member.version <= group.version:
+        if not 1 <= member.counted <= member.num_samples or not 0 <= member.version <= group.version:
             raise CannotOpen(
-                f"the server counts {member.counted} of the {member.num_samples} samples of member {member.id}, which made "
-                f"{member.num_steps} steps from version {member.version} of {group.version}",
+                f"the server counts {member.counted} of the {member.num_samples} samples of member {member.id}, which "
+                f"trained from version {member.version} of {group.version}",
                 "bad-group",
             )
         start = starts.setdefault((member.version, member.spec), member.start)
@@ -110,12 +109,14 @@ def check_cover(
     most = min(member.max_share for member in group.members)
     for cell in coverage.open_cells(survivors, min_cover):
         parts: dict[str | int, float] = {}
-        for member in sorted(coverage.holders[cell] & survivors):
-            owner = group.by_id[member].owner
-            parts[owner] = parts.get(owner, 0.0) + weights[member]
+        for number in sorted(coverage.holders[cell] & survivors):
+            member = group.by_id[number]
+            if member.site and not member.num_steps:  # it changed nothing, and so hides nobody
+                continue
+            parts[member.owner] = parts.get(member.owner, 0.0) + weights[number]
         if len(parts) < min_cover:
             raise CannotOpen(
-                f"elements of the model would be summed over clients of {len(parts)} sites, and "
+                f"elements of the model would be summed over clients of {len(parts)} sites that trained, and "
                 f"secure_aggregation.min_cover is {min_cover}: use clients of more sites",
                 "bad-group",
             )

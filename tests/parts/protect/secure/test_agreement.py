@@ -168,8 +168,21 @@ def test_sites_are_counted_among_survivors():
     sites = {f"m{key}": {"site": site} for key, site in enumerate("aabcdef", 1)}
     told = Round(7, min_cover=5, **sites).join().mask()
     assert told.sign(1, [1, 3, 4, 5, 6])
-    with pytest.raises(CannotOpen, match=r"summed over clients of 4 sites, and secure_aggregation.min_cover is 5"):
+    with pytest.raises(
+        CannotOpen, match=r"summed over clients of 4 sites that trained, and secure_aggregation.min_cover is 5"
+    ):
         told.sign(3, [1, 2, 3, 4, 5])
+
+
+def test_a_site_that_made_no_step_hides_nobody():
+    """A loader that drops the last batch may have none; of three clients two then remain."""
+    sites = {f"m{key}": {"site": site, "num_steps": int(site != "c")} for key, site in enumerate("abcd", 1)}
+    Round(4, min_cover=3, **sites).join()
+    with pytest.raises(CannotOpen, match="summed over clients of 3 sites that trained"):
+        Round(4, min_cover=4, **sites).join()
+    told = Round(4, min_cover=3, **sites).join().mask()
+    with pytest.raises(CannotOpen, match="summed over clients of 2 sites that trained"):
+        told.sign(1, [1, 2, 3])
 
 
 def test_one_site_cannot_bring_as_many_members_as_would_sign_two_lists():
@@ -186,7 +199,7 @@ def test_one_site_cannot_bring_as_many_members_as_would_sign_two_lists():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"counted": 101}, {"counted": 0}, {"version": 10}, {"num_steps": 0}, {"start": "other"}, {"start": ""}],
+    [{"counted": 101}, {"counted": 0}, {"version": 10}, {"start": "other"}, {"start": ""}],
     ids=str,
 )
 def test_counts_and_what_was_sent_are_checked(fields):

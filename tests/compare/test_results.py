@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from raafl.compare.comparison import Comparison
-from raafl.compare.results import _clients, gains, measure, summarize
+from raafl.compare.results import _clients, _last_before, gains, measure, summarize, with_holm
 from raafl.compare.runs import Outcome, Run
 from raafl.runfolder.schema import CLIENTS, METRICS, TESTED
 
@@ -51,3 +51,34 @@ def test_a_metric_that_is_not_finite_at_the_end_is_a_failure(tmp_path):
     run = Run("A", "quickstart", (), 0, "d", (None, None), "f")
     found = measure(Outcome(run, folder, {"finished": "max_updates"}, "c"), LOSS, tmp_path)
     assert found["error"] == "loss is nan at the end"
+
+
+def test_a_difference_is_shown_where_holms_correction_leaves_it():
+    """With t(0.975, 2) = 4.3027, p of mean m and half h is 1 - t / sqrt(2 + t^2) at t = 4.3027 m / h.
+
+    At h = m / 2 and at h = m / 1.1 that is 0.0131 and 0.0418: of two tests 0.0262 and 0.0418, and of three with one more
+    at m / 1.5, p 0.0231, the smallest is 0.0397 and the others 0.0463 and 0.0463 again, since they do not fall.
+    """
+
+    def gap(ratio):
+        return {"mean": -1.0, "half": 1 / ratio, "num": 3, "excludes_0": True}
+
+    def p(ratio):
+        t = 4.302653 * ratio
+        return 1 - t / (2 + t * t) ** 0.5
+
+    one_seed = {"mean": 1.0, "half": None, "num": 1, "excludes_0": False}
+    found = with_holm({"A": None, "B": gap(2), "C": gap(1.1), "D": gap(1.5), "E": one_seed})
+    assert found["A"] is None
+    assert [found[label]["p"] for label in "BCD"] == pytest.approx([p(2), p(1.1), p(1.5)], rel=1e-5)
+    assert [found[label]["p_holm"] for label in "BCD"] == pytest.approx([3 * p(2), 2 * p(1.5), 2 * p(1.5)], rel=1e-5)
+    assert [found[label]["tests"] for label in "BCDE"] == [3, 3, 3, 3]
+    assert [found[label]["shown"] for label in "BCDE"] == [True, True, True, False]
+    many = with_holm({str(i): gap(1.1) for i in range(2)})  # twice 0.0418 is above 0.05
+    assert [one["shown"] for one in many.values()] == [False, False]
+
+
+def test_bytes_to_a_target_are_those_of_the_last_evaluation_until_then():
+    """On a common grid a target is reached at 2.0 s by what was evaluated at 1.7 s."""
+    sent = [(0.0, 0.0), (1.7, 5.0), (2.4, 9.0)]
+    assert [_last_before(sent, time_s) for time_s in (2.0, 1.7, 5.0, None)] == [5.0, 5.0, 9.0, None]

@@ -61,6 +61,11 @@ class Rules:
         """Whether a task's time counts the samples that it trains on, with the last batches of epochs as they are."""
         return self.revision >= 2
 
+    @property
+    def measures_rounding(self) -> bool:
+        """Whether the proof of axes allows the rounding that it measures in a model, not a fixed share of values alone."""
+        return self.revision >= 2
+
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:
     """Return the revision in the config of a run folder; a folder older than the field has revision 1."""

@@ -150,7 +150,7 @@ def submodels_of(options: SubmodelOptions, module: nn.Module, example_batch: obj
 
 def proven_submodels(
     options: SubmodelOptions, module: nn.Module, batch: object, select: Select,
-    plain: Callable[[], nn.Module] | None = None,
+    plain: Callable[[], nn.Module] | None = None, *, measures_rounding: bool = True,
 ) -> Submodels:  # fmt: skip
     """Return the submodels of a module; they cut only axes for which a training step has shown that cutting is safe.
 
@@ -164,11 +164,13 @@ def proven_submodels(
         select: part of the algorithm that chooses submodels.
         plain: function that builds the user's original model, to be checked in place of ``module``; None = check
             ``module``.
+        measures_rounding: whether the check allows for rounding as it measures it, see `refuted`.
     """
     submodels = submodels_of(options, module, batch)
     if type(select) is not Full:
         made = module if plain is None else plain()
-        found = refuted(submodels if plain is None else submodels_of(options, made, batch), made, batch)
+        checked = submodels if plain is None else submodels_of(options, made, batch)
+        found = refuted(checked, made, batch, measures_rounding=measures_rounding)
         submodels.exclude_axis({name: reason for name, reason in found.items() if name in submodels.axes})
     return submodels
 
@@ -190,7 +192,10 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
             return user_model(experiment)
 
     own = None if experiment.algorithm.local.proven_as_trained else plain
-    return proven_submodels(experiment.submodels, module, data.example_batch(2), experiment.algorithm.select, own)
+    return proven_submodels(
+        experiment.submodels, module, data.example_batch(2), experiment.algorithm.select, own,
+        measures_rounding=Rules(experiment.rules).measures_rounding,
+    )  # fmt: skip
 
 
 def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo]:

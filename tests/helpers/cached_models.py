@@ -77,8 +77,9 @@ def reuse_findings() -> Iterator[None]:
         key = ("cost", *of(submodels), spec, batch_size)
         return once(key, submodels.module, submodels.example_batch, lambda: _COST(submodels, spec, batch_size))
 
-    def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> Any:
-        return once(("refuted", *of(submodels)), module, batch, lambda: _REFUTED(submodels, module, batch))
+    def refuted(submodels: Submodels, module: nn.Module, batch: Any, **options: Any) -> Any:
+        key = ("refuted", *of(submodels), *options.items())
+        return once(key, module, batch, lambda: _REFUTED(submodels, module, batch, **options))
 
     def discover_axes(module: nn.Module, batch: Any, *more: Any, **options: Any) -> Any:
         return once(("axes", *options.items()), module, batch, lambda: _DISCOVER(module, batch, *more, **options))

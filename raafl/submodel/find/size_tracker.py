@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -201,8 +202,9 @@ class SizeTracker(TorchFunctionMode):
         extents = [extent_of(asked.dim) for asked in self.asked]
         wanted: dict[Attribute, set[Extent]] = {}
         for asked, extent in zip(self.asked, extents, strict=True):
-            if isinstance(asked.origin, _Attr) and extent is not None and extent(full) == self.values[asked.origin.key]:
-                wanted.setdefault(asked.origin.key, set()).add(extent)
+            origin, extent = (asked.origin, extent) if extent is not None else _beside_the_batch(asked, extent_of)
+            if isinstance(origin, _Attr) and extent is not None and extent(full) == self.values[origin.key]:
+                wanted.setdefault(origin.key, set()).add(extent)
         attributes = {key: min(found, key=str) for key, found in wanted.items() if len(found) == 1}
         attributes = {key: extent for key, extent in attributes.items() if extent.axes}
         samples: list[Counts] = [{axis: max(1, n // k) for axis, n in full.items()} for k in (2, 3)]
@@ -258,6 +260,24 @@ class SizeTracker(TorchFunctionMode):
             except ZeroDivisionError:
                 return None
         return -1 if origin is None else int(origin)
+
+
+def _beside_the_batch(asked: SizeUse, extent_of: Callable[[Dim], Extent | None]) -> tuple[Origin, Extent | None]:
+    """Return the other factor of a size that is a multiple of the batch, such as the heads in `view(batch * heads, ...)`.
+
+    Args:
+        asked: use of the size.
+        extent_of: function that returns the size of a dimension as a formula; None = it depends on the batch.
+    """
+    if not isinstance(asked.origin, tuple) or asked.origin[0] != "mul":
+        return None, None
+    leaves = asked.dim.leaves()
+    own = [atom for atom in leaves if "given" not in atom.marks]
+    batch = math.prod(atom.size for atom in leaves if "given" in atom.marks)
+    _, one, other = asked.origin
+    if batch not in (one, other):
+        return None, None
+    return other if one == batch else one, extent_of(Dim(own))
 
 
 def _with_slices(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, count, product
 from typing import TYPE_CHECKING, Any
@@ -30,17 +29,13 @@ from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import mapped
 from raafl.submodel.prove.narrow import narrowed, num_values, random_values, shortened
 from raafl.submodel.prove.noise import NOISE, Quiet
+from raafl.submodel.prove.outcome import StepOutcome, largest_of, output_of
+from raafl.submodel.prove.tolerance import CAPS, DRAWS, FORCED, LEAST, MOVED, TOLERANCES, Bound, Rounding, apart
 from raafl.submodel.spec import FULL, Spec
 from raafl.submodel.user_caches import uncached
 
 if TYPE_CHECKING:
     from raafl.submodel.submodels import Submodels
-
-TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Largest difference, as a share of the largest value; float32 is for code that does not run in double precision."""
-
-FORCED = 1e-6
-"""The tolerance where code turns doubles into float32 in between."""
 
 LARGE = 2_000_000
 """Parameters of a model beyond which a narrow copy of it is proven, and axes are cut all together only: a start stays short."""
@@ -51,19 +46,9 @@ TINY = 1e-30
 _EDGES = ("LayerNorm", "RMSNorm")
 
 
-@dataclass
-class _Step:
-    """What one training step came to."""
-
-    outputs: list[tuple[str, list[Tensor]]] = field(default_factory=list)
-    loss: Tensor | None = None
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    forced: bool = False
-    noisy: bool = False
-
-
-def refuted(submodels: Submodels, module: nn.Module, batch: object) -> dict[str, str]:
+def refuted(
+    submodels: Submodels, module: nn.Module, batch: object, *, measures_rounding: bool = True
+) -> dict[str, str]:
     """Check that each axis can really be shrunk; return the axes that failed, each with the reason.
 
     A model from which units were removed must compute the same outputs and gradients as the whole model with these
@@ -76,6 +61,8 @@ def refuted(submodels: Submodels, module: nn.Module, batch: object) -> dict[str,
         submodels: submodels of the model, which must not have been used before.
         module: model with or without values; its buffers are read.
         batch: batch of real data, of which a few samples are enough.
+        measures_rounding: whether a difference is allowed that rounding makes in this model; False = as in runs of before,
+            only a fixed share of the largest value is.
     """
     if not submodels.axes:
         return {}
@@ -83,7 +70,7 @@ def refuted(submodels: Submodels, module: nn.Module, batch: object) -> dict[str,
     found = dict.fromkeys(submodels.axes, too_large)
     with undisturbed(), torch.enable_grad():
         for (one, built, some), dtype in product(_candidates(submodels, module, batch), TOLERANCES):
-            answer = _proven(partial(_Proof, one, built, some, dtype), module)
+            answer = _proven(partial(_Proof, one, built, some, dtype, measures_rounding), module)
             if isinstance(answer, dict):
                 return answer
             found = dict.fromkeys(submodels.axes, f"not proven: {answer}")
@@ -118,7 +105,9 @@ def _candidates(submodels: Submodels, module: nn.Module, batch: object) -> Itera
 class _Proof:
     """The whole model with drawn values, beside which small ones are held."""
 
-    def __init__(self, submodels: Submodels, module: nn.Module, batch: object, dtype: torch.dtype) -> None:
+    def __init__(
+        self, submodels: Submodels, module: nn.Module, batch: object, dtype: torch.dtype, measures_rounding: bool = True
+    ) -> None:
         self.submodels, self.dtype = submodels, dtype
         # NaN in the data says nothing of the axes, and would hide all that is to be compared
         self.batch = mapped(batch, lambda x: x.to(dtype).nan_to_num(0, 0, 0) if x.is_floating_point() else x)
@@ -127,7 +116,7 @@ class _Proof:
         self.spanned |= set() if submodels.discovered is None else submodels.discovered.spanned
         self.halves = frozenset({torch.float16, torch.bfloat16} & set(submodels.layout().dtypes))
         self.generator = torch.Generator().manual_seed(11)
-        self.noise = NOISE
+        self.noise, self.measures_rounding = NOISE, measures_rounding
 
     def begin(self) -> str | None:
         """Run the whole model once; return a reason for which it cannot be compared with a smaller one, or None."""
@@ -138,18 +127,19 @@ class _Proof:
         except USER_ERRORS as error:
             return f"its training step does not run on random values: {one_line(error)}"
         step = self.first
-        if step.loss is None or not all(torch.isfinite(x).all() for x in _tensors(step)):
+        if step.loss is None or not all(torch.isfinite(x).all() for x in step.loss_and_gradients()):
             return "its training step gives numbers that are not finite, whatever is cut: correct the step first"
         if step.noisy and not self._finite(self.noise[1]):  # nothing is left of what is divided by the number kept, say
             self.noise = NOISE[:1] * 2
+        self.uncut = largest_of(step.gradients) if self.measures_rounding else {}
         if not self.spanned & self.submodels.axes.keys():  # nothing is held against it any more
-            self.first = _Step()
+            self.first = StepOutcome()
         return None
 
     def _finite(self, noise: float) -> bool:
         """Check that the whole model's step runs with this in the place of noise, and gives finite numbers."""
         try:
-            return all(bool(torch.isfinite(x).all()) for x in _tensors(self._step(self.whole, noise)))
+            return all(bool(torch.isfinite(x).all()) for x in self._step(self.whole, noise).loss_and_gradients())
         except USER_ERRORS:
             return False
 
@@ -214,18 +204,32 @@ class _Proof:
             small = self._step(self._made(equal, plan.gather(self.values)), noise)
         except USER_ERRORS as error:
             return f"its training step does not run: {one_line(error)}"
-        whole = self._masked(plan, 0.0, noise)
+        masked = partial(self._masked, plan, 0.0, noise)
+        whole = masked()
         if whole.loss is not None and not torch.isfinite(whole.loss).all():
-            whole = self._masked(plan, TINY, noise)
-        if not all(torch.isfinite(x).all() for x in _tensors(whole)):
-            whole = self._masked(plan, 0.0, noise, buffers=False)
-        return self._compared(equal, small, whole)
+            masked = partial(self._masked, plan, TINY, noise)
+            whole = masked()
+        if not all(torch.isfinite(x).all() for x in whole.loss_and_gradients()):
+            masked = partial(self._masked, plan, 0.0, noise, buffers=False)
+            whole = masked()
+        problem = next(self._differences(equal, small, whole, Rounding()), None)
+        if problem is None or not self.measures_rounding:
+            return problem
+        return next(self._differences(equal, small, whole, self._rounding(equal, whole, masked)), None)
 
-    def _masked(self, plan: CopyPlan, instead: float, noise: float, *, buffers: bool = True) -> _Step:
+    def _masked(
+        self, plan: CopyPlan, instead: float, noise: float, *, buffers: bool = True,
+        moved: Callable[[Tensor], object] | None = None,
+    ) -> StepOutcome:  # fmt: skip
         """Do a step of the whole model with ``instead`` in the place of what is dropped.
 
-        Without ``buffers`` those are left as they are: they may place or scale a unit's inputs, as the knots of a spline do,
-        by whose distances is divided, and a unit is gone with its parameters.
+        Args:
+            plan: plan that copies what is kept.
+            instead: value of dropped elements.
+            noise: number that stands for all that is drawn.
+            buffers: whether buffers are masked, too. They may place or scale a unit's inputs, as the knots of a spline do, by
+                whose distances is divided, and a unit is gone with its parameters.
+            moved: function that changes each parameter in place; None = none.
         """
         kept = FlatTensors.zeros(self.values.layout)
         plan.cover_(kept, True)  # a number cannot be added to a buffer of booleans
@@ -238,6 +242,8 @@ class _Proof:
                 value = tensors[name].copy_(is_kept * self.values[name])
                 if instead and is_merged(value.dtype):
                     value.masked_fill_(is_kept == 0, instead)
+            for parameter in self.whole.parameters() if moved is not None else ():
+                moved(parameter)
         return self._step(self.whole, noise)
 
     def _runs(self, spec: Spec, noise: float) -> str | None:
@@ -246,9 +252,9 @@ class _Proof:
             small = self._step(self._made(spec, self.submodels.plan(spec, "present").gather(self.values)), noise)
         except USER_ERRORS as error:
             return f"its training step does not run: {one_line(error)}"
-        if not all(torch.isfinite(x).all() for x in _tensors(small)):
+        if not all(torch.isfinite(x).all() for x in small.loss_and_gradients()):
             return "its training step gives numbers that are not finite"
-        return next(self._outputs(spec, small, self.first, math.inf), None)
+        return next(self._outputs(spec, small, self.first, Bound(math.inf)), None)
 
     def _made(self, spec: Spec, values: FlatTensors) -> nn.Module:
         present = values.clone() if spec.is_full else values
@@ -257,11 +263,11 @@ class _Proof:
         _settle(module)
         return module
 
-    def _step(self, module: nn.Module, noise: float) -> _Step:
+    def _step(self, module: nn.Module, noise: float) -> StepOutcome:
         if module is self.whole:  # the small ones are new
             self.state.restore()
         module.zero_grad(set_to_none=True)
-        done, mode = _Step(), Quiet(noise, self.halves, self.dtype)
+        done, mode = StepOutcome(), Quiet(noise, self.halves, self.dtype)
         seeded(5)  # both steps are to draw the same
         handles = watch_outputs(
             module,
@@ -282,17 +288,31 @@ class _Proof:
         done.buffers = {n: b.clone() for n, b in persistent_buffers(module).items() if is_merged(b.dtype)}
         return done
 
-    def _compared(self, spec: Spec, small: _Step, whole: _Step) -> str | None:
+    def _rounding(self, spec: Spec, whole: StepOutcome, masked: Callable[..., StepOutcome]) -> Rounding:
+        """Measure what rounding makes of a masked step, by steps whose parameters are moved by a few units of it.
+
+        Args:
+            spec: submodel whose part of the step counts.
+            whole: outcome of the step.
+            masked: function that runs the step.
+        """
+        eps = torch.finfo(torch.float32 if whole.forced else self.dtype).eps
+        generator, selections = torch.Generator().manual_seed(13), self.submodels.selections(spec)
+        found = Rounding(CAPS[self.dtype])
+        for _ in range(DRAWS):
+            moved = masked(moved=partial(_moved_, MOVED * eps, generator))
+            found.add(whole.named(selections), moved.named(selections))
+        return found
+
+    def _differences(self, spec: Spec, small: StepOutcome, whole: StepOutcome, rounding: Rounding) -> Iterator[str]:
+        """Yield in words where two steps differ by more than the tolerance and ``rounding``."""
         tolerance = FORCED if whole.forced and self.dtype == torch.float64 else TOLERANCES[self.dtype]
         assert small.loss is not None and whole.loss is not None
-        if problem := _apart("the loss", small.loss, whole.loss, tolerance, 1e-6):
-            return problem
-        if problem := next(self._outputs(spec, small, whole, tolerance), None):
-            return problem
+        yield from apart("the loss", small.loss, whole.loss, Bound(tolerance, 1e-6, rounding))
+        yield from self._outputs(spec, small, whole, Bound(tolerance, 1e-6, rounding))
         selections, present = self.submodels.selections(spec), self.submodels.layout(spec).by_name
-        largest = max(
-            (float(g.abs().max()) for g in whole.gradients.values() if g is not None and g.numel()), default=0.0
-        )
+        largest = max(largest_of(whole.gradients).values(), default=0.0)
+        least = LEAST * torch.finfo(self.dtype).eps * max(self.uncut.values(), default=0.0)
         for name, ours in small.gradients.items():
             theirs = whole.gradients[name]
             if ours is None and theirs is None:
@@ -300,15 +320,14 @@ class _Proof:
             shape = present[name].shape if name in present else ()
             given = torch.zeros(shape, dtype=self.dtype) if ours is None else ours
             full = torch.zeros_like(given) if theirs is None else select(theirs, selections.get(name, {}))
-            if problem := _apart(f"the gradient of '{name}'", given, full, tolerance, 1e-3 * largest):
-                return problem
+            # cut to one unit, a normalised vector has no gradient but rounding: then the uncut model's says what is small
+            floor = 1e-3 * max(largest, self.uncut.get(name, 0.0))
+            yield from apart(f"the gradient of '{name}'", given, full, Bound(tolerance, floor, rounding, least))
         for name, buffer in small.buffers.items():
             other = select(whole.buffers[name], selections.get(name, {}))
-            if problem := _apart(f"buffer '{name}'", buffer, other, tolerance, 1e-3):
-                return problem
-        return None
+            yield from apart(f"buffer '{name}'", buffer, other, Bound(tolerance, 1e-3, rounding))
 
-    def _outputs(self, spec: Spec, small: _Step, whole: _Step, tolerance: float) -> Iterator[str]:
+    def _outputs(self, spec: Spec, small: StepOutcome, whole: StepOutcome, bound: Bound) -> Iterator[str]:
         """Yield where what the training step sees of the model differs: what modules give that hold all of an axis."""
         axes = [self.submodels.axes[name] for name, _ in spec.kept]
         if [path for path, _ in small.outputs] != [path for path, _ in whole.outputs]:
@@ -318,12 +337,17 @@ class _Proof:
             if not any(all(within(m.name, (path,)) for m in axis.members) for axis in axes):
                 continue
             if [x.shape for x in ours] != [x.shape for x in theirs] and not any(_crosses(axis, path) for axis in axes):
-                yield f"the output of '{path or 'the model'}' has another shape"
+                yield f"{output_of(path)} has another shape"
             for one, other in zip(ours, theirs, strict=False):
-                if one.shape == other.shape and (
-                    p := _apart(f"the output of '{path or 'the model'}'", one, other, tolerance, 1e-6)
-                ):
-                    yield p
+                if one.shape == other.shape:
+                    yield from apart(output_of(path), one, other, bound)
+
+
+def _moved_(share: float, generator: torch.Generator, parameter: Tensor) -> None:
+    """Multiply each value of a parameter by 1 + ``share`` or 1 - ``share``, by chance."""
+    if is_merged(parameter.dtype):
+        signs = 2 * torch.randint(2, parameter.shape, generator=generator, dtype=parameter.dtype.to_real()) - 1
+        parameter.mul_(1 + share * signs)
 
 
 def _crosses(axis: Axis, path: str) -> bool:
@@ -369,23 +393,3 @@ def _separating(names: Sequence[str]) -> Iterator[list[str]]:
     halves = dict(zip(names, combinations(range(num), num // 2), strict=False))
     for place in range(num):
         yield [name for name in names if place in halves[name]]
-
-
-def _apart(what: str, one: Tensor, other: Tensor, tolerance: float, floor: float) -> str | None:
-    """Return in words that two tensors differ by more than ``tolerance`` of the largest value, or of ``floor``."""
-    if one.shape != other.shape:
-        return f"{what} has the shape {tuple(one.shape)}, not {tuple(other.shape)}"
-    if not one.numel():
-        return None
-    if not bool(torch.isfinite(one).all() and torch.isfinite(other).all()):  # max(0, nan) is 0
-        same = torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)) and math.isinf(tolerance)
-        return None if same else f"{what} is not finite"
-    scale = max(float(other.abs().max()), floor)
-    gap = float((one - other).abs().max())
-    return f"{what} differs by {gap / scale:.2g}" if gap > tolerance * scale else None
-
-
-def _tensors(step: _Step) -> Iterator[Tensor]:
-    if step.loss is not None:
-        yield step.loss
-    yield from (g for g in step.gradients.values() if g is not None)

@@ -11,6 +11,7 @@ from torch import nn
 
 from raafl.submodel import Spec, Submodels
 from raafl.submodel.cut.sizes import Corrected, Extent, put, shallow
+from raafl.submodel.prove.proof import refuted
 from tests.submodel.architectures import ARCHITECTURES
 
 
@@ -93,3 +94,30 @@ def test_a_corrected_module_runs_after_copying_and_pickling(name):
 def test_batches_of_another_size_run():
     _, small, _ = small_of("nanoGPT")
     assert small(torch.randint(3, 40, (5, 3))).shape == (5, 3, 40)
+
+
+class BatchOfHeads(nn.Module):
+    """Multiplies the heads into the batch, as BoTNet does: ``view(batch * heads, features of one, positions)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.features = 4, 8
+        self.qkv, self.out = nn.Conv1d(12, 96, 1), nn.Linear(32, 3)
+
+    def forward(self, x):
+        parts = self.qkv(x).split(self.num_heads * self.features, dim=1)
+        q, k, v = (part.reshape(len(x) * self.num_heads, self.features, -1) for part in parts)
+        mixed = torch.softmax(q.transpose(1, 2) @ k / 3, dim=-1) @ v.transpose(1, 2)
+        return self.out(mixed.transpose(1, 2).reshape(len(x), self.num_heads * self.features, -1).mean(2))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_heads_that_are_multiplied_into_the_batch_are_cut():
+    batch = [torch.randn(2, 12, 5), torch.tensor([0, 2])]
+    submodels = Submodels(BatchOfHeads(), batch)
+    assert [axis.size for axis in submodels.axes.values()] == [4]
+    assert refuted(submodels, BatchOfHeads(), batch) == {}
+    small = submodels.shrink(Spec.select({name: [1, 3] for name in submodels.axes})).module
+    assert (small.num_heads, small.features, tuple(small.qkv.weight.shape)) == (2, 8, (48, 12, 1))

@@ -180,7 +180,7 @@ def measure(case: Case, folder: Path) -> Row:
         run.close()
     run_s = time.perf_counter() - began
     peak_bytes, begun = status_bytes("VmHWM"), time.process_time()
-    run.evaluator(parts.coordinator.state.values)
+    run.evaluator(parts.coordinator.state.values, 0)
     evaluate_s = time.process_time() - begun
     if summary["updates_merged"] != case.updates:
         raise RuntimeError(f"{case} merged {summary['updates_merged']} updates: {summary['finished']}")

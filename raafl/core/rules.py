@@ -52,6 +52,11 @@ class Rules:
         return self.revision >= 2
 
     @property
+    def seeds_evaluation(self) -> bool:
+        """Whether each evaluation draws from generators of its own, seeded by the run's seed and the model's version."""
+        return self.revision >= 2
+
+    @property
     def follows_methods(self) -> bool:
         """Whether the cost of a task is that of its method's own steps (`Local.cost`), not a formula (`Local.estimate`)."""
         return self.revision >= 2

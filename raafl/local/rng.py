@@ -32,15 +32,17 @@ def seed_everything(seed: int, device: torch.device) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def generators() -> tuple[Any, ...]:
-    """Return the states of Python's, NumPy's and torch's generators on the CPU."""
-    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+def generators(device: torch.device | None = None) -> tuple[Any, ...]:
+    """Return the states of Python's, NumPy's and torch's generators on the CPU, and of that of ``device`` if it is a GPU."""
+    cuda = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state(), cuda
 
 
 def same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Check whether two results of `generators` are equal."""
     numpys = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
-    return one[0] == other[0] and numpys and torch.equal(one[2], other[2])
+    cudas = one[3] is None or torch.equal(one[3], other[3])
+    return one[0] == other[0] and numpys and torch.equal(one[2], other[2]) and cudas
 
 
 class RngStream:
@@ -57,6 +59,13 @@ class RngStream:
         self._outer: tuple[Any, ...] = ()
         with self:
             seed_everything(seed, device)
+        self._first = self._own
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether random numbers have been drawn from this stream; to be asked outside of it."""
+        assert self._first is not None and self._own is not None
+        return not same_generators(self._first, self._own)
 
     def __enter__(self) -> None:
         """Draw from this stream."""
@@ -95,8 +104,7 @@ class RngStream:
             self.__enter__()
 
     def _states(self) -> tuple[Any, ...]:
-        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return random.getstate(), np.random.get_state(), torch.default_generator.get_state(), cuda
+        return generators(self._device)
 
     def _set(self, states: tuple[Any, ...]) -> None:
         random.setstate(states[0])

@@ -45,7 +45,7 @@ from raafl.runtime.lifecycle.hub import push_model
 from raafl.runtime.lifecycle.mirror import Mirror, check_store
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.lifecycle.signals import Interrupt
-from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor, max_norm_ratio
+from raafl.runtime.setup import ServerSetup, build, data_notes, evaluation_seed, make_executor, max_norm_ratio
 from raafl.submodel import FULL
 from raafl.units import quantity
 from raafl.watch.eta import Goals
@@ -75,7 +75,7 @@ class Run:
         self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
         self.evaluator = Evaluator(
             submodels, data.test_batches, device, self.statistics.fill_,
-            metrics_live=Rules(experiment.rules).metrics_live,
+            seed=evaluation_seed(experiment), metrics_live=Rules(experiment.rules).metrics_live,
         )  # fmt: skip
         self.saved_form = SavedForm(parts.module, lambda: self.evaluator.living)
         self.progress = Progress(experiment.progress)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ class Run:
         self.observer.begin(self, saved)
         self._try_step()
         with explained(module, "validation_step", next(data.test_batches())[0]):
-            metrics = self.evaluator(self.parts.coordinator.state.values)
+            metrics = self.evaluator(self.parts.coordinator.state.values, 0)
         if not metrics:
             raise BadInput(
                 f"{type(module).__name__}.validation_step gives no metrics: return them in a dict, or log them"

@@ -73,6 +73,11 @@ def loader_rules(experiment: Experiment) -> LoaderRules:
     return LoaderRules(rules.keeps_order, rules.trained_labels)
 
 
+def evaluation_seed(experiment: Experiment) -> int | None:
+    """Return the seed of a run's evaluations; None = they draw from the global generators, as those of older runs did."""
+    return experiment.seed if Rules(experiment.rules).seeds_evaluation else None
+
+
 def user_model(experiment: Experiment) -> LightningModule:
     """Build the user's model, ready for training, with the early exits that ``submodels.exits`` asks for.
 
@@ -426,7 +431,8 @@ def make_executor(
         from raafl.runtime.executors.pool import Pool
 
         submodels, batches, device = parts.submodels, parts.data.test_batches, trainer.fabric.device
-        return Pool(trainer, inner, workers, lambda: Evaluator(submodels, batches, device))
+        seed = evaluation_seed(parts.experiment)
+        return Pool(trainer, inner, workers, lambda: Evaluator(submodels, batches, device, seed=seed))
     if not ranks:
         return inner
     from raafl.runtime.executors.ranks import RankExecutor

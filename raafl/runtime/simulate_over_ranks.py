@@ -15,7 +15,7 @@ from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.numerics import set_numerics
 from raafl.runtime.executors.rank_worker import work
 from raafl.runtime.run import simulate
-from raafl.runtime.setup import MAX_BUILT, client_parts, load_data, within_process
+from raafl.runtime.setup import MAX_BUILT, client_parts, evaluation_seed, load_data, within_process
 from raafl.transport import TRANSPORTS, ConnectOptions, PeerLost, PeerTimeout, Refused, Transport
 
 _log = logging.getLogger(__name__)
@@ -44,11 +44,11 @@ def train(experiment: Experiment, transport: Transport) -> None:
     data = load_data(experiment)
     options, num_built = experiment.fabric.at(Place.here(None)), min(MAX_BUILT, 2 * experiment.clients)
     submodels, trainer = client_parts(experiment, data, options, num_built)
-    device = trainer.fabric.device
+    device, seed = trainer.fabric.device, evaluation_seed(experiment)
     try:
         with transport.connect(device) as pair:
             inner = within_process(experiment, trainer, data.client)
-            work(pair, trainer, inner, lambda: Evaluator(submodels, data.test_batches, device))
+            work(pair, trainer, inner, lambda: Evaluator(submodels, data.test_batches, device, seed=seed))
     except GpuLost as lost:  # no exit code that tells it: torchrun would end the others
         _log.warning(f"{lost}; the others go on")
     except (PeerLost, PeerTimeout, Refused) as error:

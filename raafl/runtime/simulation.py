@@ -366,7 +366,7 @@ class Simulation(Driver):
         assert self.evaluator is not None
         try:
             with measuring(version):
-                measured = self.executor.evaluate(self.evaluator, self.coordinator.state.values)
+                measured = self.executor.evaluate(self.evaluator, self.coordinator.state.values, version)
         except CodeFailed as failed:
             self.error = failed
             return

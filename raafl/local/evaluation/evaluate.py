@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
 import torch
 
+from raafl.core.types import derive_seed
 from raafl.data.federated import Sized
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
@@ -15,11 +18,14 @@ from raafl.local.evaluation.living_metrics import LivingMetrics
 from raafl.local.evaluation.metric_partials import NotMergeable, PartialRecorder, add
 from raafl.local.evaluation.metrics import begin, end, step
 from raafl.local.evaluation.record import Recorder
-from raafl.local.rng import generators, same_generators
+from raafl.local.rng import RngStream, generators, same_generators
 from raafl.module_hooks import overrides
 from raafl.submodel import FULL, FlatTensors, Submodels
 from raafl.submodel.flat import is_merged
 from raafl.submodel.module_state import ModuleState
+
+TURN_S = 0.01
+"""Seconds after which an evaluation lets other threads use random streams of theirs; switching takes 0.1 ms."""
 
 
 class Evaluator:
@@ -40,6 +46,7 @@ class Evaluator:
         device: torch.device | str = "cpu",
         prepare: Callable[[FlatTensors], None] = lambda values: None,
         *,
+        seed: int | None,
         metrics_live: bool = True,
     ) -> None:
         """Build the full module once.
@@ -49,6 +56,8 @@ class Evaluator:
             batches: called for each evaluation, with ``first`` where it starts later; yields each batch with its number of samples.
             device: where to evaluate.
             prepare: called before each evaluation with the evaluator's own copy of the values, which it may change.
+            seed: seed of the run, from which each evaluation derives its random numbers; None = it draws from the global
+                generators as they are.
             metrics_live: whether metrics of the module that it does not log as objects go on to the next evaluation.
 
         Raises:
@@ -58,6 +67,9 @@ class Evaluator:
         self.module, self._present = shrunk.module, shrunk.present
         self._buffers = Buffers(self.module, self._present)
         self._batches, self.device, self._prepare = batches, torch.device(device), prepare
+        self._seed, self._has_drawn = seed, False
+        with self._stream("test data"):
+            next(iter(batches()), None)  # reads the data set for the first time, which may draw
         self.num_batches = 0
         self._recorder = Recorder()
         self._recorder.attach(self.module)
@@ -106,12 +118,16 @@ class Evaluator:
         ]
         return sorted([*self._state.changed(metrics=False), *counts])
 
-    def __call__(self, values: FlatTensors) -> dict[str, float]:
+    def __call__(self, values: FlatTensors, version: int) -> dict[str, float]:
         """Return the metrics that ``validation_step`` logs or returns, over all samples.
 
         `raafl.local.evaluation.metrics.measure` computes them.
+
+        Args:
+            values: values of the model.
+            version: version of the model, from which the evaluation's random numbers are derived.
         """
-        self.begin(values)
+        self.begin(values, version)
         self.num_batches = self.measure(0, None)
         return self.end()
 
@@ -119,21 +135,32 @@ class Evaluator:
     def is_shared(self) -> bool:
         """Whether other processes may evaluate some of the batches.
 
-        They may not if the module has a hook that runs before the first or after the last batch.
+        They may not if an evaluation has drawn random numbers, or the module has a hook that runs before the first or after
+        the last batch.
         """
         ends = ("start", "epoch_start", "epoch_end", "end")
-        return not any(overrides(self.module, f"on_validation_{end}") for end in ends)
+        return not (self._has_drawn or any(overrides(self.module, f"on_validation_{end}") for end in ends))
 
-    def begin(self, values: FlatTensors) -> FlatTensors:
+    def begin(self, values: FlatTensors, version: int) -> FlatTensors:
         """Load the model to evaluate into the module; return its values, which stay valid until the next evaluation.
 
         The function ``prepare``, an argument of the evaluator's constructor, may change the values first.
+
+        Args:
+            values: values of the model.
+            version: version of the model.
         """
         self.fill(values, metrics=not self._lives)
-        with torch.no_grad():
+        with torch.no_grad(), self._stream("prepare", version):
             self._prepare(self._present)
-        begin(self.module, self._recorder)
+        self._draws = self._stream("evaluation", version)
+        with self._draws:
+            begin(self.module, self._recorder)
         return self._present
+
+    def _stream(self, *what: str | int) -> AbstractContextManager[None]:
+        """Return a context with random numbers of its own; while a thread is in it, streams of other threads wait."""
+        return nullcontext() if self._seed is None else RngStream(self.device, derive_seed(self._seed, *what))
 
     def measure(self, start: int, stop: int | None) -> int:
         """Evaluate the batches from ``start`` up to, not including, ``stop``; return their number.
@@ -142,7 +169,13 @@ class Evaluator:
             start: number of the first batch.
             stop: number after the last batch; None = up to the end.
         """
-        return step(self.module, self._recorder, self._numbered(start, stop), self.device)
+        numbered, num = iter(self._numbered(start, stop)), 0
+        while True:
+            with self._draws:
+                done = step(self.module, self._recorder, _for_a_turn(numbered), self.device)
+            if not done:
+                return num
+            num += done
 
     def add(self, partials: dict[str, Any]) -> None:
         """Add partial sums that another process has computed for the next batches."""
@@ -150,7 +183,9 @@ class Evaluator:
 
     def end(self) -> dict[str, float]:
         """Finish the evaluation; return the metrics over all batches."""
-        metrics = end(self.module, self._recorder)
+        with self._draws:
+            metrics = end(self.module, self._recorder)
+        self._has_drawn = self._has_drawn or (isinstance(self._draws, RngStream) and self._draws.has_drawn)
         self._state.check()
         if self._lives:
             self.living = self._metrics.state()
@@ -162,13 +197,13 @@ class Evaluator:
         Raises:
             NotMergeable: the result of a batch may depend on the batches before it.
         """
-        recorder, drawn = PartialRecorder(), generators()
+        recorder, drawn = PartialRecorder(), generators(self.device)
         recorder.attach(self.module)
         begin(self.module, recorder)
         counts = self._metrics.counts()
         try:
             step(self.module, recorder, self._numbered(start, stop), self.device)
-            if not same_generators(drawn, generators()):
+            if not same_generators(drawn, generators(self.device)):
                 raise NotMergeable(
                     "validation_step draws random numbers: compute metrics without them, so that several processes can "
                     "share the evaluation"
@@ -190,3 +225,12 @@ class Evaluator:
     def _numbered(self, start: int, stop: int | None) -> Iterable[tuple[int, Sized]]:
         batches = self._batches(first=start) if start else self._batches()
         return enumerate(islice(batches, None if stop is None else stop - start), start)
+
+
+def _for_a_turn(batches: Iterator[tuple[int, Sized]]) -> Iterator[tuple[int, Sized]]:
+    """Yield batches for about `TURN_S` seconds, at least one if there is one."""
+    end = time.perf_counter() + TURN_S
+    for batch in batches:
+        yield batch
+        if time.perf_counter() > end:
+            return

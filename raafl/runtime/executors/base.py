@@ -76,9 +76,15 @@ class Executor(ABC):
     def cancel(self, assignment_id: int) -> None:
         """Remove a task whose result is not needed; unknown ids are ignored."""
 
-    def evaluate(self, evaluator: Evaluator, values: FlatTensors) -> dict[str, float]:
-        """Evaluate the global model in several processes; the result is the same to the bit as in one process."""
-        return evaluator(values)
+    def evaluate(self, evaluator: Evaluator, values: FlatTensors, version: int) -> dict[str, float]:
+        """Evaluate the global model in several processes; the result is the same to the bit as in one process.
+
+        Args:
+            evaluator: evaluator of this process.
+            values: values of the global model.
+            version: version of the global model.
+        """
+        return evaluator(values, version)
 
     def counted(self) -> dict[str, Any]:
         """Return statistics on how many tasks were trained as batches; empty if all are trained one by one.

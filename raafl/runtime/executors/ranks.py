@@ -166,12 +166,15 @@ class RankExecutor(Executor):
         if task.here and task.result is None:
             self._inner.cancel(assignment_id)
 
-    def evaluate(self, evaluator: Evaluator, values: FlatTensors) -> dict[str, float]:
-        """Evaluate the global model: this process takes the first batches, idle ranks take the last ones."""
+    def evaluate(self, evaluator: Evaluator, values: FlatTensors, version: int) -> dict[str, float]:
+        """Evaluate the global model: this process takes the first batches, idle ranks take the last ones.
+
+        See `Executor.evaluate`.
+        """
         alone = self._measures_alone or not (self._num_ranks and evaluator.is_shared)
         if alone or evaluator.num_batches < 2 or evaluator.device.type != self._device.type:
-            return evaluator(values)
-        shared = Shared(evaluator, values, self._num_ranks + 1, self._changed)
+            return evaluator(values, version)
+        shared = Shared(evaluator, values, version, self._num_ranks + 1, self._changed)
         with self._changed:
             self._shared = shared
             self._changed.notify_all()

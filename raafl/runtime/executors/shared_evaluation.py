@@ -26,11 +26,19 @@ class Shared:
     """
 
     def __init__(
-        self, evaluator: Evaluator, values: FlatTensors, num_processes: int, changed: threading.Condition
+        self, evaluator: Evaluator, values: FlatTensors, version: int, num_processes: int, changed: threading.Condition
     ) -> None:
-        """Start an evaluation of ``values``; ``changed`` is the condition that guards state shared by the ranks' threads."""
+        """Start an evaluation.
+
+        Args:
+            evaluator: evaluator of rank 0.
+            values: values of the global model.
+            version: version of the global model.
+            num_processes: number of processes, rank 0 included.
+            changed: condition that guards state shared by the ranks' threads.
+        """
         self._evaluator, self._changed = evaluator, changed
-        self._values = evaluator.begin(values)
+        self._values = evaluator.begin(values, version)
         num = evaluator.num_batches
         size = max(num // (_PARTS * num_processes), 1)
         self._parts = [(start, min(start + size, num)) for start in range(0, num, size)]

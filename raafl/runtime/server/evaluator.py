@@ -73,7 +73,7 @@ class SnapshotEvaluator(threading.Thread):
                 self._next = None
             try:
                 with measuring(version):
-                    metrics = self._evaluator(snapshot)
+                    metrics = self._evaluator(snapshot, version)
                     # here, so that what it raises ends the run, too, and not this thread alone
                     self._on_values(version, metrics, snapshot)
             except CodeFailed as failed:

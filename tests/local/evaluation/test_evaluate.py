@@ -34,7 +34,7 @@ def evaluator_of(make, sizes=(5, 5, 5, 5, 2)):
     x, y = samples().tensors
     split = list(zip(torch.split(x, sizes), torch.split(y, sizes), strict=True))
     submodels = Submodels(module, split[0])
-    return Evaluator(submodels, lambda: zip(split, sizes, strict=True)), submodels.state(module), module
+    return Evaluator(submodels, lambda: zip(split, sizes, strict=True), seed=0), submodels.state(module), module
 
 
 @pytest.mark.parametrize("make", [Returning, Logging])
@@ -43,17 +43,17 @@ def test_the_mean_is_over_samples_whatever_the_batches(make):
     x, y = samples().tensors
     with torch.no_grad():
         loss, correct = F.cross_entropy(module(x), y).item(), (module(x).argmax(1) == y).float().mean().item()
-    assert evaluator(values) == {"loss": pytest.approx(loss, rel=1e-6), "accuracy": pytest.approx(correct, rel=1e-6)}
+    assert evaluator(values, 0) == {"loss": pytest.approx(loss, rel=1e-6), "accuracy": pytest.approx(correct, rel=1e-6)}
 
 
 def test_the_values_given_are_measured_not_those_before():
     evaluator, values, _ = evaluator_of(Returning)
-    first = evaluator(values)
+    first = evaluator(values, 0)
     zero = values.clone()
     for buffer in zero.buffers.values():
         buffer.zero_()
-    assert evaluator(zero)["loss"] == pytest.approx(torch.log(torch.tensor(3.0)).item(), rel=1e-6)
-    assert evaluator(values) == first
+    assert evaluator(zero, 0)["loss"] == pytest.approx(torch.log(torch.tensor(3.0)).item(), rel=1e-6)
+    assert evaluator(values, 0) == first
 
 
 def test_values_are_prepared_on_a_copy():
@@ -64,7 +64,7 @@ def test_values_are_prepared_on_a_copy():
             buffer.zero_()
 
     evaluator._prepare, before = zero, values.fingerprint()
-    assert evaluator(values)["loss"] == pytest.approx(torch.log(torch.tensor(3.0)).item(), rel=1e-6)
+    assert evaluator(values, 0)["loss"] == pytest.approx(torch.log(torch.tensor(3.0)).item(), rel=1e-6)
     assert values.fingerprint() == before
 
 
@@ -81,7 +81,7 @@ def test_measuring_changes_nothing_and_drops_nothing():
 
     evaluator, values, _ = evaluator_of(Heavy)
     before = values.fingerprint()
-    assert evaluator(values) == evaluator(values)
+    assert evaluator(values, 0) == evaluator(values, 0)
     assert values.fingerprint() == before
 
 
@@ -96,8 +96,8 @@ def test_a_module_that_replaces_its_buffer_is_measured_with_the_values_given():
             return {"shift": self.shift[0]}
 
     evaluator, values, _ = evaluator_of(Counting, sizes=(11, 11))
-    assert evaluator(values) == {"shift": 1.5}
-    assert evaluator(values) == {"shift": 1.5}
+    assert evaluator(values, 0) == {"shift": 1.5}
+    assert evaluator(values, 0) == {"shift": 1.5}
 
 
 def test_a_model_without_a_validation_step_is_named():
@@ -138,12 +138,12 @@ def test_a_metric_that_is_logged_and_returned_is_computed_before_it_is_reset():
     hits = float((module(x).argmax(1) == y).sum())
     assert hits > 0
     expected = {"returned_hits": hits, "index": pytest.approx((5 * (0 + 1 + 2 + 3) + 2 * 4) / 22), "hits": hits}
-    assert evaluator(values) == evaluator(values) == expected
+    assert evaluator(values, 0) == evaluator(values, 0) == expected
 
 
 def test_what_is_logged_after_a_measurement_weighs_as_before():
     evaluator, values, _ = evaluator_of(Returning)
-    evaluator(values)
+    evaluator(values, 0)
     assert evaluator._recorder.weight == 1.0
 
 
@@ -175,5 +175,5 @@ def test_a_batch_of_any_kind_counts_as_many_samples_as_were_fetched(collate):
     data = [(torch.full((3, 6), float(i)), torch.tensor(float(i))) for i in range(10)]
     module = DataModule(data, data, batch_size=4, collate_fn=collate)
     submodels = Submodels(Mean(), samples()[:2])
-    evaluator = Evaluator(submodels, FederatedData(module, Iid(), 2).test_batches)
-    assert evaluator(submodels.state(Mean())) == {"logged": 4.5, "returned": 4.5}
+    evaluator = Evaluator(submodels, FederatedData(module, Iid(), 2).test_batches, seed=0)
+    assert evaluator(submodels.state(Mean()), 0) == {"logged": 4.5, "returned": 4.5}

@@ -36,10 +36,10 @@ class Rescaled(Measured):
 def losses(make):
     torch.manual_seed(1)
     module, (x, y) = make(), samples().tensors
-    evaluator = Evaluator(Submodels(module, (x, y)), lambda: [((x, y), len(x))])
+    evaluator = Evaluator(Submodels(module, (x, y)), lambda: [((x, y), len(x))], seed=0)
     values = Submodels(module).state(module)
     evaluator.module.train()(x)  # as a step is tried before a run
-    return [evaluator(values)["loss"] for _ in range(3)]
+    return [evaluator(values, 0)["loss"] for _ in range(3)]
 
 
 def test_it_is_measured_as_the_model_that_it_is():

@@ -70,11 +70,11 @@ def test_a_smaller_module_has_the_modes_of_the_whole_one():
 
 def test_an_evaluation_is_in_eval_mode_and_leaves_no_trace():
     bench = Bench.of(Frozen)
-    evaluator = Evaluator(bench.submodels, lambda: [((torch.zeros(2, 6), torch.zeros(2)), 2)])
+    evaluator = Evaluator(bench.submodels, lambda: [((torch.zeros(2, 6), torch.zeros(2)), 2)], seed=0)
     evaluator.fill(bench.values)
     assert modes(evaluator.module) == modes(bench.module)
     for _ in range(2):
-        assert evaluator(bench.values) == {"modes": 0.0}
+        assert evaluator(bench.values, 0) == {"modes": 0.0}
         evaluator.fill(bench.values)
         assert modes(evaluator.module) == modes(bench.module)
 

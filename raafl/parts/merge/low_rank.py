@@ -78,25 +78,21 @@ class LoraMemory(MergeMemory):
         at_work: version of the model from which a client started its current task, by client id.
         starts: adapters of earlier versions, by version and name of A, kept while a client that started from them
             works.
-        updates: adapters in the updates since the last merge.
+        updates: adapters of the updates that wait, by the name of A, in the order of `GlobalState.waiting`.
         spectra: singular values of the latest merged result, by the name of A.
     """
 
     key = "lora"
     at_work: dict[int, int] = field(default_factory=dict)
     starts: dict[int, dict[str, Factors]] = field(default_factory=dict)
-    updates: list[_AdapterUpdate] = field(default_factory=list)
+    updates: list[dict[str, Sent]] = field(default_factory=list)
     spectra: dict[str, list[float]] = field(default_factory=dict)
-
-    def to_plain(self) -> dict[str, object]:
-        """Return the state of the LoRA merge as plain data, for checkpoints: its fields by name."""
-        updates = [{"weight": one.weight, "factor": one.factor, "pairs": one.pairs} for one in self.updates]
-        return {**super().to_plain(), "updates": updates}
 
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> LoraMemory:
-        """Restore the state of the LoRA merge from the result of `to_plain`."""
-        return cls(**{**data, "updates": [_AdapterUpdate(**one) for one in data.get("updates", [])]})
+        """Restore the state of the LoRA merge; earlier versions stored weight and factor beside each update's pairs."""
+        updates = [one["pairs"] if {"weight", "pairs"} <= one.keys() else one for one in data.get("updates", [])]
+        return super().from_plain({**data, "updates": updates})
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,6 @@ class LowRank(Wrapped):
         """Store a copy of the client's adapters, and pass the update to the wrapped mean."""
         memory = state.memory.of(LoraMemory)
         memory.at_work.pop(update.client, None)
-        weight, factor = self.inner.weigh(update, staleness)
         selections = state.submodels.selections(state.submodels.normal(spec))
         adapters: dict[str, Sent] = {}
         starts = memory.starts[state.version - staleness] if self.is_relative and staleness else None
@@ -138,14 +133,13 @@ class LowRank(Wrapped):
                 received = start or _cut((state.values[pair.b], state.values[pair.a]), ranks)
                 b, a = received[0] + b, received[1] + a
             adapters[pair.a] = (ranks, b.clone(), a.clone(), start)
-        weight = self.update_weight(weight, adapters)
-        memory.updates.append(_AdapterUpdate(weight, factor, adapters))
+        memory.updates.append(adapters)
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
         """Apply the wrapped mean, then set each layer's A and B by `fold`."""
         memory = state.memory.of(LoraMemory)
-        adapters, updates, memory.updates = pairs(state.submodels), memory.updates, []
+        adapters, updates, memory.updates = pairs(state.submodels), self._weighed(state, memory.updates), []
         old = {pair.a: (state.values[pair.b].clone(), state.values[pair.a].clone()) for pair in adapters}
         working = set(memory.at_work.values())
         starts = memory.starts
@@ -158,6 +152,14 @@ class LowRank(Wrapped):
             with_pair = [(update, update.pairs[pair.a]) for update in updates if pair.a in update.pairs]
             if with_pair:
                 self.fold(state, pair, old[pair.a], *self._terms(with_pair, len(old[pair.a][1])))
+
+    def _weighed(self, state: GlobalState, received: Sequence[dict[str, Sent]]) -> list[_AdapterUpdate]:
+        """Return the adapters of the updates that wait, each with its weight and staleness factor."""
+        weighed = []
+        for item, adapters in zip(state.waiting, received, strict=True):
+            weight, factor = self.inner.weigh(item.update, item.staleness)
+            weighed.append(_AdapterUpdate(self.update_weight(weight, adapters), factor, adapters))
+        return weighed
 
     def update_weight(self, weight: float, adapters: Mapping[str, Any]) -> float:
         """Return an update's weight in the mean of adapters, one for all layers; `weight_of` then adapts it to each layer.

@@ -26,6 +26,7 @@ from raafl.compare.grid_result import anew, cell_table, overall
 from raafl.compare.provenance import machine_name
 from raafl.compare.results import with_holm
 from raafl.compare.tables import Cells, cells, p_value, quoted, short, time_cell, warnings
+from raafl.core.rules import CURRENT, recorded_revision
 
 ROOT = Path(__file__).parent.parent
 _TABLE = re.compile(r"(<!-- table: (\S+?)(?:; ([^\n]*))? -->\n).*?(<!-- end of table -->)", re.S)
@@ -82,6 +83,8 @@ def _since(result: dict[str, Any]) -> list[str]:
 def _measured(file: str, result: dict[str, Any]) -> str:
     """Return a sentence on the command, the day, the machine and the commit of a result."""
     made = f"{machine_name(result['hardware'])}, commit `{(result['commit'] or 'unknown')[:8]}`"
+    rules = recorded_revision(result)
+    made += "" if rules == CURRENT else f", `rules: {rules}`"
     return f"Measured with `raafl compare {file}` on {result['date'][:10]} ({made})."
 
 

@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import raafl
+from raafl.core.rules import CURRENT
 
 _PACKAGES = ("torch", "lightning", "numpy")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def provenance() -> dict[str, Any]:
-    """Return the date, hardware, versions and commit of this process, to be stored with a result."""
+    """Return the date, hardware, versions, commit and rules of this process, to be stored with a result."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "code_digest": code_digest(),
+        "rules": CURRENT,
         "hardware": {
             "processor": processor(),
             "gpus": gpus(),

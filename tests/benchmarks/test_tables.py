@@ -28,6 +28,7 @@ def test_a_table_is_replaced_between_its_marks_alone(tmp_path, monkeypatch):
     assert text.startswith(
         "before\n<!-- table: r.json -->\n\nMeasured with `raafl compare configs/papers/r.yaml` on 2026-01-02 (P"
     )
+    assert "`rules: 1`" in text  # of a file that is older than the number
     assert "| A | 0.50 ± 0.25 |" in text and "old" not in text and text.endswith("\n\n<!-- end of table -->\nafter")
 
 

@@ -21,6 +21,7 @@ Shapes: z, z_glob and z_prev are (samples, features); the similarities of the co
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -34,7 +35,7 @@ from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import at_least, positive
-from raafl.parts.local.capture import InputCapture, linear_in
+from raafl.parts.local.capture import InputCapture, linear_in, requiring_layer
 from raafl.parts.local.swap_parameters import with_parameters
 from raafl.parts.merge.averaging import averaging
 from raafl.parts.merge.client_values import load_, store_
@@ -101,6 +102,10 @@ class Contrastive(Local):
         """
         linear_in(module, self.layer)
         return module
+
+    def trial(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context at whose end a `BadInput` is raised if the tried step does not use the layer."""
+        return requiring_layer(module, self.layer)
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that adds the contrastive term to the loss."""

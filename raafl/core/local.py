@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -148,6 +149,14 @@ class Local(Part):
             BadInput: the method cannot be used on the model.
         """
         return module
+
+    def trial(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context within which a training step of the prepared model is tried before the run; it may watch the model.
+
+        Raises:
+            BadInput: at its end, if the step shows that the method cannot be used on the model.
+        """
+        return nullcontext()
 
     def exchange(self, submodels: Submodels, extra: Mapping[str, Any] | None = None) -> Exchange | None:
         """Return the protocol by which client and server exchange messages during a task; None = this method has none.

@@ -221,7 +221,8 @@ class Run:
         experiment, size = self.parts.experiment, self.parts.coordinator.fleet.batch_size
         local = experiment.algorithm.local
         self.evaluator.fill(values)
-        tried = try_training(module, data.example_batch(2), values.device, lambda: data.example_batch(size))
+        with local.trial(module):
+            tried = try_training(module, data.example_batch(2), values.device, lambda: data.example_batch(size))
         self._logs, self._tried = tried.logged, tried.warnings
         changed = self.evaluator.restarted(values)
         check_optimizer(tried.optimizer, local, experiment.fabric.gradient_clip_val)

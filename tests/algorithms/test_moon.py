@@ -11,6 +11,7 @@ from torch import nn
 from raafl.algorithms import moon
 from raafl.core.snapshots import Snapshots
 from raafl.errors import BadInput
+from raafl.parts.local.capture import InputCapture
 from tests.helpers.coordinators import assigned, coordinator_for, join, line_state
 from tests.helpers.single_task import Slope, give, task_of
 
@@ -57,6 +58,31 @@ def test_a_client_gets_its_last_model_and_at_first_the_global_one():
     give(coordinator, one, 2.0)
     give(coordinator, two, 4.0)
     assert (last_of(coordinator, one), last_of(coordinator, two)) == ((3.0, 2.0), (3.0, 4.0))
+
+
+class Spare(TwoLayers):
+    """The last linear layer belongs to a head that is not used; the used one is called with a keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(2, 4)
+
+    def training_step(self, batch, index):
+        return self.head(input=self.line(batch[0])).mean()
+
+
+def test_a_last_layer_that_the_step_does_not_use_is_refused_with_those_that_it_uses():
+    batch = (torch.ones(2, 1), torch.ones(2, 1))
+    used = r"but training_step does not use it: give one that it uses, line, head$"
+    module, words = Spare(), rf"layer is null, which is the last linear layer, 'spare', {used}"
+    with pytest.raises(BadInput, match=words), moon().local.trial(module):
+        module.training_step(batch, 0)
+    with moon(layer="head").local.trial(module):
+        module.training_step(batch, 0)
+    assert not any(layer._forward_pre_hooks for layer in module.modules())
+    capture = InputCapture(module, "head")
+    module.training_step(batch, 0)
+    assert torch.equal(capture.seen, module.line(batch[0]))
 
 
 def test_a_model_without_such_a_layer_and_bad_numbers_are_refused():

@@ -15,8 +15,9 @@ from raafl.submodel.cut.layers import computed_by
 def check_tensors(module: nn.Module) -> None:
     """Raise `BadInput` if a part of a model cannot be copied, cut or sent.
 
-    Such parts are: a module made by `torch.jit`; a tensor that is not dense or has no fixed size; two parameters that
-    overlap in memory; an attribute with a tensor that was computed from parameters.
+    Such parts are: a module made by `torch.jit`; a tensor that is not dense, has no fixed size, or was made in inference
+    mode; a parameter that overlaps itself or another in memory; an attribute with a tensor that was computed from
+    parameters.
     """
     problem = next(_problems(module), None)
     if problem is not None:
@@ -39,8 +40,21 @@ def _problems(module: nn.Module) -> Iterator[str]:
             is_parameter = isinstance(tensor, nn.Parameter)
             remedy = "make it dense" + ("" if is_parameter else ", or register it with persistent=False")
             yield f".{name} is {kind}, but all sent tensors must be dense: {remedy}"
+        elif tensor.is_inference():
+            yield f".{name} was made in torch.inference_mode, where no gradients are recorded: make it outside, or clone it there"
+        elif isinstance(tensor, nn.Parameter) and _overlaps_itself(tensor):
+            yield (
+                f".{name} is expanded, {tuple(tensor.shape)} with several elements in one place of memory, so no step can write "
+                "it: give nn.Parameter a .clone(), or expand it in forward"
+            )
     yield from _shared(module, state)
     yield from _computed(module)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Check whether a tensor has more elements than places in memory, as after `expand`."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 0 < span < tensor.numel()
 
 
 def _shared(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[str]:

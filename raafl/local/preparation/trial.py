@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.flat import is_finite
 from raafl.submodel.nested_batch import batch_tensors, to_device
 from raafl.trainer_stand_in import TrainerStandIn, attach
+
+_NO_INPUT_GRADIENT = "None of the inputs have requires_grad=True"
+"""Begins torch's warning of reentrant checkpointing."""
 
 
 class Tried(NamedTuple):
@@ -66,12 +70,15 @@ def try_training(
                 optimizer, schedules = configure(module)
                 trainer.begin(optimizer, schedules)
             before = _forms(module)
-            batch, answer = _first_answer(module, _tries(batch, more), torch.device(device))
+            with _reentrant_warnings() as unseen:
+                batch, answer = _first_answer(module, _tries(batch, more), torch.device(device))
             tried = Tried(recorder.names, _warnings(kind, trainer, recorder, schedules), optimizer)
             if answer is None and may_skip:
                 return tried
             with explained(module, "training_step, backward", batch):
-                _checked_loss(kind, answer).backward()  # type: ignore[no-untyped-call]
+                _checked_loss(kind, answer, is_cut_off=bool(unseen)).backward()  # type: ignore[no-untyped-call]
+            if unseen:
+                _check_reached(module)
             _check_buffers(module, before)
             return tried
     finally:
@@ -117,12 +124,43 @@ def _warnings(name: str, trainer: TrainerStandIn, recorder: Recorder, schedules:
     return found
 
 
-def _checked_loss(kind: str, answer: object) -> Tensor:
+@contextmanager
+def _reentrant_warnings() -> Iterator[list[str]]:
+    """Give a list that gets torch's warnings of checkpointed parts without an input that requires a gradient; others are shown."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        yield found
+    for warning in given:
+        if _NO_INPUT_GRADIENT in str(warning.message):
+            found.append(str(warning.message))
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _check_reached(module: nn.Module) -> None:
+    """Raise `BadInput` if a trained parameter has no gradient, in a model where checkpointing has cut some off."""
+    without = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    if without:
+        shown = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
+        raise BadInput(_cut_off(type(module).__name__, f"{shown} get none and would not train"))
+
+
+def _cut_off(kind: str, what: str) -> str:
+    return (
+        f"{kind}.training_step checkpoints layers (use_reentrant=True) whose input needs no gradient, so that {what}: "
+        "give use_reentrant=False, or let the input require a gradient (enable_input_require_grads() in transformers)"
+    )
+
+
+def _checked_loss(kind: str, answer: object, *, is_cut_off: bool = False) -> Tensor:
     loss, given = answer, _shown(answer)
     if isinstance(answer, Mapping):
         loss = answer.get("loss")
         keys = ", ".join(repr(key) for key in answer) or "nothing"
         given = f"{_shown(loss)} as 'loss'" if "loss" in answer else f"a dict with {keys} and without 'loss'"
+    if is_cut_off and isinstance(loss, Tensor) and not loss.requires_grad:
+        raise BadInput(_cut_off(kind, "the loss has none"))
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise BadInput(
             f"{kind}.training_step gives {given}: return the loss, one number that depends on the parameters, or a dict "

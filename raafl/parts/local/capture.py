@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +28,30 @@ def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linea
     return name, linear[name]
 
 
+@contextmanager
+def requiring_layer(module: nn.Module, path: str | None = None) -> Iterator[None]:
+    """Return a context in which a training step runs that has to use the linear layer at ``path``; None = the last one.
+
+    Raises:
+        BadInput: at the end, if the step has used linear layers, but not this one.
+    """
+    used: dict[str, None] = {}
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    handles = [
+        layer.register_forward_pre_hook(lambda layer, args, name=name: used.setdefault(name))
+        for name, layer in layers.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    name, _ = linear_in(module, path)
+    if used and name not in used:
+        given = f"null, which is the last linear layer, '{name}'" if path is None else f"'{name}'"
+        raise BadInput(f"layer is {given}, but training_step does not use it: give one that it uses, {', '.join(used)}")
+
+
 class InputCapture:
     """Hook on a linear layer that stores the layer's latest input.
 
@@ -35,10 +62,10 @@ class InputCapture:
     def __init__(self, module: nn.Module, path: str | None = None) -> None:
         """Attach to the layer at ``path``, or to the last linear layer if None, until `close`."""
         self.seen: Tensor = torch.empty(0)
-        self._handle = linear_in(module, path)[1].register_forward_pre_hook(self._see)
+        self._handle = linear_in(module, path)[1].register_forward_pre_hook(self._see, with_kwargs=True)
 
-    def _see(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.seen = args[0].flatten(1)
+    def _see(self, layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        self.seen = (args[0] if args else kwargs["input"]).flatten(1)
 
     def close(self) -> None:
         """Stop capturing: remove the hook from its layer."""

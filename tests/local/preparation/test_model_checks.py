@@ -45,9 +45,31 @@ def with_a_script(net):
     net.c = torch.jit.script(nn.Linear(3, 3))
 
 
+def with_an_inference_parameter(net):
+    with torch.inference_mode():
+        net.c = nn.Linear(3, 3)
+
+
+def with_an_inference_buffer(net):
+    with torch.inference_mode():
+        net.register_buffer("mask", torch.ones(3))
+
+
+def with_an_expanded_parameter(net):
+    net.scale = nn.Parameter(torch.ones(1, 3).expand(5, 3))
+
+
+def with_overlapping_windows(net):
+    net.scale = nn.Parameter(torch.ones(6).unfold(0, 3, 1))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (with_an_inference_parameter, r"Net.c.weight was made in torch.inference_mode.*clone it"),
+        (with_an_inference_buffer, r"Net.mask was made in torch.inference_mode"),
+        (with_an_expanded_parameter, r"Net.scale is expanded, \(5, 3\) with several.*\.clone\(\)"),
+        (with_overlapping_windows, r"Net.scale is expanded, \(4, 3\)"),
         (with_memory_of_another, "Net.b.weight shares memory with 'a.weight'"),
         (with_a_view_of_a_parameter, "Net.transposed shares memory with 'a.weight'"),
         (with_a_buffer_in_a_parameter, "Net.shift shares memory with 'a.bias'"),

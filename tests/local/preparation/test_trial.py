@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from lightning import LightningModule
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from raafl.core.training import Training
@@ -262,3 +265,40 @@ def test_a_buffer_that_stays_infinite_is_refused_before_every_update_is(persiste
         BadInput, match=r"buffer 'mask' of Masked has infinities or NaN, .*: register it with persistent=False"
     ):
         try_training(Masked(), BATCH)
+
+
+class Checkpointed(LightningModule):
+    """Adapters behind a frozen embedding, in layers that are checkpointed, as `gradient_checkpointing_enable` does."""
+
+    def __init__(self, reentrant, trains_head=True):
+        super().__init__()
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.adapter, self.head, self.reentrant = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 2).requires_grad_(trains_head),
+            reentrant,
+        )
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch, index):
+        warnings.warn("the user's own", UserWarning, stacklevel=1)
+        hidden = checkpoint(lambda x: self.adapter(self.base(x)), batch[0], use_reentrant=self.reentrant)
+        return nn.functional.cross_entropy(self.head(hidden), batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:the user's own")
+def test_reentrant_checkpointing_over_an_input_without_gradient_is_named():
+    batch = (torch.ones(2, 6), torch.tensor([0, 1]))
+    what = (
+        r"Checkpointed.training_step checkpoints layers \(use_reentrant=True\) whose input needs no gradient, so that "
+    )
+    with pytest.raises(
+        BadInput, match=what + r"adapter.weight, adapter.bias.* get none and would not train: give use_re"
+    ):
+        try_training(Checkpointed(reentrant=True), batch)
+    with pytest.raises(BadInput, match=what + "the loss has none"):
+        try_training(Checkpointed(reentrant=True, trains_head=False), batch)
+    with pytest.warns(UserWarning, match="the user's own"):
+        assert "adapter" not in " ".join(try_training(Checkpointed(reentrant=False), batch).warnings)

@@ -47,6 +47,26 @@ class Axis:
     members: tuple[Member, ...]
 
 
+def without_overlaps(axes: Sequence[Axis]) -> tuple[list[Axis], dict[str, str]]:
+    """Leave out axes that have elements of another one with more members, as two ways to find heads may propose.
+
+    Returns:
+        Axes that are left, in their order, and the reason for each axis that is not, by name.
+    """
+    taken: dict[tuple[str, int], list[tuple[int, int, Axis]]] = {}
+    reasons: dict[str, str] = {}
+    for axis in sorted(axes, key=lambda axis: -len(axis.members)):
+        ranges = [(member, member.offset, member.offset + member.unit * axis.size) for member in axis.members]
+        for member, start, stop in ranges:
+            others = taken.get((member.name, member.dim), [])
+            for other in (other for first, last, other in others if start < last and first < stop):
+                reasons.setdefault(axis.name, f"axis '{other.name}' has elements of its '{member.name}', too")
+        if axis.name not in reasons:
+            for member, start, stop in ranges:
+                taken.setdefault((member.name, member.dim), []).append((start, stop, axis))
+    return [axis for axis in axes if axis.name not in reasons], reasons
+
+
 class AxisTable:
     """All axes of a model (groups of tensor dimensions that shrink together), checked against its tensors."""
 

@@ -114,6 +114,16 @@ def _tensors_given(answer: object) -> Iterator[Tensor]:
             yield from _tensors_given([getattr(one, field.name, None) for field in fields(one)])
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor inside of `torch.func` (vmap, grad), with all its batch dimensions; others unchanged.
+
+    A tensor of vmap cannot be read once vmap has ended.
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def loss_of(module: Any, batch: Any) -> Any:
     """Run a training step and the Lightning hooks before it; return its loss, or None if it skips the batch."""
     device = next((tensor.device for tensor in batch_tensors(batch)), torch.device("cpu"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput, nearest
-from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes
+from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes, without_overlaps
 from raafl.submodel.bases import Bases
 from raafl.submodel.batch_norm import BatchNorm, keep_static, still_buffers
 from raafl.submodel.caches import Caches
@@ -91,6 +91,7 @@ class Submodels:
         self.discovered: DiscoveredAxes | None = None
         self.whole_dims: dict[tuple[str, int], str] = {}  # of a tensor -> the reason, once `axes` has been asked for
         self.refuted: dict[str, str] = {}
+        self._overlapping: dict[str, str] = {}
 
     @cached_property
     def _table(self) -> AxisTable:
@@ -106,7 +107,8 @@ class Submodels:
         found = discover_axes(self.module, self.example_batch, shapes, self.aliases, **options)
         self.discovered = found
         self.whole_dims = {place: str(reason) for place, reason in found.whole.items()}
-        return AxisTable(found.axes, shapes)
+        axes, self._overlapping = without_overlaps(found.axes)
+        return AxisTable(axes, shapes)
 
     @property
     def axes(self) -> dict[str, Axis]:
@@ -117,7 +119,7 @@ class Submodels:
     def kept_whole(self) -> dict[str, str]:
         """Reason for which a layer's width cannot shrink, by layer."""
         found = self.discovered if self._table else None
-        return {**({} if found is None else found.kept_whole), **self.refuted}
+        return {**({} if found is None else found.kept_whole), **self._overlapping, **self.refuted}
 
     @property
     def problem(self) -> str | None:

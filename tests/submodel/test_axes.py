@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from raafl.submodel import Axis, Member, Spec, SpecError, Submodels
-from raafl.submodel.axes import AxisTable, declared_axes
+from raafl.submodel.axes import AxisTable, declared_axes, without_overlaps
 from tests.submodel.models import FusedAttention, Tied
 
 SHAPES = {"fc1.weight": (6, 4), "fc1.bias": (6,), "fc2.weight": (3, 12), "qkv": (18, 4)}
@@ -98,3 +98,14 @@ def test_declared_axes_need_no_tracing(monkeypatch):
     monkeypatch.setattr("raafl.submodel.find.discover.discover_axes", lambda *args: pytest.fail("traced"))
     assert Submodels(FusedAttention()).axes
     assert isinstance(Submodels(nn.Linear(2, 2)).layout().fingerprint, str)  # nor does the full model
+
+
+def test_of_axes_with_common_elements_the_one_with_more_members_is_left():
+    """Heads of a layer, found alone and as heads of all layers, which a prefix ties together; units 8 to 11 are free."""
+    alone = Axis("layer.heads", 2, (Member("q", 0, 4),))
+    tied = Axis("heads", 2, (Member("q", 0, 4), Member("prefix", 1, 4)))
+    free = Axis("free", 4, (Member("q", 0, 1, 8),))
+    kept, reasons = without_overlaps([alone, tied, free])
+    assert kept == [tied, free]
+    assert reasons == {"layer.heads": "axis 'heads' has elements of its 'q', too"}
+    AxisTable(kept, {"q": (12, 3), "prefix": (5, 8)})

@@ -186,7 +186,7 @@ def _check_buffers(module: nn.Module, before: Mapping[str, tuple[tuple[int, ...]
         if shape != shape_before:
             raise BadInput(
                 f"{kind}.training_step changes the shape of buffer '{name}' from {shape_before} to {shape}: give it its size in "
-                "__init__, or register it with persistent=False"
+                "__init__, if need be by a forward pass there (torch.ao's fake quantisation), or register it with persistent=False"
             )
         if not (finite or finite_before):
             raise BadInput(

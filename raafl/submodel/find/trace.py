@@ -255,7 +255,10 @@ def _attempt(
     dims = {name: list(tracer.dims_of(tensor)) for name, tensor in tracer.named.items()}
     seen = TraceResult(dims, tracer.labels, parameters, watch)
     isolated_run.watch_outputs(
-        copy, lambda path, given: seen.given.append((path, [d for x in given for d in tracer.dims_of(x)]))
+        copy,
+        lambda path, given: seen.given.append(
+            (path, [d for x in given for d in tracer.dims_of(isolated_run.unwrapped(x))])
+        ),
     )
 
     def step(time: int) -> None:

@@ -24,7 +24,7 @@ from raafl.submodel.extract import CopyPlan
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.flat import FlatTensors, is_merged
 from raafl.submodel.frozen import select
-from raafl.submodel.isolated_run import loss_of, one_line, seeded, settle, undisturbed, watch_outputs
+from raafl.submodel.isolated_run import loss_of, one_line, seeded, settle, undisturbed, unwrapped, watch_outputs
 from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import mapped
 from raafl.submodel.prove.narrow import narrowed, num_values, random_values, shortened
@@ -271,7 +271,9 @@ class _Proof:
         seeded(5)  # both steps are to draw the same
         handles = watch_outputs(
             module,
-            lambda path, given: done.outputs.append((path, [x.detach().clone() for x in given if is_merged(x.dtype)])),
+            lambda path, given: done.outputs.append(
+                (path, [unwrapped(x.detach().clone()) for x in given if is_merged(x.dtype)])
+            ),
         )
         try:
             with mode:

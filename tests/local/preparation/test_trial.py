@@ -242,7 +242,7 @@ def test_a_buffer_that_changes_its_shape_is_named(in_place):
             return super().training_step(batch, batch_idx)
 
     assert failure(Growing()).startswith(
-        "Growing.training_step changes the shape of buffer 'seen' from (1, 6) to (3, 6): give it its size in __init__, or"
+        "Growing.training_step changes the shape of buffer 'seen' from (1, 6) to (3, 6): give it its size in __init__, if need"
     )
 
 

@@ -382,3 +382,22 @@ def test_a_step_that_reads_its_trainer_is_followed_and_proven():
     assert [axis.size for axis in submodels.axes.values()] == [5]
     assert refuted(submodels, module, BATCH) == {}
     assert not submodels.cost(FULL, 4).guessed
+
+
+def test_a_step_with_vmap_is_proven():
+    class PerSample(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.outer(torch.relu(self.inner(x)))
+
+        def training_step(self, batch, index):
+            gradient = torch.func.vmap(torch.func.grad(lambda x: self(x).square().sum()))(batch[0])
+            return F.cross_entropy(torch.func.vmap(self)(batch[0]), batch[1]) + gradient.square().mean()
+
+    torch.manual_seed(0)
+    module, batch = PerSample(), (torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))
+    submodels = Submodels(module, batch)
+    assert list(submodels.axes) == ["inner"] and refuted(submodels, module, batch) == {}

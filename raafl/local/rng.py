@@ -59,7 +59,7 @@ class RngStream:
         self._outer: tuple[Any, ...] = ()
         with self:
             seed_everything(seed, device)
-        self._first = self._own
+        self._first: tuple[Any, ...] | None = self._own
 
     @property
     def has_drawn(self) -> bool:

@@ -242,8 +242,9 @@ class _Proof:
                 value = tensors[name].copy_(is_kept * self.values[name])
                 if instead and is_merged(value.dtype):
                     value.masked_fill_(is_kept == 0, instead)
-            for parameter in self.whole.parameters() if moved is not None else ():
-                moved(parameter)
+            if moved is not None:
+                for parameter in self.whole.parameters():
+                    moved(parameter)
         return self._step(self.whole, noise)
 
     def _runs(self, spec: Spec, noise: float) -> str | None:

@@ -396,8 +396,21 @@ class FederatedData:
                     f"the sampler of {name}() is a WeightedRandomSampler, but an evaluation uses each sample once: "
                     "leave the sampler out"
                 )
+            self._say_which(name)
             return read
         return None
+
+    def _say_which(self, name: str) -> None:
+        """Add a note on what the model is measured if a user's data module has a validation set besides its test set."""
+        module = self.datamodule
+        own = not getattr(getattr(module, "val_dataloader", None), "__module__", "").startswith(
+            "raafl."
+        )  # of raafl's, both are one set
+        if name == "test_dataloader" and own and overrides(module, "val_dataloader"):
+            self.notes.append(
+                f"{type(module).__name__} has a test and a validation set: the global model is measured on test_dataloader(), "
+                "and val_dataloader() is not used; leave test_dataloader out to measure on the validation set"
+            )
 
     def _some_of_training(self) -> Loader:
         """Return evenly spaced training samples to measure on, and add a note that there is no test set."""

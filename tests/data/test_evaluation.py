@@ -55,6 +55,22 @@ def test_an_evaluation_drops_the_last_batch_as_its_loader_does(wrap, num, expect
     assert sum(n for _, n in before.test_batches()) == num
 
 
+def test_which_of_two_sets_is_measured_is_said():
+    class Both(WithTest, WithVal):
+        pass
+
+    fed = FederatedData(Both(tensors(), tensors(10)), Iid(), 2, 0)
+    next(iter(fed.test_batches()))
+    assert fed.notes == [
+        "Both has a test and a validation set: the global model is measured on test_dataloader(), and val_dataloader() is not "
+        "used; leave test_dataloader out to measure on the validation set"
+    ]
+    for kind in (WithTest, WithVal):
+        fed = FederatedData(kind(tensors(), tensors(10)), Iid(), 2, 0)
+        next(iter(fed.test_batches()))
+        assert not fed.notes
+
+
 @pytest.mark.parametrize("test", [None, []])
 def test_without_test_data_evenly_spaced_training_samples_are_measured_on(monkeypatch, test):
     class Nothing(Module):

@@ -26,7 +26,7 @@ from raafl.compare.grid_result import anew, cell_table, overall
 from raafl.compare.provenance import machine_name
 from raafl.compare.results import with_holm
 from raafl.compare.tables import Cells, cells, p_value, quoted, short, time_cell, warnings
-from raafl.core.rules import CURRENT, recorded_revision
+from raafl.rules import CURRENT, recorded_revision
 
 ROOT = Path(__file__).parent.parent
 _TABLE = re.compile(r"(<!-- table: (\S+?)(?:; ([^\n]*))? -->\n).*?(<!-- end of table -->)", re.S)

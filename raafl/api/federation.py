@@ -40,12 +40,12 @@ from raafl.api.settings import (
 from raafl.config.experiment import Experiment
 from raafl.config.value_types import check_types
 from raafl.core.algorithm import Algorithm
-from raafl.core.rules import recorded_revision
 from raafl.errors import BadInput, CodeFailed, RunFailed
 from raafl.local.numerics import numerics_left
 from raafl.local.preparation.modes import in_eval_mode
 from raafl.log import console
 from raafl.plan.auto import NAME
+from raafl.rules import recorded_revision
 from raafl.submodel.isolated_run import undisturbed
 from raafl.units import quantity
 

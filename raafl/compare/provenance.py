@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import raafl
-from raafl.core.rules import CURRENT
+from raafl.rules import CURRENT
 
 _PACKAGES = ("torch", "lightning", "numpy")
 _GPUS = Path("/proc/driver/nvidia/gpus")

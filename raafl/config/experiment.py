@@ -15,13 +15,13 @@ from raafl.compression.options import Compress
 from raafl.config.loggers import entries, specs
 from raafl.config.options import MODES, About, Target, Timeouts, about
 from raafl.config.submodel_options import SubmodelOptions
-from raafl.core.rules import CURRENT
 from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, installing, nearest, parse_address, positive
 from raafl.local.options import FabricOptions
 from raafl.object_store import ObjectStore, is_url
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
+from raafl.rules import CURRENT
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule, LightningModule

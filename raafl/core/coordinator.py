@@ -16,7 +16,6 @@ from raafl.core.algorithm import Algorithm, OwnTests, SelectContext, Training, T
 from raafl.core.payload import TransferCost
 from raafl.core.quarantine import RefusalBackoff
 from raafl.core.roster import Roster
-from raafl.core.rules import Rules
 from raafl.core.state import GlobalState, PendingUpdate
 from raafl.core.types import (
     ENDS,
@@ -40,6 +39,7 @@ from raafl.core.types import (
     derive_seed,
 )  # fmt: skip
 from raafl.errors import BadInput
+from raafl.rules import Rules
 
 TIME_UP = 0  # id of the timer that ends the run; minus a client's id: of the one that lets it take part again
 

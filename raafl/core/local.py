@@ -232,7 +232,7 @@ class Local(Part):
     def estimate(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Estimate the cost of a task by a formula: what it sends and receives, and the rest where it cannot be followed.
 
-        Runs of the first rules (`raafl.core.rules`) go by it, too.
+        Runs of the first rules (`raafl.rules`) go by it, too.
 
         Args:
             submodels: submodels of the model.

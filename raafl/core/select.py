@@ -13,7 +13,6 @@ from typing import Any
 from raafl.core.local import Local
 from raafl.core.part import Part
 from raafl.core.payload import TransferCost
-from raafl.core.rules import Rules
 from raafl.core.state import GlobalState
 from raafl.core.training import Amount, Training
 from raafl.core.types import Assignment, ClientInfo, Work, derive_seed
@@ -21,6 +20,7 @@ from raafl.devices.profiles import TaskTime
 from raafl.devices.times import time_on
 from raafl.devices.variation import real_time
 from raafl.errors import BadInput
+from raafl.rules import Rules
 from raafl.submodel.cost import Cost
 from raafl.submodel.spec import Spec
 

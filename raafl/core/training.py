@@ -129,7 +129,7 @@ class Training:
     def nominal_samples(self, work: Amount, num_samples: int, batch_size: int) -> int:
         """Return the number of samples of a task if all of its batches were whole, which is an upper bound.
 
-        Runs of the first rules go by it (`raafl.core.rules`).
+        Runs of the first rules go by it (`raafl.rules`).
 
         Args:
             work: length of the task in epochs or batches; if it has neither, ``num_epochs`` or ``num_steps`` of this

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, count, islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,10 @@ from torch.utils.data import Subset, default_collate
 
 from raafl.data.epochs import batches_of_epoch
 from raafl.data.labels import Columns, classes_in, labels_of, trained_labels
-from raafl.data.loaders import InOrder, Loader, LoaderRules, check_transfer, overrides, read_loader, reading
+from raafl.data.loaders import InOrder, Loader, check_transfer, overrides, read_loader, reading
 from raafl.data.tensors import Collate, Fetch, fetcher, select_from
 from raafl.errors import BadInput, at_least
+from raafl.rules import Rules
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule
@@ -234,11 +235,11 @@ class FederatedData:
         partition: Partition,
         num_clients: int,
         seed: int = 0,
-        rules: LoaderRules | None = None,
+        rules: Rules | None = None,
     ) -> None:
         """Set the data module up and partition its training set."""
         self.num_clients = num_clients
-        self.datamodule, self._rules = datamodule, rules or LoaderRules()
+        self.datamodule, self._rules = datamodule, rules or Rules()
         self.notes: list[str] = []
         with reading(type(datamodule).__name__):
             check_transfer(datamodule)
@@ -263,6 +264,7 @@ class FederatedData:
         self._check_weights()
         self._clients: OrderedDict[int, ClientData] = OrderedDict()
         self._test: InOrder | None = None
+        self._final: InOrder | None = None
 
     def _split(self, partition: Partition, num_clients: int, seed: int) -> list[torch.Tensor]:
         """Return the row indices of each client; validation rows belong to no client."""
@@ -344,7 +346,9 @@ class FederatedData:
         return self._fetch(rows)
 
     def test_batches(self, batch_size: int | None = None, *, first: int = 0) -> Iterator[Sized]:
-        """Yield batches of the test set in order; without a test set, of the validation set or of a part of the training set.
+        """Yield batches of the set that is measured during the run, in order.
+
+        It is the validation set, without one the test set, without either a part of the training set. See `final_batches`.
 
         Each batch comes with its number of samples; the last batch may be smaller.
 
@@ -362,11 +366,33 @@ class FederatedData:
             raise BadInput(f"batch_size is {size}: give at least 1")
         return self._test.batches(size, first)
 
+    def final_batches(self) -> Callable[..., Iterator[Sized]] | None:
+        """Return a function that yields the batches of the test set, which is measured once, at the end of the run.
+
+        None = `test_batches` has all that is measured: the data module has no validation set beside its test set, or the
+        partition keeps validation rows of the training set.
+        """
+        self.test_batches()  # reads both sets
+        final = self._final
+        return None if final is None else lambda first=0: final.batches(final.batch_size or 1, first)
+
     def _read_test(self) -> InOrder:
         if len(self._validation):
-            found = self._of_training(self._validation.tolist())
-        else:
-            found = self._test_set() or self._some_of_training()
+            return self._in_order(self._of_training(self._validation.tolist()))
+        test = self._measured("test_dataloader")
+        validation = self._measured("val_dataloader") if test is None or self._rules.validates else None
+        if test is None or validation is None or test.dataset is validation.dataset:
+            return self._in_order(test or validation or self._some_of_training())
+        name = type(self.datamodule).__name__
+        self.notes.append(
+            f"the global model is measured on {name}.val_dataloader() during the run, and on test_dataloader() once, at its "
+            "end, as test/..."
+        )
+        self._final = self._in_order(test)
+        return self._in_order(validation)
+
+    def _in_order(self, found: Loader) -> InOrder:
+        """Return the batches of a loader, in memory if they are small."""
         fetch, is_fast = fetcher(found.dataset, found.collate)
         num_samples = _length(found.dataset)
         tensors = None
@@ -378,39 +404,24 @@ class FederatedData:
         """Return a loader's settings for some rows of the training set."""
         return Loader(Subset(self._dataset, rows), self._collate, self.batch_size, False, None, False)
 
-    def _test_set(self) -> Loader | None:
-        """Return the settings of the test or else of the validation loader; None without either."""
+    def _measured(self, name: str) -> Loader | None:
+        """Return the settings of the test or the validation loader, by the name of its method; None if there is none."""
         module = self.datamodule
-        for name in ("test_dataloader", "val_dataloader"):
-            if not overrides(module, name):
-                continue
-            with reading(type(module).__name__):
-                if name == "test_dataloader":
-                    module.setup("test")
-                loader = getattr(module, name)()
-            if loader is None or (isinstance(loader, (list, tuple)) and not loader):
-                continue
-            read = read_loader(loader, name)
-            if read.weights is not None:
-                raise BadInput(
-                    f"the sampler of {name}() is a WeightedRandomSampler, but an evaluation uses each sample once: "
-                    "leave the sampler out"
-                )
-            self._say_which(name)
-            return read
-        return None
-
-    def _say_which(self, name: str) -> None:
-        """Add a note on what the model is measured if a user's data module has a validation set besides its test set."""
-        module = self.datamodule
-        own = not getattr(getattr(module, "val_dataloader", None), "__module__", "").startswith(
-            "raafl."
-        )  # of raafl's, both are one set
-        if name == "test_dataloader" and own and overrides(module, "val_dataloader"):
-            self.notes.append(
-                f"{type(module).__name__} has a test and a validation set: the global model is measured on test_dataloader(), "
-                "and val_dataloader() is not used; leave test_dataloader out to measure on the validation set"
+        if not overrides(module, name):
+            return None
+        with reading(type(module).__name__):
+            if name == "test_dataloader":
+                module.setup("test")
+            loader = getattr(module, name)()
+        if loader is None or (isinstance(loader, (list, tuple)) and not loader):
+            return None
+        read = read_loader(loader, name)
+        if read.weights is not None:
+            raise BadInput(
+                f"the sampler of {name}() is a WeightedRandomSampler, but an evaluation uses each sample once: "
+                "leave the sampler out"
             )
+        return read
 
     def _some_of_training(self) -> Loader:
         """Return evenly spaced training samples to measure on, and add a note that there is no test set."""

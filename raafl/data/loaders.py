@@ -46,21 +46,6 @@ def reading(what: str) -> Iterator[None]:
         raise wrong from error
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderRules:
-    """Rules by which the loaders of a data module are read; run folders from before a rule are replayed without it.
-
-    Attributes:
-        keeps_order: whether a training loader that does not shuffle keeps its order, and an evaluation the ``drop_last``
-            of its loader.
-        trained_labels: whether a partition by class counts the classes that the training step gets, not those that a
-            data set stores.
-    """
-
-    keeps_order: bool = True
-    trained_labels: bool = True
-
-
 class Loader(NamedTuple):
     """The settings of a data loader that raafl uses.
 

@@ -10,9 +10,8 @@ from raafl._version import __version__
 from raafl.config.experiment import Experiment, seconds
 from raafl.config.trust import remember
 from raafl.core.hooks import RunHooks
-from raafl.core.rules import Rules
 from raafl.core.types import Warn
-from raafl.errors import BadInput, CodeFailed
+from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
 from raafl.local.data_faults import fault_in
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.evaluation.metrics import MAX_LOGGED
@@ -27,6 +26,7 @@ from raafl.object_store import is_url
 from raafl.optimizers import configure
 from raafl.parts.select.axis_report import HALF_AND_QUARTER, axis_rows, remaining_shares, sentence_of
 from raafl.parts.select.submodels import Full
+from raafl.rules import Rules
 from raafl.runfolder.books import check_books
 from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.record import RunRecord
@@ -331,6 +331,8 @@ class Run:
             algorithm=self.parts.experiment.algorithm.name, runtime=self.runtime, seed=self.parts.experiment.seed,
             version=coordinator.state.version, values=coordinator.state.values, time_s=time_s, reason=reason,
         )  # fmt: skip
+        if not reason.startswith(("interrupted", "failed")):
+            summary["final"] |= self._final_metrics()
         if batched:
             summary["batched"] = batched
         summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.clipped.items())}
@@ -357,6 +359,18 @@ class Run:
         if whole:
             self.mirror.finish()  # with the summary
         return cast(dict[str, Any], summary)
+
+    def _final_metrics(self) -> dict[str, float]:
+        """Measure the final model on the test set, where evaluations of the run used a validation set."""
+        batches, state = self.parts.data.final_batches(), self.parts.coordinator.state
+        if batches is None:
+            return {}
+        try:
+            found = self.evaluator.on_other(batches, state.values, state.version)
+        except USER_ERRORS as error:  # the run is over: what it has trained is kept
+            self.progress.warn(f"the test set cannot be measured: {cause(error)}")
+            return {}
+        return {f"test/{name}": value for name, value in found.items()}
 
     def close(self) -> None:
         """Restore the terminal, end the checkpoint thread and write the remaining rows; needed whether or not the run failed."""

@@ -16,11 +16,10 @@ from raafl.config.experiment import Distance, Experiment, distance, seconds
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.core.algorithm import Algorithm, OwnTests, Select
 from raafl.core.coordinator import Coordinator
-from raafl.core.rules import Rules
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Limits, derive_seed
 from raafl.data.federated import ClientData, FederatedData
-from raafl.data.loaders import LoaderRules, reading
+from raafl.data.loaders import reading
 from raafl.devices.gpus import Place
 from raafl.errors import USER_ERRORS, BadInput, briefly, format_error
 from raafl.local.numerics import device_problem, set_numerics
@@ -35,6 +34,7 @@ from raafl.parts.protect.assembly import with_options
 from raafl.parts.protect.bounded import bounded
 from raafl.parts.protect.privacy import noise_key
 from raafl.parts.select.submodels import Full
+from raafl.rules import Rules
 from raafl.runtime.secure_groups import secure, sends_of
 from raafl.submodel import Submodels, skeleton
 from raafl.submodel.depth.exits import give_exits
@@ -64,13 +64,7 @@ def load_data(experiment: Experiment) -> FederatedData:
     """Load the data of an experiment and divide them among the clients."""
     with reading("the data module"):
         module = experiment.data()
-    return FederatedData(module, experiment.partition, experiment.clients, experiment.seed, loader_rules(experiment))
-
-
-def loader_rules(experiment: Experiment) -> LoaderRules:
-    """Return the rules by which a run reads the loaders of its data module."""
-    rules = Rules(experiment.rules)
-    return LoaderRules(rules.keeps_order, rules.trained_labels)
+    return FederatedData(module, experiment.partition, experiment.clients, experiment.seed, Rules(experiment.rules))
 
 
 def evaluation_seed(experiment: Experiment) -> int | None:

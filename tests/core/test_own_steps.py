@@ -11,8 +11,8 @@ from model_zoo import LLaMA
 from raafl.algorithms import ALGORITHMS
 from raafl.algorithms.depth_fl import MutualTraining
 from raafl.core.algorithm import Hook, Local
-from raafl.core.rules import Rules
 from raafl.parts.local.distilled import with_every_exit
+from raafl.rules import Rules
 from raafl.submodel import FULL, Submodels
 from tests.helpers.coordinators import EXAMPLE, Line
 from tests.helpers.counted_task import BATCH, MODELS, Setting

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from raafl.core.algorithm import OwnTests, SelectContext
-from raafl.core.rules import Rules
 from raafl.core.training import Training
 from raafl.core.types import Assignment, ClientInfo, Work
 from raafl.devices.profiles import Profile
+from raafl.rules import Rules
 from raafl.submodel.spec import FULL
 from tests.helpers.coordinators import line_state
 

@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 from raafl.data import federated
 from raafl.data.federated import ClientData, FederatedData
-from raafl.data.loaders import LoaderRules
 from raafl.data.partition import Iid
 from raafl.errors import BadInput
+from raafl.rules import Rules
 from tests.data.modules import Module, Plain, equal, generator, tensors
 
 
@@ -23,6 +23,9 @@ class WithTest(Module):
 class WithVal(Module):
     def val_dataloader(self):
         return DataLoader(self.test, batch_size=4)
+
+
+WITH_TEST = list(zip(DataLoader(tensors(10), batch_size=4), [4, 4, 2], strict=True))
 
 
 def test_test_set_in_order(monkeypatch):
@@ -51,7 +54,7 @@ def test_an_evaluation_drops_the_last_batch_as_its_loader_does(wrap, num, expect
     fed = FederatedData(Dropping(tensors()), Iid(), 2, 0)
     assert [(len(y), n) for (_, y), n in fed.test_batches()] == [(n, n) for n in expected]
     assert [n for _, n in fed.test_batches(first=1)] == expected[1:]
-    before = FederatedData(Dropping(tensors()), Iid(), 2, 0, LoaderRules(keeps_order=False))
+    before = FederatedData(Dropping(tensors()), Iid(), 2, 0, Rules(1))
     assert sum(n for _, n in before.test_batches()) == num
 
 
@@ -59,12 +62,23 @@ def test_which_of_two_sets_is_measured_is_said():
     class Both(WithTest, WithVal):
         pass
 
-    fed = FederatedData(Both(tensors(), tensors(10)), Iid(), 2, 0)
-    next(iter(fed.test_batches()))
+    same = FederatedData(Both(tensors(), tensors(10)), Iid(), 2, 0)
+    assert equal(same.test_batches(), WITH_TEST) and same.final_batches() is None and not same.notes  # one data set
+
+    class Two(WithTest):
+        def val_dataloader(self):
+            return DataLoader(tensors(3), batch_size=2)
+
+    fed = FederatedData(Two(tensors(), tensors(10)), Iid(), 2, 0)
+    assert [(len(y), num) for (_, y), num in fed.test_batches()] == [(2, 2), (1, 1)]
+    final = fed.final_batches()
+    assert equal(final(), WITH_TEST) and equal(final(first=2), WITH_TEST[2:])
     assert fed.notes == [
-        "Both has a test and a validation set: the global model is measured on test_dataloader(), and val_dataloader() is not "
-        "used; leave test_dataloader out to measure on the validation set"
+        "the global model is measured on Two.val_dataloader() during the run, and on test_dataloader() once, at its end, as "
+        "test/..."
     ]
+    before = FederatedData(Two(tensors(), tensors(10)), Iid(), 2, 0, Rules(1))
+    assert equal(before.test_batches(), WITH_TEST) and before.final_batches() is None and not before.notes
     for kind in (WithTest, WithVal):
         fed = FederatedData(kind(tensors(), tensors(10)), Iid(), 2, 0)
         next(iter(fed.test_batches()))

@@ -7,10 +7,10 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from raafl.data import federated
 from raafl.data.federated import ClientData, FederatedData
-from raafl.data.loaders import LoaderRules
 from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid
 from raafl.data.tensors import TensorImages
 from raafl.errors import BadInput
+from raafl.rules import Rules
 from tests.data.modules import Module, Plain, equal, generator, tensors, values
 
 ROWS = torch.tensor([1, 4, 5, 9, 16, 20, 33, 34, 40, 41, 49])
@@ -248,7 +248,7 @@ def test_a_partition_by_class_counts_the_classes_of_the_training_step(dataset, m
     assert drawn[0] == random.getstate() and torch.equal(drawn[1], torch.get_rng_state())
     assert fed.labels().tolist() == [row % 5 // 3 for row in range(100)]
     assert sorted(map(sorted, (fed.client(i).classes() for i in (1, 2)))) == [[0], [1]]
-    old = FederatedData(module, Iid(), 2, 0, LoaderRules(trained_labels=False))
+    old = FederatedData(module, Iid(), 2, 0, Rules(1))
     assert len(set(old.labels().tolist())) == (2 if isinstance(dataset, Remapped) else 5)
 
 
@@ -264,7 +264,7 @@ def test_a_loader_that_does_not_shuffle_keeps_its_order():
         batches = values(client.batches(draws, num_epochs=2))
         assert [int(x[0]) // 2 for xs, _ in batches for x in xs] == own * 2 and own == sorted(own)
         assert torch.equal(draws.get_state(), generator().get_state())
-    before = FederatedData(module, Iid(), 3, 0, LoaderRules(keeps_order=False))
+    before = FederatedData(module, Iid(), 3, 0, Rules(1))
     shuffled = FederatedData(Module(tensors(), batch_size=4, shuffle=True), Iid(), 3, 0)
     one, other = (data.client(2).batches(generator(), num_epochs=2) for data in (before, shuffled))
     assert before.notes == shuffled.notes == [] and equal(one, other)

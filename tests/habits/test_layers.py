@@ -31,6 +31,7 @@ ORDER = (
         "object_store",
         "optimizers",
         "plain_yaml",
+        "rules",
         "sanitize",
         "state_folder",
         "trainer_stand_in",

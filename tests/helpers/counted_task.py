@@ -19,7 +19,6 @@ from raafl.compression.options import Compress
 from raafl.compression.plan import CompressionPlan
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.coordinator import Coordinator
-from raafl.core.rules import Rules
 from raafl.core.state import GlobalState
 from raafl.core.types import Assign, Assignment, ClientInfo, Joined, Limits
 from raafl.data.federated import ClientData
@@ -27,6 +26,7 @@ from raafl.devices.profiles import Profile
 from raafl.local.context import ALONE
 from raafl.local.train import LocalTrainer
 from raafl.parts.select import leading
+from raafl.rules import Rules
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.cost import Cost
 

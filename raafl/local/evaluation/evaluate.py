@@ -131,6 +131,19 @@ class Evaluator:
         self.num_batches = self.measure(0, None)
         return self.end()
 
+    def on_other(self, batches: Callable[..., Iterable[Sized]], values: FlatTensors, version: int) -> dict[str, float]:
+        """Return the metrics over other batches, such as those of the test set; metrics of the module begin anew.
+
+        Called when the run has ended: no further evaluation may follow.
+
+        Args:
+            batches: function that yields the batches, as in the constructor.
+            values: values of the model.
+            version: version of the model.
+        """
+        self._batches, self._lives = batches, False
+        return self(values, version)
+
     @property
     def is_shared(self) -> bool:
         """Whether other processes may evaluate some of the batches.

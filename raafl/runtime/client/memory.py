@@ -11,7 +11,6 @@ import torch
 
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import SelectContext
-from raafl.core.rules import Rules
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
 from raafl.data.federated import FederatedData
@@ -20,6 +19,7 @@ from raafl.devices.measure import memory_room
 from raafl.errors import BadInput
 from raafl.local import malloc
 from raafl.local.sharded import room_bytes
+from raafl.rules import Rules
 from raafl.runtime.setup import batch_size_of, compression_plan, own_tests
 from raafl.submodel import FULL, FlatTensors, Submodels
 from raafl.units import size

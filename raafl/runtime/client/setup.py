@@ -21,6 +21,7 @@ from raafl.local.client_group import ClientProcesses, num_processes
 from raafl.local.numerics import set_numerics
 from raafl.local.train import LocalTrainer
 from raafl.parts.trigger import AllReported
+from raafl.rules import Rules
 from raafl.runfolder.signing import Signer
 from raafl.runtime.client.memory import settle_heap, with_memory
 from raafl.runtime.client.receipts import Receipts
@@ -30,7 +31,7 @@ from raafl.runtime.client.worker import Client
 from raafl.runtime.identity import Identity
 from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.secure_groups import masking
-from raafl.runtime.setup import client_infos, client_parts, compression_plan, load_data, loader_rules
+from raafl.runtime.setup import client_infos, client_parts, compression_plan, load_data
 from raafl.submodel import Submodels
 from raafl.transport import Connection
 
@@ -197,4 +198,4 @@ def _site_keys(files: TlsFiles | None, gate: Gate) -> SiteKeys | None:
 def whole(experiment: Experiment) -> FederatedData:
     """Return all training data of the experiment as the data of one client."""
     partition = Iid(test_share=experiment.partition.test_share)
-    return FederatedData(experiment.data(), partition, 1, experiment.seed, loader_rules(experiment))
+    return FederatedData(experiment.data(), partition, 1, experiment.seed, Rules(experiment.rules))

@@ -8,9 +8,9 @@ import torch
 import raafl
 from model_zoo import MLP
 from raafl.config.parse import load_run, parse
-from raafl.core.rules import CURRENT, Rules, recorded_revision
 from raafl.data import Digits
 from raafl.errors import BadInput
+from raafl.rules import CURRENT, Rules, recorded_revision
 from tests.habits.source import ROOT
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")

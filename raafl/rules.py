@@ -32,6 +32,11 @@ class Rules:
         return self.revision >= 2
 
     @property
+    def validates(self) -> bool:
+        """Whether evaluations use a validation set where there is one beside the test set, which is measured once, at the end."""
+        return self.revision >= 2
+
+    @property
     def trained_labels(self) -> bool:
         """Whether a partition by class counts the classes that the training step gets, not those that a data set stores."""
         return self.revision >= 2

@@ -163,10 +163,9 @@ class ShardedSubmodel(TrainableSubmodel):
     def _state_of(self, submodels: Submodels) -> ModuleState:
         return _ShardedState(self.module, submodels)
 
-    def load(self, values: FlatTensors) -> None:
-        """Load the values for another task, which only the leading process has; reset everything else."""
+    def _put(self, values: FlatTensors) -> None:
+        """Write the values, which only the leading process has, into the shards of all."""
         self.trained = FlatTensors.empty(Layout(()))  # of the last task
-        self.state.restore()
         with torch.no_grad():
             for entry in values.layout.entries:
                 whole = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
@@ -178,7 +177,6 @@ class ShardedSubmodel(TrainableSubmodel):
                     parameter.to_local().copy_(self._shards.part(whole, parameter))
                 else:
                     self.present[entry.name].copy_(whole)
-        self.versions = [p._version for _, p in self.frozen]
 
     def gather(self) -> None:
         """Collect the trained values in the leading process, to be sent; gradients and optimizer state are freed first."""

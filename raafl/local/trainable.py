@@ -69,9 +69,13 @@ class TrainableSubmodel:
     def load(self, values: FlatTensors) -> None:
         """Load the values for another task, and reset everything else to its initial state."""
         self.state.restore()
-        self.present.copy_(values)
+        self._put(values)
         self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
         self._fixed_versions = [count._version for _, count in self._fixed]
+
+    def _put(self, values: FlatTensors) -> None:
+        """Write the values into the module."""
+        self.present.copy_(values)
 
     def check_fixed_statistics(self) -> None:
         """Check that batch norms in eval mode have kept their running statistics, which are not sent to the server.

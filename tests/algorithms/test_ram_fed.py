@@ -257,7 +257,8 @@ def test_full_coverage_in_every_round_is_fed_avg(tmp_path):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
-    "options", [[], ["--algorithm.trigger=each", "--algorithm.trained=null", "--algorithm.every=1"]]
+    "options",
+    [[], ["--algorithm.trigger=each", "--rounds.deadline=null", "--algorithm.trained=null", "--algorithm.every=1"]],
 )
 def test_a_run_of_the_config_repeats_and_replays_bit_for_bit(tmp_path, options):
     summaries = []

@@ -300,7 +300,7 @@ class Federation:
         self, run: Any, spec: ModuleSpec, source: Any, devices: Any, num_clients: int, resume: str | Path | None
     ) -> Result | None:
         recorded = {} if resume is None else _settings_in(Path(resume))
-        fields = {**({} if resume is None else {"rules": recorded["rules"]}), **self._fields}
+        fields = self._fields if resume is None else {"rules": recorded["rules"], **self._fields}
         experiment = Experiment(
             model=lambda: spec.make(source), data=lambda: source, algorithm=copy.deepcopy(self.algorithm),
             clients=num_clients, devices=devices, resume=None if resume is None else str(resume), **fields,

@@ -23,7 +23,7 @@ from raafl.config.value_types import check_types
 from raafl.core.algorithm import Algorithm, Training
 from raafl.devices.catalog import FIGURES
 from raafl.devices.files import no_file
-from raafl.devices.profiles import Device, load_devices
+from raafl.devices.profiles import Device, num_devices
 from raafl.errors import BadInput, briefly, one_of
 from raafl.local.options import FabricOptions
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
@@ -194,10 +194,9 @@ def count_of(devices: Any) -> int | None:
     if devices is None:
         return None
     try:
-        found = load_devices(devices) if isinstance(devices, str) else devices
+        return num_devices(devices)
     except (ValueError, OSError) as error:
         raise BadInput(str(error)) from error
-    return sum(device.count if isinstance(device, Device) else 1 for device in found)
 
 
 def same_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

@@ -258,11 +258,10 @@ def _count_clients(namespace: Namespace) -> None:
     namespace.clients = next(field.default for field in fields(Experiment) if field.name == "clients")
     if namespace.devices is None:
         return
-    from raafl.devices import load_devices
+    from raafl.devices import num_devices
 
     try:
-        devices = load_devices(namespace.devices) if isinstance(namespace.devices, str) else namespace.devices
-        namespace.clients = sum(one.count for one in devices) or namespace.clients
+        namespace.clients = num_devices(namespace.devices) or namespace.clients
     except (OSError, ValueError):
         return  # `Experiment.check` names what is wrong
 

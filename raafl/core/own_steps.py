@@ -145,13 +145,7 @@ class _OwnTask:
     def steps(
         self, optimizer: Optimizer, backward: Callable[[Tensor], None], update: Callable[[], None]
     ) -> MethodSteps:
-        """Return the task's hook.
-
-        Args:
-            optimizer: the module's own optimiser.
-            backward: function that runs the backward pass.
-            update: function that makes the optimiser's step and frees the gradients.
-        """
+        """Return the task's hook; see `MethodTask.steps`."""
         task = self._task
         task.optimizer, task.backward, task.update = optimizer, backward, update
         return self._local.hook(task)

@@ -216,8 +216,9 @@ class InOrder:
             batches = batches[: max(self.num_samples // batch_size, 1)]
         batches = batches[first:]
         if self.tensors is not None:
-            columns = (torch.split(tensor, batch_size)[first:] for tensor in self.tensors)
-            yield from zip(map(list, zip(*columns, strict=True)), map(len, batches), strict=False)
+            ends = first + len(batches)
+            columns = (torch.split(tensor, batch_size)[first:ends] for tensor in self.tensors)
+            yield from zip(map(list, zip(*columns, strict=True)), map(len, batches), strict=True)
             return
         for rows in batches:
             yield self.fetch(rows), len(rows)

@@ -7,9 +7,10 @@ model, selectors use it to size submodels. Times are seconds, sizes bytes, rates
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from raafl.devices import catalog, fleets, recordings, sampling
 from raafl.devices.checks import (
@@ -290,6 +291,13 @@ def assign(devices: Sequence[Profile], num_clients: int) -> list[Profile]:
             f"lower the counts or set clients to {len(pattern)}"
         )
     return [pattern[i % len(pattern)] for i in range(num_clients)]
+
+
+def num_devices(devices: str | Iterable[Any]) -> int:
+    """Count devices: a text for `load_devices`, or entries, of which one without a ``count`` is one device."""
+    entries = load_devices(devices) if isinstance(devices, str) else devices
+    counts = (getattr(entry, "count", 1) for entry in entries)
+    return sum(count if isinstance(count, int) else 1 for count in counts)  # texts and tuples have a method `count`
 
 
 def load_devices(path: str | Path) -> list[Device]:

@@ -17,9 +17,10 @@ from raafl.config.experiment import SubmodelOptions
 from raafl.errors import BadInput
 from raafl.local.preparation.prepare import prepare
 from raafl.runtime.setup import proven_submodels
-from raafl.submodel import FULL, CopyPlan, Submodels
+from raafl.submodel import FULL, Submodels
 from raafl.submodel.prove.proof import _Proof, _separating, refuted
 from tests.helpers.small_runs import experiment
+from tests.submodel.prove.shifts import shift_by_a_unit
 from tests.submodel.zoo import COVERING, ZOO
 
 BATCH = [torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2, 1, 1])]
@@ -213,21 +214,14 @@ def test_the_same_axes_are_found_and_proven_three_times_in_one_process(name):
 @pytest.mark.parametrize("name", ["MLP", "CNN", "ViT", "BERT", "LLaMA"])
 def test_a_member_whose_units_are_shifted_by_one_is_refused(name, monkeypatch):
     module, batch = made(name)
-    gather, axes = CopyPlan.gather, Submodels(module, batch).axes
+    axes = Submodels(module, batch).axes
     proof = _Proof(Submodels(module, batch), module, batch, torch.float64)
     assert proof.begin() is None
     for axis in axes.values():
         for member in {m.name: m for m in axis.members}.values():
             if member.name.endswith(("k_proj.bias", "key.bias")):
                 continue  # softmax does not see what is added to all scores alike: such a bias does nothing, right or wrong
-
-            def shifted(plan, full, out=None, member=member, axis=axis):
-                other = full.clone()
-                part = other[member.name].narrow(member.dim, member.offset, member.unit * axis.size)
-                part.copy_(part.roll(member.unit, member.dim))
-                return gather(plan, other, out)
-
-            monkeypatch.setattr(CopyPlan, "gather", shifted)
+            shift_by_a_unit(monkeypatch, member, axis)
             assert proof._failing(list(axes)), member
 
 

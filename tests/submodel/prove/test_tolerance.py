@@ -8,10 +8,11 @@ from lightning import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
-from raafl.submodel import CopyPlan, Submodels
+from raafl.submodel import Submodels
 from raafl.submodel.prove import proof, tolerance
 from raafl.submodel.prove.proof import _Proof, refuted
 from raafl.submodel.prove.tolerance import TIMES, Bound, Rounding, apart
+from tests.submodel.prove.shifts import shift_by_a_unit
 
 
 class Cosine(LightningModule):
@@ -126,17 +127,9 @@ def test_a_member_whose_units_are_shifted_is_refuted_beside_measured_rounding(ma
     submodels = Submodels(module, batch)
     held = _Proof(submodels, module, batch, torch.float64)
     assert held.begin() is None
-    gather = CopyPlan.gather
     for axis in submodels.axes.values():
         for member in axis.members:
-
-            def shifted(plan, full, out=None, member=member, axis=axis):
-                other = full.clone()
-                part = other[member.name].narrow(member.dim, member.offset, member.unit * axis.size)
-                part.copy_(part.roll(member.unit, member.dim))
-                return gather(plan, other, out)
-
-            monkeypatch.setattr(CopyPlan, "gather", shifted)
+            shift_by_a_unit(monkeypatch, member, axis)
             assert held._failing(list(submodels.axes)), member
 
 

@@ -33,9 +33,15 @@ from raafl.submodel import FULL
 CONFIG = "configs/quickstart.yaml"
 REPEATS = 3
 ROW: JournalRow = {
-    "time_s": 12.5, "event": "arrived", "assignment": 1234, "client": 7, "incarnation": 0, "num_samples": 495,
-    "refusal": None, "fingerprint": "0123456789abcdef0123456789abcdef",
-}  # fmt: skip
+    "time_s": 12.5,
+    "event": "arrived",
+    "assignment": 1234,
+    "client": 7,
+    "incarnation": 0,
+    "num_samples": 495,
+    "refusal": None,
+    "fingerprint": "0123456789abcdef0123456789abcdef",
+}
 
 
 def append(num_rows: int) -> Row:
@@ -93,9 +99,15 @@ def site(num_tasks: int, num_steps: int, share: float) -> Row:
     more = statistics.median(b / a for a, b in zip(trained, receipts, strict=True))
     audited = statistics.median(b / a for a, b in zip(trained, audit, strict=True))
     return {
-        "what": "a site", "tasks": num_tasks, "steps": num_steps, "share": share, "train_s": statistics.median(trained),
-        "receipts_of_run": more, "audit_of_run": audited, "both_of_run": more + audited,
-    }  # fmt: skip
+        "what": "a site",
+        "tasks": num_tasks,
+        "steps": num_steps,
+        "share": share,
+        "train_s": statistics.median(trained),
+        "receipts_of_run": more,
+        "audit_of_run": audited,
+        "both_of_run": more + audited,
+    }
 
 
 def _task(number: int, num_steps: int) -> Assignment:

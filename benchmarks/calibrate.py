@@ -53,17 +53,26 @@ def _rows(name: str, options: tuple[tuple[str, ...], tuple[str, ...]], scratch: 
     start = [] if "--emulate" not in options[0] else ["--base", str(base)]
     where = ["--check", *map(str, runs), "--output", str(scratch / "calibrated.yaml"), "--trust_config", "--json"]
     found = raafl(["calibrate", str(runs[0]), *start, *where])
-    return [_row(name, which, found, one, load) for which, one, load in zip(
-        ("the run it is fitted to", "the other run"), found["checks"], loads, strict=True)]  # fmt: skip
+    return [
+        _row(name, which, found, one, load)
+        for which, one, load in zip(("the run it is fitted to", "the other run"), found["checks"], loads, strict=True)
+    ]
 
 
 def _row(name: str, which: str, found: dict[str, Any], one: dict[str, Any], load: float) -> Row:
     return {
-        "case": name, "run": which, "held_out_task_error": max(fit["task_error"] for fit in found["clients"]),
-        "updates": one["updates"], "predicted_update_s": one["predicted_update_s"], "real_update_s": one["real_update_s"],
-        "predicted_s": one["predicted_s"], "real_s": one["real_s"], "error": one["error"],
-        "task_error": one["task_error"], "load": load,
-    }  # fmt: skip
+        "case": name,
+        "run": which,
+        "held_out_task_error": max(fit["task_error"] for fit in found["clients"]),
+        "updates": one["updates"],
+        "predicted_update_s": one["predicted_update_s"],
+        "real_update_s": one["real_update_s"],
+        "predicted_s": one["predicted_s"],
+        "real_s": one["real_s"],
+        "error": one["error"],
+        "task_error": one["task_error"],
+        "load": load,
+    }
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def _options(command: str | Sequence[str]) -> list[str]:
 
 def candidate(
     label: str, method: Mapping[str, Any], grid: Mapping[str, Any], task: str, fleet: FleetSummary
-) -> Candidate:  # fmt: skip
+) -> Candidate:
     """Return a method of the grid as a candidate, with the settings that the search of one task found.
 
     Args:
@@ -183,7 +183,7 @@ def agreement(rates: Sequence[Row]) -> dict[str, int]:
 
 def left_out(
     table: Table, seen: Mapping[Key, Mapping[str, MethodRuns]], choose_for: Callable[[Key, Table], str]
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """Choose for each cell by the other fleets alone; return a row for each, with its times beside the best and FedBuff's.
 
     Times are medians over seeds (see `MethodRuns`), and a ratio is null where a median run did not reach the target.
@@ -201,12 +201,19 @@ def left_out(
         mine = here[label]
         known = {name: one for name, one in here.items() if name != DEFAULTS}
         best = min(known, key=lambda name: (known[name].median_s, -known[name].reached))
-        rows.append({
-            "fleet": cell.fleet, "task": cell.task, "chosen": label, "best": best,
-            "ratio": _finite(mine.over(known[best])), "reached": mine.reached, "seeds": len(mine.seconds),
-            **_beside(mine, {name: here[name] for name in _fed_buffs(table) if name in here}),
-            **{f"always {name}": _finite(one.over(known[best])) for name, one in known.items()},
-        })  # fmt: skip
+        rows.append(
+            {
+                "fleet": cell.fleet,
+                "task": cell.task,
+                "chosen": label,
+                "best": best,
+                "ratio": _finite(mine.over(known[best])),
+                "reached": mine.reached,
+                "seeds": len(mine.seconds),
+                **_beside(mine, {name: here[name] for name in _fed_buffs(table) if name in here}),
+                **{f"always {name}": _finite(one.over(known[best])) for name, one in known.items()},
+            }
+        )
     return rows
 
 
@@ -232,9 +239,7 @@ def _fed_buffs(table: Table) -> list[str]:
     ]
 
 
-def summary(
-    rows: Sequence[Row], seen: Mapping[Key, Mapping[str, MethodRuns]], labels: Sequence[str]
-) -> dict[str, Any]:  # fmt: skip
+def summary(rows: Sequence[Row], seen: Mapping[Key, Mapping[str, MethodRuns]], labels: Sequence[str]) -> dict[str, Any]:
     """Summarize the rows: median and worst ratio of auto and of each method, and auto beside FedBuff.
 
     A cell whose median run did not reach the target is worse than all others: a median or worst ratio may be null.
@@ -249,8 +254,9 @@ def summary(
     always = {label: _worst([row[f"always {label}"] for row in rows if f"always {label}" in row]) for label in labels}
     fed_buffs = {
         label: f"over_{label.lower()}"
-        for label in dict.fromkeys([*labels, DEFAULTS]) if any(f"over_{label.lower()}" in row for row in rows)
-    }  # fmt: skip
+        for label in dict.fromkeys([*labels, DEFAULTS])
+        if any(f"over_{label.lower()}" in row for row in rows)
+    }
     tests = {label: rank_test([_pair(seen, row, label) for row in rows]) for label in fed_buffs}
     tested = tested_by_holm(tests)
     over = {}
@@ -258,9 +264,11 @@ def summary(
         ratios = [row[name] for row in rows if row.get(name)]
         over[name] = {**geometric(ratios), "cells": len(ratios), **tested[label]}
     return {
-        **_worst([row["ratio"] for row in rows]), "cells": len(rows), "over": over,
+        **_worst([row["ratio"] for row in rows]),
+        "cells": len(rows),
+        "over": over,
         "always": {label: one for label, one in always.items() if one},
-    }  # fmt: skip
+    }
 
 
 def _pair(seen: Mapping[Key, Mapping[str, MethodRuns]], row: Row, label: str) -> tuple[Sequence[float | None], ...]:
@@ -325,11 +333,17 @@ def unseen(paths: Sequence[Path]) -> list[Row]:
         journals = [folder / run["folder"] / JOURNAL for run in row["runs"] if "error" not in run]
         firsts = [json.loads(next(iter(journal.open()))) for journal in journals]
         adjusted = [sum('"event":"adjusted"' in line for line in journal.open()) for journal in journals]
-        rows.append({
-            "fleet": fleet, "task": task, "seeds": len(here["auto"].seconds), "reached": here["auto"].reached,
-            "chosen": " or ".join(sorted({first["chosen"]["method"] for first in firsts})), "adjusted": median(adjusted),
-            **_beside(here["auto"], {label: one for label, one in here.items() if label != "auto"}),
-        })  # fmt: skip
+        rows.append(
+            {
+                "fleet": fleet,
+                "task": task,
+                "seeds": len(here["auto"].seconds),
+                "reached": here["auto"].reached,
+                "chosen": " or ".join(sorted({first["chosen"]["method"] for first in firsts})),
+                "adjusted": median(adjusted),
+                **_beside(here["auto"], {label: one for label, one in here.items() if label != "auto"}),
+            }
+        )
     return rows
 
 

@@ -81,10 +81,14 @@ def measure() -> list[Row]:
             for kind, figures in kinds.items():
                 seconds, peaks, sent = zip(*figures, strict=True)
                 row = {
-                    "setting": name, "method": method, "device": kind, "tasks": len(figures),
-                    "task_s": statistics.fmean(seconds), "megabytes": statistics.fmean(sent) / 1e6,
+                    "setting": name,
+                    "method": method,
+                    "device": kind,
+                    "tasks": len(figures),
+                    "task_s": statistics.fmean(seconds),
+                    "megabytes": statistics.fmean(sent) / 1e6,
                     "peak_mb": max(peaks) / 1e6,
-                }  # fmt: skip
+                }
                 first = whole.setdefault(kind, row)
                 shares = {f"{key}_share": row[key] / first[key] for key in ("task_s", "megabytes", "peak_mb")}
                 rows.append(row | shares)

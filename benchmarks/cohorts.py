@@ -70,9 +70,14 @@ def resnet_8() -> LightningModule:
 def bert(lora: LoRA | None = None) -> LightningModule:
     """Make a BERT of two blocks of width 32, or one whose adapters and head train alone."""
     architecture = {
-        "model_type": "bert", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 128,
-        "num_attention_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": TEXT,
-    }  # fmt: skip
+        "model_type": "bert",
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": TEXT,
+    }
     return HFSequenceClassifier(num_classes=10, pretrained=False, architecture=architecture, lr=1e-3, lora=lora)
 
 
@@ -124,19 +129,36 @@ VIT = workload("vit micro", lambda: ViT("micro"), 3, 32, 32, clients=100, cohort
 LEAF = workload("cnn of LEAF's size", lambda: CNN(1, 28, hidden=(2048, 84), num_classes=62), 1, 28, 28)
 WIDE = workload("mlp 784-200-200-10", mlp(784, 200, 200, 10), 784, rounds=12)
 TASKS = (
-    LOGISTIC, SMALL, workload("mlp 64-128-10", mlp(64, 128, 10), 64), workload("mlp 784-48-10", mlp(784, 48, 10), 784),
-    WIDE, BERT, LORA, LSTM, LEAF, RESNET, CONVOLUTIONS, VIT,
-)  # fmt: skip
+    LOGISTIC,
+    SMALL,
+    workload("mlp 64-128-10", mlp(64, 128, 10), 64),
+    workload("mlp 784-48-10", mlp(784, 48, 10), 784),
+    WIDE,
+    BERT,
+    LORA,
+    LSTM,
+    LEAF,
+    RESNET,
+    CONVOLUTIONS,
+    VIT,
+)
 SLOW = (LSTM, LEAF, RESNET, CONVOLUTIONS, VIT)
 """Of which the cohorts of 32 and 64 take minutes, and show what 16 do."""
 FEW = replace(SMALL, name="mlp 64-32-10, 20 at work", clients=40, cohort=20, rounds=40)
 MANY = replace(SMALL, name="mlp 64-32-10, 1,000 at work", clients=2000, cohort=1000, rounds=3)
 RUNS = {
     SMALL: ("fed_avg", "fed_async", "fed_buff", "fed_raa", "hetero_fl"),
-    FEW: ("fed_avg", "fed_async"), MANY: ("fed_avg", "fed_async", "fed_buff"), LOGISTIC: ("fed_avg", "fed_async"),
-    WIDE: ("fed_async",), BERT: ("fed_avg", "fed_async"), LORA: ("fed_async",), LSTM: ("fed_async",),
-    RESNET: ("fed_async",), CONVOLUTIONS: ("fed_async",), VIT: ("fed_async",),
-}  # fmt: skip
+    FEW: ("fed_avg", "fed_async"),
+    MANY: ("fed_avg", "fed_async", "fed_buff"),
+    LOGISTIC: ("fed_avg", "fed_async"),
+    WIDE: ("fed_async",),
+    BERT: ("fed_avg", "fed_async"),
+    LORA: ("fed_async",),
+    LSTM: ("fed_async",),
+    RESNET: ("fed_async",),
+    CONVOLUTIONS: ("fed_async",),
+    VIT: ("fed_async",),
+}
 WHERE: Row = {"device": "cpu", "processes": 1}
 
 
@@ -184,12 +206,21 @@ def task_rows(work: Workload) -> list[Row]:
             least = {size: min(seconds, least.get(size, seconds)) for size, seconds in found.items()}
     return [
         {
-            "workload": work.name, "algorithm": "task", "batch_clients": size, **WHERE, "at_work": size, "per_s": 1 / least[size],
-            "bare_per_s": 1 / least[0], "ratio": least[0] / least[size], "mean_cohort": size, "in_vain": 0.0,
-            "peak_bytes": grown[size], "equal": _equal(trainer, together, tasks[:size]),
+            "workload": work.name,
+            "algorithm": "task",
+            "batch_clients": size,
+            **WHERE,
+            "at_work": size,
+            "per_s": 1 / least[size],
+            "bare_per_s": 1 / least[0],
+            "ratio": least[0] / least[size],
+            "mean_cohort": size,
+            "in_vain": 0.0,
+            "peak_bytes": grown[size],
+            "equal": _equal(trainer, together, tasks[:size]),
         }
         for size in sizes
-    ]  # fmt: skip
+    ]
 
 
 def _equal(trainer: LocalTrainer, together: CohortTrainer, tasks: list[Member]) -> bool:
@@ -214,11 +245,20 @@ def run(
         device: device of the model and of the clients.
     """
     experiment = Experiment(
-        model=work.model, data=lambda: data, algorithm=algorithm, partition=Iid(), clients=work.clients,
+        model=work.model,
+        data=lambda: data,
+        algorithm=algorithm,
+        partition=Iid(),
+        clients=work.clients,
         train=Training(num_epochs=None, num_steps=work.num_steps, batch_size=work.batch_size),
-        max_updates=work.trainings, eval_every=10**9, batch_clients=batch_clients, output=str(folder), progress="quiet",
-        server_device=device, fabric=FabricOptions(accelerator=device.partition(":")[0]),
-    )  # fmt: skip
+        max_updates=work.trainings,
+        eval_every=10**9,
+        batch_clients=batch_clients,
+        output=str(folder),
+        progress="quiet",
+        server_device=device,
+        fabric=FabricOptions(accelerator=device.partition(":")[0]),
+    )
     watch, before = _Stopwatch(time.thread_time if device == "cpu" else time.perf_counter), forget_peak()
     summary, _ = simulate(experiment, observer=watch)
     return watch.seconds, summary | {"peak_bytes": status_bytes("VmHWM") - before}
@@ -265,13 +305,24 @@ def run_rows(work: Workload, methods: dict[str, Algorithm]) -> list[Row]:
             summary = summaries[name, way]
             batched = summary.get("batched", {"mean_cohort": 1.0, "share": 0.0, "in_vain": 0})
             per_s, bare_per_s = work.trainings / least[name, way], work.trainings / least["bare"]
-            found.append({
-                "workload": work.name, "algorithm": name, "batch_clients": way, **WHERE, "at_work": work.cohort, "per_s": per_s,
-                "bare_per_s": bare_per_s, "ratio": per_s / bare_per_s, "over_loop": least[name, 1] / least[name, way],
-                "mean_cohort": batched["mean_cohort"], "share": batched["share"],
-                "in_vain": batched["in_vain"] / work.trainings, "peak_bytes": summary["peak_bytes"],
-                "equal": summary["model_digest"] == summaries[name, 1]["model_digest"],
-            })  # fmt: skip
+            found.append(
+                {
+                    "workload": work.name,
+                    "algorithm": name,
+                    "batch_clients": way,
+                    **WHERE,
+                    "at_work": work.cohort,
+                    "per_s": per_s,
+                    "bare_per_s": bare_per_s,
+                    "ratio": per_s / bare_per_s,
+                    "over_loop": least[name, 1] / least[name, way],
+                    "mean_cohort": batched["mean_cohort"],
+                    "share": batched["share"],
+                    "in_vain": batched["in_vain"] / work.trainings,
+                    "peak_bytes": summary["peak_bytes"],
+                    "equal": summary["model_digest"] == summaries[name, 1]["model_digest"],
+                }
+            )
     return found
 
 
@@ -291,20 +342,27 @@ def on_device(device: str, folder: Path, short: bool = False) -> list[Row]:
             few = work if name == "measured" else replace(work, rounds=1)
             at = folder / f"{work.name}-{way}-{name}"
             seconds[way], summaries[way] = run(few, data, fed_async(cohort=work.cohort), way, at, device)
-        rows.append({
-            "workload": work.name, "loop_per_s": work.trainings / seconds[1], "per_s": work.trainings / seconds["auto"],
-            "over_loop": seconds[1] / seconds["auto"], "mean_cohort": summaries["auto"].get("batched", {}).get("mean_cohort", 1),
-        })  # fmt: skip
+        rows.append(
+            {
+                "workload": work.name,
+                "loop_per_s": work.trainings / seconds[1],
+                "per_s": work.trainings / seconds["auto"],
+                "over_loop": seconds[1] / seconds["auto"],
+                "mean_cohort": summaries["auto"].get("batched", {}).get("mean_cohort", 1),
+            }
+        )
     return rows
 
 
 def algorithms(cohort: int) -> dict[str, Algorithm]:
     """Return the algorithms measured, with so many clients at work."""
     return {
-        "fed_avg": fed_avg(cohort=cohort), "fed_async": fed_async(cohort=cohort),
-        "fed_buff": fed_buff(buffer_size=10, cohort=cohort), "fed_raa": fed_raa(fragments=3, cohort=cohort),
+        "fed_avg": fed_avg(cohort=cohort),
+        "fed_async": fed_async(cohort=cohort),
+        "fed_buff": fed_buff(buffer_size=10, cohort=cohort),
+        "fed_raa": fed_raa(fragments=3, cohort=cohort),
         "hetero_fl": hetero_fl(rates=[1.0, 0.75, 0.5, 0.25], cohort=cohort),
-    }  # fmt: skip
+    }
 
 
 def measured(place: int) -> list[Row]:

@@ -74,8 +74,11 @@ def in_process(name: str, arguments: list[str], threads: int) -> Any:
     """
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--threads", str(threads)],
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        stdout=subprocess.PIPE,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"benchmarks.{name} {' '.join(arguments)} failed with {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])

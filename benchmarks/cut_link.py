@@ -43,9 +43,13 @@ class Relay:
     """
 
     def __init__(
-        self, target: int, bytes_per_s: float, every_s: float | None, until_bytes: float = math.inf,
+        self,
+        target: int,
+        bytes_per_s: float,
+        every_s: float | None,
+        until_bytes: float = math.inf,
         down_bytes_per_s: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Listen; entering the context begins.
 
         Args:
@@ -141,10 +145,19 @@ class Relay:
 def model(num_bytes: int) -> list[str]:
     """Return options of a run whose only client does one task, with an update of about so many bytes."""
     return [
-        "--config", CONFIG, "--clients=1", "--devices=null", "--algorithm=fed_avg", "--max_updates=1", "--progress=plain",
-        f"--model.hidden=[{num_bytes // _UNIT_BYTES}]", "--train.num_epochs=null", "--train.num_steps=1", "--data.batch_size=2",
+        "--config",
+        CONFIG,
+        "--clients=1",
+        "--devices=null",
+        "--algorithm=fed_avg",
+        "--max_updates=1",
+        "--progress=plain",
+        f"--model.hidden=[{num_bytes // _UNIT_BYTES}]",
+        "--train.num_epochs=null",
+        "--train.num_steps=1",
+        "--data.batch_size=2",
         "--eval_every=100",
-    ]  # fmt: skip
+    ]
 
 
 def measure(num_bytes: int, mbit_per_s: float, every_s: float | None) -> Row:
@@ -207,9 +220,15 @@ def _found(folder: Path, relay: Relay, payload: int) -> Row:
     kinds = [row["event"] for row in rows]
     (assigned,) = [row for row in rows if row["event"] == "assigned"]
     (arrived,) = [row for row in rows if row["event"] == "arrived"]
-    return {"update_bytes": payload, "link_bytes": relay.up_bytes, "sent_twice": relay.up_bytes / payload - 1,
-            "task_s": arrived["time_s"] - assigned["time_s"], "away": kinds.count("away"), "lost": kinds.count("lost"),
-            "refusal": arrived["refusal"]}  # fmt: skip
+    return {
+        "update_bytes": payload,
+        "link_bytes": relay.up_bytes,
+        "sent_twice": relay.up_bytes / payload - 1,
+        "task_s": arrived["time_s"] - assigned["time_s"],
+        "away": kinds.count("away"),
+        "lost": kinds.count("lost"),
+        "refusal": arrived["refusal"],
+    }
 
 
 if __name__ == "__main__":

@@ -124,12 +124,20 @@ def run(setting: Setting, config: Path = CONFIG) -> Row:
     missed = [version for version, _, metrics in history if not target.met(metrics)]
     version, time_s = reached[0] if reached else (None, None)
     row: Row = {
-        "part": setting.part, "algorithm": setting.algorithm, **dict(setting.arguments), "beta": setting.beta,
-        "lr": setting.lr, "seed": setting.seed, "time_s": time_s, "versions": version,
-        "given_up_s": None if reached else summary["time_s"], "accuracy": summary["final"].get(target.metric),
-        "loss": summary["final"].get("loss"), "staleness_mean": summary["staleness"]["mean"],
+        "part": setting.part,
+        "algorithm": setting.algorithm,
+        **dict(setting.arguments),
+        "beta": setting.beta,
+        "lr": setting.lr,
+        "seed": setting.seed,
+        "time_s": time_s,
+        "versions": version,
+        "given_up_s": None if reached else summary["time_s"],
+        "accuracy": summary["final"].get(target.metric),
+        "loss": summary["final"].get("loss"),
+        "staleness_mean": summary["staleness"]["mean"],
         "wall_s": summary["wall_s"],
-    }  # fmt: skip
+    }
     if setting.through:
         row["lasting_s"] = min((at for version, at in reached if version > max(missed)), default=None)
     return row

@@ -33,11 +33,21 @@ TOTAL_S = 570.0  # of the ten minutes, some are for starting and ending
 GRACE_S = 5.0
 BESIDE = 4  # steps at once, of those that measure no time
 WHEELS = {
-    "torch": "torch", "lightning": "lightning", "transformers": "transformers", "jsonargparse": "jsonargparse[signatures]",
-    "docstring_parser": "jsonargparse[signatures]", "xxhash": "xxhash", "yaml": "pyyaml", "sklearn": "scikit-learn",
-    "rich": "rich", "shtab": "shtab", "cryptography": "cryptography>=47", "psutil": "psutil", "pytest": "pytest",
+    "torch": "torch",
+    "lightning": "lightning",
+    "transformers": "transformers",
+    "jsonargparse": "jsonargparse[signatures]",
+    "docstring_parser": "jsonargparse[signatures]",
+    "xxhash": "xxhash",
+    "yaml": "pyyaml",
+    "sklearn": "scikit-learn",
+    "rich": "rich",
+    "shtab": "shtab",
+    "cryptography": "cryptography>=47",
+    "psutil": "psutil",
+    "pytest": "pytest",
     "pytest_timeout": "pytest-timeout",
-}  # fmt: skip
+}
 """Modules that the steps need, and what brings them."""
 TWO_NODES = "HEAD=ADDRESS NODES=2 RANKS_PER_NODE=9 launch/multi-node.sh CONFIG --clients 17 --fabric.accelerator cuda"
 

@@ -127,11 +127,18 @@ def out_of_memory(where: Where) -> list[Row]:
     data = RandomData(replace(MLP_MNIST, clients=4, samples=256))
     summary, _ = simulate(
         Experiment(
-            model=lambda: Greedy(784, (200,), 10), data=lambda: data, algorithm=fed_raa(fragments=3), clients=4,
-            train=Training(num_epochs=None, num_steps=2), max_updates=12, output=str(where.folder / "run"), progress="quiet",
-            server_device=where.device, fabric=FabricOptions(accelerator=where.device.partition(":")[0]),
+            model=lambda: Greedy(784, (200,), 10),
+            data=lambda: data,
+            algorithm=fed_raa(fragments=3),
+            clients=4,
+            train=Training(num_epochs=None, num_steps=2),
+            max_updates=12,
+            output=str(where.folder / "run"),
+            progress="quiet",
+            server_device=where.device,
+            fabric=FabricOptions(accelerator=where.device.partition(":")[0]),
         )
-    )  # fmt: skip
+    )
     refused = summary["updates_refused"].get("out-of-memory", 0)
     return [{"value": refused, "goal": "above 0, run ends", "met": refused > 0 and summary["updates_merged"] >= 12}]
 
@@ -157,9 +164,19 @@ def faults(where: Where) -> list[Row]:
     from raafl.commands.fit_local import read
 
     options = [
-        *QUICK, "--local", "3", "--max_updates", "200", "--waits.task_s", "10", "--progress", "quiet",
-        "--output", str(where.folder / "run"), *where.options,
-    ]  # fmt: skip
+        *QUICK,
+        "--local",
+        "3",
+        "--max_updates",
+        "200",
+        "--waits.task_s",
+        "10",
+        "--progress",
+        "quiet",
+        "--output",
+        str(where.folder / "run"),
+        *where.options,
+    ]
     _parsed("fit", *read(options).options)
     if where.dry:
         return []
@@ -267,10 +284,26 @@ def language(where: Where) -> list[Row]:
     rows: list[Row] = []
     size, length, batch, steps = ("nano", 32, 2, 2) if where.dry else ("char", 256, 16, 50)
     options = [
-        "--config", str(ROOT / "configs" / "diloco-llama.yaml"), "--model.size", size, "--model.max_length", str(length),
-        "--data.length", str(length), "--data.batch_size", str(batch), "--train.num_steps", str(steps), "--max_updates", "9",
-        "--progress", "quiet", "--eval_every", "1000", *where.options,
-    ]  # fmt: skip
+        "--config",
+        str(ROOT / "configs" / "diloco-llama.yaml"),
+        "--model.size",
+        size,
+        "--model.max_length",
+        str(length),
+        "--data.length",
+        str(length),
+        "--data.batch_size",
+        str(batch),
+        "--train.num_steps",
+        str(steps),
+        "--max_updates",
+        "9",
+        "--progress",
+        "quiet",
+        "--eval_every",
+        "1000",
+        *where.options,
+    ]
     for precision in ("32-true",) if where.dry else ("32-true", "bf16-mixed"):
         for name in (precision,) if where.dry else ("warm", precision):
             folder = where.folder / f"{precision}-{name}"
@@ -292,8 +325,13 @@ def sharing(where: Where) -> list[Row]:
             rows.append({"MPS": True, "value": "no nvidia-cuda-mps-control here"})
             continue
         folder, path = where.folder / f"mps-{mps}", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        run([str(script), QUICK[1], "--output", str(folder), "--emulate", "false", "--max_updates", "200"],
-             RANKS_PER_GPU="4", CUDA_VISIBLE_DEVICES="0", MPS=mps, PATH=path)  # fmt: skip
+        run(
+            [str(script), QUICK[1], "--output", str(folder), "--emulate", "false", "--max_updates", "200"],
+            RANKS_PER_GPU="4",
+            CUDA_VISIBLE_DEVICES="0",
+            MPS=mps,
+            PATH=path,
+        )
         summary = json.loads((folder / "summary.json").read_text())
         rows.append({"MPS": mps == "1", "updates_per_s": summary["updates_merged"] / summary["wall_s"]})
     return rows
@@ -329,13 +367,24 @@ class Step:
 STEPS = {
     step.run.__name__: step
     for step in (
-        Step(tests, 200), Step(replayed, 150), Step(precisions, 120), Step(quick_start, 90), Step(twice, 90),
-        Step(resumed, 90), Step(out_of_memory, 60), Step(faults, 90),
-        Step(staging, 60, timed=True), Step(merges, 60, timed=True), Step(submodels, 90, timed=True),
-        Step(throughput, 90, timed=True), Step(together, 90, timed=True), Step(language, 90, timed=True),
-        Step(sharing, 90, timed=True), Step(two_gpus, 90, timed=True, num_gpus=2),
+        Step(tests, 200),
+        Step(replayed, 150),
+        Step(precisions, 120),
+        Step(quick_start, 90),
+        Step(twice, 90),
+        Step(resumed, 90),
+        Step(out_of_memory, 60),
+        Step(faults, 90),
+        Step(staging, 60, timed=True),
+        Step(merges, 60, timed=True),
+        Step(submodels, 90, timed=True),
+        Step(throughput, 90, timed=True),
+        Step(together, 90, timed=True),
+        Step(language, 90, timed=True),
+        Step(sharing, 90, timed=True),
+        Step(two_gpus, 90, timed=True, num_gpus=2),
     )
-}  # fmt: skip
+}
 
 
 # ---- what they use ----
@@ -381,9 +430,14 @@ def child(parent: int, options: bytes) -> int:
 def run(command: list[str], **environment: str) -> str:
     """Run a command; return all that it printed, or raise with the end of it."""
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[:6])} ... ended with {done.returncode}: {done.stdout[-3000:]}")
     return done.stdout

@@ -233,10 +233,15 @@ class Stage:
         after, took_s = self.server.cpu_times(), time.monotonic() - began
         cpu_s = after.user + after.system - before.user - before.system
         return {
-            "phase": name, "clients": clients, "think_s": think_s, **figures(told["num_updates"], told["delays"], took_s, cpu_s),
-            "clients_cpu_share": told["cpu_s"] / took_s, "server_threads": self.server.num_threads(),
-            "server_rss_bytes": self.server.memory_info().rss, "machine_load": os.getloadavg()[0],
-        }  # fmt: skip
+            "phase": name,
+            "clients": clients,
+            "think_s": think_s,
+            **figures(told["num_updates"], told["delays"], took_s, cpu_s),
+            "clients_cpu_share": told["cpu_s"] / took_s,
+            "server_threads": self.server.num_threads(),
+            "server_rss_bytes": self.server.memory_info().rss,
+            "machine_load": os.getloadavg()[0],
+        }
 
 
 def figures(num_updates: int, delays: list[float], took_s: float, cpu_s: float) -> Row:
@@ -250,9 +255,12 @@ def figures(num_updates: int, delays: list[float], took_s: float, cpu_s: float) 
     """
     cuts = statistics.quantiles(delays, n=100) if len(delays) > 1 else None
     return {
-        "updates_per_s": num_updates / took_s, "updates_per_cpu_s": num_updates / cpu_s if cpu_s else None,
-        "delay_p50_ms": cuts and cuts[49] * 1e3, "delay_p99_ms": cuts and cuts[98] * 1e3, "server_cpu_share": cpu_s / took_s,
-    }  # fmt: skip
+        "updates_per_s": num_updates / took_s,
+        "updates_per_cpu_s": num_updates / cpu_s if cpu_s else None,
+        "delay_p50_ms": cuts and cuts[49] * 1e3,
+        "delay_p99_ms": cuts and cuts[98] * 1e3,
+        "server_cpu_share": cpu_s / took_s,
+    }
 
 
 @contextmanager
@@ -281,14 +289,27 @@ def stage(clients: int, at_work: int | None = None, hidden: int = 200, options: 
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         server = subprocess.Popen(
-            [*serve, "--address", f"fd:{listener.fileno()}"], env=environment, pass_fds=[listener.fileno()],
+            [*serve, "--address", f"fd:{listener.fileno()}"],
+            env=environment,
+            pass_fds=[listener.fileno()],
             preexec_fn=lambda: os.sched_setaffinity(0, cores[:1]),
-        )  # fmt: skip
+        )
         players = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.load", "--work", str(folder / "load.yaml"), address, str(folder / "certs")],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.load",
+                "--work",
+                str(folder / "load.yaml"),
+                address,
+                str(folder / "certs"),
+            ],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             preexec_fn=lambda: os.sched_setaffinity(0, cores[1:] or cores),
-        )  # fmt: skip
+        )
         try:
             assert players.stdout is not None
             players.stdout.readline()

@@ -122,8 +122,12 @@ def replay(folder: Path, updates: int) -> None:
 
 
 WAYS: dict[str, Callable[[Path, int], None]] = {
-    "write": write, "follow": follow, "report": report, "mend": mend, "replay": replay,
-}  # fmt: skip
+    "write": write,
+    "follow": follow,
+    "report": report,
+    "mend": mend,
+    "replay": replay,
+}
 
 
 def measure(way: str, folder: Path, updates: int) -> Row:
@@ -141,9 +145,14 @@ def measure(way: str, folder: Path, updates: int) -> Row:
     with (folder / JOURNAL).open("rb") as file:
         num_rows = sum(1 for _ in file)
     return {
-        "way": way, "updates": updates, "rows": num_rows, "cpu_s": seconds, "us_per_row": 1e6 * seconds / num_rows,
-        "grown_bytes": grown, "journal_bytes": (folder / JOURNAL).stat().st_size,
-    }  # fmt: skip
+        "way": way,
+        "updates": updates,
+        "rows": num_rows,
+        "cpu_s": seconds,
+        "us_per_row": 1e6 * seconds / num_rows,
+        "grown_bytes": grown,
+        "journal_bytes": (folder / JOURNAL).stat().st_size,
+    }
 
 
 def rows() -> list[Row]:

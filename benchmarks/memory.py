@@ -57,13 +57,25 @@ def measure(setting: Setting, timeout_s: float) -> list[Row]:
     """Run one setting under torchrun."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(setting.clients) + 1}",
-            "-m", "benchmarks.memory", "--rank", json.dumps(asdict(setting)), "--folder", folder,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={len(setting.clients) + 1}",
+            "-m",
+            "benchmarks.memory",
+            "--rank",
+            json.dumps(asdict(setting)),
+            "--folder",
+            folder,
+        ]
         process = subprocess.Popen(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True, stdout=subprocess.PIPE,
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        )
         try:
             output, _ = process.communicate(timeout=timeout_s)
         finally:
@@ -116,12 +128,19 @@ def _experiment(setting: Setting, budgets: Sequence[float], folder: Path) -> Any
 
     data = _Data(BATCH * len(setting.clients))
     return Experiment(
-        model=lambda: MLP(FEATURES, (setting.hidden,), CLASSES, lr=0.01, momentum=0.5), data=lambda: data,
-        algorithm=fed_raa(fragments=list(setting.shares), select="fewest_updates"), partition=Iid(),
-        clients=len(setting.clients), devices=[Device(memory_bytes=budget) for budget in budgets], emulate=False,
-        train=Training(num_epochs=None, num_steps=2, batch_size=BATCH), max_updates=setting.updates,
-        eval_every=10**9, output=str(folder / "run"), progress="quiet",
-    )  # fmt: skip
+        model=lambda: MLP(FEATURES, (setting.hidden,), CLASSES, lr=0.01, momentum=0.5),
+        data=lambda: data,
+        algorithm=fed_raa(fragments=list(setting.shares), select="fewest_updates"),
+        partition=Iid(),
+        clients=len(setting.clients),
+        devices=[Device(memory_bytes=budget) for budget in budgets],
+        emulate=False,
+        train=Training(num_epochs=None, num_steps=2, batch_size=BATCH),
+        max_updates=setting.updates,
+        eval_every=10**9,
+        output=str(folder / "run"),
+        progress="quiet",
+    )
 
 
 def _costs(setting: Setting) -> list[Any]:

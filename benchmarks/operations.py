@@ -68,12 +68,21 @@ def measured(model: str, rate: float) -> list[Row]:
         sums.items(), key=lambda item: -item[1][1]
     ):
         if num_bytes and seconds >= LEAST_SHARE * whole_s:
-            found.append({
-                "model": model, "rate": rate, "operation": name, "calls": calls, "seconds": seconds, "share": seconds / whole_s,
-                "flops": flops, "padding_flops": padding_flops, "bytes": num_bytes,
-                "measured": (seconds - (flops + padding_flops) / flops_per_s) * bytes_per_s / num_bytes,
-                "counted": moved_bytes / num_bytes,
-            })  # fmt: skip
+            found.append(
+                {
+                    "model": model,
+                    "rate": rate,
+                    "operation": name,
+                    "calls": calls,
+                    "seconds": seconds,
+                    "share": seconds / whole_s,
+                    "flops": flops,
+                    "padding_flops": padding_flops,
+                    "bytes": num_bytes,
+                    "measured": (seconds - (flops + padding_flops) / flops_per_s) * bytes_per_s / num_bytes,
+                    "counted": moved_bytes / num_bytes,
+                }
+            )
     return found
 
 

@@ -199,11 +199,20 @@ def raafl_seconds(
         device: device of the model and its clients.
     """
     experiment = Experiment(
-        model=work.model, data=lambda: data, algorithm=algorithm, partition=Iid(), clients=work.clients,
+        model=work.model,
+        data=lambda: data,
+        algorithm=algorithm,
+        partition=Iid(),
+        clients=work.clients,
         train=Training(num_epochs=None, num_steps=work.num_steps, batch_size=work.batch_size),
-        max_updates=work.trainings, eval_every=10**9, workers=workers, output=str(folder), progress="quiet",
-        server_device=device, fabric=FabricOptions(accelerator=torch.device(device).type),
-    )  # fmt: skip
+        max_updates=work.trainings,
+        eval_every=10**9,
+        workers=workers,
+        output=str(folder),
+        progress="quiet",
+        server_device=device,
+        fabric=FabricOptions(accelerator=torch.device(device).type),
+    )
     summary, _ = simulate(experiment)
     assert summary["updates_merged"] == work.trainings
     return float(summary["wall_s"])

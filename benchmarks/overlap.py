@@ -45,10 +45,20 @@ _METHODS = {
 def _client(overlap: bool) -> Row:
     """Let one client do a few tasks behind a slow uplink; return its updates per second, and where its time went."""
     model = [
-        "--config", CONFIG, "--clients=1", "--devices=null", "--algorithm=fed_async", f"--max_updates={_UPDATES}",
-        f"--model.hidden=[{_UNITS}]", "--train.num_epochs=null", "--train.num_steps=1", "--progress=quiet",
-        "--eval_every=1000", "--checkpoint_s=null", f"--overlap={str(overlap).lower()}",
-    ]  # fmt: skip
+        "--config",
+        CONFIG,
+        "--clients=1",
+        "--devices=null",
+        "--algorithm=fed_async",
+        f"--max_updates={_UPDATES}",
+        f"--model.hidden=[{_UNITS}]",
+        "--train.num_epochs=null",
+        "--train.num_steps=1",
+        "--progress=quiet",
+        "--eval_every=1000",
+        "--checkpoint_s=null",
+        f"--overlap={str(overlap).lower()}",
+    ]
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         folder = Path(place)
         certify(folder / "certs")
@@ -87,10 +97,16 @@ def throughput() -> Row:
     off, on = (statistics.median(row["updates_per_s"] for row in found[overlap]) for overlap in (False, True))
     ratios = [b["updates_per_s"] / a["updates_per_s"] for a, b in zip(found[False], found[True], strict=True)]
     return {
-        "what": "updates/s, one real client", "off": off, "on": on, "ratio": on / off, "least_ratio": min(ratios),
-        "staleness_off": found[False][0]["staleness"], "staleness_on": found[True][0]["staleness"], "seeds": _REPEATS,
+        "what": "updates/s, one real client",
+        "off": off,
+        "on": on,
+        "ratio": on / off,
+        "least_ratio": min(ratios),
+        "staleness_off": found[False][0]["staleness"],
+        "staleness_on": found[True][0]["staleness"],
+        "seeds": _REPEATS,
         "upload_s": found[True][0]["upload_s"],
-    }  # fmt: skip
+    }
 
 
 def _simulated(method: str, overlap: bool, seed: int) -> dict[str, Any]:
@@ -105,10 +121,21 @@ def _simulated(method: str, overlap: bool, seed: int) -> dict[str, Any]:
     ]
     with tempfile.TemporaryDirectory() as place:
         options = [
-            "--config", CONFIG, "--clients=10", f"--devices={json.dumps(devices)}", "--partition.alpha=0.5",
-            "--train.num_epochs=1", *_METHODS[method], f"--target={_TARGET}", "--max_updates=1500", "--eval_every=2",
-            f"--overlap={str(overlap).lower()}", f"--seed={seed}", "--progress=quiet", f"--output={place}/run",
-        ]  # fmt: skip
+            "--config",
+            CONFIG,
+            "--clients=10",
+            f"--devices={json.dumps(devices)}",
+            "--partition.alpha=0.5",
+            "--train.num_epochs=1",
+            *_METHODS[method],
+            f"--target={_TARGET}",
+            "--max_updates=1500",
+            "--eval_every=2",
+            f"--overlap={str(overlap).lower()}",
+            f"--seed={seed}",
+            "--progress=quiet",
+            f"--output={place}/run",
+        ]
         parsed = parse("simulate", options)
         return simulate(parsed.experiment, parsed.config_yaml)[0]
 
@@ -123,15 +150,20 @@ def time_to_target(method: str) -> Row:
     off, on = (statistics.median(seconds(overlap)) for overlap in (False, True))
     paired = [b / a for a, b in zip(seconds(False), seconds(True), strict=True)]
     return {
-        "what": f"virtual s to {_TARGET}, {method}", "off": off, "on": on, "ratio": on / off,
-        "least_ratio": min(paired), "most_ratio": max(paired), "seeds": _SEEDS,
+        "what": f"virtual s to {_TARGET}, {method}",
+        "off": off,
+        "on": on,
+        "ratio": on / off,
+        "least_ratio": min(paired),
+        "most_ratio": max(paired),
+        "seeds": _SEEDS,
         "staleness_off": statistics.mean(run["staleness"]["mean"] for run in found[False]),
         "staleness_on": statistics.mean(run["staleness"]["mean"] for run in found[True]),
         "updates_per_s_ratio": statistics.median(
             (b["updates_merged"] / b["time_s"]) / (a["updates_merged"] / a["time_s"])
             for a, b in zip(found[False], found[True], strict=True)
         ),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

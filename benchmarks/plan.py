@@ -44,9 +44,18 @@ def rows(config: str = CONFIG, cases: dict[str, int] | None = None, options: Seq
 def _row(config: str, name: str, updates: int, options: Sequence[str]) -> Row:
     devices = json.dumps(_slower(yaml.safe_load((ROOT / config).read_text())["devices"]))
     chosen = [
-        "--config", config, "--algorithm", name, "--max_updates", str(updates), "--eval_every", "1000",
-        "--devices", devices, *options,
-    ]  # fmt: skip
+        "--config",
+        config,
+        "--algorithm",
+        name,
+        "--max_updates",
+        str(updates),
+        "--eval_every",
+        "1000",
+        "--devices",
+        devices,
+        *options,
+    ]
     if name == "fed_buff":
         chosen += ["--algorithm.buffer_size", "3"]
     plan = raafl(["plan", *chosen, "--algorithms", "", "--json"])["algorithms"][0]
@@ -70,9 +79,13 @@ def _slower(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def raafl(arguments: Sequence[str], timeout_s: float = 600.0) -> Any:
     """Run a command of raafl in a process of its own, with one thread, and return the JSON that it printed."""
     done = subprocess.run(
-        [sys.executable, "-m", "raafl", *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, timeout=timeout_s, check=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "raafl", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        timeout=timeout_s,
+        check=True,
+    )
     return json.loads(done.stdout)
 
 

@@ -121,10 +121,20 @@ def experiment(output: Path, guard: str, partition: str, seed: int, rounds: int)
 
     devices = [Device(name=f"device-{i}", flops_per_s=1e8 / (1 + 0.1 * i)) for i in range(CLIENTS)]
     return Experiment(
-        model=lambda: MLP(64, (24,), 10, lr=0.1, momentum=0.5), data=lambda: Digits(batch_size=16), algorithm=fed_avg(),
-        partition=PARTITIONS[partition], clients=CLIENTS, seed=seed, devices=devices, guard=GUARDS[guard],
-        max_updates=CLIENTS * rounds, eval_every=rounds, progress="quiet", output=str(output), batch_clients=CLIENTS,
-    )  # fmt: skip
+        model=lambda: MLP(64, (24,), 10, lr=0.1, momentum=0.5),
+        data=lambda: Digits(batch_size=16),
+        algorithm=fed_avg(),
+        partition=PARTITIONS[partition],
+        clients=CLIENTS,
+        seed=seed,
+        devices=devices,
+        guard=GUARDS[guard],
+        max_updates=CLIENTS * rounds,
+        eval_every=rounds,
+        progress="quiet",
+        output=str(output),
+        batch_clients=CLIENTS,
+    )
 
 
 def accuracy(guard: str, attack: str, partition: str, seed: int, rounds: int) -> float:
@@ -159,9 +169,14 @@ def row(partition: str, attack: str, guard: str, seeds: int = SEEDS, rounds: int
     """
     values = [accuracy(guard, attack, partition, seed, rounds) for seed in range(seeds)]
     return {
-        "partition": partition, "attack": attack, "guard": guard, "accuracy": sum(values) / len(values),
-        "least": min(values), "most": max(values), "seeds": seeds,
-    }  # fmt: skip
+        "partition": partition,
+        "attack": attack,
+        "guard": guard,
+        "accuracy": sum(values) / len(values),
+        "least": min(values),
+        "most": max(values),
+        "seeds": seeds,
+    }
 
 
 def rows() -> list[Row]:

@@ -154,12 +154,20 @@ def make_experiment(case: Case, folder: Path) -> Experiment:
 
     data: Any = CIFAR10() if case.cifar10 else SmallData(case.clients * case.samples)
     return Experiment(
-        model=(lambda: CNN(3, 32)) if case.cifar10 else lambda: MLP(FEATURES, (HIDDEN,), CLASSES, lr=0.01, momentum=0.5),
-        data=lambda: data, algorithm=make_algorithm(case), partition=Iid(), clients=case.clients, devices=make_devices(case),
-        train=Training(num_epochs=None, num_steps=1, batch_size=10 if case.cifar10 else 4), max_updates=case.updates,
+        model=(lambda: CNN(3, 32))
+        if case.cifar10
+        else lambda: MLP(FEATURES, (HIDDEN,), CLASSES, lr=0.01, momentum=0.5),
+        data=lambda: data,
+        algorithm=make_algorithm(case),
+        partition=Iid(),
+        clients=case.clients,
+        devices=make_devices(case),
+        train=Training(num_epochs=None, num_steps=1, batch_size=10 if case.cifar10 else 4),
+        max_updates=case.updates,
         eval_every=10**9,
-        output=str(folder / "run"), progress="quiet",
-    )  # fmt: skip
+        output=str(folder / "run"),
+        progress="quiet",
+    )
 
 
 def measure(case: Case, folder: Path) -> Row:

@@ -73,9 +73,25 @@ def run(case: Case, way: str, num: int) -> Row:
     """
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num), "-m"] if way == "ranks" else []
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", *torchrun, "raafl", "simulate", *shlex.split(case.options), "--max_updates",
-                   str(case.updates), "--eval_every", str(case.updates), "--output", f"{folder}/run", "--json",
-                   "--progress", "quiet", "--workers", str(num if way == "workers" else 1)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            *torchrun,
+            "raafl",
+            "simulate",
+            *shlex.split(case.options),
+            "--max_updates",
+            str(case.updates),
+            "--eval_every",
+            str(case.updates),
+            "--output",
+            f"{folder}/run",
+            "--json",
+            "--progress",
+            "quiet",
+            "--workers",
+            str(num if way == "workers" else 1),
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True, timeout=3600)
     summary: Row = json.loads(done.stdout)
@@ -116,12 +132,19 @@ def rows() -> list[Row]:
             ratio = per_s[way, num] / per_s["one process", 1]
             divided = 1 < num <= (os.cpu_count() or 1)  # more processes than cores say nothing of what is not divided
             serial = min(max((num / ratio - 1) / (num - 1), 0.0), 1.0) if divided else None
-            found.append({
-                "workload": case.name, "way": way, "processes": num, "per_s": per_s[way, num],
-                "ratio": ratio, "serial": serial, "of_eight": None if serial is None else 8 / (1 + 7 * serial),
-                "bytes_per_task": (summaries[0]["bytes_up"] + summaries[0]["bytes_down"]) / case.updates,
-                "equal": all(one["model_digest"] == digest for one in summaries),
-            })  # fmt: skip
+            found.append(
+                {
+                    "workload": case.name,
+                    "way": way,
+                    "processes": num,
+                    "per_s": per_s[way, num],
+                    "ratio": ratio,
+                    "serial": serial,
+                    "of_eight": None if serial is None else 8 / (1 + 7 * serial),
+                    "bytes_per_task": (summaries[0]["bytes_up"] + summaries[0]["bytes_down"]) / case.updates,
+                    "equal": all(one["model_digest"] == digest for one in summaries),
+                }
+            )
             print(found[-1], file=sys.stderr, flush=True)
     RUNS.unlink(missing_ok=True)
     return found

@@ -51,9 +51,13 @@ def measure(hidden: int, clients: int, options: list[str]) -> Row:
         on.server.kill()  # it would save its model first
         anonymous, mapped = ((most - first) / (clients - 1) for most, first in zip(peak.most, before, strict=True))
         return {
-            "held": "in memory" if options else "in files", "clients": clients, "update_bytes": 300 * hidden + 40,
-            "updates": num_updates, "anonymous_bytes_a_session": round(anonymous), "mapped_bytes_a_session": round(mapped),
-        }  # fmt: skip
+            "held": "in memory" if options else "in files",
+            "clients": clients,
+            "update_bytes": 300 * hidden + 40,
+            "updates": num_updates,
+            "anonymous_bytes_a_session": round(anonymous),
+            "mapped_bytes_a_session": round(mapped),
+        }
 
 
 def work(on: Stage, num_updates: int) -> int:

@@ -126,9 +126,16 @@ def _bert(rate: float) -> nn.Module:
     import transformers
 
     config = transformers.BertConfig(
-        vocab_size=1000, hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=HEADS, num_labels=2,
-        intermediate_size=int(rate * UNITS), max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        vocab_size=1000,
+        hidden_size=WIDTH,
+        num_hidden_layers=4,
+        num_attention_heads=HEADS,
+        num_labels=2,
+        intermediate_size=int(rate * UNITS),
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     model: Any = transformers.BertForSequenceClassification(config)
     heads, head = int(rate * HEADS), WIDTH // HEADS
     for layer in model.bert.encoder.layer if rate < 1 else ():
@@ -143,9 +150,15 @@ def _llama(rate: float) -> nn.Module:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=1000, hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=int(2 * HEADS * rate),
-        num_key_value_heads=int(HEADS * rate), head_dim=16, intermediate_size=int(rate * UNITS), max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=1000,
+        hidden_size=WIDTH,
+        num_hidden_layers=4,
+        num_attention_heads=int(2 * HEADS * rate),
+        num_key_value_heads=int(HEADS * rate),
+        head_dim=16,
+        intermediate_size=int(rate * UNITS),
+        max_position_embeddings=64,
+    )
     return Step(transformers.LlamaForCausalLM(config))
 
 
@@ -190,7 +203,7 @@ CASES = {
         lambda rate: Step(Encoder(lambda: Layer(WIDTH, int(rate * HEADS), WIDTH // HEADS, int(rate * UNITS)))),
         _plain_words,
     ),
-}  # fmt: skip
+}
 
 
 def pair(case: Case, rate: float) -> tuple[nn.Module, nn.Module, Any]:

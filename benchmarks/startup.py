@@ -55,10 +55,27 @@ def rows(ranks: int = 5, repeats: int = 5, options: Sequence[str] = (), timeout_
 
 def _command(ranks: int, output: Path, options: Sequence[str], torchrun: Sequence[str] = ()) -> list[str]:
     return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *torchrun,
-        "-m", "raafl", "fit", "--config", "configs/quickstart.yaml", "--clients", str(ranks - 1), "--max_updates", "8",
-        "--output", str(output), "--progress", "quiet", *options,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        *torchrun,
+        "-m",
+        "raafl",
+        "fit",
+        "--config",
+        "configs/quickstart.yaml",
+        "--clients",
+        str(ranks - 1),
+        "--max_updates",
+        "8",
+        "--output",
+        str(output),
+        "--progress",
+        "quiet",
+        *options,
+    ]
 
 
 @contextlib.contextmanager
@@ -68,9 +85,14 @@ def _started(
     """Run a command in a process group of its own, which does not outlive the block; its output goes to a file."""
     with (folder / _OUTPUT).open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-            start_new_session=True, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            command,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
     try:
         yield process
     finally:

@@ -236,12 +236,20 @@ def on_device(models: Sequence[str], rates: Sequence[float], device: str, num_st
         found = [measured(case, client, submodels, probes.speeds()) for case in cases(model, rates)]
         for row in found:
             whole = {name: row[name] / (found[0][name] or 1) for name in row if name.endswith(("seconds", "bytes"))}
-            rows.append({
-                "model": model, "rate": row["rate"], "window": row["window"], "seconds": row["seconds"],
-                "time": whole["seconds"], "predicted time": whole["predicted_seconds"],
-                "memory": whole["peak_bytes"], "predicted memory": whole["predicted_bytes"], "kernels": row["kernels"],
-                "predicted seconds": row["predicted_seconds"],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "model": model,
+                    "rate": row["rate"],
+                    "window": row["window"],
+                    "seconds": row["seconds"],
+                    "time": whole["seconds"],
+                    "predicted time": whole["predicted_seconds"],
+                    "memory": whole["peak_bytes"],
+                    "predicted memory": whole["predicted_bytes"],
+                    "kernels": row["kernels"],
+                    "predicted seconds": row["predicted_seconds"],
+                }
+            )
         flops_per_s, bytes_per_s, launch_s = probes.speeds()
         rows.append({"model": model, "flops_per_s": flops_per_s, "bytes_per_s": bytes_per_s, "launch_s": launch_s})
     return rows

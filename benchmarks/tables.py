@@ -133,8 +133,9 @@ def _shown_of(cell: dict[str, Any]) -> str:
     never = [quoted(label) for label, one in behind.items() if not one["reached"]]
     partly = [
         f"{quoted(label)} ({one['reached']} of {one['seeds']})"
-        for label, one in behind.items() if 0 < one["reached"] < one["seeds"]
-    ]  # fmt: skip
+        for label, one in behind.items()
+        if 0 < one["reached"] < one["seeds"]
+    ]
     groups = {
         "Shown to be slower": [label for label, one in behind.items() if one["shown"]],
         "Later in each pair of runs": [
@@ -157,9 +158,15 @@ def _over_fleets(cells: list[dict[str, Any]]) -> str:
     tests = overall(cells, reference)
     head = ["over all fleets", f"sooner than {reference}, of all pairs of runs", "p", "shown"]
     rows = [
-        [label, f"{one['pairs'] - one['later']:g} of {one['pairs']}", p_value(one["p_holm"]), "yes" if one["shown"] else "no"]
-        for label, one in tests.items() if one["pairs"]
-    ]  # fmt: skip
+        [
+            label,
+            f"{one['pairs'] - one['later']:g} of {one['pairs']}",
+            p_value(one["p_holm"]),
+            "yes" if one["shown"] else "no",
+        ]
+        for label, one in tests.items()
+        if one["pairs"]
+    ]
     return markdown([head, *rows])
 
 

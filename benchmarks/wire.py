@@ -153,12 +153,18 @@ def counts(pieces: Sequence[int] = (1, 4, 40)) -> list[Row]:
                 one, other = _serve_task(ends[0], *tensors[:2]), _answer_task(ends[1], *tensors[2:])
                 served, answered = pool.submit(one), pool.submit(other)
                 served.result(_TIMEOUT_S), answered.result(_TIMEOUT_S)
-                found.append({
-                    "transport": name, "pieces": number, "bytes": layout.num_bytes,
-                    "copies_to_host": gpus.counts["to host"], "copies_to_device": gpus.counts["to device"],
-                    "copied_bytes": gpus.num_bytes.total(), "synchronisations": gpus.counts["waits"],
-                    "events_waited_for": gpus.counts["events"],
-                })  # fmt: skip
+                found.append(
+                    {
+                        "transport": name,
+                        "pieces": number,
+                        "bytes": layout.num_bytes,
+                        "copies_to_host": gpus.counts["to host"],
+                        "copies_to_device": gpus.counts["to device"],
+                        "copied_bytes": gpus.num_bytes.total(),
+                        "synchronisations": gpus.counts["waits"],
+                        "events_waited_for": gpus.counts["events"],
+                    }
+                )
             for end in ends:
                 end.close()
     return found

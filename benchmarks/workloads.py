@@ -171,9 +171,18 @@ class Client:
         self.marks.clear()
         begin = self.clock()
         task = Assignment(
-            id=1, client=1, incarnation=0, task=0, version=0, spec=spec, region=0, num_epochs=None,
-            num_steps=num_steps, seed=1, assigned_s=0.0,
-        )  # fmt: skip
+            id=1,
+            client=1,
+            incarnation=0,
+            task=0,
+            version=0,
+            spec=spec,
+            region=0,
+            num_epochs=None,
+            num_steps=num_steps,
+            seed=1,
+            assigned_s=0.0,
+        )
         trainer.run(task, received, self.data)
         steps = [after - before for before, after in zip(self.marks, self.marks[1:], strict=False)]
         return self.marks[0] - begin, steps

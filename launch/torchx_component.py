@@ -36,6 +36,13 @@ def fit(
     words = ("fit", "--config", config, "--clients", str(clients), *options)
     start = dist.torchrun if hasattr(dist, "torchrun") else dist.ddp  # its name up to torchx 0.7
     return start(
-        *words, m="raafl", name="raafl/", j=f"{nodes or 1}x{ranks}", image=image, cpu=cpu, gpu=gpu, memMB=memMB,
+        *words,
+        m="raafl",
+        name="raafl/",
+        j=f"{nodes or 1}x{ranks}",
+        image=image,
+        cpu=cpu,
+        gpu=gpu,
+        memMB=memMB,
         max_retries=max_retries,
-    )  # fmt: skip
+    )

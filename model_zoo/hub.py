@@ -17,10 +17,20 @@ import torch
 MADE: Final = "made:llama"
 
 _LLAMA: Final[Mapping[str, Any]] = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 261, "max_position_embeddings": 512, "tie_word_embeddings": True,
-    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "initializer_range": 0.2,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 261,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "initializer_range": 0.2,
+}
 """Tokens are bytes and five special ones, of which 0 pads and 1 ends."""
 
 

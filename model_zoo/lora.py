@@ -106,9 +106,11 @@ def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
         quantise(model)
     targets = lora.target_modules
     config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout,  # type: ignore[arg-type]
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,  # type: ignore[arg-type]
         target_modules=targets if targets is None or isinstance(targets, str) else list(targets),
-    )  # fmt: skip
+    )
     try:
         peft.inject_adapter_in_model(config, model)
     except ValueError as error:

@@ -53,12 +53,15 @@ class _JsonConsole(logging.Handler):
         """Print one record; do nothing if standard error is closed."""
         row = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage(),
-        }  # fmt: skip
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
         optional = {
-            "rank": os.environ.get("RANK"), "client": getattr(record, "client", None),
+            "rank": os.environ.get("RANK"),
+            "client": getattr(record, "client", None),
             "exception": record.exc_info and logging.Formatter().formatException(record.exc_info),
-        }  # fmt: skip
+        }
         row |= {name: str(value) for name, value in optional.items() if value}
         with suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(json.dumps(row) + "\n")

@@ -9,11 +9,24 @@ BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after
 """Around a batch's way to the device."""
 
 TASK_HOOKS = (
-    "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad",
-    "optimizer_zero_grad", "on_before_backward", "backward", "on_after_backward", "optimizer_step",
-    "on_before_optimizer_step", "configure_gradient_clipping", "lr_scheduler_step", "on_train_batch_end",
-    "on_train_epoch_end", "on_train_end", "on_fit_end",
-)  # fmt: skip
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "optimizer_step",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+)
 """Around the steps of a task, in Lightning's order."""
 
 STEP_HOOKS = TASK_HOOKS[4:12]

@@ -19,11 +19,23 @@ class NotInTask(AttributeError):
     """Raised if a module reads an attribute of its trainer that does not exist in federated training; `hasattr` returns False."""
 
 
-OF_A_TASK = frozenset((
-    "current_epoch", "global_step", "max_epochs", "max_steps", "num_training_batches", "estimated_stepping_batches",
-    "is_last_batch", "optimizers", "lr_scheduler_configs", "strategy", "callback_metrics", "logged_metrics",
-    "progress_bar_metrics",
-))  # fmt: skip
+OF_A_TASK = frozenset(
+    (
+        "current_epoch",
+        "global_step",
+        "max_epochs",
+        "max_steps",
+        "num_training_batches",
+        "estimated_stepping_batches",
+        "is_last_batch",
+        "optimizers",
+        "lr_scheduler_configs",
+        "strategy",
+        "callback_metrics",
+        "logged_metrics",
+        "progress_bar_metrics",
+    )
+)
 """Attributes that differ from task to task, or change within one."""
 
 _FIXED: dict[str, Any] = {

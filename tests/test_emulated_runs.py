@@ -101,10 +101,19 @@ def test_a_run_with_more_on_two_emulated_gpus_gives_the_cpus_model(tmp_path, req
 
 def test_a_run_on_two_emulated_gpus_replays(tmp_path, emulated_cuda: Emulated):
     options = (
-        f"--config={QUICK}", "--algorithm=fed_buff", "--algorithm.buffer_size=2", "--clients=2", "--max_updates=4",
-        "--train.num_epochs=null", "--train.num_steps=1", "--eval_every=100", "--compress.up=int8",
-        "--server_device=cuda:1", "--fabric.accelerator=cuda", f"--output={tmp_path / 'run'}",
-    )  # fmt: skip
+        f"--config={QUICK}",
+        "--algorithm=fed_buff",
+        "--algorithm.buffer_size=2",
+        "--clients=2",
+        "--max_updates=4",
+        "--train.num_epochs=null",
+        "--train.num_steps=1",
+        "--eval_every=100",
+        "--compress.up=int8",
+        "--server_device=cuda:1",
+        "--fabric.accelerator=cuda",
+        f"--output={tmp_path / 'run'}",
+    )
     summary, copies = simulated(*options), emulated_cuda.counts["between"]
     result = replay(tmp_path / "run")
     assert result["equal"] is True and result["differences"] == [] and result["model_digest"] == summary["model_digest"]

@@ -213,9 +213,18 @@ def test_under_torchrun_once_and_twice(tmp_path):
     run, hang, notes = tmp_path / "run", tmp_path / "hang", tmp_path / "started"
     notes.mkdir()
     argv = (
-        "--standalone", "--nproc-per-node=3", "-m", "raafl", "fit", *ENDLESS, "--clients=2",
-        "--model", f"{__name__}.SlowToValidate", f"--output={run}", "--checkpoint_s=0.1",
-    )  # fmt: skip
+        "--standalone",
+        "--nproc-per-node=3",
+        "-m",
+        "raafl",
+        "fit",
+        *ENDLESS,
+        "--clients=2",
+        "--model",
+        f"{__name__}.SlowToValidate",
+        f"--output={run}",
+        "--checkpoint_s=0.1",
+    )
     more = {"HANG": str(hang), forkserver.STARTED: str(notes)}
     with command(tmp_path / "c", *argv, before=short_echo, entry=forkserver.torchrun, **more) as torchrun:
         wait_for(lambda: hang.exists() and checkpoint.newest(run), "an evaluation that hangs")

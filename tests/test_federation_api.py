@@ -84,8 +84,9 @@ def test_a_federation_and_a_result_are_shown_briefly(tmp_path):
     result = fed.simulate(small_mlp, digits())
     assert re.fullmatch(
         r"Result\(fed_avg: loss [\d.]+, accuracy [\d.]+.* after 8 updates, 2 versions, [\d.]+ s; finished 'max_updates', "
-        rf"folder '{tmp_path}/run'\)", repr(result),
-    )  # fmt: skip
+        rf"folder '{tmp_path}/run'\)",
+        repr(result),
+    )
     assert len(repr(result)) < 300
     assert repr(raafl.Federation()) == "Federation(fed_raa, clients=by devices, ranks or 10, devices=None)"
 
@@ -118,9 +119,12 @@ def test_a_plain_module_is_trained_as_a_lightning_module_with_the_same_steps(tmp
     lightning = federation(tmp_path / "lightning", workers=2).simulate(Same(), digits())
     plain = federation(tmp_path / "plain").simulate(seeded_net(), digits(), loss=nn.CrossEntropyLoss())
     adam = federation(tmp_path / "adam").simulate(
-        seeded_net(), digits(), loss=F.cross_entropy, optimizer=torch.optim.Adam,
+        seeded_net(),
+        digits(),
+        loss=F.cross_entropy,
+        optimizer=torch.optim.Adam,
         metrics={"top": lambda output, target: output.max()},
-    )  # fmt: skip
+    )
     assert plain.summary["model_digest"] == lightning.summary["model_digest"]
     assert adam.summary["model_digest"] != plain.summary["model_digest"]
     assert set(plain.final) == {"loss", "accuracy"}
@@ -258,9 +262,13 @@ def test_texts_by_name(tmp_path):
 
 def test_config_yaml_says_what_ran(tmp_path):
     fed = federation(
-        tmp_path / "run", raafl.fed_raa(alpha=0.6), devices=[{"name": "phone", "flops_per_s": 5e7, "count": 2}],
-        partition=Dirichlet(alpha=0.7), precision="bf16-mixed", callbacks=raafl.EarlyStopping(),
-    )  # fmt: skip
+        tmp_path / "run",
+        raafl.fed_raa(alpha=0.6),
+        devices=[{"name": "phone", "flops_per_s": 5e7, "count": 2}],
+        partition=Dirichlet(alpha=0.7),
+        precision="bf16-mixed",
+        callbacks=raafl.EarlyStopping(),
+    )
     fed.simulate(seeded_net(), digits(), loss=F.cross_entropy, optimizer=torch.optim.Adam)
     text = (tmp_path / "run" / "config.yaml").read_text()
     config = yaml.safe_load(text)

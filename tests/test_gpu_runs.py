@@ -71,9 +71,14 @@ def test_a_run_on_a_gpu_that_crashes_and_is_resumed_gives_the_same_bits(tmp_path
 
 def test_a_command_replays_a_run_on_a_gpu(tmp_path):
     summary = simulated(
-        f"--config={QUICK}", "--algorithm=fed_buff", "--max_updates=8", "--compress.up=int8", "--server_device=cuda:0",
-        "--fabric.accelerator=cuda", f"--output={tmp_path / 'run'}",
-    )  # fmt: skip
+        f"--config={QUICK}",
+        "--algorithm=fed_buff",
+        "--max_updates=8",
+        "--compress.up=int8",
+        "--server_device=cuda:0",
+        "--fabric.accelerator=cuda",
+        f"--output={tmp_path / 'run'}",
+    )
     result = replay(tmp_path / "run")
     assert result["equal"] is True and result["model_digest"] == summary["model_digest"]
 

@@ -174,8 +174,10 @@ def test_a_model_may_be_saved_in_folders(tmp_path):
     run = finish(experiment(tmp_path / "run", model=Folders))
     assert run.summary["model"] == "model" and not run.summary["warnings"]
     assert {str(file.relative_to(run.folder)) for file in (run.folder / "model").rglob("*.*")} == {
-        "model/README.md", "model/pooling/config.json", "model/weights.bin",
-    }  # fmt: skip
+        "model/README.md",
+        "model/pooling/config.json",
+        "model/weights.bin",
+    }
 
 
 class Unlucky(Picky):

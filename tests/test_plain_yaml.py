@@ -26,5 +26,7 @@ def test_errors_say_where(text, problem):
 
 def test_a_merged_mapping_may_be_overridden():
     assert load_yaml("x: &x {a: 1, b: 2}\ny: {<<: *x, a: 3}\n=: 4") == {
-        "x": {"a": 1, "b": 2}, "y": {"a": 3, "b": 2}, "=": 4
-    }  # fmt: skip
+        "x": {"a": 1, "b": 2},
+        "y": {"a": 3, "b": 2},
+        "=": 4,
+    }

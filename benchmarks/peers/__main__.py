@@ -87,14 +87,23 @@ def cpu_seconds(command: Sequence[str | Path], folder: Path, limit_s: float = LI
     """
     seconds = folder / "cpu-seconds"
     settings = {
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "TQDM_DISABLE": "1",
-        "RAY_USAGE_STATS_ENABLED": "0", "FLWR_TELEMETRY_ENABLED": "0",
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "WANDB_MODE": "offline",
+        "TQDM_DISABLE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "FLWR_TELEMETRY_ENABLED": "0",
+    }
     counted = [sys.executable, "-m", "benchmarks.peers.counted", seconds, *command]
     with subprocess.Popen(
-        counted, cwd=folder, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        counted,
+        cwd=folder,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-    ) as process:  # fmt: skip
+    ) as process:
         try:
             printed, errors = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -140,9 +149,16 @@ def measure(work: Workload, one: Way, python: Path) -> Row:
     each = (long_s - short_s) / (many - few)
     start_s, trainings = short_s - each * few, many - few
     return {
-        "workload": work.name, "kind": one.kind, "simulator": one.label, "version": _version(python, one.package),
-        "ms": 1e3 * each, "per_s": 1 / each, "start_s": start_s, "trainings": trainings, "repeat": REPEATS,
-    }  # fmt: skip
+        "workload": work.name,
+        "kind": one.kind,
+        "simulator": one.label,
+        "version": _version(python, one.package),
+        "ms": 1e3 * each,
+        "per_s": 1 / each,
+        "start_s": start_s,
+        "trainings": trainings,
+        "repeat": REPEATS,
+    }
 
 
 def _version(python: Path, package: str) -> str:

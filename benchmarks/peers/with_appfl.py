@@ -30,10 +30,19 @@ def federation(work: Workload, server: dict[str, Any], optimize_memory: bool) ->
     )
     logs = {"logging_output_dirname": str(Path.cwd() / "logs")}
     train = logs | {
-        "trainer": "VanillaTrainer", "mode": "epoch", "num_local_epochs": 1, "optim": "SGD", "optim_args": {"lr": LR},
-        "loss_fn": "CrossEntropyLoss", "metric_path": __file__, "metric_name": "accuracy", "train_batch_size": BATCH,
-        "do_validation": False, "device": "cpu", "optimize_memory": optimize_memory,
-    }  # fmt: skip
+        "trainer": "VanillaTrainer",
+        "mode": "epoch",
+        "num_local_epochs": 1,
+        "optim": "SGD",
+        "optim_args": {"lr": LR},
+        "loss_fn": "CrossEntropyLoss",
+        "metric_path": __file__,
+        "metric_name": "accuracy",
+        "train_batch_size": BATCH,
+        "do_validation": False,
+        "device": "cpu",
+        "optimize_memory": optimize_memory,
+    }
     data = client_samples(work)
 
     class Server(appfl.ServerAgent):  # type: ignore[misc,name-defined]
@@ -69,9 +78,12 @@ def sync_of(optimize_memory: bool) -> Any:
     def sync(work: Workload, rounds: int) -> None:
         vsim = importlib.import_module("appfl.vsim")
         settings = {
-            "num_clients": work.clients, "num_global_epochs": rounds, "scheduler": "SyncScheduler",
-            "scheduler_kwargs": {"num_clients": work.cohort}, "aggregator": "FedAvgAggregator",
-        }  # fmt: skip
+            "num_clients": work.clients,
+            "num_global_epochs": rounds,
+            "scheduler": "SyncScheduler",
+            "scheduler_kwargs": {"num_clients": work.cohort},
+            "aggregator": "FedAvgAggregator",
+        }
         server, clients, profiles = federation(work, settings, optimize_memory)
         vsim.SyncSimDriver(
             server, clients, profiles, work.cohort, _quiet(), base_step_time=1e-3, target_rounds=rounds
@@ -86,10 +98,12 @@ def async_of(optimize_memory: bool) -> Any:
     def asynchronous(work: Workload, rounds: int) -> None:
         vsim = importlib.import_module("appfl.vsim")
         settings = {
-            "num_clients": work.clients, "num_global_epochs": rounds * work.cohort, "scheduler": "AsyncScheduler",
+            "num_clients": work.clients,
+            "num_global_epochs": rounds * work.cohort,
+            "scheduler": "AsyncScheduler",
             "aggregator": "FedAsyncAggregator",
             "aggregator_kwargs": {"alpha": 0.6, "staleness_fn": "polynomial", "staleness_fn_kwargs": {"a": 0.5}},
-        }  # fmt: skip
+        }
         server, clients, profiles = federation(work, settings, optimize_memory)
         vsim.AsyncSimDriver(server, clients, profiles, work.cohort, _quiet(), base_step_time=1e-3).run()
 
@@ -103,7 +117,11 @@ def _quiet() -> logging.Logger:
 
 
 if __name__ == "__main__":
-    main({
-        "sync": sync_of(False), "async": async_of(False), "sync, as installed": sync_of(True),
-        "async, as installed": async_of(True),
-    })  # fmt: skip
+    main(
+        {
+            "sync": sync_of(False),
+            "async": async_of(False),
+            "sync, as installed": sync_of(True),
+            "async, as installed": async_of(True),
+        }
+    )

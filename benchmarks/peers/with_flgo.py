@@ -51,10 +51,18 @@ def run(work: Workload, rounds: int, algorithm: str, more: dict[str, Any]) -> No
             """Evaluate nothing."""
 
     options = {
-        "num_rounds": rounds, "num_epochs": 1, "batch_size": BATCH, "learning_rate": LR, "optimizer": "SGD",
-        "proportion": work.cohort / work.clients, "sample": "uniform", "train_holdout": 0.0, "eval_interval": -1,
-        "log_level": "ERROR", "no_log_console": True,
-    }  # fmt: skip
+        "num_rounds": rounds,
+        "num_epochs": 1,
+        "batch_size": BATCH,
+        "learning_rate": LR,
+        "optimizer": "SGD",
+        "proportion": work.cohort / work.clients,
+        "sample": "uniform",
+        "train_holdout": 0.0,
+        "eval_interval": -1,
+        "log_level": "ERROR",
+        "no_log_console": True,
+    }
     module = importlib.import_module(f"flgo.algorithm.{algorithm}")
     flgo.init(task, module, options | more, Logger=Quiet).run()
 

@@ -21,10 +21,16 @@ def sync(work: Workload, rounds: int) -> None:
     splitter = data.DataSplitter(data.DummyDataContainer(loaders, [None] * work.clients, None, 10))
     settings_of_run = fluke.DDict(
         model=Net(work),
-        client={"batch_size": BATCH, "local_epochs": 1, "loss": "CrossEntropyLoss", "persistency": False,
-                "optimizer": {"name": "SGD", "lr": LR}, "scheduler": {"name": "StepLR", "gamma": 1, "step_size": 1}},
+        client={
+            "batch_size": BATCH,
+            "local_epochs": 1,
+            "loss": "CrossEntropyLoss",
+            "persistency": False,
+            "optimizer": {"name": "SGD", "lr": LR},
+            "scheduler": {"name": "StepLR", "gamma": 1, "step_size": 1},
+        },
         server={"weighted": True},
-    )  # fmt: skip
+    )
     fedavg.FedAVG(work.clients, splitter, settings_of_run).run(rounds, work.cohort / work.clients, finalize=False)
 
 

@@ -39,9 +39,17 @@ def sync(work: Workload, rounds: int) -> None:
     """Run rounds of a cohort that is drawn uniformly."""
     simulate, averaging, hyper, nets, datasets, federated, base, sampling = (
         importlib.import_module(f"pfl.{name}")
-        for name in ("aggregate.simulate", "algorithm.federated_averaging", "hyperparam", "model.pytorch",
-                     "data.dataset", "data.federated_dataset", "algorithm.base", "data.sampling")
-    )  # fmt: skip
+        for name in (
+            "aggregate.simulate",
+            "algorithm.federated_averaging",
+            "hyperparam",
+            "model.pytorch",
+            "data.dataset",
+            "data.federated_dataset",
+            "algorithm.base",
+            "data.sampling",
+        )
+    )
     selector = importlib.import_module("pfl.internal.ops.selector")
     selector.set_framework_module(importlib.import_module("pfl.internal.ops.pytorch_ops"))
     data = client_samples(work)

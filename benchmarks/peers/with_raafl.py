@@ -68,12 +68,20 @@ def run(work: Workload, rounds: int, method: str, batch_clients: Any) -> int:
     with tempfile.TemporaryDirectory() as folder:
         simulate(
             Experiment(
-                model=lambda: Module(work), data=lambda: Data(work), algorithm=algorithm, partition=Iid(),
-                clients=work.clients, train=Training(num_epochs=1, batch_size=BATCH), max_updates=updates,
+                model=lambda: Module(work),
+                data=lambda: Data(work),
+                algorithm=algorithm,
+                partition=Iid(),
+                clients=work.clients,
+                train=Training(num_epochs=1, batch_size=BATCH),
+                max_updates=updates,
                 devices=[Device(f"kind-{k}", flops_per_s=1e9 / k, count=work.clients // 4) for k in (1, 2, 3, 4)],
-                eval_every=10**9, batch_clients=batch_clients, output=folder, progress="quiet",
+                eval_every=10**9,
+                batch_clients=batch_clients,
+                output=folder,
+                progress="quiet",
             ),
-        )  # fmt: skip
+        )
     return updates
 
 
@@ -98,10 +106,12 @@ def bare(work: Workload, rounds: int) -> int:
 
 
 if __name__ == "__main__":
-    main({
-        "bare": bare,
-        "sync": functools.partial(run, method="fed_avg", batch_clients=1),
-        "sync, in batches": functools.partial(run, method="fed_avg", batch_clients="auto"),
-        "async": functools.partial(run, method="fed_async", batch_clients=1),
-        "async, in batches": functools.partial(run, method="fed_async", batch_clients="auto"),
-    })  # fmt: skip
+    main(
+        {
+            "bare": bare,
+            "sync": functools.partial(run, method="fed_avg", batch_clients=1),
+            "sync, in batches": functools.partial(run, method="fed_avg", batch_clients="auto"),
+            "async": functools.partial(run, method="fed_async", batch_clients=1),
+            "async, in batches": functools.partial(run, method="fed_async", batch_clients="auto"),
+        }
+    )

@@ -44,9 +44,15 @@ def mlp() -> nn.Sequential:
 def cnn() -> nn.Sequential:
     """Return two 5 x 5 convolutions of 16 and 32 channels and a linear layer, for 28 x 28 images (28,938 parameters)."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1568, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(1568, 10),
+    )
 
 
 WORKLOADS = {

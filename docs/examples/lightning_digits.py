@@ -32,8 +32,11 @@ class Net(LightningModule):
 fed = raafl.Federation(
     raafl.fed_raa(fragments=3, alpha=0.6),
     devices=[{"name": "laptop", "flops_per_s": 2e8}, {"name": "phone", "flops_per_s": 5e7, "count": 2}],
-    partition=Dirichlet(alpha=1.0), max_updates=60, progress="plain", output=os.environ.get("OUTPUT"),
-)  # fmt: skip
+    partition=Dirichlet(alpha=1.0),
+    max_updates=60,
+    progress="plain",
+    output=os.environ.get("OUTPUT"),
+)
 run = fed.fit if "RANK" in os.environ else fed.simulate
 if result := run(Net, Digits()):  # on rank 0
     print(f"accuracy {result.final['accuracy']:.3f} after {result.summary['time_s']:.2f} s, in {result.folder}")

@@ -29,9 +29,14 @@ train, test = random_split(everything, [1400, 397])
 x_test, y_test = test[list(range(397))]
 
 fed = raafl.Federation(
-    "fed_avg", clients=4, num_epochs=2, max_updates=200, progress="quiet", output=os.environ.get("OUTPUT"),
+    "fed_avg",
+    clients=4,
+    num_epochs=2,
+    max_updates=200,
+    progress="quiet",
+    output=os.environ.get("OUTPUT"),
     callbacks=[WorstClass(), raafl.EarlyStopping("worst", patience=4, mode="max"), raafl.Printing()],
-)  # fmt: skip
+)
 net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 result = fed.simulate(net, (train, test), loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.Adam(p, lr=3e-3))
 print(f"{result.summary['finished']}: worst class {result.final['worst']:.2f}, in {result.folder}")

@@ -113,11 +113,14 @@ def _algorithms() -> dict[str, Any]:
 def algorithms_page() -> str:
     """Return the table of `raafl algorithms`."""
     lines = [
-        "# Algorithms", "",
+        "# Algorithms",
+        "",
         "A federated algorithm is five answers: which clients work, on which part of the model, how, when their updates are",
         "folded in, and how. This table is made from the code, as is `raafl algorithms`; the answers are those of the defaults.",
-        "", "| algorithm | paper | submodel | merged | how |", "| --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
+        "",
+        "| algorithm | paper | submodel | merged | how |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name, factory in _algorithms().items():
         row = factory().describe()
         cells = (f"[`{name}`]({name}.md)", row["paper"], row["select"], row["trigger"], row["merge"])

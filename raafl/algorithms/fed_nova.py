@@ -56,9 +56,13 @@ LIMIT = 100.0
 
 
 def fed_nova(
-    prox: float = 0.0, by_samples: bool = True, cohort: int | None = None, concurrency: int | None = None,
-    buffer_size: int | None = None, submodel: Select | None = None,
-) -> Algorithm:  # fmt: skip
+    prox: float = 0.0,
+    by_samples: bool = True,
+    cohort: int | None = None,
+    concurrency: int | None = None,
+    buffer_size: int | None = None,
+    submodel: Select | None = None,
+) -> Algorithm:
     """Return FedNova, which divides each client's change by its amount of local work, so that no client dominates.
 
     Args:

@@ -40,9 +40,14 @@ Place = Literal["head", "body"]
 
 
 def fed_per(
-    local: Place = "head", layers: Sequence[str] | None = None, by_samples: bool = True, alpha: float | None = None,
-    cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
-) -> Algorithm:  # fmt: skip
+    local: Place = "head",
+    layers: Sequence[str] | None = None,
+    by_samples: bool = True,
+    alpha: float | None = None,
+    cohort: int | None = None,
+    concurrency: int | None = None,
+    submodel: Select | None = None,
+) -> Algorithm:
     """Return FedPer, in which each client keeps some layers of its own, and all other layers are averaged.
 
     Args:

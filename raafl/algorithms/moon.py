@@ -49,9 +49,15 @@ LAST = "last"
 
 
 def moon(
-    mu: float = 1.0, temperature: float = 0.5, layer: str | None = None, by_samples: bool = True,
-    alpha: float | None = None, cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
-) -> Algorithm:  # fmt: skip
+    mu: float = 1.0,
+    temperature: float = 0.5,
+    layer: str | None = None,
+    by_samples: bool = True,
+    alpha: float | None = None,
+    cohort: int | None = None,
+    concurrency: int | None = None,
+    submodel: Select | None = None,
+) -> Algorithm:
     """Return MOON: FedAvg with a contrastive loss, which keeps the clients' representations close to the global ones.
 
     Args:

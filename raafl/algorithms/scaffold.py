@@ -49,9 +49,14 @@ SERVER, CLIENT = "c", "c_i"
 
 
 def scaffold(
-    option: Literal[1, 2] = 2, server_lr: float = 1.0, cohort: int | None = None, concurrency: int | None = None,
-    buffer_size: int | None = None, submodel: Select | None = None, by_samples: bool = False,
-) -> Algorithm:  # fmt: skip
+    option: Literal[1, 2] = 2,
+    server_lr: float = 1.0,
+    cohort: int | None = None,
+    concurrency: int | None = None,
+    buffer_size: int | None = None,
+    submodel: Select | None = None,
+    by_samples: bool = False,
+) -> Algorithm:
     """Return SCAFFOLD, in which control variates keep the clients' steps from drifting apart.
 
     A control variate is an estimate of a client's gradient. Each step of a client subtracts its own, and adds the mean

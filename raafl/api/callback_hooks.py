@@ -92,9 +92,17 @@ class CallbackHooks(RunHooks):
             return
         self._seen().time_s = now
         merged = MergedUpdate(
-            settled.client, settled.version, settled.staleness, str(assignment.spec), update.num_samples,
-            update.num_steps, update.train_s, update.bytes_down, update.bytes_up, dict(update.metrics),
-        )  # fmt: skip
+            settled.client,
+            settled.version,
+            settled.staleness,
+            str(assignment.spec),
+            update.num_samples,
+            update.num_steps,
+            update.train_s,
+            update.bytes_down,
+            update.bytes_up,
+            dict(update.metrics),
+        )
         self._tell("on_update_merged", merged)
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:

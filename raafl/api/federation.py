@@ -302,9 +302,14 @@ class Federation:
         recorded = {} if resume is None else _settings_in(Path(resume))
         fields = self._fields if resume is None else {"rules": recorded["rules"], **self._fields}
         experiment = Experiment(
-            model=lambda: spec.make(source), data=lambda: source, algorithm=copy.deepcopy(self.algorithm),
-            clients=num_clients, devices=devices, resume=None if resume is None else str(resume), **fields,
-        )  # fmt: skip
+            model=lambda: spec.make(source),
+            data=lambda: source,
+            algorithm=copy.deepcopy(self.algorithm),
+            clients=num_clients,
+            devices=devices,
+            resume=None if resume is None else str(resume),
+            **fields,
+        )
         if experiment.algorithm.name == NAME:
             experiment = _chosen(experiment)
         config = config_of(experiment, spec, source)

@@ -236,8 +236,9 @@ def config_of(experiment: Experiment, module: ModuleSpec, data: object) -> dict[
     given = qualified_name(type(data)) if not isinstance(data, str) else data
     settings = {name: _plain(value) for name, value in getattr(data, "hparams", {}).items()}
     found["data"] = {
-        "class_path": f"{_HERE}.Data", "init_args": {"given": given, "settings": settings, "shown": _shown(data)}
-    }  # fmt: skip
+        "class_path": f"{_HERE}.Data",
+        "init_args": {"given": given, "settings": settings, "shown": _shown(data)},
+    }
     return found
 
 

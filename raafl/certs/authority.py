@@ -33,9 +33,16 @@ _AUTHORITY_DAYS = 5 * 365
 _REVOKED = ".revoked.crt"
 _SKEW = datetime.timedelta(minutes=5)  # of clocks: a certificate is valid from a little before it was made
 _USES = (
-    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "key_cert_sign",
-    "crl_sign", "encipher_only", "decipher_only",
-)  # fmt: skip
+    "digital_signature",
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "key_cert_sign",
+    "crl_sign",
+    "encipher_only",
+    "decipher_only",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,14 +34,21 @@ def parser() -> ArgumentParser:
     )
     found.add_argument("run", metavar="RUN", help="the run's folder, or its URL in an object store")
     found.add_argument(
-        "--key", action="append", default=[], metavar="KEY",
+        "--key",
+        action="append",
+        default=[],
+        metavar="KEY",
         help="the public key that must have signed: base64, or a PEM file; may be given again",
-    )  # fmt: skip
+    )
     found.add_argument("--books_only", action="store_true", help="check the records only; repeat nothing")
     found.add_argument(
-        "--site", type=Path, action="append", default=[], metavar="DIR",
+        "--site",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
         help="a folder of receipts of raafl join: compare them, and train a share of its tasks again; may be given again",
-    )  # fmt: skip
+    )
     found.add_argument(
         "--share",
         default="0.05",
@@ -76,10 +83,17 @@ def audit(argv: Sequence[str]) -> tuple[str, bool]:
     except OSError as error:
         raise BadInput(f"'{folder}' cannot be read ({error}): give a run folder whose files you may read") from None
     result: dict[str, Any] = {
-        "books": books.state, "findings": list(books.findings), "notes": [*books.notes, *books.unsealed],
-        "rows": books.num_rows, "signed_rows": books.num_signed, "head": books.head, "seals": books.num_seals,
-        "key": books.key, "replay": None, "sites": [],
-    }  # fmt: skip
+        "books": books.state,
+        "findings": list(books.findings),
+        "notes": [*books.notes, *books.unsealed],
+        "rows": books.num_rows,
+        "signed_rows": books.num_signed,
+        "head": books.head,
+        "seals": books.num_seals,
+        "key": books.key,
+        "replay": None,
+        "sites": [],
+    }
     for site in sites:
         site.audit(folder, books, result, None if options.books_only else share, rest, trusted=options.trust_config)
     if not options.books_only and not sites:
@@ -181,9 +195,10 @@ def _lines(books: Books, result: Mapping[str, Any]) -> list[str]:
     """Return the lines of text that report an audit."""
     lines = [
         f"journal: {quantity(books.num_rows, 'row')}, head {books.head[:16]}",
-        f"seals: {books.num_seals}" + ("" if books.key is None else f", key {key_name(books.key)}: {books.key}")
+        f"seals: {books.num_seals}"
+        + ("" if books.key is None else f", key {key_name(books.key)}: {books.key}")
         + f"; {quantity(books.num_signed, 'row')} {'are' if books.num_signed != 1 else 'is'} signed",
-    ]  # fmt: skip
+    ]
     if (played := result["replay"]) is not None:
         equal = {True: "equal to the recorded model", False: "NOT equal to the recorded model", None: "no end recorded"}
         lines.append(

@@ -22,21 +22,24 @@ if TYPE_CHECKING:
 def parser() -> ArgumentParser:
     """Return a parser for the options of `raafl calibrate`."""
     found = ArgumentParser(
-        prog="raafl calibrate", exit_on_error=False,
+        prog="raafl calibrate",
+        exit_on_error=False,
         description="Fit a device profile to the first tasks of each client of a real run, say its error on the others, and "
         "write a file for `devices:`. With --check, simulate real runs with these profiles and print predicted beside real "
         "times; nothing is trained.",
-    )  # fmt: skip
+    )
     found.add_argument("run", type=Path, metavar="RUN", help="folder of a run on the wall clock, of raafl fit or serve")
     found.add_argument(
         "--check", type=Path, nargs="*", default=[], metavar="RUN", help="real runs to predict, such as RUN"
     )
     found.add_argument("--tasks", type=int, help="tasks of a client to fit at most (default 20, and at most half)")
     found.add_argument(
-        "--base", type=Path, metavar="FILE",
+        "--base",
+        type=Path,
+        metavar="FILE",
         help="device file of raafl plan --measure on such a client: how computation, memory traffic, launches and the link "
         "compare (default: the profile that the client had in the run)",
-    )  # fmt: skip
+    )
     found.add_argument("--output", type=Path, metavar="FILE", help="device file to write (default: calibrated.yaml)")
     found.add_argument(
         "--trust_config", action="store_true", help="import what the run's config names, though it is not raafl's own"
@@ -93,8 +96,9 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
         return json.dumps(
             {"output": str(output), "clients": rows, "checks": [asdict(one) for one in checks], "warnings": warnings}
         )
-    return "\n".join([_table(run, fits, profiles, width, terminal), *warnings, f"written: devices: {output}",
-                      *map(_checked, checks)])  # fmt: skip
+    return "\n".join(
+        [_table(run, fits, profiles, width, terminal), *warnings, f"written: devices: {output}", *map(_checked, checks)]
+    )
 
 
 def _base(file: Path) -> Profile:
@@ -139,11 +143,17 @@ def _table(run: RealRun, fits: dict[int, Fit], profiles: Sequence[Profile], widt
         first = "-" if fit.warm_up_s is None else f"{fit.warm_up_s:+.3g} s"
         rows.append(
             [
-                str(client), str(fit.num_fitted), str(fit.num_held_out), f"{profile.flops_per_s / 1e9:.4g}",
-                f"{fit.overhead_s:.3g}", f"{fit.jitter:.3g}", _percent(fit.task_error), _percent(fit.sum_error, sign=True),
+                str(client),
+                str(fit.num_fitted),
+                str(fit.num_held_out),
+                f"{profile.flops_per_s / 1e9:.4g}",
+                f"{fit.overhead_s:.3g}",
+                f"{fit.jitter:.3g}",
+                _percent(fit.task_error),
+                _percent(fit.sum_error, sign=True),
                 first,
             ]
-        )  # fmt: skip
+        )
     return table(
         f"Calibrated from {quantity(len(run.tasks), 'task')}; errors are of held-out tasks",
         names,

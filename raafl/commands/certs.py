@@ -216,12 +216,15 @@ def _list(options: Namespace) -> str:
 
     rows: list[dict[str, Any]] = [
         {
-            "name": one.holder.site or "server", "serial": f"{one.certificate.serial_number:x}", "until": _day(one.certificate),
-            "days_left": round(one.days_left, 1), "fingerprint": fingerprint(one.certificate),
+            "name": one.holder.site or "server",
+            "serial": f"{one.certificate.serial_number:x}",
+            "until": _day(one.certificate),
+            "days_left": round(one.days_left, 1),
+            "fingerprint": fingerprint(one.certificate),
             "state": "revoked" if one.revoked else "valid" if one.valid else "expired",
         }
         for one in Authority(options.folder).issued()
-    ]  # fmt: skip
+    ]
     if options.json:
         return json.dumps(rows)
     lines = []
@@ -239,6 +242,11 @@ def _day(certificate: Any) -> str:
 
 
 _COMMANDS: dict[str, Callable[[Namespace], str]] = {
-    "init": _init, "server": _server, "request": _request, "sign": _sign, "renew": _renew, "revoke": _revoke,
+    "init": _init,
+    "server": _server,
+    "request": _request,
+    "sign": _sign,
+    "renew": _renew,
+    "revoke": _revoke,
     "list": _list,
-}  # fmt: skip
+}

@@ -107,12 +107,22 @@ def _in_environment(name: str, value: str | None) -> Iterator[None]:
 
 def _main(argv: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
-        "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "certs": _certs, "replay": _replay,
+        "fit": _fit,
+        "simulate": _simulate,
+        "serve": _serve,
+        "join": _join,
+        "certs": _certs,
+        "replay": _replay,
         "audit": _audit,
-        "watch": _watch, "report": _page, "compare": _comparing("compare"),
+        "watch": _watch,
+        "report": _page,
+        "compare": _comparing("compare"),
         "reproduce": _comparing("reproduce"),
-        "plan": _printed("plan"), "calibrate": _printed("calibrate"), "axes": _printed("axes"), "algorithms": _printed("listing"),
-    }  # fmt: skip
+        "plan": _printed("plan"),
+        "calibrate": _printed("calibrate"),
+        "axes": _printed("axes"),
+        "algorithms": _printed("listing"),
+    }
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if argv else 2

@@ -94,10 +94,11 @@ def _tell(line: str) -> None:
 def parser() -> ArgumentParser:
     """Return a parser for the options of `raafl compare`."""
     found = ArgumentParser(
-        prog="raafl compare", exit_on_error=False,
+        prog="raafl compare",
+        exit_on_error=False,
         description="Run rows of settings over several seeds on the virtual clock, and say what they show. Runs that have "
         "ended are taken as they are, those that were cut off go on: the same command continues.",
-    )  # fmt: skip
+    )
     found.add_argument(
         "file", type=Path, metavar="FILE.yaml", help="the comparison: config, rows, seeds, ...; or a grid"
     )

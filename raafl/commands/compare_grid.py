@@ -57,10 +57,15 @@ def run_file(options: Namespace) -> str:
         found = add_rows(found, options.beside)
     shown = [
         "\n".join([f"{cell['task']} on {cell['fleet']}", text(cell_table(cell)), *warnings(cell)])
-        for cell in found["cells"] if cell["rows"]
-    ]  # fmt: skip
-    refused = [f"{cell['task']} on {cell['fleet']}: {row['row']}" for cell in found["cells"] for row in cell["rows"]
-               if row["accepted"] is False]  # fmt: skip
+        for cell in found["cells"]
+        if cell["rows"]
+    ]
+    refused = [
+        f"{cell['task']} on {cell['fleet']}: {row['row']}"
+        for cell in found["cells"]
+        for row in cell["rows"]
+        if row["accepted"] is False
+    ]
     if refused:
         raise RunFailed(
             f"{len(refused)} rows are marked as not accepted in {folder / 'result.json'}, since replaying one of their runs "

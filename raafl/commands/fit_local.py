@@ -41,8 +41,14 @@ _TAKEN: Final = (
     "tls_key",
 )  # options of serve and join that are decided here
 _SERVER_ONLY: Final = (
-    "--output", "--resume", "--progress", "--name", "--monitor", "--monitor_clients", "--monitor_stall_s",
-)  # fmt: skip
+    "--output",
+    "--resume",
+    "--progress",
+    "--name",
+    "--monitor",
+    "--monitor_clients",
+    "--monitor_stall_s",
+)
 _RAAFL: Final = (sys.executable, "-m", "raafl")
 _log = logging.getLogger(__name__)
 

@@ -71,10 +71,16 @@ def command(argv: list[str]) -> int:
         try:
             with sigterm_interrupts(), ExitStack() as stack, nullcontext() if gate is None else gate.logs_kept():
                 reason = join(
-                    own.address, own.client, known, _with_receipts(make, own, Signer.choose(tls_key(known)), say, stack),
-                    needs_config=parsed is None, proxy=own.proxy, say=say, gate=gate,
+                    own.address,
+                    own.client,
+                    known,
+                    _with_receipts(make, own, Signer.choose(tls_key(known)), say, stack),
+                    needs_config=parsed is None,
+                    proxy=own.proxy,
+                    say=say,
+                    gate=gate,
                     alone_s=None if parsed is None else parsed.experiment.waits.alone_s,
-                )  # fmt: skip
+                )
         except DryRun:
             return 0
         say(f"the run has ended: {REASONS.get(reason, reason)}")
@@ -94,9 +100,12 @@ def _said_to(service: ServiceManager, client: int) -> Callable[[str], None]:
 
 
 def _with_receipts(
-    make: Callable[[str | None], ClientSetup], own: Namespace, signer: Signer | None, say: Callable[[str], None],
+    make: Callable[[str | None], ClientSetup],
+    own: Namespace,
+    signer: Signer | None,
+    say: Callable[[str], None],
     stack: ExitStack,
-) -> Callable[[str | None], ClientSetup]:  # fmt: skip
+) -> Callable[[str | None], ClientSetup]:
     """Return ``make`` whose clients keep receipts until ``stack`` is closed, unless the options say otherwise.
 
     Args:

@@ -110,9 +110,16 @@ def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = 
     if labels:
         classes = {id(run): classes_of(run, partial(_deal_out, trusted=trusted)) for _, run in apart}
     charts = [
-        curves(groups), timeline(apart, left_out), time_spent(apart, left_out), participation_chart(groups),
-        staleness(groups), regions(groups), specs(groups), axes(groups), partition(apart, classes, left_out),
-    ]  # fmt: skip
+        curves(groups),
+        timeline(apart, left_out),
+        time_spent(apart, left_out),
+        participation_chart(groups),
+        staleness(groups),
+        regions(groups),
+        specs(groups),
+        axes(groups),
+        partition(apart, classes, left_out),
+    ]
     only = runs[0] if len(runs) == 1 else None
     algorithms = ", ".join(list(dict.fromkeys(map(algorithm_of, runs)))[:_MAX_APART])
     title = f"{only.name}: {groups[0].label}" if only is not None else f"{len(runs)} runs of {algorithms}"

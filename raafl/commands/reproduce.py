@@ -33,16 +33,19 @@ def reproduce(argv: Sequence[str]) -> str:
 def parser() -> ArgumentParser:
     """Return a parser for the options of `raafl reproduce`."""
     found = ArgumentParser(
-        prog="raafl reproduce", exit_on_error=False,
+        prog="raafl reproduce",
+        exit_on_error=False,
         description="Run a table or figure of a paper as a comparison: rows, seeds and searches are those of its file in "
         "configs/papers. Without a table, list what there is.",
-    )  # fmt: skip
+    )
     found.add_argument("paper", nargs="?", metavar="PAPER", help="such as fed-raa")
     found.add_argument("table", nargs="?", metavar="TABLE", help="such as table-2-mnist")
     found.add_argument(
-        "--scale", choices=("small", "full"), default="small",
+        "--scale",
+        choices=("small", "full"),
+        default="small",
         help="small: what two cores do; full: the paper's setting (default: small)",
-    )  # fmt: skip
+    )
     return with_common(found)
 
 

@@ -101,9 +101,12 @@ def serve(
         raise BadInput(f"min_clients is {min_clients}: give 1 to {experiment.clients}, the run's number of clients")
     idle_s = experiment.waits.idle_s
     meeting = ConnectOptions(
-        experiment.clients, piece_s=idle_s, address=listener(address), credentials=credentials,
+        experiment.clients,
+        piece_s=idle_s,
+        address=listener(address),
+        credentials=credentials,
         authorize=(lambda peer: None) if sites is None else sites.authorize,
-    )  # fmt: skip
+    )
 
     signer = Signer.choose(credentials.key if isinstance(credentials, TlsFiles) else None)
     terms = Terms(for_clients(config_yaml), sections(config_yaml), experiment.guard.own_data, signer=signer)
@@ -117,7 +120,13 @@ def serve(
     transport = TcpTransport(meeting)
     with nullcontext() if sites is None else sites.watch(transport.recheck):
         return host(
-            experiment, config_yaml, transport, inbox=inbox, max_failures=max_failures, min_clients=min_clients,
-            terms=terms, note=note,
+            experiment,
+            config_yaml,
+            transport,
+            inbox=inbox,
+            max_failures=max_failures,
+            min_clients=min_clients,
+            terms=terms,
+            note=note,
             rules=(lambda client: ANYTHING) if sites is None else sites.rules,
-        )  # fmt: skip
+        )

@@ -58,16 +58,20 @@ def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[floa
 def parser() -> ArgumentParser:
     """Return a parser for the options of `raafl watch`."""
     found = ArgumentParser(
-        prog="raafl watch", exit_on_error=False,
+        prog="raafl watch",
+        exit_on_error=False,
         description="Show a run that goes on, or has ended, from its folder. Nothing is written there.",
-    )  # fmt: skip
+    )
     found.add_argument("run", nargs="?", metavar="RUN", help="the run's folder, which may appear later, or its URL")
     found.add_argument("--once", action="store_true", help="show how the run stands now, and exit")
     found.add_argument("--json", action="store_true", help="with --once: as JSON, with every client")
     found.add_argument(
-        "--progress", choices=[mode for mode in MODES if mode != "quiet"], default="auto", metavar="MODE",
+        "--progress",
+        choices=[mode for mode in MODES if mode != "quiet"],
+        default="auto",
+        metavar="MODE",
         help="live (a table), plain (lines), verbose (a line for each task too), auto: live on a terminal, else plain",
-    )  # fmt: skip
+    )
     return found
 
 

@@ -317,11 +317,13 @@ def _search(raw: object) -> Search:
     if halving is not None:
         halving = Halving(**check_fields(mapping("search.halving", halving), Halving, "search.halving."))
     rows = labelled("search.rows", given.get("rows"))
-    return Search(**{
-        **given,
-        "grid": mapping("search.grid", given["grid"]),
-        "seeds": seeds_of("search.seeds", given["seeds"]),
-        "rows": {label: mapping(f"search.rows.{label}", grid) for label, grid in rows.items()},
-        "options": words("search.options", given.get("options")),
-        "halving": halving,
-    })  # fmt: skip
+    return Search(
+        **{
+            **given,
+            "grid": mapping("search.grid", given["grid"]),
+            "seeds": seeds_of("search.seeds", given["seeds"]),
+            "rows": {label: mapping(f"search.rows.{label}", grid) for label, grid in rows.items()},
+            "options": words("search.options", given.get("options")),
+            "halving": halving,
+        }
+    )

@@ -71,10 +71,16 @@ def as_table(rows: Sequence[Forecast]) -> Cells:
         if row.problem:
             table.append([*counts, f"unknown: {row.problem}", "", "", "", ""])
             continue
-        table.append([
-            *counts, f"{row.updates:,}", duration(row.time_s), size(row.num_bytes), duration(row.here_s),
-            duration(row.total_s),
-        ])  # fmt: skip
+        table.append(
+            [
+                *counts,
+                f"{row.updates:,}",
+                duration(row.time_s),
+                size(row.num_bytes),
+                duration(row.here_s),
+                duration(row.total_s),
+            ]
+        )
     return [*table, ["all rows", "", "", "", "", "", "", duration(sum(row.total_s for row in rows))]]
 
 
@@ -99,9 +105,12 @@ def _row(comparison: Comparison, label: str, machine: Profile) -> Forecast:
     )
     evaluations = _evaluations(experiment, world, found, factor)
     return replace(
-        row, updates=updates, time_s=found.time_s * factor, num_bytes=(found.bytes_per_update or 0.0) * updates,
+        row,
+        updates=updates,
+        time_s=found.time_s * factor,
+        num_bytes=(found.bytes_per_update or 0.0) * updates,
         here_s=(found.here_s or 0.0) * factor + evaluations * evaluation_s.compute_s,
-    )  # fmt: skip
+    )
 
 
 def _evaluations(experiment: Experiment, world: World, found: Prediction, factor: float) -> float:

@@ -184,9 +184,15 @@ class Grid:
         search = None
         if settings is None:
             search = Search(
-                task.search, self.search.seeds, options=self.search.options,
-                rows={label: method.search[task.name] for label, method in self.methods.items() if task.name in method.search},
-            )  # fmt: skip
+                task.search,
+                self.search.seeds,
+                options=self.search.options,
+                rows={
+                    label: method.search[task.name]
+                    for label, method in self.methods.items()
+                    if task.name in method.search
+                },
+            )
         else:
             rows = {label: (*options, *settings[label]) for label, options in rows.items()}
         devices = fleet.devices.get(_ALL) or fleet.devices[task.name]
@@ -194,11 +200,19 @@ class Grid:
         if self.evaluations is not None:
             every = f"{(seconds('max_time', fleet.max_time[task.name]) or 0.0) / self.evaluations:.6g}s"
         return Comparison(
-            name="--".join(cell), eval_every=every,
-            config=task.config, rows=rows, seeds=self.seeds, search=search, metric=task.metric,
+            name="--".join(cell),
+            eval_every=every,
+            config=task.config,
+            rows=rows,
+            seeds=self.seeds,
+            search=search,
+            metric=task.metric,
             options=(*task.options, "--devices", devices, "--max_time", str(fleet.max_time[task.name])),
-            maximize=task.maximize, targets=task.targets, smooth=task.smooth, baseline=self.baseline,
-        )  # fmt: skip
+            maximize=task.maximize,
+            targets=task.targets,
+            smooth=task.smooth,
+            baseline=self.baseline,
+        )
 
     def only(self, labels: Sequence[str]) -> Grid:
         """Return the grid with only the methods that have these labels; raise `BadInput` for an unknown label."""
@@ -248,14 +262,21 @@ def read_grid(path: Path, more: Sequence[Path] = ()) -> Grid:
     for name in ("fleet", "seeds"):
         if name not in search:
             raise BadInput(f"search.{name} is missing in '{path}': give search.fleet and search.seeds")
-    return Grid(**{"name": path.stem} | raw | {
-        "seeds": seeds_of("seeds", raw.get("seeds")),
-        "tasks": _by_name(map(_task, named["tasks"])), "fleets": _by_name(map(_fleet, named["fleets"])),
-        "methods": _by_name(map(_method, named["methods"])),
-        "search": GridSearch(
-            search["fleet"], seeds_of("search.seeds", search["seeds"]), words("search.options", search.get("options"))
-        ),
-    })  # fmt: skip
+    return Grid(
+        **{"name": path.stem}
+        | raw
+        | {
+            "seeds": seeds_of("seeds", raw.get("seeds")),
+            "tasks": _by_name(map(_task, named["tasks"])),
+            "fleets": _by_name(map(_fleet, named["fleets"])),
+            "methods": _by_name(map(_method, named["methods"])),
+            "search": GridSearch(
+                search["fleet"],
+                seeds_of("search.seeds", search["seeds"]),
+                words("search.options", search.get("options")),
+            ),
+        }
+    )
 
 
 def _texts(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -290,10 +311,15 @@ def _task(path: Path) -> GridTask:
     raw = _fields(path, GridTask, ("config", "search", "targets"))
     beside = path.parent / raw["config"]
     config = beside.as_posix() if beside.is_file() else raw["config"]
-    return GridTask(**with_direction(raw, GridTask.metric) | {
-        "config": config, "options": words("options", raw.get("options")), "search": mapping("search", raw["search"]),
-        "targets": tuple(numbers("targets", raw["targets"])),
-    })  # fmt: skip
+    return GridTask(
+        **with_direction(raw, GridTask.metric)
+        | {
+            "config": config,
+            "options": words("options", raw.get("options")),
+            "search": mapping("search", raw["search"]),
+            "targets": tuple(numbers("targets", raw["targets"])),
+        }
+    )
 
 
 def _fleet(path: Path) -> GridFleet:
@@ -309,11 +335,14 @@ def _fleet(path: Path) -> GridFleet:
 def _method(path: Path) -> GridMethod:
     raw = _fields(path, GridMethod, ("options",))
     tasks, search = (labelled(f"{path}: {name}", raw.get(name)) for name in ("tasks", "search"))
-    return GridMethod(**raw | {
-        "options": words("options", raw["options"]),
-        "tasks": {name: words(f"tasks.{name}", text) for name, text in tasks.items()},
-        "search": {name: mapping(f"search.{name}", grid) for name, grid in search.items()},
-    })  # fmt: skip
+    return GridMethod(
+        **raw
+        | {
+            "options": words("options", raw["options"]),
+            "tasks": {name: words(f"tasks.{name}", text) for name, text in tasks.items()},
+            "search": {name: mapping(f"search.{name}", grid) for name, grid in search.items()},
+        }
+    )
 
 
 def _by_name(items: Any) -> dict[str, Any]:

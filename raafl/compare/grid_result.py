@@ -34,13 +34,17 @@ def grid_result(grid: Grid, runs: GridRuns, folder: Path) -> dict[str, Any]:
         folder: folder of the grid.
     """
     return {
-        "schema": SCHEMA, "name": grid.name, "about": grid.about, **provenance(),
-        "seeds": list(grid.seeds), "search": asdict(grid.search),
+        "schema": SCHEMA,
+        "name": grid.name,
+        "about": grid.about,
+        **provenance(),
+        "seeds": list(grid.seeds),
+        "search": asdict(grid.search),
         "tasks": {name: asdict(task) for name, task in grid.tasks.items()},
         "fleets": {name: asdict(fleet) for name, fleet in grid.fleets.items()},
         "methods": {name: asdict(method) for name, method in grid.methods.items()},
         "cells": [_cell(grid, runs, cell, folder) for cell in grid.cells],
-    }  # fmt: skip
+    }
 
 
 def _cell(grid: Grid, runs: GridRuns, cell: Cell, folder: Path) -> dict[str, Any]:
@@ -49,10 +53,15 @@ def _cell(grid: Grid, runs: GridRuns, cell: Cell, folder: Path) -> dict[str, Any
     labels = [label for label in grid.methods if seeds[label]]
     not_run = {label: sorted(set(grid.seeds) - seeds[label]) for label in grid.methods}
     found: dict[str, Any] = {
-        "task": cell[0], "fleet": cell[1], "not_run": {label: missing for label, missing in not_run.items() if missing},
-        "metric": grid.tasks[cell[0]].metric, "maximize": grid.tasks[cell[0]].maximize, "reference": None, "options": [],
+        "task": cell[0],
+        "fleet": cell[1],
+        "not_run": {label: missing for label, missing in not_run.items() if missing},
+        "metric": grid.tasks[cell[0]].metric,
+        "maximize": grid.tasks[cell[0]].maximize,
+        "reference": None,
+        "options": [],
         "rows": [],
-    }  # fmt: skip
+    }
     if not labels:
         return found
     best, trials = runs.best[cell[0]], runs.trials[cell[0]]
@@ -62,9 +71,11 @@ def _cell(grid: Grid, runs: GridRuns, cell: Cell, folder: Path) -> dict[str, Any
     rows = [_accepted(grid, runs, cell, row) for row in whole["rows"]]
     standing = standings(rows, maximize=comparison.maximize)
     return found | {
-        "options": whole["options"], "reference": whole["reference"], "eval_every": whole["eval_every"],
+        "options": whole["options"],
+        "reference": whole["reference"],
+        "eval_every": whole["eval_every"],
         "rows": [row | standing[row["row"]] for row in rows],
-    }  # fmt: skip
+    }
 
 
 def _accepted(grid: Grid, runs: GridRuns, cell: Cell, row: dict[str, Any]) -> dict[str, Any]:
@@ -110,13 +121,12 @@ def standings(rows: Sequence[Row], *, maximize: bool) -> dict[str, dict[str, Any
     return {
         label: {
             "rank": {"time": 1 + sum(other < order[label] for other in order.values()), "final": _rank(worth, label)},
-            "pareto": times[label] is not None and not any(
-                _dominates((times[other], sent[other]), (times[label], sent[label])) for other in times
-            ),
+            "pareto": times[label] is not None
+            and not any(_dominates((times[other], sent[other]), (times[label], sent[label])) for other in times),
             "behind": behind.get(label),
         }
         for label in times
-    }  # fmt: skip
+    }
 
 
 def _order(median_s: float | None, reached: float) -> tuple[float, float]:
@@ -159,11 +169,14 @@ def _behind(rows: Sequence[Row], leader: str) -> dict[str, dict[str, Any]]:
     tests = {label: rank_test([(own, times[leader])]) for label, own in times.items() if label != leader}
     return {
         label: {
-            "of": leader, "reached": sum(one is not None for one in own), "seeds": len(own),
-            "ratio": _ratio(medians[label], medians[leader]), **tested,
+            "of": leader,
+            "reached": sum(one is not None for one in own),
+            "seeds": len(own),
+            "ratio": _ratio(medians[label], medians[leader]),
+            **tested,
         }
         for (label, own), tested in zip(times.items(), (tested_by_holm(tests)[label] for label in times), strict=True)
-    }  # fmt: skip
+    }
 
 
 def overall(cells: Sequence[Row], reference: str) -> dict[str, dict[str, Any]]:
@@ -200,11 +213,15 @@ def tested_by_holm(tests: Mapping[str, RankTest | None]) -> Mapping[str, dict[st
     corrected = dict(zip(known, holm([one.p for one in known.values()]), strict=True))
     found = {
         label: {
-            "later": one.later, "pairs": one.pairs, "p": one.p, "least_p": one.least_p, "p_holm": corrected[label],
+            "later": one.later,
+            "pairs": one.pairs,
+            "p": one.p,
+            "least_p": one.least_p,
+            "p_holm": corrected[label],
             "shown": corrected[label] <= ALPHA,
         }
         for label, one in known.items()
-    }  # fmt: skip
+    }
     nothing = {"later": None, "pairs": 0, "p": None, "least_p": None, "p_holm": None, "shown": False}
     return defaultdict(lambda: dict(nothing), found)
 
@@ -296,9 +313,15 @@ def cell_table(cell: Mapping[str, Any]) -> Cells:
 
 
 _COLUMNS = (
-    ("worst_client", "worst client"), ("utilisation", "utilisation"), ("participation", "participation"),
-    ("participation_gini", "Gini"), ("peak_memory_mb", "peak MB"), ("megabytes", "MB"), ("energy_kj", "kJ"), ("updates", "updates"),
-)  # fmt: skip
+    ("worst_client", "worst client"),
+    ("utilisation", "utilisation"),
+    ("participation", "participation"),
+    ("participation_gini", "Gini"),
+    ("peak_memory_mb", "peak MB"),
+    ("megabytes", "MB"),
+    ("energy_kj", "kJ"),
+    ("updates", "updates"),
+)
 _ACCEPTED = {True: "yes", False: "NO", None: "not replayed"}
 
 

@@ -39,8 +39,14 @@ class GridRuns:
 
 
 def run_grid(
-    grid: Grid, runner: Runner, jobs: int, tell: Tell, after_seed: Callable[[GridRuns], object], *, finished_only: bool = False
-) -> GridRuns:  # fmt: skip
+    grid: Grid,
+    runner: Runner,
+    jobs: int,
+    tell: Tell,
+    after_seed: Callable[[GridRuns], object],
+    *,
+    finished_only: bool = False,
+) -> GridRuns:
     """Run everything in a grid that has not finished yet.
 
     First come the trials that search each row's settings. Then come all runs with the first seed and the replays that
@@ -66,9 +72,10 @@ def run_grid(
         for outcome in outcomes:
             found.outcomes[runs[outcome.run]].append(outcome)
         due = [
-            outcome for outcome in outcomes
+            outcome
+            for outcome in outcomes
             if outcome.summary is not None and seed in replayed_seeds(grid, runs[outcome.run], outcome.run.label)
-        ]  # fmt: skip
+        ]
         _replay(due, jobs, tell, found.replays, finished_only)
         after_seed(found)
     return found

@@ -111,9 +111,10 @@ def add_rows(whole: Mapping[str, Any], path: Path) -> dict[str, Any]:
         other = others.get((cell["task"], cell["fleet"]), {})
         labels = {row["row"] for row in cell["rows"]}
         more = [
-            row | {"from": str(path)} for row in other.get("rows", ())
+            row | {"from": str(path)}
+            for row in other.get("rows", ())
             if row["row"] not in labels and cell["rows"] and other.get("options") == cell["options"]
-        ]  # fmt: skip
+        ]
         rows = [*cell["rows"], *more]
         reference = other.get("reference") if more else cell["reference"]
         gaps = differences({row["row"]: row["runs"] for row in rows}, reference) if rows else {}

@@ -24,9 +24,12 @@ from raafl.runfolder.reading import read
 
 
 def result(
-    comparison: Comparison, outcomes: Sequence[Outcome], trials: Mapping[str, Sequence[Trial]], best: Mapping[str, Trial],
+    comparison: Comparison,
+    outcomes: Sequence[Outcome],
+    trials: Mapping[str, Sequence[Trial]],
+    best: Mapping[str, Trial],
     root: Path,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the result of a comparison as JSON: the measured values of every run and trial, commands, and versions.
 
     Args:
@@ -51,21 +54,28 @@ def result(
             row["searched"] = _searched(trials[label], best[label])
         rows.append(row | {"runs": some})
     return {
-        "name": comparison.name, "about": comparison.about, "config": comparison.config, "metric": comparison.metric,
-        "options": list(comparison.options), "smooth": comparison.smooth, "eval_every": comparison.eval_every,
+        "name": comparison.name,
+        "about": comparison.about,
+        "config": comparison.config,
+        "metric": comparison.metric,
+        "options": list(comparison.options),
+        "smooth": comparison.smooth,
+        "eval_every": comparison.eval_every,
         "reference": comparison.reference,
-        **provenance(), "rows": rows,
-    }  # fmt: skip
+        **provenance(),
+        "rows": rows,
+    }
 
 
 def _searched(trials: Sequence[Trial], best: Trial) -> dict[str, Any]:
     listed = [
         {
-            "settings": list(trial.settings), "scores": {str(seed): score for seed, score in trial.scores.items()},
+            "settings": list(trial.settings),
+            "scores": {str(seed): score for seed, score in trial.scores.items()},
             **({"cut_after": trial.fraction} if trial.fraction < best.fraction else {}),
         }
         for trial in trials
-    ]  # fmt: skip
+    ]
     return {"settings": list(best.settings), "trials": listed}
 
 
@@ -78,11 +88,14 @@ def write(result: Mapping[str, Any], folder: Path, *, draws: bool = True) -> lis
         draws: whether to write the figure and the HTML page, which need plotly and matplotlib.
     """
     table = cells(result)
-    paths = _save(folder, {
-        "result.json": (json.dumps(result, indent=1) + "\n").encode(),
-        "table.csv": as_csv(table).encode(),
-        "table.tex": latex(table).encode(),
-    })  # fmt: skip
+    paths = _save(
+        folder,
+        {
+            "result.json": (json.dumps(result, indent=1) + "\n").encode(),
+            "table.csv": as_csv(table).encode(),
+            "table.tex": latex(table).encode(),
+        },
+    )
     groups = _groups(result, folder) if draws else []  # after the numbers are saved: an error of the drawing loses none
     if groups:
         page_text = _page(result, table, groups)
@@ -133,8 +146,10 @@ def _page(found: Mapping[str, Any], table: Sequence[Sequence[str]], groups: Sequ
 def _search_tables(found: Mapping[str, Any]) -> str:
     rows = [
         [row["row"], " ".join(trial["settings"]), *(f"{score:.4g}" for score in trial["scores"].values())]
-        for row in found["rows"] if row.get("searched") for trial in row["searched"]["trials"]
-    ]  # fmt: skip
+        for row in found["rows"]
+        if row.get("searched")
+        for trial in row["searched"]["trials"]
+    ]
     if not rows:
         return ""
     width = max(map(len, rows))

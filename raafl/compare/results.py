@@ -16,9 +16,21 @@ from raafl.compare.statistics import ALPHA, Curve, Interval, censored_median, gi
 from raafl.runfolder.schema import CLIENTS, JOURNAL, METRICS, TESTED, Summary
 
 COLUMNS = (
-    "final", "best", "time_s", "megabytes", "energy_kj", "updates", "versions", "utilisation", "participation",
-    "participation_gini", "clients_mean", "worst_client", "peak_memory_mb", "wall_s",
-)  # fmt: skip
+    "final",
+    "best",
+    "time_s",
+    "megabytes",
+    "energy_kj",
+    "updates",
+    "versions",
+    "utilisation",
+    "participation",
+    "participation_gini",
+    "clients_mean",
+    "worst_client",
+    "peak_memory_mb",
+    "wall_s",
+)
 """Names of the values that `measure` adds to the metrics of a run's model."""
 
 
@@ -41,9 +53,12 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
     """
     run, summary = outcome.run, outcome.summary
     known: dict[str, Any] = {
-        "seed": run.seed, "command": run.command, "folder": outcome.folder.relative_to(root).as_posix(),
-        "config_digest": run.digest, "code_digest": outcome.code,
-    } | made_by(outcome.folder)  # fmt: skip
+        "seed": run.seed,
+        "command": run.command,
+        "folder": outcome.folder.relative_to(root).as_posix(),
+        "config_digest": run.digest,
+        "code_digest": outcome.code,
+    } | made_by(outcome.folder)
     if summary is None:
         return {**known, "error": outcome.error}
     curve = curve_of(outcome.folder, comparison.metric)
@@ -112,11 +127,11 @@ def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
     sizes = [float(row["num_samples"]) for row in last.values()]
     names = [name for name in next(iter(last.values())) if name.startswith(TESTED)]
     means = {
-        name.removeprefix(TESTED): sum(
-            size * float(row[name]) for size, row in zip(sizes, last.values(), strict=True)
-        ) / sum(sizes)
-        for name in names if all(row[name] for row in last.values())
-    }  # fmt: skip
+        name.removeprefix(TESTED): sum(size * float(row[name]) for size, row in zip(sizes, last.values(), strict=True))
+        / sum(sizes)
+        for name in names
+        if all(row[name] for row in last.values())
+    }
     worst = (min if comparison.maximize else max)(float(row[TESTED + comparison.metric]) for row in last.values())
     return {"clients": means, "clients_mean": means[comparison.metric], "worst_client": worst}
 
@@ -173,10 +188,12 @@ def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str)
         label: {run["seed"]: run["final"] for run in runs if run.get("final") is not None}
         for label, runs in rows.items()
     }
-    return with_holm({
-        label: _plain(paired(values, finals[reference])) if label != reference else None
-        for label, values in finals.items()
-    })  # fmt: skip
+    return with_holm(
+        {
+            label: _plain(paired(values, finals[reference])) if label != reference else None
+            for label, values in finals.items()
+        }
+    )
 
 
 def with_holm(gaps: Mapping[str, Mapping[str, Any] | None]) -> dict[str, dict[str, Any] | None]:
@@ -193,12 +210,17 @@ def with_holm(gaps: Mapping[str, Mapping[str, Any] | None]) -> dict[str, dict[st
     tested = {label: p for label, p in values.items() if p is not None}
     corrected = dict(zip(tested, holm(list(tested.values())), strict=True))
     return {
-        label: None if gap is None else {
-            **gap, "p": values[label], "p_holm": corrected.get(label), "tests": len(tested),
+        label: None
+        if gap is None
+        else {
+            **gap,
+            "p": values[label],
+            "p_holm": corrected.get(label),
+            "tests": len(tested),
             "shown": corrected.get(label, 1.0) <= ALPHA,
         }
         for label, gap in gaps.items()
-    }  # fmt: skip
+    }
 
 
 def gains(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:
@@ -213,12 +235,19 @@ def gains(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> di
     """
     rates = {label: {run["seed"]: _rates(run) for run in runs if run.get("versions")} for label, runs in rows.items()}
     return {
-        label: None if label == reference else _plain(interval([
-            sum(rate > rates[reference][seed].get(client, 0.0) for client, rate in own.items()) / len(own)
-            for seed, own in by_seed.items() if seed in rates[reference] and own
-        ]))
+        label: None
+        if label == reference
+        else _plain(
+            interval(
+                [
+                    sum(rate > rates[reference][seed].get(client, 0.0) for client, rate in own.items()) / len(own)
+                    for seed, own in by_seed.items()
+                    if seed in rates[reference] and own
+                ]
+            )
+        )
         for label, by_seed in rates.items()
-    }  # fmt: skip
+    }
 
 
 def _rates(run: Mapping[str, Any]) -> dict[str, float]:

@@ -120,7 +120,7 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
     of_fields = _digest({**fields, "seed": None})
     return [
         Run(label, config, options, seed, _digest({**experiment, "seed": seed}), limits, of_fields) for seed in seeds
-    ]  # fmt: skip
+    ]
 
 
 def check_distinct(rows: Mapping[str, Sequence[Run]]) -> None:
@@ -312,9 +312,13 @@ class Runner:
                 shutil.rmtree(folder)  # cut off before its first checkpoint
             argv = [*run.argv, "--output", str(folder)]
         note = {
-            "label": run.label, "command": run.command, "digest": run.digest, "seed": run.seed, "code": code_digest(),
+            "label": run.label,
+            "command": run.command,
+            "digest": run.digest,
+            "seed": run.seed,
+            "code": code_digest(),
             "provenance": provenance(),
-        }  # fmt: skip
+        }
         with atomic_file(_note_path(folder)) as file:
             file.write(json.dumps(note, indent=1).encode())
         return start(["simulate", *argv, "--progress", "quiet"], log, self._num_ranks)
@@ -331,9 +335,13 @@ class Runner:
             return None
         lines, summary = _last_lines(folder.with_suffix(".log")), read_summary(folder)
         return Outcome(
-            run, folder, None, code_digest(), lines[-1] if lines else f"exit code {process.exitcode}",
+            run,
+            folder,
+            None,
+            code_digest(),
+            lines[-1] if lines else f"exit code {process.exitcode}",
             by_itself=process.exitcode == _FAILED and summary is not None and summary.get("finished") is not None,
-        )  # fmt: skip
+        )
 
     def _tell_sometimes(self, num: int) -> None:
         if time.monotonic() - self._told_s > _TOLD_S:

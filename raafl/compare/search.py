@@ -48,13 +48,19 @@ def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
     extra = (*search.options, "--partition.validation_share", str(search.validation_share))
     trials = {
         label: [
-            Trial(settings, resolve(
-                comparison.config, f"{label} (search)", comparison.options_of(label, (*extra, *settings)), search.seeds
-            ))
+            Trial(
+                settings,
+                resolve(
+                    comparison.config,
+                    f"{label} (search)",
+                    comparison.options_of(label, (*extra, *settings)),
+                    search.seeds,
+                ),
+            )
             for settings in search.settings(label)
         ]
         for label in comparison.rows
-    }  # fmt: skip
+    }
     for label, some in trials.items():
         if search.halving is not None and any(trial.runs[0].limits == (None, None) for trial in some):
             raise BadInput(

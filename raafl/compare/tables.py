@@ -13,11 +13,18 @@ from raafl.units import duration
 Cells = list[list[str]]
 
 _FIGURES = (
-    ("best", "best"), ("megabytes", "MB"), ("updates", "updates"), ("utilisation", "utilisation"),
-    ("participation", "participation"), ("participation_gini", "Gini"), ("clients_gaining", "clients gaining"),
-    ("clients_mean", "clients' own test"), ("worst_client", "worst client"), ("peak_memory_mb", "peak MB"),
+    ("best", "best"),
+    ("megabytes", "MB"),
+    ("updates", "updates"),
+    ("utilisation", "utilisation"),
+    ("participation", "participation"),
+    ("participation_gini", "Gini"),
+    ("clients_gaining", "clients gaining"),
+    ("clients_mean", "clients' own test"),
+    ("worst_client", "worst client"),
+    ("peak_memory_mb", "peak MB"),
     ("energy_kj", "kJ"),
-)  # fmt: skip
+)
 
 
 def cells(result: Mapping[str, Any]) -> Cells:
@@ -149,16 +156,33 @@ def latex(table: Cells) -> str:
     r"""Format a table as LaTeX (`tabular` with booktabs)."""
     lines = [" & ".join(map(_escaped, line)) + r" \\" for line in table]
     columns = "l" + "r" * (len(table[0]) - 1)
-    return "\n".join([
-        rf"\begin{{tabular}}{{{columns}}}", r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule",
-        r"\end{tabular}", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            lines[0],
+            r"\midrule",
+            *lines[1:],
+            r"\bottomrule",
+            r"\end{tabular}",
+            "",
+        ]
+    )
 
 
 _SPECIAL = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$",
-}  # fmt: skip
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+}
 
 
 def _escaped(cell: str) -> str:

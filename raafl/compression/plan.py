@@ -41,9 +41,12 @@ class CompressionPlan:
     """
 
     def __init__(
-        self, payload: Payload, sends: Literal["values", "delta"] = "values", down: Compressor | None = None,
+        self,
+        payload: Payload,
+        sends: Literal["values", "delta"] = "values",
+        down: Compressor | None = None,
         up: Compressor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Combine payload and compressors; ``sends`` is what the merge asks clients to send."""
         self.payload, self.submodels, self.down, self.up = payload, payload.submodels, down, up
         self.adds_back = up is not None and up.differences and sends == "values"

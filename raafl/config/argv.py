@@ -114,9 +114,12 @@ def add_replay_options(parser: ArgumentParser) -> None:
     """Add the options that are common to all commands that replay runs."""
     parser.add_argument("--workers", type=int, default=1, help="processes that train")
     parser.add_argument(
-        "--client_data", action="append", default=[], metavar="ID=FILE",
+        "--client_data",
+        action="append",
+        default=[],
+        metavar="ID=FILE",
         help="YAML file with the data section of a client that trained on data of its own; once for each",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--trust_config", action="store_true", help="import what the run's config names, though it is not raafl's own"
     )

@@ -93,125 +93,375 @@ def _iid() -> Partition:
 class Experiment:
     """Configuration of a federated run; the help text of each field is stored beside the field."""
 
-    # fmt: off
-    model: Callable[[], LightningModule] = field(metadata=about(
-        "the model to train: makes a LightningModule", "CLASS", group="who", must_match=True, sent_to_clients=True, keyword=False))
-    data: Callable[[], LightningDataModule] = field(metadata=about(
-        "the data: makes a LightningDataModule, whose training set is shared out among the clients",
-        "CLASS", group="who", must_match=True, sent_to_clients=True, keyword=False))
-    algorithm: Algorithm = field(metadata=about(
-        "how it is trained: the five parts, from a factory in `raafl.algorithms`",
-        "NAME", group="who", must_match=True, sent_to_clients=True, keyword=False))
-    partition: Partition = field(default_factory=_iid, metadata=about(
-        "how the training set is shared out; evenly at random (raafl.data.Iid) unless given",
-        "CLASS", group="who", must_match=True, sent_to_clients=True))
-    clients: int = field(default=10, metadata=about(
-        "number of clients N; under torchrun one fewer than its ranks. Left out, one for each of the devices, or 10 without any",
-        "N", group="who", must_match=True, sent_to_clients=True, keyword=False, least=1, most=1_000_000))
-    name: str = field(default="run", metadata=about(
-        "name of the run, for its folder", "NAME", group="shown", may_change=True))
-    seed: int = field(default=0, metadata=about(
-        "seed of everything that is drawn", "N", group="computed", must_match=True, sent_to_clients=True, least=0))
-    devices: list[Device] | str | None = field(default=None, metadata=about(
-        "what the clients can do: a list of devices, or a YAML, JSON or CSV file of them; null = all alike",
-        "FILE", group="who", sent_to_clients=True, keyword=False))
-    memory: float | str = field(default="measure", metadata=about(
-        "of a client whose device declares no memory_bytes: measure (what its process can still get; simulated clients "
-        "have no limit), none (no limit), or a number of bytes", sent_to_clients=True))
-    train: Training = field(default_factory=Training, metadata=about(
-        "how much a task trains", must_match=True, sent_to_clients=True))
-    submodels: SubmodelOptions = field(default_factory=SubmodelOptions, metadata=about(
-        "how the model is cut, and what becomes of batch norm's running statistics", must_match=True, sent_to_clients=True))
-    fabric: FabricOptions = field(default_factory=FabricOptions, metadata=about(
-        "how local steps run (accelerator, precision, clipping)", sent_to_clients=True))
-    guard: Guard = field(default_factory=Guard, metadata=about(
-        "how the merge is protected from bad updates: clipping, refusing, trimmed mean, median, centred clipping"))
-    rounds: Rounds = field(default_factory=Rounds, metadata=about(
-        "when a round closes without its last clients"))
-    privacy: Privacy = field(default_factory=Privacy, metadata=about(
-        "client-level differential privacy of the global model"))
-    secure_aggregation: SecureAggregation = field(default_factory=SecureAggregation, metadata=about(
-        "masks over updates, so that the server reads sums only", must_match=True, sent_to_clients=True))
-    compress: Compress = field(default_factory=Compress, metadata=about(
-        "how what travels is compressed, down and up: none, bf16, int8, top_k", must_match=True, sent_to_clients=True))
-    max_updates: int | None = field(default=None, metadata=about(
-        "end after so many merged updates (a round that is begun is merged whole)",
-        "N", group="end", may_change=True, least=1))
-    max_time: float | str | None = field(default=None, metadata=about(
-        "end after so many seconds of the run's own clock (or 90s, 5m, 2h)", "SECONDS", group="end", may_change=True))
-    target: str | list[str] | None = field(default=None, metadata=about(
-        "a metric's value to reach, such as accuracy=0.9, loss=0.1 or, where the name does not say what is better, "
-        "'gap<=0.1', or a list of them: end when all are reached", "METRIC=VALUE", group="end", may_change=True))
-    eval_every: int | str | None = field(default=None, metadata=about(
-        "versions between evaluations, or seconds of the run's own clock (10s, 5m, 2h), or samples trained (5000 samples); "
-        "null = about one for each N updates", "N", group="shown"))
-    checkpoint_every: int | None = field(default=None, metadata=about(
-        "versions between checkpoints; null = by time only", "N", group="shown", may_change=True, least=1))
-    checkpoint_s: float | str | None = field(default=60.0, metadata=about(
-        "seconds of real time between checkpoints (or 90s, 5m, 2h); null = by versions only. There is one at the end in "
-        "any case", "SECONDS", group="shown", may_change=True))
-    keep_checkpoints: int = field(default=3, metadata=about(
-        "how many checkpoints to keep", "N", group="shown", may_change=True, least=1))
-    keep_best: str | None = field(default=None, metadata=about(
-        "a metric, such as accuracy (or gap:min, where the name does not say what is better), whose best checkpoint is kept "
-        "beside the last, as checkpoints/best.ckpt; null = none", "METRIC", group="shown", may_change=True))
-    safetensors: bool = field(default=False, metadata=about(
-        "save the final model of a module without save_pretrained as model/model.safetensors, too", "[BOOL]", group="shown",
-        may_change=True))
-    push_to_hub: str | None = field(default=None, metadata=about(
-        "repository of the Hugging Face Hub, such as me/my-model, to which the final model is uploaded with a card, private "
-        "unless it exists; null = none", "OWNER/NAME", group="shown", may_change=True, used_by_replay=False))
-    emulate: bool = field(default=True, metadata=about(
-        "in a wall-clock run, make each rank take as long as its device would", group="computed"))
-    overlap: bool = field(default=False, metadata=about(
-        "let a client begin its next task while its update travels, where the algorithm allows it", "[BOOL]", group="who"))
-    server_device: str = field(default="cpu", metadata=about(
-        "where the global model lies and is merged and measured: cpu, or cuda:0", "DEVICE", group="computed"))
-    transport: str = field(default="staged", metadata=about(
-        "how tensors travel between GPUs under torchrun: staged, through memory of the host, or nccl, where it joins the two",
-        "HOW", group="computed", may_change=True))
-    workers: int = field(default=1, metadata=about(
-        "processes that train in a simulated run, this one included", "N", group="computed", may_change=True, least=1))
-    batch_clients: int | Literal["auto"] = field(default=1, metadata=about(
-        "clients of a simulated run that are trained as one batch, to the same bit, at most; auto = as many as are faster",
-        "N", group="computed", may_change=True, least=1))
-    threads: int = field(default=1, metadata=about(
-        "threads that compute a task; the same everywhere, since results depend on it",
-        "N", group="computed", must_match=True, sent_to_clients=True, least=1, most=1_024))
-    output: str | None = field(default=None, metadata=about(
-        "the run's folder, new or empty, or the URL of one in an object store, to which it is copied; null = runs/NAME-TIME",
-        "DIR", group="shown", may_change=True, used_by_replay=False))
-    resume: str | None = field(default=None, metadata=about(
-        "folder or URL of an interrupted run to go on with, from its last checkpoint; its config is taken too. auto = that of "
-        "--output, if it has one",
-        "RUN", group="shown", may_change=True, keyword=False, used_by_replay=False))
-    progress: str = field(default="auto", metadata=about(
-        "how the run is shown: auto, live, plain, verbose or quiet", "HOW", group="shown", may_change=True))
-    logger: Any = field(default=None, metadata=about(
-        "Lightning loggers that are sent metrics: csv, mlflow, tensorboard, wandb, or a class with its arguments; one or "
-        "a list", "NAME", group="shown", may_change=True, used_by_replay=False))
-    monitor: str | None = field(default=None, metadata=about(
-        "HOST:PORT at which the run shows /metrics (Prometheus) and /healthz; null = nowhere",
-        "HOST:PORT", group="shown", may_change=True, used_by_replay=False))
-    monitor_clients: int = field(default=0, metadata=about(
-        "clients 1 to N have series of their own in /metrics; 0 = none has",
-        "N", group="shown", may_change=True, used_by_replay=False, least=0, most=10_000))
-    monitor_stall_s: float | str = field(default=60.0, metadata=about(
-        "seconds without a turn of the run's loop after which /healthz answers 503 (or 90s, 5m, 2h)",
-        "SECONDS", group="shown", may_change=True, used_by_replay=False))
-    payload_memory_bytes: int | None = field(default=16 << 20, metadata=about(
-        "largest payload (the tensors of a task or an update) that `raafl serve` holds in memory, in bytes; longer ones lie in "
-        "files of the run folder, which the system takes from memory when it is short; null = all in memory",
-        "BYTES", group="computed", may_change=True, keyword=False, used_by_replay=False, least=0))
-    rules: int = field(default=CURRENT, metadata=about(
-        "revision of the rules that decide a run's times and bits; a run folder without it ran under 1",
-        "N", group="computed", must_match=True, sent_to_clients=True, least=1, most=CURRENT))
-    waits: Timeouts = field(default_factory=Timeouts, metadata=about(
-        "deadlines of a wall-clock run", sent_to_clients=True, may_change=True))
-    strict: bool = field(default=False, metadata=about(
-        "a warning said before the run starts is an error, and so is a run that diverges",
-        "[BOOL]", group="shown", may_change=True))
-    # fmt: on
+    model: Callable[[], LightningModule] = field(
+        metadata=about(
+            "the model to train: makes a LightningModule",
+            "CLASS",
+            group="who",
+            must_match=True,
+            sent_to_clients=True,
+            keyword=False,
+        )
+    )
+    data: Callable[[], LightningDataModule] = field(
+        metadata=about(
+            "the data: makes a LightningDataModule, whose training set is shared out among the clients",
+            "CLASS",
+            group="who",
+            must_match=True,
+            sent_to_clients=True,
+            keyword=False,
+        )
+    )
+    algorithm: Algorithm = field(
+        metadata=about(
+            "how it is trained: the five parts, from a factory in `raafl.algorithms`",
+            "NAME",
+            group="who",
+            must_match=True,
+            sent_to_clients=True,
+            keyword=False,
+        )
+    )
+    partition: Partition = field(
+        default_factory=_iid,
+        metadata=about(
+            "how the training set is shared out; evenly at random (raafl.data.Iid) unless given",
+            "CLASS",
+            group="who",
+            must_match=True,
+            sent_to_clients=True,
+        ),
+    )
+    clients: int = field(
+        default=10,
+        metadata=about(
+            "number of clients N; under torchrun one fewer than its ranks. "
+            "Left out, one for each of the devices, or 10 without any",
+            "N",
+            group="who",
+            must_match=True,
+            sent_to_clients=True,
+            keyword=False,
+            least=1,
+            most=1_000_000,
+        ),
+    )
+    name: str = field(
+        default="run", metadata=about("name of the run, for its folder", "NAME", group="shown", may_change=True)
+    )
+    seed: int = field(
+        default=0,
+        metadata=about(
+            "seed of everything that is drawn", "N", group="computed", must_match=True, sent_to_clients=True, least=0
+        ),
+    )
+    devices: list[Device] | str | None = field(
+        default=None,
+        metadata=about(
+            "what the clients can do: a list of devices, or a YAML, JSON or CSV file of them; null = all alike",
+            "FILE",
+            group="who",
+            sent_to_clients=True,
+            keyword=False,
+        ),
+    )
+    memory: float | str = field(
+        default="measure",
+        metadata=about(
+            "of a client whose device declares no memory_bytes: measure (what its process can still get; simulated clients "
+            "have no limit), none (no limit), or a number of bytes",
+            sent_to_clients=True,
+        ),
+    )
+    train: Training = field(
+        default_factory=Training, metadata=about("how much a task trains", must_match=True, sent_to_clients=True)
+    )
+    submodels: SubmodelOptions = field(
+        default_factory=SubmodelOptions,
+        metadata=about(
+            "how the model is cut, and what becomes of batch norm's running statistics",
+            must_match=True,
+            sent_to_clients=True,
+        ),
+    )
+    fabric: FabricOptions = field(
+        default_factory=FabricOptions,
+        metadata=about("how local steps run (accelerator, precision, clipping)", sent_to_clients=True),
+    )
+    guard: Guard = field(
+        default_factory=Guard,
+        metadata=about(
+            "how the merge is protected from bad updates: clipping, refusing, trimmed mean, median, centred clipping"
+        ),
+    )
+    rounds: Rounds = field(default_factory=Rounds, metadata=about("when a round closes without its last clients"))
+    privacy: Privacy = field(
+        default_factory=Privacy, metadata=about("client-level differential privacy of the global model")
+    )
+    secure_aggregation: SecureAggregation = field(
+        default_factory=SecureAggregation,
+        metadata=about("masks over updates, so that the server reads sums only", must_match=True, sent_to_clients=True),
+    )
+    compress: Compress = field(
+        default_factory=Compress,
+        metadata=about(
+            "how what travels is compressed, down and up: none, bf16, int8, top_k",
+            must_match=True,
+            sent_to_clients=True,
+        ),
+    )
+    max_updates: int | None = field(
+        default=None,
+        metadata=about(
+            "end after so many merged updates (a round that is begun is merged whole)",
+            "N",
+            group="end",
+            may_change=True,
+            least=1,
+        ),
+    )
+    max_time: float | str | None = field(
+        default=None,
+        metadata=about(
+            "end after so many seconds of the run's own clock (or 90s, 5m, 2h)", "SECONDS", group="end", may_change=True
+        ),
+    )
+    target: str | list[str] | None = field(
+        default=None,
+        metadata=about(
+            "a metric's value to reach, such as accuracy=0.9, loss=0.1 or, where the name does not say what is better, "
+            "'gap<=0.1', or a list of them: end when all are reached",
+            "METRIC=VALUE",
+            group="end",
+            may_change=True,
+        ),
+    )
+    eval_every: int | str | None = field(
+        default=None,
+        metadata=about(
+            "versions between evaluations, or seconds of the run's own clock (10s, 5m, 2h), or samples trained (5000 samples); "
+            "null = about one for each N updates",
+            "N",
+            group="shown",
+        ),
+    )
+    checkpoint_every: int | None = field(
+        default=None,
+        metadata=about(
+            "versions between checkpoints; null = by time only", "N", group="shown", may_change=True, least=1
+        ),
+    )
+    checkpoint_s: float | str | None = field(
+        default=60.0,
+        metadata=about(
+            "seconds of real time between checkpoints (or 90s, 5m, 2h); null = by versions only. There is one at the end in "
+            "any case",
+            "SECONDS",
+            group="shown",
+            may_change=True,
+        ),
+    )
+    keep_checkpoints: int = field(
+        default=3, metadata=about("how many checkpoints to keep", "N", group="shown", may_change=True, least=1)
+    )
+    keep_best: str | None = field(
+        default=None,
+        metadata=about(
+            "a metric, such as accuracy (or gap:min, where the name does not say what is better), whose best checkpoint is kept "
+            "beside the last, as checkpoints/best.ckpt; null = none",
+            "METRIC",
+            group="shown",
+            may_change=True,
+        ),
+    )
+    safetensors: bool = field(
+        default=False,
+        metadata=about(
+            "save the final model of a module without save_pretrained as model/model.safetensors, too",
+            "[BOOL]",
+            group="shown",
+            may_change=True,
+        ),
+    )
+    push_to_hub: str | None = field(
+        default=None,
+        metadata=about(
+            "repository of the Hugging Face Hub, such as me/my-model, to which the final model is uploaded with a card, private "
+            "unless it exists; null = none",
+            "OWNER/NAME",
+            group="shown",
+            may_change=True,
+            used_by_replay=False,
+        ),
+    )
+    emulate: bool = field(
+        default=True,
+        metadata=about("in a wall-clock run, make each rank take as long as its device would", group="computed"),
+    )
+    overlap: bool = field(
+        default=False,
+        metadata=about(
+            "let a client begin its next task while its update travels, where the algorithm allows it",
+            "[BOOL]",
+            group="who",
+        ),
+    )
+    server_device: str = field(
+        default="cpu",
+        metadata=about(
+            "where the global model lies and is merged and measured: cpu, or cuda:0", "DEVICE", group="computed"
+        ),
+    )
+    transport: str = field(
+        default="staged",
+        metadata=about(
+            "how tensors travel between GPUs under torchrun: staged, through memory of the host, or nccl, where it joins the two",
+            "HOW",
+            group="computed",
+            may_change=True,
+        ),
+    )
+    workers: int = field(
+        default=1,
+        metadata=about(
+            "processes that train in a simulated run, this one included",
+            "N",
+            group="computed",
+            may_change=True,
+            least=1,
+        ),
+    )
+    batch_clients: int | Literal["auto"] = field(
+        default=1,
+        metadata=about(
+            "clients of a simulated run that are trained as one batch, to the same bit, at most; auto = as many as are faster",
+            "N",
+            group="computed",
+            may_change=True,
+            least=1,
+        ),
+    )
+    threads: int = field(
+        default=1,
+        metadata=about(
+            "threads that compute a task; the same everywhere, since results depend on it",
+            "N",
+            group="computed",
+            must_match=True,
+            sent_to_clients=True,
+            least=1,
+            most=1_024,
+        ),
+    )
+    output: str | None = field(
+        default=None,
+        metadata=about(
+            "the run's folder, new or empty, or the URL of one in an object store, to which it is copied; null = runs/NAME-TIME",
+            "DIR",
+            group="shown",
+            may_change=True,
+            used_by_replay=False,
+        ),
+    )
+    resume: str | None = field(
+        default=None,
+        metadata=about(
+            "folder or URL of an interrupted run to go on with, from its last checkpoint; its config is taken too. auto = that of "
+            "--output, if it has one",
+            "RUN",
+            group="shown",
+            may_change=True,
+            keyword=False,
+            used_by_replay=False,
+        ),
+    )
+    progress: str = field(
+        default="auto",
+        metadata=about(
+            "how the run is shown: auto, live, plain, verbose or quiet", "HOW", group="shown", may_change=True
+        ),
+    )
+    logger: Any = field(
+        default=None,
+        metadata=about(
+            "Lightning loggers that are sent metrics: csv, mlflow, tensorboard, wandb, or a class with its arguments; one or "
+            "a list",
+            "NAME",
+            group="shown",
+            may_change=True,
+            used_by_replay=False,
+        ),
+    )
+    monitor: str | None = field(
+        default=None,
+        metadata=about(
+            "HOST:PORT at which the run shows /metrics (Prometheus) and /healthz; null = nowhere",
+            "HOST:PORT",
+            group="shown",
+            may_change=True,
+            used_by_replay=False,
+        ),
+    )
+    monitor_clients: int = field(
+        default=0,
+        metadata=about(
+            "clients 1 to N have series of their own in /metrics; 0 = none has",
+            "N",
+            group="shown",
+            may_change=True,
+            used_by_replay=False,
+            least=0,
+            most=10_000,
+        ),
+    )
+    monitor_stall_s: float | str = field(
+        default=60.0,
+        metadata=about(
+            "seconds without a turn of the run's loop after which /healthz answers 503 (or 90s, 5m, 2h)",
+            "SECONDS",
+            group="shown",
+            may_change=True,
+            used_by_replay=False,
+        ),
+    )
+    payload_memory_bytes: int | None = field(
+        default=16 << 20,
+        metadata=about(
+            "largest payload (the tensors of a task or an update) that `raafl serve` holds in memory, in bytes; longer ones lie in "
+            "files of the run folder, which the system takes from memory when it is short; null = all in memory",
+            "BYTES",
+            group="computed",
+            may_change=True,
+            keyword=False,
+            used_by_replay=False,
+            least=0,
+        ),
+    )
+    rules: int = field(
+        default=CURRENT,
+        metadata=about(
+            "revision of the rules that decide a run's times and bits; a run folder without it ran under 1",
+            "N",
+            group="computed",
+            must_match=True,
+            sent_to_clients=True,
+            least=1,
+            most=CURRENT,
+        ),
+    )
+    waits: Timeouts = field(
+        default_factory=Timeouts, metadata=about("deadlines of a wall-clock run", sent_to_clients=True, may_change=True)
+    )
+    strict: bool = field(
+        default=False,
+        metadata=about(
+            "a warning said before the run starts is an error, and so is a run that diverges",
+            "[BOOL]",
+            group="shown",
+            may_change=True,
+        ),
+    )
 
     def check(self, *, needs_end: bool = True) -> None:
         """Check all fields; raise one `BadInput` with a line for each wrong value.
@@ -256,10 +506,16 @@ class Experiment:
         yield from self._machine_problems()
         yield from self._export_problems()
         checks = (
-            lambda: seconds("max_time", self.max_time), lambda: seconds("checkpoint_s", self.checkpoint_s),
+            lambda: seconds("max_time", self.max_time),
+            lambda: seconds("checkpoint_s", self.checkpoint_s),
             lambda: distance("eval_every", self.eval_every),
-            lambda: entries(self.logger), self.targets, self.profiles, self._output, self._memory_bytes, self._monitor,
-        )  # fmt: skip
+            lambda: entries(self.logger),
+            self.targets,
+            self.profiles,
+            self._output,
+            self._memory_bytes,
+            self._monitor,
+        )
         yield from _refused(checks)
 
     def _machine_problems(self) -> Iterator[str]:
@@ -297,9 +553,14 @@ class Experiment:
                 from raafl.parts.protect.secure.assembly import secured
 
                 secured(
-                    algorithm, self.secure_aggregation, self.rounds, self.guard, self.privacy, self.clients,
+                    algorithm,
+                    self.secure_aggregation,
+                    self.rounds,
+                    self.guard,
+                    self.privacy,
+                    self.clients,
                     self.compress.up,
-                )  # fmt: skip
+                )
 
         cohort = getattr(self.algorithm.sample, "cohort", None)
         if cohort is not None and cohort > self.clients > 0:

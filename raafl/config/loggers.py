@@ -147,9 +147,13 @@ def _find(spec: LoggerSpec) -> type[Any]:
 
 
 def maker(
-    spec: LoggerSpec, folder: Path, warn: Callable[[str], None], note: Callable[[str], None],
-    before: Mapping[str, Any] | None = None, version: int = 0,
-) -> Callable[[], Any]:  # fmt: skip
+    spec: LoggerSpec,
+    folder: Path,
+    warn: Callable[[str], None],
+    note: Callable[[str], None],
+    before: Mapping[str, Any] | None = None,
+    version: int = 0,
+) -> Callable[[], Any]:
     """Return a function that creates a logger; it should be called on its own thread, since it may import and connect.
 
     Args:

@@ -28,13 +28,23 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 _WORDS: Mapping[Any, str] = {
-    int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null", Path: "a path",
-    list: "a list", tuple: "a list", Sequence: "a list", dict: "a table",
-}  # fmt: skip
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    Path: "a path",
+    list: "a list",
+    tuple: "a list",
+    Sequence: "a list",
+    dict: "a table",
+}
 _LISTED: Mapping[Any, str] = {
-    int: "whole numbers, such as [200]", float: "numbers", str: "texts",
+    int: "whole numbers, such as [200]",
+    float: "numbers",
+    str: "texts",
     Device: "tables of fields, such as [{name: slow, flops_per_s: 1.0e9}]",
-}  # fmt: skip
+}
 _EXAMPLES = {
     "model": ("LightningModule", "model_zoo.MLP"),
     "data": ("LightningDataModule", "raafl.data.Digits"),

@@ -16,9 +16,20 @@ from raafl import data, parts
 from raafl.algorithms import ALGORITHMS
 
 DATA: Final = (
-    "AGNews", "CIFAR10", "CIFAR100", "Digits", "FPB", "FineTuning", "GaussianClusters", "HuggingFace", "HuggingFaceText", "MNIST",
-    "SST2", "Shakespeare", "TextFolder",
-)  # fmt: skip
+    "AGNews",
+    "CIFAR10",
+    "CIFAR100",
+    "Digits",
+    "FPB",
+    "FineTuning",
+    "GaussianClusters",
+    "HuggingFace",
+    "HuggingFaceText",
+    "MNIST",
+    "SST2",
+    "Shakespeare",
+    "TextFolder",
+)
 PARTITIONS: Final = ("ByColumn", "ClassesPerClient", "Dirichlet", "Iid", "QuantitySkew")
 _STAND_INS: Final = {"model": "Module", "data": "Data", "algorithm": "algorithm", "partition": "partition"}
 

@@ -61,15 +61,31 @@ _TEXTS: Final[Mapping[str, Text]] = {
 """What texts a server may give; to a parameter of texts that is not here, none."""
 
 _ARCHITECTURE_TEXTS: Final = (
-    "activation", "activation_function", "hidden_act", "hidden_activation", "layer_type", "layer_types", "model_type",
-    "position_embedding_type", "rope_type",
-)  # fmt: skip
+    "activation",
+    "activation_function",
+    "hidden_act",
+    "hidden_activation",
+    "layer_type",
+    "layer_types",
+    "model_type",
+    "position_embedding_type",
+    "rope_type",
+)
 """Of a transformers config: the fields that may hold a text; others name files, repositories or kernels on the hub."""
 
 _NEVER: Final = (
-    "class_path", "auto_map", "cache_dir", "code_revision", "gguf_file", "proxies", "quantization_config",
-    "return_unused_kwargs", "revision", "subfolder", "token",
-)  # fmt: skip
+    "class_path",
+    "auto_map",
+    "cache_dir",
+    "code_revision",
+    "gguf_file",
+    "proxies",
+    "quantization_config",
+    "return_unused_kwargs",
+    "revision",
+    "subfolder",
+    "token",
+)
 """Fields that are no architecture: from_pretrained would take them as its own arguments."""
 
 _WITH_KERNELS: Final = ("mra", "rwkv", "yoso")

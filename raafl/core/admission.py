@@ -46,10 +46,21 @@ NO_SPACE = "no-space"
 
 LOSSES = frozenset(
     {
-        "disconnected", ERROR, "failed", "gpu", "kept-out", NO_SPACE, "other", "replaced", RESTART, "stopped", "timeout",
-        "unavailable", "unfit",
+        "disconnected",
+        ERROR,
+        "failed",
+        "gpu",
+        "kept-out",
+        NO_SPACE,
+        "other",
+        "replaced",
+        RESTART,
+        "stopped",
+        "timeout",
+        "unavailable",
+        "unfit",
     }
-)  # fmt: skip
+)
 """Every REASON of lost:REASON. Whatever else a client or its session says goes to the journal and the log alone."""
 
 
@@ -305,11 +316,21 @@ class Admission:
     def _assign(self, client: ClientInfo, work: Work, now: float, pace_s: float) -> None:
         number, task = self.roster.number(client.id)
         assignment = Assignment(
-            id=number, client=client.id, incarnation=client.incarnation, task=task, version=self.state.version,
-            spec=work.spec, region=work.region, num_epochs=work.num_epochs, num_steps=work.num_steps,
-            seed=derive_seed(self.seed, client.id, task), assigned_s=now,
-            pace_s=pace_s, extra=work.extra, lr_scale=self.fleet.training.lr_scale(self.state.version, now),
-        )  # fmt: skip
+            id=number,
+            client=client.id,
+            incarnation=client.incarnation,
+            task=task,
+            version=self.state.version,
+            spec=work.spec,
+            region=work.region,
+            num_epochs=work.num_epochs,
+            num_steps=work.num_steps,
+            seed=derive_seed(self.seed, client.id, task),
+            assigned_s=now,
+            pace_s=pace_s,
+            extra=work.extra,
+            lr_scale=self.fleet.training.lr_scale(self.state.version, now),
+        )
         if self.works_ahead:
             next_lr_scale = self.fleet.training.lr_scale(self.state.version + 1, now)
             next_seed = derive_seed(self.seed, client.id, task + 1)

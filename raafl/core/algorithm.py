@@ -45,7 +45,7 @@ __all__ = [
     "Training",
     "Trigger",
     "TriggerContext",
-]  # fmt: skip
+]
 
 Restart = Literal["arrival", "merge"]
 

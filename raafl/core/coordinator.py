@@ -37,7 +37,7 @@ from raafl.core.types import (
     Timer,
     Update,
     derive_seed,
-)  # fmt: skip
+)
 from raafl.errors import BadInput
 from raafl.rules import Rules
 
@@ -48,10 +48,21 @@ class Coordinator(Admission):
     """State machine of a run. It decides who trains what and when updates are merged, and owns the global state."""
 
     def __init__(
-        self, algorithm: Algorithm, state: GlobalState, limits: Limits, *, training: Training, batch_size: int,
-        seed: int = 0, pace: bool = False, plan: TransferCost | None = None, own_tests: OwnTests | None = None,
-        drop_last: bool = False, overlap: bool = False, rules: Rules | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        algorithm: Algorithm,
+        state: GlobalState,
+        limits: Limits,
+        *,
+        training: Training,
+        batch_size: int,
+        seed: int = 0,
+        pace: bool = False,
+        plan: TransferCost | None = None,
+        own_tests: OwnTests | None = None,
+        drop_last: bool = False,
+        overlap: bool = False,
+        rules: Rules | None = None,
+    ) -> None:
         """Start without clients.
 
         Args:
@@ -86,15 +97,29 @@ class Coordinator(Admission):
         state.num_clients = limits.num_clients
         self.rng = random.Random(derive_seed(seed, "coordinator"))
         self.fleet = SelectContext(
-            state, self.roster.clients, self.rng, training, batch_size, seed=seed, local=algorithm.local, plan=plan,
-            own_tests=own_tests or OwnTests(), drop_last=drop_last, overlap=overlap, rules=rules or Rules(),
-        )  # fmt: skip
+            state,
+            self.roster.clients,
+            self.rng,
+            training,
+            batch_size,
+            seed=seed,
+            local=algorithm.local,
+            plan=plan,
+            own_tests=own_tests or OwnTests(),
+            drop_last=drop_last,
+            overlap=overlap,
+            rules=rules or Rules(),
+        )
         self.absent: set[int] = set()  # lost before the start, and not waited for
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {
-            Joined: self._joined, Arrived: self._arrived, Sending: self._sending, Lost: self._lost, Timer: self._timer,
+            Joined: self._joined,
+            Arrived: self._arrived,
+            Sending: self._sending,
+            Lost: self._lost,
+            Timer: self._timer,
             Stop: lambda event, now: self._finish(event.reason),
-        }  # fmt: skip
+        }
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Process one event and return the actions that the runtime must carry out, in order.

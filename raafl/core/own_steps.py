@@ -50,7 +50,7 @@ LATE = 2**30
 
 def followed_cost(
     local: Stepwise, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any], estimate: Cost
-) -> Cost:  # fmt: skip
+) -> Cost:
     """Predict the cost of a task from the steps of its own hook.
 
     Args:
@@ -123,9 +123,14 @@ class _OwnTask:
     """
 
     def __init__(
-        self, local: Stepwise, submodels: Submodels, spec: Spec, extra: Mapping[str, Any], module: nn.Module,
+        self,
+        local: Stepwise,
+        submodels: Submodels,
+        spec: Spec,
+        extra: Mapping[str, Any],
+        module: nn.Module,
         loss: Callable[[Any, int], Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._local, payload = local, local.payload(submodels)
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         sent, trained = (FlatTensors.zeros(payload.layout(spec, way), device) for way in get_args(Way))
@@ -133,14 +138,34 @@ class _OwnTask:
         (received, down), (values, up) = payload.split(sent, spec, "sent"), payload.split(trained, spec, "trained")
         self.answer_bytes = values.num_bytes if local.up else 0
         assignment = Assignment(
-            id=1, client=1, incarnation=0, task=1, version=LATE, spec=spec, region=0, num_epochs=None, num_steps=2,
-            seed=0, assigned_s=0.0, extra=extra,
-        )  # fmt: skip
+            id=1,
+            client=1,
+            incarnation=0,
+            task=1,
+            version=LATE,
+            spec=spec,
+            region=0,
+            num_epochs=None,
+            num_steps=2,
+            seed=0,
+            assigned_s=0.0,
+            extra=extra,
+        )
         self._task = Task(
-            assignment, submodels, module, torch.optim.SGD([torch.zeros(1)], lr=0.0), received, 2, torch.Generator(),
-            loss=loss, backward=lambda loss: None, update=lambda: None, down=down, up=up if local.up else {},
+            assignment,
+            submodels,
+            module,
+            torch.optim.SGD([torch.zeros(1)], lr=0.0),
+            received,
+            2,
+            torch.Generator(),
+            loss=loss,
+            backward=lambda loss: None,
+            update=lambda: None,
+            down=down,
+            up=up if local.up else {},
             link=_NoServer(device),
-        )  # fmt: skip
+        )
 
     def steps(
         self, optimizer: Optimizer, backward: Callable[[Tensor], None], update: Callable[[], None]

@@ -51,9 +51,14 @@ class Payload:
     """
 
     def __init__(
-        self, submodels: Submodels, down: tuple[str, ...] = (), up: tuple[str, ...] = (), up_as: UpAs | None = None,
-        own: OwnLayout = lambda name, spec: None, travels: Travels | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        submodels: Submodels,
+        down: tuple[str, ...] = (),
+        up: tuple[str, ...] = (),
+        up_as: UpAs | None = None,
+        own: OwnLayout = lambda name, spec: None,
+        travels: Travels | None = None,
+    ) -> None:
         """Define the payload of a run.
 
         Args:

@@ -42,7 +42,7 @@ class RefusalBackoff:
 
     def refuse(
         self, client: int, now: float, *, excused: bool = False, unanswered_s: float | None = None
-    ) -> float | None:  # fmt: skip
+    ) -> float | None:
         """Count a refused update of ``client``; return the end of the suspension that follows, or None.
 
         Args:

@@ -66,10 +66,15 @@ def event_to_json(event: Event) -> dict[str, Any]:
             return {"event": "joined", **client_to_json(client)}
         case Arrived(update):
             return {
-                "event": "arrived", "assignment": update.assignment, "client": update.client,
-                "incarnation": update.incarnation, "num_samples": update.num_samples,
-                "refusal": update.refusal, "fingerprint": update.fingerprint, **_group_to_json(update.group),
-            }  # fmt: skip
+                "event": "arrived",
+                "assignment": update.assignment,
+                "client": update.client,
+                "incarnation": update.incarnation,
+                "num_samples": update.num_samples,
+                "refusal": update.refusal,
+                "fingerprint": update.fingerprint,
+                **_group_to_json(update.group),
+            }
         case Sending(client, incarnation, assignment):
             return {"event": "sending", "client": client, "incarnation": incarnation, "assignment": assignment}
         case Lost(client, reason, incarnation):

@@ -73,10 +73,18 @@ def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
     """Collect the tables that are changed in place, by the names that they are saved under; those of a fresh one are empty."""
     roster, backoff = coordinator.roster, coordinator.backoff
     return {
-        "counts": coordinator.state.counts, "busy": roster.busy, "sending": roster.sending, "tasks": roster.tasks,
-        "joins": roster.joins, "refused": coordinator.refused, "clipped": coordinator.clipped, "refused_in_a_row": backoff.refused,
-        "times_out": backoff.times, "out_until": backoff.until, "unanswered_s": backoff.unanswered_s,
-    }  # fmt: skip
+        "counts": coordinator.state.counts,
+        "busy": roster.busy,
+        "sending": roster.sending,
+        "tasks": roster.tasks,
+        "joins": roster.joins,
+        "refused": coordinator.refused,
+        "clipped": coordinator.clipped,
+        "refused_in_a_row": backoff.refused,
+        "times_out": backoff.times,
+        "out_until": backoff.until,
+        "unanswered_s": backoff.unanswered_s,
+    }
 
 
 def _counters(coordinator: Coordinator) -> dict[str, Any]:

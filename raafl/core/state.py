@@ -61,9 +61,14 @@ class ClientState:
         return self.values.get(name, {}).get(client)
 
     def of(
-        self, name: str, client: int, layout: Layout, device: torch.device | str = "cpu", folder: str | None = None,
+        self,
+        name: str,
+        client: int,
+        layout: Layout,
+        device: torch.device | str = "cpu",
+        folder: str | None = None,
         fill: float = 0.0,
-    ) -> FlatTensors:  # fmt: skip
+    ) -> FlatTensors:
         """Return the tensors stored for ``client`` under ``name``, for changes in place; create them if they are missing.
 
         Args:

@@ -35,9 +35,16 @@ class GaussianClusters(TrainTestData):
     num_classes: ClassVar[int]
 
     def __init__(
-        self, batch_size: int = 32, num_features: int = 512, num_classes: int = 4, clusters: int = 8, noise: float = 0.5,
-        num_train: int = 128_000, num_test: int = 9_600, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        batch_size: int = 32,
+        num_features: int = 512,
+        num_classes: int = 4,
+        clusters: int = 8,
+        noise: float = 0.5,
+        num_train: int = 128_000,
+        num_test: int = 9_600,
+        seed: int = 0,
+    ) -> None:
         sizes = {"num_features": num_features, "num_classes": num_classes, "clusters": clusters}
         for name, number in sizes.items():
             at_least(f"GaussianClusters: {name}", number, 1)

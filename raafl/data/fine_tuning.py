@@ -268,9 +268,17 @@ class FineTuning(TrainTestData):
             rows_of(splits, path, split, group)
         version = "made" if path.startswith("made:") else rows._fingerprint
         facts = [
-            path, version, split, self.task, repr(form), repr(cells), repr(group), f"max_length {self.max_length}",
-            *Tokenizer(self._tokenizer).cache_inputs(), *([] if self._chat_template is None else [Path(self._chat_template)]),
-        ]  # fmt: skip
+            path,
+            version,
+            split,
+            self.task,
+            repr(form),
+            repr(cells),
+            repr(group),
+            f"max_length {self.max_length}",
+            *Tokenizer(self._tokenizer).cache_inputs(),
+            *([] if self._chat_template is None else [Path(self._chat_template)]),
+        ]
         found = readers.cached(
             facts, readers.data_root(None), f"fine-tuning-{split}", lambda: self._read(rows, form, cells, group), _PARTS
         )
@@ -297,8 +305,10 @@ class FineTuning(TrainTestData):
             _log.warning(
                 "FineTuning: %d of %d examples are left out: none of their tokens within max_length %d counts in "
                 "the loss",
-                len(encoded) - len(kept), len(encoded), self.max_length,
-            )  # fmt: skip
+                len(encoded) - len(kept),
+                len(encoded),
+                self.max_length,
+            )
         if not kept:
             raise BadInput(
                 f"data: no example of '{self.path}' has a token that counts in the loss within max_length "

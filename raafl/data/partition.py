@@ -73,9 +73,12 @@ class Partition(ABC):
         return _divided(num_samples, self.validation_share, "validation_share", (seed, num_samples))[1]
 
     def split(
-        self, labels: torch.Tensor | npt.ArrayLike, num_clients: int, seed: int,
+        self,
+        labels: torch.Tensor | npt.ArrayLike,
+        num_clients: int,
+        seed: int,
         columns: Mapping[str, Sequence[Any]] | None = None,
-    ) -> list[torch.Tensor]:  # fmt: skip
+    ) -> list[torch.Tensor]:
         """Divide the samples among the clients by `assign`, and check the result.
 
         Args:

@@ -34,9 +34,12 @@ def byte_tokenizer() -> object:  # a transformers.PreTrainedTokenizerFast
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1], chat_template=_CHAT,
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[1],
+        chat_template=_CHAT,
         additional_special_tokens=list(SPECIAL[2:]),
-    )  # fmt: skip
+    )
 
 
 def examples(name: str) -> list[dict[str, Any]]:

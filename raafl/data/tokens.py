@@ -24,8 +24,17 @@ WORDS = "words"
 
 _UNKNOWN = 1  # 0 is padding
 _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt",
-          "tokenizer.model", "spiece.model", "chat_template.jinja")  # fmt: skip
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+)
 
 
 class TensorTokens(GatherDataset):

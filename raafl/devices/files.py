@@ -13,9 +13,23 @@ from raafl.errors import nearest, no_utf8
 from raafl.plain_yaml import load_yaml, yaml_problem
 
 _NUMBERS = (
-    "flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes", "bytes_per_s", "latency_s", "launch_s", "period_s",
-    "on_s", "off_s", "repeat_s", "speed_jitter", "link_jitter", "speed_drift", "link_drift", "drift_s",
-)  # fmt: skip
+    "flops_per_s",
+    "down_bytes_per_s",
+    "up_bytes_per_s",
+    "memory_bytes",
+    "bytes_per_s",
+    "latency_s",
+    "launch_s",
+    "period_s",
+    "on_s",
+    "off_s",
+    "repeat_s",
+    "speed_jitter",
+    "link_jitter",
+    "speed_drift",
+    "link_drift",
+    "drift_s",
+)
 _WHOLE = ("count", "seed")
 _PAIRS = ("availability", *CHANGES)
 

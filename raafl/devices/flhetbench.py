@@ -90,10 +90,14 @@ def rows(folder: Path, devices: str, states: str) -> list[dict[str, Any]]:
     if not isinstance(phones, list) or not isinstance(users, list) or not isinstance(timers, dict) or not phones:
         raise ValueError(f"{paths[0].parent.parent} has no lists of phones and users: give a copy of FLHetBench")
     return [
-        {"name": f"flhetbench-{number}", "flops_per_s": speed, **_link(phone, f"{paths[0]}: entry {number}"),
-         **_hours(timers.get(str(user)), f"{paths[2]}: user {str(user)[:20]}")}
+        {
+            "name": f"flhetbench-{number}",
+            "flops_per_s": speed,
+            **_link(phone, f"{paths[0]}: entry {number}"),
+            **_hours(timers.get(str(user)), f"{paths[2]}: user {str(user)[:20]}"),
+        }
         for number, (phone, user) in enumerate(zip(phones, users, strict=False), start=1)
-    ]  # fmt: skip
+    ]
 
 
 def _link(phone: Any, where: str) -> dict[str, float]:

@@ -113,9 +113,15 @@ class Profile:
                 object.__setattr__(self, name, tuple((float(at_s), float(factor)) for at_s, factor in pairs))
 
     def task_time(
-        self, flops: float, down_bytes: int, up_bytes: int, moved_bytes: float = 0.0, padding_flops: float = 0.0,
-        num_exchanges: int = 0, num_kernels: float = 0.0,
-    ) -> TaskTime:  # fmt: skip
+        self,
+        flops: float,
+        down_bytes: int,
+        up_bytes: int,
+        moved_bytes: float = 0.0,
+        padding_flops: float = 0.0,
+        num_exchanges: int = 0,
+        num_kernels: float = 0.0,
+    ) -> TaskTime:
         """Predict the duration of a task in seconds, from its FLOPs and the bytes sent and received.
 
         Args:

@@ -19,7 +19,11 @@ def time_on(profile: Profile, cost: Cost, samples: float, tested: float = 0.0) -
     """
     passes = samples + tested / 3
     return profile.task_time(
-        cost.flops_per_sample * passes, cost.down_bytes, cost.up_bytes,
-        cost.moved_bytes_per_sample * passes, cost.padding_flops_per_sample * passes, cost.num_exchanges,
+        cost.flops_per_sample * passes,
+        cost.down_bytes,
+        cost.up_bytes,
+        cost.moved_bytes_per_sample * passes,
+        cost.padding_flops_per_sample * passes,
+        cost.num_exchanges,
         cost.kernels_per_sample * passes,
-    )  # fmt: skip
+    )

@@ -42,10 +42,13 @@ class ClientProcesses:
     """The group of processes that train one client together, as seen from one of them."""
 
     def __init__(
-        self, rank: int, size: int, begin_sum: BeginSum,
+        self,
+        rank: int,
+        size: int,
+        begin_sum: BeginSum,
         announce: Callable[[Assignment, FlatTensors], None] = lambda assignment, received: None,
         failed: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Prepare.
 
         Args:

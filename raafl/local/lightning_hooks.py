@@ -19,8 +19,12 @@ from raafl.module_hooks import BATCH_HOOKS, TASK_HOOKS, move_batch, overrides
 from raafl.submodel.nested_batch import to_device
 
 _SEE_GRADIENTS = {
-    "on_before_zero_grad", "optimizer_zero_grad", "optimizer_step", "on_train_batch_end", "on_train_epoch_end",
-}  # fmt: skip
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+}
 """Hooks that may read gradients after a step, where Lightning still has them."""
 
 _NEVER = {
@@ -123,7 +127,7 @@ class TaskHooks:
 
     def optimizer_step(
         self, optimizer: Optimizer, epoch: int, batch_idx: int, closure: Callable[[], Any], step: Callable[[], None]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make an optimizer step by the module's own `optimizer_step`.
 
         Args:

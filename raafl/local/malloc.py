@@ -55,8 +55,17 @@ _slack_left = -math.inf
 """The memory without a block when it was last given back."""
 
 _USAGE = (
-    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
-)  # fmt: skip
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+)
 
 
 class _Usage(ctypes.Structure):

@@ -91,10 +91,17 @@ class TaskSteps:
         clip_val = self.options.gradient_clip_val
         built.trainer.stage("training")
         built.trainer.set(
-            current_epoch=0, global_step=0, is_last_batch=False, num_training_batches=per_epoch,
-            estimated_stepping_batches=num_steps, max_epochs=num_whole + bool(rest), max_steps=-1 if steps is None else num_steps,
-            accumulate_grad_batches=accumulate, gradient_clip_val=clip_val, precision=self.options.precision,
-        )  # fmt: skip
+            current_epoch=0,
+            global_step=0,
+            is_last_batch=False,
+            num_training_batches=per_epoch,
+            estimated_stepping_batches=num_steps,
+            max_epochs=num_whole + bool(rest),
+            max_steps=-1 if steps is None else num_steps,
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=clip_val,
+            precision=self.options.precision,
+        )
 
     def _steps(self, task: PreparedTask) -> tuple[int, float | None, dict[str, Any]]:
         """Do the local steps; return the number of optimizer steps, the mean loss (None without any), and the hook's answer."""
@@ -123,13 +130,29 @@ class TaskSteps:
         built, group = task.built, task.context.process_group
         pull = ProximalTerm.towards(task.received, built.module) if self.local.prox else None
         seen = Task(
-            task.assignment, self.submodels, built.module, built.optimizer, task.received, num_batches, self._generator,
+            task.assignment,
+            self.submodels,
+            built.module,
+            built.optimizer,
+            task.received,
+            num_batches,
+            self._generator,
             loss=lambda batch, index: self._loss(built, loop, batch, index % loop.per_epoch),
-            backward=backward_of(lambda loss, _: self._backward(built, loss), built.module, built.optimizer, self.local,
-                                 self.options.gradient_clip_val, 1 if group is None else group.size),
-            update=lambda: self._update(task, pull), down=task.down, up=built.up,
-            draws=lambda seed: RngStream(self.fabric.device, seed), link=task.context.link, receive=task.context.receive,
-        )  # fmt: skip
+            backward=backward_of(
+                lambda loss, _: self._backward(built, loss),
+                built.module,
+                built.optimizer,
+                self.local,
+                self.options.gradient_clip_val,
+                1 if group is None else group.size,
+            ),
+            update=lambda: self._update(task, pull),
+            down=task.down,
+            up=built.up,
+            draws=lambda seed: RngStream(self.fabric.device, seed),
+            link=task.context.link,
+            receive=task.context.receive,
+        )
         return self.local.hook(seen)
 
     def _loss(self, built: TrainableSubmodel, loop: _Loop, batch: object, index: int) -> Tensor:

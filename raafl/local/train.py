@@ -149,9 +149,15 @@ class LocalTrainer(TaskSteps):
                 for dtype, buffer in built.trained.buffers.items():
                     buffer.sub_(task.received.buffers[dtype][: buffer.numel()].to(buffer.device))
         update = Update(
-            assignment.id, assignment.client, assignment.incarnation, built.answer(), data.num_samples, num_steps,
-            metrics, extra=extra,
-        )  # fmt: skip
+            assignment.id,
+            assignment.client,
+            assignment.incarnation,
+            built.answer(),
+            data.num_samples,
+            num_steps,
+            metrics,
+            extra=extra,
+        )
         update.refusal = None if update.tensors.is_finite() else "non-finite"
         return update
 

@@ -38,9 +38,15 @@ class Loggers(RunHooks):
     """The Lightning loggers of a run. Each works in a thread of its own; only `finish` waits for them."""
 
     def __init__(
-        self, logger: Any, folder: Path, record: RunRecord, warn: Callable[[str], None], note: Callable[[str], None], *,
+        self,
+        logger: Any,
+        folder: Path,
+        record: RunRecord,
+        warn: Callable[[str], None],
+        note: Callable[[str], None],
+        *,
         share: Callable[[Iterable[Spec]], float | None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Create the workers; `start` builds the loggers.
 
         Args:
@@ -84,9 +90,14 @@ class Loggers(RunHooks):
             ends[kind_of(outcome)] += num
         figures = {
             **{name: value for name, value in row.items() if name not in own},
-            "time_s": now, "wall_s": record.wall_s, "num_updates": ends[MERGED], "num_refused": ends[REFUSED],
-            "num_lost": ends[LOST], "bytes_up": record.bytes_up, "bytes_down": record.bytes_down,
-        }  # fmt: skip
+            "time_s": now,
+            "wall_s": record.wall_s,
+            "num_updates": ends[MERGED],
+            "num_refused": ends[REFUSED],
+            "num_lost": ends[LOST],
+            "bytes_up": record.bytes_up,
+            "bytes_down": record.bytes_down,
+        }
         measured = Measurements(version, {**metrics, **own}, figures, *self._since.take())
         for worker in self._workers:
             worker.put(lambda logger: log(logger, measured), counted=True)

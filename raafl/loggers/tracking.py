@@ -297,9 +297,14 @@ def _figure(timeline: Table) -> object:
         mine = [row for row in rows if kind_of(row[2]) == kind]
         if mine:
             figure.add_bar(
-                orientation="h", name=kind, marker_color=colour, y=[row[0] for row in mine],
-                base=[row[3] for row in mine], x=[row[4] - row[3] for row in mine], text=[row[1] for row in mine],
-            )  # fmt: skip
+                orientation="h",
+                name=kind,
+                marker_color=colour,
+                y=[row[0] for row in mine],
+                base=[row[3] for row in mine],
+                x=[row[4] - row[3] for row in mine],
+                text=[row[1] for row in mine],
+            )
     figure.update_layout(barmode="overlay", xaxis_title="seconds on the run's clock", yaxis_title="client")
     return figure
 
@@ -308,8 +313,13 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return the first rows of a table as Markdown, for TensorBoard."""
 
     def line(cells: Iterable[Any]) -> str:
-        return "| " + " | ".join("" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
-                                 for cell in cells) + " |"  # fmt: skip
+        return (
+            "| "
+            + " | ".join(
+                "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in cells
+            )
+            + " |"
+        )
 
     text = [line(columns), line("---" for _ in columns), *(line(row) for row in rows[:_SHOWN_ROWS])]
     if len(rows) > _SHOWN_ROWS:

@@ -146,9 +146,14 @@ class Endpoint:
                 _log.warning(f"{path} failed: {type(error).__name__}: {error}")
                 reply = _plain(HTTPStatus.INTERNAL_SERVER_ERROR)
         lines = (
-            f"HTTP/1.1 {reply.status.value} {reply.status.phrase}", f"Content-Type: {reply.content_type}",
-            f"Content-Length: {len(reply.body)}", "Cache-Control: no-store", "Connection: close", "", "",
-        )  # fmt: skip
+            f"HTTP/1.1 {reply.status.value} {reply.status.phrase}",
+            f"Content-Type: {reply.content_type}",
+            f"Content-Length: {len(reply.body)}",
+            "Cache-Control: no-store",
+            "Connection: close",
+            "",
+            "",
+        )
         return "\r\n".join(lines).encode() + (b"" if method == b"HEAD" else reply.body)
 
 

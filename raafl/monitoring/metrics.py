@@ -53,9 +53,13 @@ class RunMetrics(RunHooks):
     """
 
     def __init__(
-        self, record: RunRecord, health: Health, info: Mapping[str, str], num_clients: int = 0,
+        self,
+        record: RunRecord,
+        health: Health,
+        info: Mapping[str, str],
+        num_clients: int = 0,
         num_queued: Callable[[], int] = lambda: 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin with what the record of a resumed run has.
 
         Args:
@@ -82,9 +86,11 @@ class RunMetrics(RunHooks):
             "raafl_updates", "Ends of tasks, by outcome and reason", ("outcome", "reason"), registry=registry
         )
         self._by_client = Counter(
-            "raafl_client_updates", "Ends of tasks of single clients, by outcome", ("client", "outcome"),
+            "raafl_client_updates",
+            "Ends of tasks of single clients, by outcome",
+            ("client", "outcome"),
             registry=registry if num_clients else None,
-        )  # fmt: skip
+        )
         self._version = gauge("model_version", "Version of the global model: the number of merges")
         self._sessions = gauge("sessions", "Clients that are connected, by state", "state")
         self._waiting = gauge("waiting_updates", "Updates that have been received and not been merged yet")
@@ -167,9 +173,7 @@ class RunMetrics(RunHooks):
 class _AtScrape(Collector):
     """What is read at a scrape, since it changes without an event: whole numbers that one thread writes."""
 
-    def __init__(
-        self, record: RunRecord, health: Health, num_queued: Callable[[], int], reasons: LabelValues
-    ) -> None:  # fmt: skip
+    def __init__(self, record: RunRecord, health: Health, num_queued: Callable[[], int], reasons: LabelValues) -> None:
         self._record, self._health, self._num_queued, self._reasons = record, health, num_queued, reasons
 
     def collect(self) -> Iterator[Metric]:

@@ -66,7 +66,7 @@ class Monitor:
 
     def observers(
         self, record: RunRecord, runtime: str, info: Mapping[str, str], warn: Callable[[str], None]
-    ) -> list[RunHooks]:  # fmt: skip
+    ) -> list[RunHooks]:
         """Create the observers that compute metrics, health and trace spans of a run.
 
         Args:

@@ -159,18 +159,25 @@ class Spans(RunHooks):
         (version, ended, seconds), self._merge = self._merge, None
         links, self._merged = [trace.Link(context) for context in self._merged], []
         span = self._tracer.start_span(
-            "raafl.merge", Context(), attributes={"raafl.version": version}, links=links,
+            "raafl.merge",
+            Context(),
+            attributes={"raafl.version": version},
+            links=links,
             start_time=ended - _ns(seconds),
-        )  # fmt: skip
+        )
         span.end(ended)
 
 
 def _described(settled: Settled, assignment: Assignment) -> dict[str, str | int]:
     return {
-        "raafl.client": settled.client, "raafl.assignment": assignment.id, "raafl.task": assignment.task,
-        "raafl.version": assignment.version, "raafl.submodel": str(assignment.spec)[:100],
-        "raafl.outcome": settled.outcome, "raafl.staleness": settled.staleness,
-    }  # fmt: skip
+        "raafl.client": settled.client,
+        "raafl.assignment": assignment.id,
+        "raafl.task": assignment.task,
+        "raafl.version": assignment.version,
+        "raafl.submodel": str(assignment.spec)[:100],
+        "raafl.outcome": settled.outcome,
+        "raafl.staleness": settled.staleness,
+    }
 
 
 def _ns(seconds: float) -> int:

@@ -33,8 +33,13 @@ LoRAMerge = Literal["hetlora", "hetlora_paper", "flora", "flexlora", "raflora", 
 """Names of the methods that merge adapters."""
 
 MERGES: dict[str, type[LowRank]] = {
-    "hetlora": HetLoRA, "hetlora_paper": HetLoRA, "flora": FLoRA, "flexlora": FlexLoRA, "raflora": RaFLoRA, "fedex": FedEx,
-}  # fmt: skip
+    "hetlora": HetLoRA,
+    "hetlora_paper": HetLoRA,
+    "flora": FLoRA,
+    "flexlora": FlexLoRA,
+    "raflora": RaFLoRA,
+    "fedex": FedEx,
+}
 
 
 def with_lora(

@@ -99,11 +99,21 @@ class Fit:
         slower = self.slowdown
         traffic = None if base.bytes_per_s is None else base.bytes_per_s / slower
         return replace(
-            base, name=f"client-{self.client}", flops_per_s=base.flops_per_s / slower, bytes_per_s=traffic,
-            launch_s=base.launch_s * slower, latency_s=base.latency_s + self.overhead_s / 2, speed_jitter=self.jitter,
-            speed_changes=None, link_changes=None, repeat_s=None, speed_drift=0.0, link_drift=0.0, link_jitter=0.0,
+            base,
+            name=f"client-{self.client}",
+            flops_per_s=base.flops_per_s / slower,
+            bytes_per_s=traffic,
+            launch_s=base.launch_s * slower,
+            latency_s=base.latency_s + self.overhead_s / 2,
+            speed_jitter=self.jitter,
+            speed_changes=None,
+            link_changes=None,
+            repeat_s=None,
+            speed_drift=0.0,
+            link_drift=0.0,
+            link_jitter=0.0,
             drift_s=None,
-        )  # fmt: skip
+        )
 
     def slowed(self, declared: Profile) -> Profile:
         """Return a device profile that shows methods the declared speeds, while tasks take as long as the fit predicts.
@@ -114,10 +124,17 @@ class Fit:
             declared: device profile with the declared speeds.
         """
         return replace(
-            declared, latency_s=declared.latency_s + self.overhead_s / 2, speed_jitter=self.jitter,
-            speed_changes=((0.0, 1 / self.slowdown),), link_changes=None, repeat_s=None, speed_drift=0.0, link_drift=0.0,
-            link_jitter=0.0, drift_s=None,
-        )  # fmt: skip
+            declared,
+            latency_s=declared.latency_s + self.overhead_s / 2,
+            speed_jitter=self.jitter,
+            speed_changes=((0.0, 1 / self.slowdown),),
+            link_changes=None,
+            repeat_s=None,
+            speed_drift=0.0,
+            link_drift=0.0,
+            link_jitter=0.0,
+            drift_s=None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +255,12 @@ def _fit(client: int, tasks: Sequence[TimedTask], most: int) -> Fit:
         return replace(fit, warm_up_s=first_s)
     expected, real = np.array([fit.expected_s(task) for task in held]), np.array([task.seconds for task in held])
     return replace(
-        fit, num_held_out=len(held), task_error=float(np.median(np.abs(expected / real - 1))),
-        sum_error=float(expected.sum() / real.sum() - 1), warm_up_s=first_s,
-    )  # fmt: skip
+        fit,
+        num_held_out=len(held),
+        task_error=float(np.median(np.abs(expected / real - 1))),
+        sum_error=float(expected.sum() / real.sum() - 1),
+        warm_up_s=first_s,
+    )
 
 
 def fit_tasks(client: int, tasks: Sequence[TimedTask]) -> Fit:

@@ -248,10 +248,13 @@ class Choice:
         """Convert the choice to plain data, for the journal."""
         own = self.candidate
         return {
-            "method": own.method, "settings": dict(own.settings), "reasons": list(self.reasons),
-            "scores": {name: round(score, 4) for name, score in self.scores.items()}, "problems": dict(self.problems),
+            "method": own.method,
+            "settings": dict(own.settings),
+            "reasons": list(self.reasons),
+            "scores": {name: round(score, 4) for name, score in self.scores.items()},
+            "problems": dict(self.problems),
             "features": {name: round(value, 4) for name, value in asdict(self.features).items()},
-        }  # fmt: skip
+        }
 
 
 def choose(experiment: Experiment, table: Table | None = None) -> Choice:
@@ -334,7 +337,7 @@ def _predicted(world: World, candidate: Candidate, most: int) -> Prediction:
 
 def _reasons(
     best: Candidate, scores: Mapping[str, float], update_s: float, fleet: FleetSummary, table: Table
-) -> tuple[str, str]:  # fmt: skip
+) -> tuple[str, str]:
     others = [f"{label} {score:.2g} x" for label, score in list(scores.items())[1:4]]
     beside = f"; expected time beside it: {', '.join(others)}" if others else ""
     near = " and ".join(table.nearest(fleet.features)[:2])

@@ -232,9 +232,14 @@ def predict(
 
 
 def _gone_through(
-    world: World, algorithm: Algorithm, name: str, max_updates: int, wanted: int | None, real: bool,
+    world: World,
+    algorithm: Algorithm,
+    name: str,
+    max_updates: int,
+    wanted: int | None,
+    real: bool,
     machine: Profile | None,
-) -> Prediction:  # fmt: skip
+) -> Prediction:
     coordinator = world.coordinator(algorithm, max_updates, real=real)
     record = RunRecord(None)
     sizes = {client.id: client.num_samples for client in world.clients}
@@ -250,17 +255,33 @@ def _gone_through(
     simulation = DryRun(coordinator, world.clients, executor, record, None)
     reason = simulation.run()
     summary = record.summary(
-        algorithm=name, runtime="plan", seed=world.experiment.seed, version=coordinator.state.version,
-        values=FlatTensors.empty(Layout.pack([])), time_s=simulation.now, reason=reason,
-    )  # fmt: skip
+        algorithm=name,
+        runtime="plan",
+        seed=world.experiment.seed,
+        version=coordinator.state.version,
+        values=FlatTensors.empty(Layout.pack([])),
+        time_s=simulation.now,
+        reason=reason,
+    )
     updates, versions, time_s = summary["updates_merged"], summary["versions"], simulation.now
     if reason.startswith("failed") or not versions:
         return Prediction(name, time_s=time_s, problem=reason if reason.startswith("failed") else "no update in time")
     tasks, staleness = summary["participation"].values(), float(summary["staleness"]["mean"])
     return Prediction(
-        name, updates, versions, time_s, time_s / versions, time_s / updates, summary["utilisation"],
-        staleness, (summary["bytes_up"] + summary["bytes_down"]) / updates,
-        None if wanted is None else time_s / updates * wanted, min(tasks), max(tasks),
-        note=algorithm.merge.too_stale(staleness), bases=executor.bases,
-        here_s=None if machine is None else executor.here_s, at_work=summary["utilisation"] * len(tasks),
-    )  # fmt: skip
+        name,
+        updates,
+        versions,
+        time_s,
+        time_s / versions,
+        time_s / updates,
+        summary["utilisation"],
+        staleness,
+        (summary["bytes_up"] + summary["bytes_down"]) / updates,
+        None if wanted is None else time_s / updates * wanted,
+        min(tasks),
+        max(tasks),
+        note=algorithm.merge.too_stale(staleness),
+        bases=executor.bases,
+        here_s=None if machine is None else executor.here_s,
+        at_work=summary["utilisation"] * len(tasks),
+    )

@@ -100,9 +100,19 @@ def make_plan(
     axes = facts(world.cut_submodels(), RATES, world.batch_size)
     loop = _by_the_loop(experiment, submodels)
     return Plan(
-        experiment.name, len(world.clients), world.batch_size, cost.params, rows, devices, advice, found, axes, loop, cost.guessed,
+        experiment.name,
+        len(world.clients),
+        world.batch_size,
+        cost.params,
+        rows,
+        devices,
+        advice,
+        found,
+        axes,
+        loop,
+        cost.guessed,
         own.chosen,
-    )  # fmt: skip
+    )
 
 
 def _by_the_loop(experiment: Experiment, submodels: Submodels) -> str | None:

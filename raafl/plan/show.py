@@ -84,8 +84,14 @@ def _first(names: Sequence[str], most: int | None) -> list[str]:
 
 
 def table(
-    title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, terminal: bool, widest: int = _NO_END
-) -> str:  # fmt: skip
+    title: str,
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int,
+    *,
+    terminal: bool,
+    widest: int = _NO_END,
+) -> str:
     """Format a table as text, with a title and numbers aligned to the right.
 
     Args:
@@ -106,9 +112,11 @@ def table(
     for row in rows:
         drawn.add_row(*map(Text, row))
     console = Console(
-        file=io.StringIO(), width=min(width if terminal else _NO_END, widest), force_terminal=terminal,
+        file=io.StringIO(),
+        width=min(width if terminal else _NO_END, widest),
+        force_terminal=terminal,
         color_system="auto" if terminal else None,
-    )  # fmt: skip
+    )
     with console.capture() as captured:
         console.print(Text(title, "italic"), drawn, sep="\n")
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
@@ -120,12 +128,17 @@ def _submodels(plan: Plan) -> Table:
     names = ["submodel", "parameters", "left", *peaks, "down", "up", "MFLOP/sample", "FLOPs left"]
     rows = [
         [
-            row.name, f"{row.params:,}", share(row.params / max(whole.params, 1)),
-            *map(size, row.peaks.values() or [row.peak_bytes]), size(row.down_bytes), size(row.up_bytes),
-            f"{row.flops_per_sample / 1e6:.4g}", share(row.flops_per_sample / max(whole.flops_per_sample, 1e-9)),
+            row.name,
+            f"{row.params:,}",
+            share(row.params / max(whole.params, 1)),
+            *map(size, row.peaks.values() or [row.peak_bytes]),
+            size(row.down_bytes),
+            size(row.up_bytes),
+            f"{row.flops_per_sample / 1e6:.4g}",
+            share(row.flops_per_sample / max(whole.flops_per_sample, 1e-9)),
         ]
         for row in plan.submodels
-    ]  # fmt: skip
+    ]
     return "What a task costs, by the share of every axis that is kept", names, rows
 
 
@@ -145,10 +158,16 @@ def _devices(plan: Plan) -> Table:
         held = [", ".join(sorted({bases[i] for i in row.clients if i in bases})) or "-"] if base else []
         rows.append(
             [
-                row.name, str(num) if is_client else "-", str(row.num_samples), f"{row.flops_per_s / 1e9:.4g}",
-                size(row.memory_bytes), *held, *cells, note if is_client else "not a client",
+                row.name,
+                str(num) if is_client else "-",
+                str(row.num_samples),
+                f"{row.flops_per_s / 1e9:.4g}",
+                size(row.memory_bytes),
+                *held,
+                *cells,
+                note if is_client else "not a client",
             ]
-        )  # fmt: skip
+        )
     return "Seconds per task of the middle client of each kind (- does not fit its memory)", names, rows
 
 
@@ -203,9 +222,16 @@ def _prediction(one: Prediction) -> list[str]:
     if one.version_s is None or one.update_s is None:
         return [one.name, *["-"] * 7, _short(one.problem or "")]
     return [
-        one.name, seconds(one.version_s), seconds(one.update_s), f"{one.utilisation or 0:.0%}", f"{one.staleness or 0:.3g}",
-        size(one.bytes_per_update or 0), f"{one.least} to {one.most}", "" if one.run_s is None else _duration(one.run_s), "",
-    ]  # fmt: skip
+        one.name,
+        seconds(one.version_s),
+        seconds(one.update_s),
+        f"{one.utilisation or 0:.0%}",
+        f"{one.staleness or 0:.3g}",
+        size(one.bytes_per_update or 0),
+        f"{one.least} to {one.most}",
+        "" if one.run_s is None else _duration(one.run_s),
+        "",
+    ]
 
 
 def _short(problem: str) -> str:

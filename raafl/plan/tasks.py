@@ -114,7 +114,7 @@ def submodel_rows(fleet: SelectContext, select: object = None) -> list[SubmodelR
             SubmodelRow(
                 name, spec, cost.params, cost.peak_bytes, cost.down_bytes, cost.up_bytes, cost.flops_per_sample, peaks
             )
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -176,9 +176,15 @@ def advise(fleet: SelectContext, clients: Sequence[ClientInfo]) -> Advice:
     within = [number for number, seconds in found.items() if seconds <= median_s * (1 + 1e-9)]
     chosen = min(within) if within else min(found, key=lambda number: found[number], default=None)
     return Advice(
-        sorted(slow), median_s, max(whole_s.values()), chosen, None if chosen is None else found[chosen],
-        buffer_size, max(quick_s), buffer_size / len(clients),
-    )  # fmt: skip
+        sorted(slow),
+        median_s,
+        max(whole_s.values()),
+        chosen,
+        None if chosen is None else found[chosen],
+        buffer_size,
+        max(quick_s),
+        buffer_size / len(clients),
+    )
 
 
 def _cost_s(fleet: SelectContext, client: ClientInfo, spec: Spec = FULL) -> float:

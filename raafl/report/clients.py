@@ -69,9 +69,10 @@ def participation_chart(groups: Sequence[Group]) -> Chart:
         for measure, (y, title) in measures.items():
             traces = [trace for group in groups for trace in _dots(group, points[group.label], x, y)]
             layout = {
-                "xaxis": axis(speed_title, type="log"), "hovermode": "closest",
+                "xaxis": axis(speed_title, type="log"),
+                "hovermode": "closest",
                 "yaxis": axis(title, rangemode="tozero", **({"tickformat": ".0%"} if y == "share" else {})),
-            }  # fmt: skip
+            }
             views[(measure, speed)] = View(traces, layout)
     tables = [_table(group, of_runs) for group in groups]
     if not views:
@@ -111,31 +112,44 @@ def _dots(group: Group, points: Sequence[_Point], x: str, y: str) -> list[dict[s
     if not known:
         return []
     dots: dict[str, object] = {
-        "type": "scatter", "mode": "markers", "name": group.label,
+        "type": "scatter",
+        "mode": "markers",
+        "name": group.label,
         "marker": {"color": group.colour, "size": 9, "opacity": 0.75},
-    }  # fmt: skip
+    }
     if len(known) <= _MAX_DOTS:
-        return [{
-            **dots, "x": rounded([speed(point) for point in known]), "y": rounded([measure(point) for point in known]),
-            "customdata": [f"client {point.name}, {point.tasks} tasks" for point in known],
-            "hovertemplate": "%{customdata}<br>%{y} at %{x:.4s}<extra></extra>",
-        }]  # fmt: skip
+        return [
+            {
+                **dots,
+                "x": rounded([speed(point) for point in known]),
+                "y": rounded([measure(point) for point in known]),
+                "customdata": [f"client {point.name}, {point.tasks} tasks" for point in known],
+                "hovertemplate": "%{customdata}<br>%{y} at %{x:.4s}<extra></extra>",
+            }
+        ]
     known.sort(key=speed)
     bands = [
         np.array([(speed(known[i]), measure(known[i])) for i in band])
         for band in split_evenly(range(len(known)), _BANDS)
     ]
     means = np.array([band[:, 1].mean() for band in bands])
-    return [{
-        **dots, "x": rounded([float(np.median(band[:, 0])) for band in bands]), "y": rounded(means),
-        "error_y": {
-            "type": "data", "symmetric": False, "thickness": 1, "width": 2,
-            "array": rounded(np.array([band[:, 1].max() for band in bands]) - means),
-            "arrayminus": rounded(means - np.array([band[:, 1].min() for band in bands])),
-        },
-        "customdata": [f"{len(band)} clients" for band in bands],
-        "hovertemplate": "%{customdata}<br>%{y} on average at %{x:.4s}<extra></extra>",
-    }]  # fmt: skip
+    return [
+        {
+            **dots,
+            "x": rounded([float(np.median(band[:, 0])) for band in bands]),
+            "y": rounded(means),
+            "error_y": {
+                "type": "data",
+                "symmetric": False,
+                "thickness": 1,
+                "width": 2,
+                "array": rounded(np.array([band[:, 1].max() for band in bands]) - means),
+                "arrayminus": rounded(means - np.array([band[:, 1].min() for band in bands])),
+            },
+            "customdata": [f"{len(band)} clients" for band in bands],
+            "hovertemplate": "%{customdata}<br>%{y} on average at %{x:.4s}<extra></extra>",
+        }
+    ]
 
 
 def _table(group: Group, points: Mapping[int, Sequence[_Point]]) -> Table:
@@ -229,17 +243,24 @@ def _bars(run: RecordedRun, sizes: Mapping[int, int], classes: Classes) -> View:
     if classes:
         num_classes = max(len(counts) for counts in classes.values())
         traces = [
-            {**bar, "x": [_count(classes, client, label) for client in sizes], "name": f"class {label}",
-             "hovertemplate": f"%{{x}} of class {label}"}
+            {
+                **bar,
+                "x": [_count(classes, client, label) for client in sizes],
+                "name": f"class {label}",
+                "hovertemplate": f"%{{x}} of class {label}",
+            }
             for label in range(num_classes)
-        ]  # fmt: skip
+        ]
         unknown = [0 if client in classes else size for client, size in sizes.items()]
         if any(unknown):
             traces.append({**bar, "x": unknown, "name": "data of its own", "hovertemplate": "%{x} of its own"})
     layout = {
-        "barmode": "stack", "xaxis": axis("samples"), "hovermode": "y unified", "height": lanes_height(len(sizes)),
+        "barmode": "stack",
+        "xaxis": axis("samples"),
+        "hovermode": "y unified",
+        "height": lanes_height(len(sizes)),
         "yaxis": {"type": "category", "autorange": "reversed", "automargin": True, "showgrid": False},
-    }  # fmt: skip
+    }
     return View(traces, layout)
 
 
@@ -248,9 +269,12 @@ def _histogram(sizes: Mapping[int, int], classes: Classes) -> View:
     if not classes:
         counts, edges = np.histogram(list(sizes.values()), _BANDS)
         trace = {
-            "type": "bar", "x": rounded((edges[1:] + edges[:-1]) / 2), "y": counts.tolist(), "name": "clients",
+            "type": "bar",
+            "x": rounded((edges[1:] + edges[:-1]) / 2),
+            "y": counts.tolist(),
+            "name": "clients",
             "hovertemplate": "%{y} clients with about %{x} samples<extra></extra>",
-        }  # fmt: skip
+        }
         return View([trace], {"xaxis": axis("samples"), "yaxis": axis("clients"), "bargap": 0.05})
     main = {client: int(np.argmax(counts)) for client, counts in classes.items()}
     order = sorted(classes, key=lambda client: (main[client], client))
@@ -262,10 +286,15 @@ def _histogram(sizes: Mapping[int, int], classes: Classes) -> View:
         shares.append(rounded(counts / max(counts.sum(), 1), 3))
     names = [f"{len(band)} clients ({i})" for i, band in enumerate(bands, start=1)]
     trace = {
-        "type": "heatmap", "x": [str(label) for label in range(num_classes)], "y": names, "z": shares, "zmin": 0,
-        "colorscale": "theme", "colorbar": {"tickformat": ".0%", "thickness": 10, "outlinewidth": 0},
+        "type": "heatmap",
+        "x": [str(label) for label in range(num_classes)],
+        "y": names,
+        "z": shares,
+        "zmin": 0,
+        "colorscale": "theme",
+        "colorbar": {"tickformat": ".0%", "thickness": 10, "outlinewidth": 0},
         "hovertemplate": "%{y}: %{z:.1%} of class %{x}<extra></extra>",
-    }  # fmt: skip
+    }
     y = {"type": "category", "autorange": "reversed", "automargin": True}
     return View([trace], {"xaxis": axis("class", type="category"), "yaxis": y, "hovermode": "closest"})
 

@@ -13,9 +13,12 @@ from raafl.runfolder.schema import MERGED, TIME_TO
 
 TIME, WALL, UPDATES, VERSIONS, BYTES = AXES = ("time", "wall time", "updates", "versions", "bytes")
 _TITLES = {
-    TIME: "seconds on the run's clock", WALL: "seconds on the wall clock", UPDATES: "merged updates",
-    VERSIONS: "versions", BYTES: "MB down and up",
-}  # fmt: skip
+    TIME: "seconds on the run's clock",
+    WALL: "seconds on the wall clock",
+    UPDATES: "merged updates",
+    VERSIONS: "versions",
+    BYTES: "MB down and up",
+}
 _NOT_METRICS = ("version", "time_s", "wall_s")
 _FIRST = ("accuracy", "loss")
 _MAX_METRICS = 24
@@ -73,10 +76,15 @@ def _hidden(group: Group) -> str:
 
 def metric_names(groups: Sequence[Group], first: str | None = None) -> list[str]:
     """Return the names of the metrics that any run has evaluated, ``first`` and then the most important first."""
-    names = list(dict.fromkeys(
-        name for group in groups for run in group.runs for name, values in run.metrics.items()
-        if name not in _NOT_METRICS and not name.startswith(TIME_TO) and np.isfinite(values).any()
-    ))  # fmt: skip
+    names = list(
+        dict.fromkeys(
+            name
+            for group in groups
+            for run in group.runs
+            for name, values in run.metrics.items()
+            if name not in _NOT_METRICS and not name.startswith(TIME_TO) and np.isfinite(values).any()
+        )
+    )
     order = [first, *_FIRST]
     names.sort(key=lambda name: order.index(name) if name in order else len(order))
     return names[:_MAX_METRICS]
@@ -143,10 +151,17 @@ def _traces(group: Group, metric: str, against: str, points: int) -> list[dict[s
         x, y = lines[0]
         kept = thinned(len(x), points)
         mode = "lines+markers" if len(kept) <= 40 else "lines"
-        return [{
-            "type": "scatter", "mode": mode, "name": name, "x": rounded(x[kept]), "y": rounded(y[kept]), "line": line,
-            "marker": {"size": 5},
-        }]  # fmt: skip
+        return [
+            {
+                "type": "scatter",
+                "mode": mode,
+                "name": name,
+                "x": rounded(x[kept]),
+                "y": rounded(y[kept]),
+                "line": line,
+                "marker": {"size": 5},
+            }
+        ]
     x, mean, least, most = band(lines, points)
     if not len(x):
         return []
@@ -161,12 +176,25 @@ def _traces(group: Group, metric: str, against: str, points: int) -> list[dict[s
     }
     return [
         {**edge, "y": rounded(least), "line": {"width": 0, "color": group.colour}},
-        {**edge, "y": rounded(most), "line": {"width": 0, "color": group.colour}, "fill": "tonexty",
-         "fillcolor": _see_through(group.colour)},
-        {"type": "scatter", "mode": "lines", "name": name, "legendgroup": name, "x": places, "y": rounded(mean),
-         "line": line, "customdata": [[a, b] for a, b in zip(rounded(least), rounded(most), strict=True)],
-         "hovertemplate": "%{y} (%{customdata[0]} to %{customdata[1]})"},
-    ]  # fmt: skip
+        {
+            **edge,
+            "y": rounded(most),
+            "line": {"width": 0, "color": group.colour},
+            "fill": "tonexty",
+            "fillcolor": _see_through(group.colour),
+        },
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "legendgroup": name,
+            "x": places,
+            "y": rounded(mean),
+            "line": line,
+            "customdata": [[a, b] for a, b in zip(rounded(least), rounded(most), strict=True)],
+            "hovertemplate": "%{y} (%{customdata[0]} to %{customdata[1]})",
+        },
+    ]
 
 
 def _see_through(colour: str) -> str:

@@ -12,15 +12,37 @@ from raafl.runfolder.reading import RecordedRun
 from raafl.watch.eta import Goals
 
 NOT_THE_EXPERIMENT = (
-    "seed", "output", "resume", "name", "json", "progress", "logger", "workers", "batch_clients", "checkpoint_every",
-    "checkpoint_s", "keep_checkpoints", "monitor", "monitor_clients", "monitor_stall_s",
-)  # fmt: skip
+    "seed",
+    "output",
+    "resume",
+    "name",
+    "json",
+    "progress",
+    "logger",
+    "workers",
+    "batch_clients",
+    "checkpoint_every",
+    "checkpoint_s",
+    "keep_checkpoints",
+    "monitor",
+    "monitor_clients",
+    "monitor_stall_s",
+)
 """Fields of a config in which runs of one experiment may differ: none of them changes a bit of what is computed but the seed."""
 _MAX_IN_LABEL = 3
 _LONGEST_VALUE = 40
 COLOURS = (
-    "#4269d0", "#e8684a", "#3ca951", "#c98a00", "#a463f2", "#d6588f", "#2f9fb5", "#9c6b4e", "#7f7f7f", "#97a600",
-)  # fmt: skip
+    "#4269d0",
+    "#e8684a",
+    "#3ca951",
+    "#c98a00",
+    "#a463f2",
+    "#d6588f",
+    "#2f9fb5",
+    "#9c6b4e",
+    "#7f7f7f",
+    "#97a600",
+)
 
 
 @dataclass(frozen=True, slots=True)

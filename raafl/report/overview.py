@@ -29,11 +29,13 @@ def run_totals(run: RecordedRun) -> dict[str, Cell]:
     stale = tasks["staleness"][merged & np.isfinite(tasks["staleness"])]
     clock = {"simulated": "virtual", "distributed": "wall"}.get(run.runtime, run.runtime)
     found: dict[str, Cell] = {
-        "algorithm": algorithm_of(run), "clock": clock, "seed": None if run.seed is None else str(run.seed),
+        "algorithm": algorithm_of(run),
+        "clock": clock,
+        "seed": None if run.seed is None else str(run.seed),
         "ended": end_reason(run),
         "merged updates": _whole(summary.get("updates_merged"), int(merged.sum())),
         "versions": _whole(summary.get("versions"), int(np.nanmax(tasks["merged_version"], initial=0.0))),
-    }  # fmt: skip
+    }
     for kind in KINDS[1:]:
         found[kind] = int(tasks.are(kind).sum())
     down_and_up = [_last(run, "bytes_down"), _last(run, "bytes_up")]
@@ -110,7 +112,7 @@ def outcomes_table(groups: Sequence[Group]) -> Table:
     outcomes = sorted({o for some in counts.values() for o in some}, key=lambda o: (o != MERGED, o))[:40]
     rows: list[list[Cell]] = [
         [run.name, *(counts[id(run)][outcome] for outcome in outcomes)] for group in groups for run in group.runs
-    ]  # fmt: skip
+    ]
     return Table(["run", *outcomes], rows)
 
 

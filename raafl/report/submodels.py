@@ -38,21 +38,32 @@ def staleness(groups: Sequence[Group]) -> Chart:
         if not len(some):
             continue
         share = np.histogram(some, edges)[0] / len(some)
-        traces.append({
-            "type": "bar", "name": group.label, "x": names, "y": rounded(share), "marker": {"color": group.colour},
-            "hovertemplate": "staleness %{x}: %{y:.1%} of the merged updates",
-        })  # fmt: skip
+        traces.append(
+            {
+                "type": "bar",
+                "name": group.label,
+                "x": names,
+                "y": rounded(share),
+                "marker": {"color": group.colour},
+                "hovertemplate": "staleness %{x}: %{y:.1%} of the merged updates",
+            }
+        )
         quarters = np.percentile(some, [50, 90, 99]).tolist()
         rows.append([group.label, len(some), round(float(some.mean()), 3), *quarters, int(some.max())])
     layout = {
         "xaxis": axis("merges between a task's version and its own merge", type="category", showgrid=False),
-        "yaxis": axis("share of merged updates", tickformat=".1~%"), "barmode": "group", "bargap": gap(len(names)),
-    }  # fmt: skip
+        "yaxis": axis("share of merged updates", tickformat=".1~%"),
+        "barmode": "group",
+        "bargap": gap(len(names)),
+    }
     table = Table(["runs", "merged updates", "mean", "median", "90 %", "99 %", "most"], rows)
     return Chart(
-        "staleness", "Staleness", "How many merges came between the version a task began with and its own merge.",
-        {(): View(traces, layout)}, [table],
-    )  # fmt: skip
+        "staleness",
+        "Staleness",
+        "How many merges came between the version a task began with and its own merge.",
+        {(): View(traces, layout)},
+        [table],
+    )
 
 
 def regions(groups: Sequence[Group]) -> Chart:
@@ -66,18 +77,27 @@ def regions(groups: Sequence[Group]) -> Chart:
         return Chart("regions", "Coverage and staleness per region", "No update has been merged.", {})
     bands = split_evenly(numbers, _MAX_BARS)
     names = [f"{band[0]}" if len(band) == 1 else f"{band[0]}-{band[-1]}" for band in bands]
-    measures = {"merged updates": (0, "merged updates, mean over runs"), "mean staleness": (1, "mean staleness"),
-                "longest pause": (2, "most versions in a row without it")}  # fmt: skip
+    measures = {
+        "merged updates": (0, "merged updates, mean over runs"),
+        "mean staleness": (1, "mean staleness"),
+        "longest pause": (2, "most versions in a row without it"),
+    }
     views: dict[tuple[str, ...], View] = {}
     for choice, (place, title) in measures.items():
         traces = []
         for group in groups:
             mine = figures[group.label]
             heights = [_over(mine, band, place) for band in bands]
-            traces.append({
-                "type": "bar", "name": group.label, "x": names, "y": rounded(heights),
-                "marker": {"color": group.colour}, "hovertemplate": f"region %{{x}}: %{{y}} {choice}",
-            })  # fmt: skip
+            traces.append(
+                {
+                    "type": "bar",
+                    "name": group.label,
+                    "x": names,
+                    "y": rounded(heights),
+                    "marker": {"color": group.colour},
+                    "hovertemplate": f"region %{{x}}: %{{y}} {choice}",
+                }
+            )
         layout = {
             "xaxis": axis("region", type="category", showgrid=False),
             "yaxis": axis(title, rangemode="tozero"),
@@ -87,8 +107,9 @@ def regions(groups: Sequence[Group]) -> Chart:
         views[(choice,)] = View(traces, layout)
     rows: list[list[Cell]] = [
         [group.label, region, *rounded(figures[group.label][region])]
-        for group in groups for region in sorted(figures[group.label])[:_MAX_BARS]
-    ]  # fmt: skip
+        for group in groups
+        for region in sorted(figures[group.label])[:_MAX_BARS]
+    ]
     note = (
         "A region is what an algorithm counts merges of: a fragment, a window, a rate; 0 where tasks train on all of it, or"
         " where the algorithm keeps no count. The longest pause is how many versions were made in a row without the region."
@@ -115,20 +136,35 @@ def specs(groups: Sequence[Group]) -> Chart:
         rows = [_spec_row(group, spec, count) for spec, count in most]
         names = [_short(spec) for spec, _ in most]
         names = [f"{name} #{i}" if names.count(name) > 1 else name for i, name in enumerate(names, start=1)]
-        traces = [{
-            "type": "bar", "orientation": "h", "y": names, "x": [row[place] for row in rows], "name": kind,
-            "marker": {"color": KIND_COLOURS[place - 2]}, "hovertemplate": "%{x} " + kind,
-        } for place, kind in enumerate(KINDS, start=2) if any(row[place] for row in rows)]  # fmt: skip
+        traces = [
+            {
+                "type": "bar",
+                "orientation": "h",
+                "y": names,
+                "x": [row[place] for row in rows],
+                "name": kind,
+                "marker": {"color": KIND_COLOURS[place - 2]},
+                "hovertemplate": "%{x} " + kind,
+            }
+            for place, kind in enumerate(KINDS, start=2)
+            if any(row[place] for row in rows)
+        ]
         layout = {
-            "barmode": "stack", "height": lanes_height(len(names)), "xaxis": axis("tasks"), "hovermode": "y unified",
+            "barmode": "stack",
+            "height": lanes_height(len(names)),
+            "xaxis": axis("tasks"),
+            "hovermode": "y unified",
             "yaxis": {"autorange": "reversed", "automargin": True, "type": "category"},
-        }  # fmt: skip
+        }
         views[(group.label,)] = View(traces, layout)
         choices.append(group.label)
-        tables.append(Table(
-            ["submodel", "tasks", *KINDS, "mean seconds", "peak MB"], rows,
-            f"{group.label}: the {len(rows)} most frequent of {len(counts):,} submodels.",
-        ))  # fmt: skip
+        tables.append(
+            Table(
+                ["submodel", "tasks", *KINDS, "mean seconds", "peak MB"],
+                rows,
+                f"{group.label}: the {len(rows)} most frequent of {len(counts):,} submodels.",
+            )
+        )
     if not views:
         return Chart("submodels", "Submodels", "No task has ended.", {})
     note = "The parts of the model that clients were assigned, and how the tasks ended."
@@ -182,8 +218,10 @@ def _of_merged(group: Group, column: str) -> Numbers:
 
 def _regions(group: Group) -> dict[int, list[float]]:
     """Return for each region its merged updates per run, mean staleness, and longest pause in any run."""
-    region, stale = (np.concatenate([run.tasks[name][run.tasks.are(MERGED)] for run in group.runs])
-                     for name in ("region", "staleness"))  # fmt: skip
+    region, stale = (
+        np.concatenate([run.tasks[name][run.tasks.are(MERGED)] for run in group.runs])
+        for name in ("region", "staleness")
+    )
     found: dict[int, list[float]] = {}
     pauses = [_pauses(run) for run in group.runs]
     for number in np.unique(region[np.isfinite(region)]):

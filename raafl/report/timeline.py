@@ -96,29 +96,51 @@ def _lanes(run: RecordedRun, order: Sequence[int], found: TaskIntervals) -> View
         known = run.clients.get(client)
         for since, to in known.spells if known is not None else [(0.0, end_s)]:
             spells.append((labels[client], min(since, end_s), min(to, end_s)))
-    traces: list[dict[str, Any]] = [{
-        "type": "bar", "orientation": "h", "name": "waiting", "marker": {"color": _WAITING}, "width": 0.22,
-        "y": [spell[0] for spell in spells], "base": rounded([spell[1] for spell in spells], 7),
-        "x": rounded([spell[2] - spell[1] for spell in spells], 7), "hoverinfo": "skip",
-    }]  # fmt: skip
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": "waiting",
+            "marker": {"color": _WAITING},
+            "width": 0.22,
+            "y": [spell[0] for spell in spells],
+            "base": rounded([spell[1] for spell in spells], 7),
+            "x": rounded([spell[2] - spell[1] for spell in spells], 7),
+            "hoverinfo": "skip",
+        }
+    ]
     for kind, name in enumerate(KIND_NAMES):
         mine = np.flatnonzero(found.kind == kind)
         if not len(mine):
             continue
-        traces.append({
-            "type": "bar", "orientation": "h", "name": name, "width": 0.72,
-            "marker": {"color": KIND_COLOURS[kind], "line": {"width": 0.5, "color": "rgba(255,255,255,0.6)"}},
-            "y": [labels[int(client)] for client in found.client[mine]],
-            "base": rounded(found.start_s[mine], 7), "x": rounded(found.stop_s[mine] - found.start_s[mine], 7),
-            "customdata": [_told(run, int(row)) for row in found.row[mine]],
-            "hovertemplate": "%{y}, %{base:.4s} s for %{x:.4s} s<br>%{customdata}<extra>" + name + "</extra>",
-        })  # fmt: skip
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": name,
+                "width": 0.72,
+                "marker": {"color": KIND_COLOURS[kind], "line": {"width": 0.5, "color": "rgba(255,255,255,0.6)"}},
+                "y": [labels[int(client)] for client in found.client[mine]],
+                "base": rounded(found.start_s[mine], 7),
+                "x": rounded(found.stop_s[mine] - found.start_s[mine], 7),
+                "customdata": [_told(run, int(row)) for row in found.row[mine]],
+                "hovertemplate": "%{y}, %{base:.4s} s for %{x:.4s} s<br>%{customdata}<extra>" + name + "</extra>",
+            }
+        )
     layout = {
-        "barmode": "overlay", "hovermode": "closest", "height": lanes_height(len(order)),
+        "barmode": "overlay",
+        "hovermode": "closest",
+        "height": lanes_height(len(order)),
         "xaxis": axis("seconds on the run's clock", range=[0, float(f"{end_s:.7g}")]),
-        "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": list(labels.values()),
-                  "autorange": "reversed", "automargin": True, "showgrid": False},
-    }  # fmt: skip
+        "yaxis": {
+            "type": "category",
+            "categoryorder": "array",
+            "categoryarray": list(labels.values()),
+            "autorange": "reversed",
+            "automargin": True,
+            "showgrid": False,
+        },
+    }
     return View(traces, layout)
 
 
@@ -136,15 +158,22 @@ def _heat(run: RecordedRun, order: Sequence[int], found: TaskIntervals) -> View:
     edges = np.linspace(0.0, run.end_s, _STEPS + 1)
     shares = busy_share(found, list(bands.values()), edges)
     trace = {
-        "type": "heatmap", "x": rounded((edges[1:] + edges[:-1]) / 2), "y": list(bands),
-        "z": [rounded(row, 3) for row in shares], "zmin": 0, "zmax": 1, "colorscale": "theme",
+        "type": "heatmap",
+        "x": rounded((edges[1:] + edges[:-1]) / 2),
+        "y": list(bands),
+        "z": [rounded(row, 3) for row in shares],
+        "zmin": 0,
+        "zmax": 1,
+        "colorscale": "theme",
         "colorbar": {"tickformat": ".0%", "thickness": 10, "outlinewidth": 0, "len": 0.9},
         "hovertemplate": "%{y}: at work %{z:.0%} of the time around %{x:.4s} s<extra></extra>",
-    }  # fmt: skip
+    }
     layout = {
-        "xaxis": axis("seconds on the run's clock"), "hovermode": "closest", "height": lanes_height(len(bands)),
+        "xaxis": axis("seconds on the run's clock"),
+        "hovermode": "closest",
+        "height": lanes_height(len(bands)),
         "yaxis": {"type": "category", "autorange": "reversed", "automargin": True},
-    }  # fmt: skip
+    }
     return View([trace], layout)
 
 
@@ -210,18 +239,24 @@ def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Ch
 def _stacked(shares: dict[str, dict[str, float]]) -> View:
     traces = [
         {
-            "type": "bar", "orientation": "h", "name": use, "y": list(shares),
-            "x": rounded([mine[use] for mine in shares.values()], 4), "marker": {"color": colour},
+            "type": "bar",
+            "orientation": "h",
+            "name": use,
+            "y": list(shares),
+            "x": rounded([mine[use] for mine in shares.values()], 4),
+            "marker": {"color": colour},
             "hovertemplate": "%{x:.1%} " + use,
         }
         for use, colour in zip(USES, USE_COLOURS, strict=True)
         if any(mine[use] > 0 for mine in shares.values()) or use == WAIT
-    ]  # fmt: skip
+    ]
     layout = {
-        "barmode": "stack", "hovermode": "y unified", "height": lanes_height(len(shares)),
+        "barmode": "stack",
+        "hovermode": "y unified",
+        "height": lanes_height(len(shares)),
         "xaxis": {"tickformat": ".0%", "range": [0, 1]},
         "yaxis": {"type": "category", "autorange": "reversed", "automargin": True, "showgrid": False},
-    }  # fmt: skip
+    }
     return View(traces, layout)
 
 

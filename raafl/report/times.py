@@ -19,8 +19,13 @@ KIND_NAMES = ("merged", "not used", "refused", "lost", "under way at the end")
 KIND_COLOURS = ("#4269d0", "#97bbf5", "#efb118", "#e8684a", "#6cc5b0")
 
 TRAIN, TRANSFER, TASK, NOTHING, WAIT, AWAY = USES = (
-    "training", "transfer", "training and transfer", "work that was not merged", "waiting", "away",
-)  # fmt: skip
+    "training",
+    "transfer",
+    "training and transfer",
+    "work that was not merged",
+    "waiting",
+    "away",
+)
 
 
 @dataclass(frozen=True, slots=True)

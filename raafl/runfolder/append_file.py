@@ -41,9 +41,15 @@ class AppendFile(Generic[Item]):
     """
 
     def __init__(
-        self, path: Path, encode: Callable[[Item], bytes], warn: Callable[[str], None] = _log.warning, *,
-        new: bool = True, remake: Callable[[], None] = lambda: None, consequence: str = LOST,
-    ) -> None:  # fmt: skip
+        self,
+        path: Path,
+        encode: Callable[[Item], bytes],
+        warn: Callable[[str], None] = _log.warning,
+        *,
+        new: bool = True,
+        remake: Callable[[], None] = lambda: None,
+        consequence: str = LOST,
+    ) -> None:
         """Open the file.
 
         Args:

@@ -164,9 +164,7 @@ def _lines(path: Path) -> Iterator[bytes]:
                 yield line
 
 
-def _check_seals(
-    books: Books, seals: list[tuple[int, Seal]], heads: Mapping[int, str], keys: Collection[str]
-) -> None:  # fmt: skip
+def _check_seals(books: Books, seals: list[tuple[int, Seal]], heads: Mapping[int, str], keys: Collection[str]) -> None:
     """Check signatures, keys and the heads that were sealed."""
     for number, seal in seals:
         data, name = seal.data, f"{SEALS}: seal {number} (version {sanitize_text(seal.data.get('version'), 20)})"

@@ -106,9 +106,12 @@ def contents(
 
 
 def write(
-    run_folder: str | os.PathLike[str], content: Mapping[str, Any], *, keep_last: int | None = None,
+    run_folder: str | os.PathLike[str],
+    content: Mapping[str, Any],
+    *,
+    keep_last: int | None = None,
     name: str | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Write the result of `contents` to `RUN_FOLDER/checkpoints/version-000123.ckpt` and return its path.
 
     Args:

@@ -25,7 +25,7 @@ class JournalFile(AppendFile[bytes]):
 
     def __init__(
         self, path: Path, warn: Callable[[str], None], remake: Callable[[], None], *, new: bool = True
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._time_s, self._last_id = 0.0, 0
         self.head, self.length = (START, 0) if new else read_head(path)
         super().__init__(path, bytes, warn, remake=remake, new=new, consequence=COUNTED)
@@ -60,9 +60,14 @@ class TableFile(AppendFile[list[Any]]):
     """CSV file with a header; None is written as an empty cell, a mapping as JSON."""
 
     def __init__(
-        self, path: Path, columns: Sequence[str], warn: Callable[[str], None], remake: Callable[[], None], *,
+        self,
+        path: Path,
+        columns: Sequence[str],
+        warn: Callable[[str], None],
+        remake: Callable[[], None],
+        *,
         new: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._digest = TableDigest() if new else TableDigest.of_file(path)
         self._header: tuple[str, ...] = () if new else tuple(next(read_table(path), ()))  # as it is in the file
         self.columns = self._header or tuple(columns)

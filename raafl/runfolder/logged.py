@@ -29,9 +29,10 @@ Sums = dict[str, list[float]]
 def logged_values(update: Update) -> dict[str, float]:
     """Return the values that `training_step` logged in a task, sorted by name."""
     found = (
-        (sanitize_text(name, MAX_NAME), value) for name, value in update.metrics.items()
+        (sanitize_text(name, MAX_NAME), value)
+        for name, value in update.metrics.items()
         if name not in (LOSS, PEAK) and not name.startswith(TEST) and abs(value) <= MAX_METRIC
-    )  # fmt: skip
+    )
     return dict(sorted(islice(found, MAX_LOGGED)))
 
 

@@ -189,9 +189,12 @@ def read(path: Path) -> RecordedRun:
         raise BadInput(f"'{path}' is not a run folder: it has neither config.yaml nor any of {', '.join(_FILES)}{more}")
     run = RecordedRun(path, path.resolve().name)
     readers: dict[str, Callable[[RecordedRun, Path], None]] = {
-        CONFIG: _read_config, METRICS: _read_metrics, CLIENTS: _read_clients, JOURNAL: _read_journal,
+        CONFIG: _read_config,
+        METRICS: _read_metrics,
+        CLIENTS: _read_clients,
+        JOURNAL: _read_journal,
         SUMMARY: _read_summary,
-    }  # fmt: skip
+    }
     for name, reader in readers.items():
         if not (path / name).is_file():
             missing = "there is no summary.json: the run has not ended, or was killed"

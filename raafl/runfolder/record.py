@@ -158,16 +158,25 @@ class RunRecord:
         row: ClientRow = {"client": settled.client, "outcome": settled.outcome, "merged_version": settled.version}
         if assignment is not None:
             row |= {
-                "task": assignment.task, "assignment": assignment.id, "incarnation": assignment.incarnation,
-                "spec": str(assignment.spec), "region": assignment.region, "version": assignment.version,
-                "staleness": settled.staleness, "assigned_s": assignment.assigned_s,
-            }  # fmt: skip
+                "task": assignment.task,
+                "assignment": assignment.id,
+                "incarnation": assignment.incarnation,
+                "spec": str(assignment.spec),
+                "region": assignment.region,
+                "version": assignment.version,
+                "staleness": settled.staleness,
+                "assigned_s": assignment.assigned_s,
+            }
         if update is not None:
             row |= {
                 "arrived_s": now if assignment is None else assignment.assigned_s + update.train_s,
-                "train_s": update.train_s, "bytes_down": update.bytes_down, "bytes_up": update.bytes_up,
-                "num_samples": update.num_samples, "num_steps": update.num_steps, "loss": update.metrics.get("loss"),
-            }  # fmt: skip
+                "train_s": update.train_s,
+                "bytes_down": update.bytes_down,
+                "bytes_up": update.bytes_up,
+                "num_samples": update.num_samples,
+                "num_steps": update.num_steps,
+                "loss": update.metrics.get("loss"),
+            }
         return row
 
     def due(self, version: int, now: float, more: Mapping[str, float | None] | None = None) -> None:

@@ -126,9 +126,13 @@ class SealFile:
     """
 
     def __init__(
-        self, path: Path, signer: Signer | None, warn: Callable[[str], None] = _log.warning, *,
+        self,
+        path: Path,
+        signer: Signer | None,
+        warn: Callable[[str], None] = _log.warning,
+        *,
         remake: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Open the file, or go on with one that is there.
 
         Args:
@@ -165,10 +169,15 @@ class SealFile:
         if version:
             self._sync()
         data: dict[str, Any] = {
-            "at": int(time.time()), "version": version, "rows": sealed.rows, "head": sealed.head,
-            "tables": {name: asdict(one) for name, one in sealed.tables.items()}, "files": dict(files),
-            "before": self._before, "key": None if self._signer is None else self._signer.public,
-        }  # fmt: skip
+            "at": int(time.time()),
+            "version": version,
+            "rows": sealed.rows,
+            "head": sealed.head,
+            "tables": {name: asdict(one) for name, one in sealed.tables.items()},
+            "files": dict(files),
+            "before": self._before,
+            "key": None if self._signer is None else self._signer.public,
+        }
         data |= ({"final": True} if final else {}) | ({"altered": list(altered)} if altered else {})
         text = to_json(data)
         line = text.encode() + b"\n"

@@ -55,9 +55,13 @@ class Driver(ABC):
     """
 
     def __init__(
-        self, coordinator: Coordinator, record: RunRecord, evaluator: Evaluator | None, hooks: RunHooks | None,
+        self,
+        coordinator: Coordinator,
+        record: RunRecord,
+        evaluator: Evaluator | None,
+        hooks: RunHooks | None,
         progress: Progress | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Drive ``coordinator``; an ``evaluator`` of None evaluates nothing."""
         self.coordinator, self.record, self.evaluator = coordinator, record, evaluator
         self.hooks, self.progress = hooks or RunHooks(), progress

@@ -176,9 +176,13 @@ class Conversation:
     """
 
     def __init__(
-        self, pair: Connection, assignment: Assignment, task_s: float, send: Callable[[Message], int],
+        self,
+        pair: Connection,
+        assignment: Assignment,
+        task_s: float,
+        send: Callable[[Message], int],
         stopping: Callable[[], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Prepare.
 
         Args:

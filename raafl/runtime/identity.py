@@ -57,8 +57,12 @@ class Identity:
         """Convert the fingerprints of model and config, and the versions, to fields of the first message (HELLO)."""
         config = None if self.config is None else dict(self.config)
         return {
-            "protocol": self.protocol, "raafl": self.raafl, "model": self.model, "base": self.base, "config": config,
-        }  # fmt: skip
+            "protocol": self.protocol,
+            "raafl": self.raafl,
+            "model": self.model,
+            "base": self.base,
+            "config": config,
+        }
 
 
 @dataclass(frozen=True, slots=True)

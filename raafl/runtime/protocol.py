@@ -321,10 +321,12 @@ class Failed:
         """Read the message from its JSON fields; all texts are sanitised and shortened."""
         lines = str(meta.get("traceback", ""))[-MAX_TRACEBACK:].splitlines()
         return cls(
-            sanitize_text(meta.get("reason", "")), sanitize_text(meta.get("where", "")),
-            sanitize_text(meta.get("error", ""), 2 * LONGEST), "\n".join(map(sanitize_text, lines)),
+            sanitize_text(meta.get("reason", "")),
+            sanitize_text(meta.get("where", "")),
+            sanitize_text(meta.get("error", ""), 2 * LONGEST),
+            "\n".join(map(sanitize_text, lines)),
             log_lines_of(meta),
-        )  # fmt: skip
+        )
 
     @property
     def refusal(self) -> str | None:

@@ -62,10 +62,15 @@ class Run:
     """Parts that simulated and real runs have in common: run folder, journal, progress display, evaluator and summary."""
 
     def __init__(
-        self, parts: ServerSetup, config_yaml: str, runtime: str,
-        saved: resume.SavedRun | None = None, observer: RunHooks | None = None, signer: Signer | None = None,
+        self,
+        parts: ServerSetup,
+        config_yaml: str,
+        runtime: str,
+        saved: resume.SavedRun | None = None,
+        observer: RunHooks | None = None,
+        signer: Signer | None = None,
         monitor: Monitor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
         experiment = parts.experiment
         self.parts, self.runtime, self.observer = parts, runtime, observer or RunHooks()
@@ -74,9 +79,13 @@ class Run:
         num, size = experiment.submodels.static_batches, parts.coordinator.fleet.batch_size
         self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
         self.evaluator = Evaluator(
-            submodels, data.test_batches, device, self.statistics.fill_,
-            seed=evaluation_seed(experiment), metrics_live=Rules(experiment.rules).metrics_live,
-        )  # fmt: skip
+            submodels,
+            data.test_batches,
+            device,
+            self.statistics.fill_,
+            seed=evaluation_seed(experiment),
+            metrics_live=Rules(experiment.rules).metrics_live,
+        )
         self.saved_form = SavedForm(parts.module, lambda: self.evaluator.living)
         self.progress = Progress(experiment.progress)  # type: ignore[arg-type]
         self._resumed, self.signer = saved is not None, signer or Signer.own()
@@ -90,14 +99,23 @@ class Run:
         self.record.figures.logged.expect(self._logs[:MAX_LOGGED])
         self.mirror = Mirror.to(experiment.output, self.folder, self.progress.warn)
         self.saver = Checkpointer(
-            self.folder, self.saved_form, experiment.keep_checkpoints, runtime, self.record,
-            every_s=seconds("checkpoint_s", experiment.checkpoint_s), warn=self.progress.warn,
+            self.folder,
+            self.saved_form,
+            experiment.keep_checkpoints,
+            runtime,
+            self.record,
+            every_s=seconds("checkpoint_s", experiment.checkpoint_s),
+            warn=self.progress.warn,
             written=self.mirror.request,
-        )  # fmt: skip
+        )
         self.loggers = Loggers(
-            experiment.logger, self.folder, self.record, self.progress.warn, self.progress.note,
+            experiment.logger,
+            self.folder,
+            self.record,
+            self.progress.warn,
+            self.progress.note,
             share=Coverage(submodels).share if experiment.logger else None,
-        )  # fmt: skip
+        )
         self.divergence = Divergence(self.progress.warn, strict=experiment.strict, fault=self._fault)
         self.divergence.on_evaluate(0, 0.0, metrics)  # what can diverge
         self.best = BestCheckpoint(self.folder, self.saved_form, experiment.keep_best, self.progress.warn)
@@ -293,10 +311,15 @@ class Run:
         if self._resumed:
             return
         row: JournalRow = {
-            "time_s": 0.0, "event": "run", "runtime": self.runtime,
-            "conditions": conditions(experiment, trains=self.runtime == "simulated"), "start": self._start(),
-            "title": title, "goals": self._goals().to_json(), "guard": {"max_norm_ratio": max_norm_ratio(experiment)},
-        }  # fmt: skip
+            "time_s": 0.0,
+            "event": "run",
+            "runtime": self.runtime,
+            "conditions": conditions(experiment, trains=self.runtime == "simulated"),
+            "start": self._start(),
+            "title": title,
+            "goals": self._goals().to_json(),
+            "guard": {"max_norm_ratio": max_norm_ratio(experiment)},
+        }
         if experiment.algorithm.chosen is not None:
             row["chosen"] = dict(experiment.algorithm.chosen)
         self._writer.event(row)
@@ -328,9 +351,14 @@ class Run:
         self.observer.error = self.observer.error or error
         coordinator, reason = self.parts.coordinator, self.observer.failure or reason
         summary = self.record.summary(
-            algorithm=self.parts.experiment.algorithm.name, runtime=self.runtime, seed=self.parts.experiment.seed,
-            version=coordinator.state.version, values=coordinator.state.values, time_s=time_s, reason=reason,
-        )  # fmt: skip
+            algorithm=self.parts.experiment.algorithm.name,
+            runtime=self.runtime,
+            seed=self.parts.experiment.seed,
+            version=coordinator.state.version,
+            values=coordinator.state.values,
+            time_s=time_s,
+            reason=reason,
+        )
         if not reason.startswith(("interrupted", "failed")):
             summary["final"] |= self._final_metrics()
         if batched:
@@ -388,9 +416,11 @@ def _restart_note(names: list[str]) -> str:
 
 
 def simulate(
-    experiment: Experiment, config_yaml: str = "", observer: RunHooks | None = None,
+    experiment: Experiment,
+    config_yaml: str = "",
+    observer: RunHooks | None = None,
     transport: Transport | None = None,
-) -> tuple[dict[str, Any], Path]:  # fmt: skip
+) -> tuple[dict[str, Any], Path]:
     """Run an experiment on a virtual clock; return the summary and the run folder.
 
     Args:
@@ -415,9 +445,14 @@ def simulate(
             transport.listen(lambda client, peer, connect: take_on(peer, connect), run.progress.warn)
         run.start()
         simulation = Simulation(
-            parts.coordinator, parts.clients, executor, run.record, run.evaluator,
-            hooks=run.hooks, progress=run.progress,
-        )  # fmt: skip
+            parts.coordinator,
+            parts.clients,
+            executor,
+            run.record,
+            run.evaluator,
+            hooks=run.hooks,
+            progress=run.progress,
+        )
         if saved is not None:
             with resume.restoring(saved):
                 simulation.restore(saved.section["clock"])

@@ -139,9 +139,14 @@ def secure(experiment: Experiment, algorithm: Algorithm) -> Algorithm:
         BadInput: an option or the algorithm does not work with secure aggregation.
     """
     return secured(
-        algorithm, experiment.secure_aggregation, experiment.rounds, experiment.guard, experiment.privacy,
-        experiment.clients, experiment.compress.up,
-    )  # fmt: skip
+        algorithm,
+        experiment.secure_aggregation,
+        experiment.rounds,
+        experiment.guard,
+        experiment.privacy,
+        experiment.clients,
+        experiment.compress.up,
+    )
 
 
 def sends_of(experiment: Experiment) -> Literal["values", "delta"]:

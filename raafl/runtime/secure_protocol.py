@@ -105,10 +105,19 @@ class Claim:
         mask, share, sign = (keys[place : place + KEY_BYTES] for place in range(0, 3 * KEY_BYTES, KEY_BYTES))
         counted = answer.num_samples if counted is None else counted
         return GroupMember(
-            assignment.id, mask, share, sign, assignment.spec.without_base, answer.num_samples, answer.num_steps,
-            counted, assignment.version,
-            self.max_share, self.start, self.site,
-        )  # fmt: skip
+            assignment.id,
+            mask,
+            share,
+            sign,
+            assignment.spec.without_base,
+            answer.num_samples,
+            answer.num_steps,
+            counted,
+            assignment.version,
+            self.max_share,
+            self.start,
+            self.site,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +138,36 @@ class Formed:
         specs = list(dict.fromkeys(member.spec for member in group.members))
         members = [
             [
-                one.id, one.mask_key.hex(), one.share_key.hex(), one.sign_key.hex(), specs.index(one.spec),
-                one.num_samples, one.num_steps, one.counted, one.version, one.max_share, one.start, one.site,
+                one.id,
+                one.mask_key.hex(),
+                one.share_key.hex(),
+                one.sign_key.hex(),
+                specs.index(one.spec),
+                one.num_samples,
+                one.num_steps,
+                one.counted,
+                one.version,
+                one.max_share,
+                one.start,
+                one.site,
             ]
             for one in group.members
-        ]  # fmt: skip
+        ]
         return {
-            "group": group.id, "threshold": group.threshold, "min_cover": group.min_cover, "version": group.version,
-            "run": group.run, "equal": group.equal, "specs": [spec.to_json() for spec in specs], "members": members,
-            **({"proofs": [[key, one.certificate, one.signature] for key, one in self.proofs.items()]} if self.proofs else {}),
-        }  # fmt: skip
+            "group": group.id,
+            "threshold": group.threshold,
+            "min_cover": group.min_cover,
+            "version": group.version,
+            "run": group.run,
+            "equal": group.equal,
+            "specs": [spec.to_json() for spec in specs],
+            "members": members,
+            **(
+                {"proofs": [[key, one.certificate, one.signature] for key, one in self.proofs.items()]}
+                if self.proofs
+                else {}
+            ),
+        }
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
@@ -170,11 +199,19 @@ def _member(row: Sequence[Any], specs: Sequence[Spec]) -> GroupMember:
         "site": site,
     }
     return GroupMember(
-        count_of(said, "key", 1), _key(mask), _key(share), _key(sign), specs[count_of({"spec": place}, "spec")],
-        count_of(said, "samples", 1), count_of(said, "steps"), count_of(said, "counted", 1), count_of(said, "version"),
+        count_of(said, "key", 1),
+        _key(mask),
+        _key(share),
+        _key(sign),
+        specs[count_of({"spec": place}, "spec")],
+        count_of(said, "samples", 1),
+        count_of(said, "steps"),
+        count_of(said, "counted", 1),
+        count_of(said, "version"),
         _share(max_share),
-        text_of(said, "start", MAX_NAME), text_of(said, "site", MAX_NAME),
-    )  # fmt: skip
+        text_of(said, "start", MAX_NAME),
+        text_of(said, "site", MAX_NAME),
+    )
 
 
 def _share(value: object) -> float:

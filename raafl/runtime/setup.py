@@ -132,8 +132,13 @@ def _misfit(error: BaseException) -> str:
 
 
 _KINDS = {
-    int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", tuple: "a list",
-}  # fmt: skip
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    tuple: "a list",
+}
 
 
 def submodels_of(options: SubmodelOptions, module: nn.Module, example_batch: object = None) -> Submodels:
@@ -148,9 +153,14 @@ def submodels_of(options: SubmodelOptions, module: nn.Module, example_batch: obj
 
 
 def proven_submodels(
-    options: SubmodelOptions, module: nn.Module, batch: object, select: Select,
-    plain: Callable[[], nn.Module] | None = None, *, measures_rounding: bool = True,
-) -> Submodels:  # fmt: skip
+    options: SubmodelOptions,
+    module: nn.Module,
+    batch: object,
+    select: Select,
+    plain: Callable[[], nn.Module] | None = None,
+    *,
+    measures_rounding: bool = True,
+) -> Submodels:
     """Return the submodels of a module; they cut only axes for which a training step has shown that cutting is safe.
 
     An axis is a set of tensor dimensions that shrink together. Only the server needs this check. It is skipped if
@@ -192,9 +202,13 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
 
     own = None if experiment.algorithm.local.proven_as_trained else plain
     return proven_submodels(
-        experiment.submodels, module, data.example_batch(2), experiment.algorithm.select, own,
+        experiment.submodels,
+        module,
+        data.example_batch(2),
+        experiment.algorithm.select,
+        own,
         measures_rounding=Rules(experiment.rules).measures_rounding,
-    )  # fmt: skip
+    )
 
 
 def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo]:
@@ -320,9 +334,14 @@ def data_notes(parts: ServerSetup) -> list[str]:
 
 
 def coordinator_of(
-    experiment: Experiment, data: FederatedData, algorithm: Algorithm, state: GlobalState, limits: Limits, *,
+    experiment: Experiment,
+    data: FederatedData,
+    algorithm: Algorithm,
+    state: GlobalState,
+    limits: Limits,
+    *,
     pace: bool = False,
-) -> Coordinator:  # fmt: skip
+) -> Coordinator:
     """Build the coordinator of a run.
 
     Args:
@@ -334,10 +353,19 @@ def coordinator_of(
         pace: whether clients are slowed down to the speed of their device profiles.
     """
     return Coordinator(
-        algorithm, state, limits, training=experiment.train, batch_size=batch_size_of(experiment, data),
-        seed=experiment.seed, pace=pace, plan=compression_plan(experiment, state.submodels), own_tests=own_tests(experiment, data),
-        drop_last=data.drop_last, overlap=experiment.overlap, rules=Rules(experiment.rules),
-    )  # fmt: skip
+        algorithm,
+        state,
+        limits,
+        training=experiment.train,
+        batch_size=batch_size_of(experiment, data),
+        seed=experiment.seed,
+        pace=pace,
+        plan=compression_plan(experiment, state.submodels),
+        own_tests=own_tests(experiment, data),
+        drop_last=data.drop_last,
+        overlap=experiment.overlap,
+        rules=Rules(experiment.rules),
+    )
 
 
 def batch_size_of(experiment: Experiment, data: FederatedData) -> int:
@@ -364,9 +392,14 @@ def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricO
         raise BadInput(problem)
     try:
         return LocalTrainer(
-            submodels, algorithm.local, sends_of(experiment), experiment.train, options,
-            max_built=max_built, pools=True,
-        )  # fmt: skip
+            submodels,
+            algorithm.local,
+            sends_of(experiment),
+            experiment.train,
+            options,
+            max_built=max_built,
+            pools=True,
+        )
     except (ValueError, RuntimeError, ImportError) as error:  # Fabric knows what this machine can do
         raise BadInput(
             f"fabric.accelerator is '{options.accelerator}' and fabric.precision '{options.precision}', which cannot "

@@ -51,4 +51,4 @@ __all__ = [
     "depth_window",
     "last_fraction",
     "skeleton",
-]  # fmt: skip
+]

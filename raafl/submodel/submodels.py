@@ -55,9 +55,14 @@ class Submodels:
     whole: Submodels | None = None  # the model's, where these are of some of its tensors alone (`raafl.core.exchange`)
 
     def __init__(
-        self, module: nn.Module, example_batch: Any = None, *, residual_width: bool | None = None,
-        batch_norm: BatchNorm | None = None, only_ranks: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        example_batch: Any = None,
+        *,
+        residual_width: bool | None = None,
+        batch_norm: BatchNorm | None = None,
+        only_ranks: bool = True,
+    ) -> None:
         """Read the shapes of ``module``, whose parameters may be on the meta device; see `skeleton`.
 
         Args:
@@ -422,9 +427,16 @@ class Submodels:
 
         layouts = {part: self.layout(spec, part) for part in get_args(Part)}
         return predict(
-            make, spec, self.example_batch, batch_size, layouts, self.parameter_names, self.idle_bytes(spec),
-            is_whole=self.whole is None, method=method,
-        )  # fmt: skip
+            make,
+            spec,
+            self.example_batch,
+            batch_size,
+            layouts,
+            self.parameter_names,
+            self.idle_bytes(spec),
+            is_whole=self.whole is None,
+            method=method,
+        )
 
     def with_own_step(self, module: nn.Module) -> nn.Module:
         """Return a small module without values, whose training step is the one whose cost is predicted."""

@@ -72,9 +72,15 @@ def nccl_problem(server: str, client: str) -> str | None:
 
 
 def connect(
-    store: Store, prefix: str, server: bool, timeout_s: float, hostname: str | None = None,
-    *, device: torch.device | str = "cpu", nccl: bool = False,
-) -> Connection:  # fmt: skip
+    store: Store,
+    prefix: str,
+    server: bool,
+    timeout_s: float,
+    hostname: str | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    nccl: bool = False,
+) -> Connection:
     """Connect to the peer: over NCCL if both sides ask for it and NCCL supports their devices, else over Gloo.
 
     Both sides must call this with the same ``nccl``.

@@ -114,9 +114,13 @@ class Eta:
 
 
 def etas(
-    goals: Goals, now_s: float, updates: int, updates_per_s: float, evaluations: Sequence[Mapping[str, float]],
+    goals: Goals,
+    now_s: float,
+    updates: int,
+    updates_per_s: float,
+    evaluations: Sequence[Mapping[str, float]],
     reached: Container[Target] = (),
-) -> tuple[Eta, ...]:  # fmt: skip
+) -> tuple[Eta, ...]:
     """Estimate the seconds until each goal of a run is met.
 
     Args:

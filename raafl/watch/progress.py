@@ -104,9 +104,7 @@ class Progress:
         elif now >= self._due_at:
             self._show(snapshot, now, evaluated=False)
 
-    def _show(
-        self, snapshot: ProgressState | Callable[[], ProgressState], now: float, *, evaluated: bool
-    ) -> None:  # fmt: skip
+    def _show(self, snapshot: ProgressState | Callable[[], ProgressState], now: float, *, evaluated: bool) -> None:
         state = snapshot() if callable(snapshot) else snapshot
         if self._live is None and not evaluated and not self._is_news(state, now):
             self._due_at = now + self._period_s

@@ -68,9 +68,7 @@ class RunState:
 
     how: Callable[[], tuple[int | None, float | None, float | None]] | None = None
 
-    def __init__(
-        self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:  # fmt: skip
+    def __init__(self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """Start empty; ``clock`` tells how long ago the last row of a wall-clock run came."""
         self.say, self._clock = say, clock
         self.title = self.runtime = ""
@@ -123,9 +121,13 @@ class RunState:
 
     def _assigned(self, number: int, client: _Client, row: JournalRow) -> None:
         client.task = _Task(
-            row.get("id", 0), row.get("incarnation", 0), row.get("version", 0), row.get("spec"),
-            row.get("assigned_s", self.time_s), row.get("pace_s", 0.0),
-        )  # fmt: skip
+            row.get("id", 0),
+            row.get("incarnation", 0),
+            row.get("version", 0),
+            row.get("spec"),
+            row.get("assigned_s", self.time_s),
+            row.get("pace_s", 0.0),
+        )
         self._working.pop(number, None)
         self._working[number] = client  # the last to begin is the last
         if self.say is not None:
@@ -222,18 +224,36 @@ class RunState:
         found = found if self.summary is None else ()
         processes, share, mean = self._how() if is_simulated else (None, None, None)
         return ProgressState(
-            version=int(summary.get("versions", self._version)), num_updates=updates, time_s=now_s,
-            metrics={name: number for name, value in self._measured.items() if (number := _as_float(value)) is not None},
-            clients=self._shown(now_s, most), num_clients=len(self._clients), num_there=len(self._there),
-            num_working=len(self._working), num_updates_goal=self.goals.max_updates,
-            title=self.title, simulated=is_simulated, finished=summary.get("finished"),
-            bytes_down=down, bytes_up=up, updates_per_s=updates_per_s, bytes_per_s=bytes_per_s,
+            version=int(summary.get("versions", self._version)),
+            num_updates=updates,
+            time_s=now_s,
+            metrics={
+                name: number for name, value in self._measured.items() if (number := _as_float(value)) is not None
+            },
+            clients=self._shown(now_s, most),
+            num_clients=len(self._clients),
+            num_there=len(self._there),
+            num_working=len(self._working),
+            num_updates_goal=self.goals.max_updates,
+            title=self.title,
+            simulated=is_simulated,
+            finished=summary.get("finished"),
+            bytes_down=down,
+            bytes_up=up,
+            updates_per_s=updates_per_s,
+            bytes_per_s=bytes_per_s,
             staleness_mean=self._staleness[0] / self._updates if self._updates else 0.0,
-            staleness_max=self._staleness[1], outcomes=dict(self._outcomes), etas=found,
-            ends_in_s=ends_in_s(self.goals, found) if found else None, speed=speed(self._evaluations) if is_simulated else 1.0,
+            staleness_max=self._staleness[1],
+            outcomes=dict(self._outcomes),
+            etas=found,
+            ends_in_s=ends_in_s(self.goals, found) if found else None,
+            speed=speed(self._evaluations) if is_simulated else 1.0,
             trainings_per_s=self._trainings.per_s(self._clock()) if is_simulated and not summary else None,
-            num_processes=processes, share_batched=share, mean_cohort=mean, evaluated=self._evaluated(),
-        )  # fmt: skip
+            num_processes=processes,
+            share_batched=share,
+            mean_cohort=mean,
+            evaluated=self._evaluated(),
+        )
 
     def _evaluated(self) -> tuple[float, int] | None:
         if not self._evaluations:
@@ -266,10 +286,16 @@ class RunState:
             return ClientProgress(number, num_tasks=client.num_merged, device=client.device, there=client.there)
         due_s = client.due_s()
         return ClientProgress(
-            number, spec_in_words(task.spec, _SHOWN_SPEC), client.num_merged, client.device, client.there,
-            version=task.version, behind=max(self._version - task.version, 0), since_s=now_s - task.since_s,
+            number,
+            spec_in_words(task.spec, _SHOWN_SPEC),
+            client.num_merged,
+            client.device,
+            client.there,
+            version=task.version,
+            behind=max(self._version - task.version, 0),
+            since_s=now_s - task.since_s,
             due_in_s=None if due_s is None else due_s - now_s,
-        )  # fmt: skip
+        )
 
 
 def follow(path: Path, clock: Callable[[], float] = time.time) -> RunTail[RunState]:

@@ -39,9 +39,17 @@ def training(module, lr=0.1, loss=None, **more):
         optimizer.zero_grad()
 
     task = Task(
-        assignment(), submodels, module, optimizer, FlatTensors.empty(submodels.layout()), 2, torch.Generator(),
-        loss=loss or module.training_step, backward=lambda loss: loss.backward(), update=update,
-    )  # fmt: skip
+        assignment(),
+        submodels,
+        module,
+        optimizer,
+        FlatTensors.empty(submodels.layout()),
+        2,
+        torch.Generator(),
+        loss=loss or module.training_step,
+        backward=lambda loss: loss.backward(),
+        update=update,
+    )
     return ProbabilisticMaskTraining(**more).hook(task)
 
 

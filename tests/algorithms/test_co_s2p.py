@@ -31,10 +31,23 @@ from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 
 def test_every_argument_reaches_its_part():
     algorithm = co_s2p(
-        rates=[0.25], width_depth=2.0, linear_masks="random", attention_masks="random", segments=4, mask_rounds=3,
-        mask_epochs=2, mask_lr=0.1, mask_strength=1.5, distil_weight=0.3, temperature=2.0, min_ratio=0.4, wait_s=7.0,
-        server_lr=0.5, cohort=4, concurrency=2,
-    )  # fmt: skip
+        rates=[0.25],
+        width_depth=2.0,
+        linear_masks="random",
+        attention_masks="random",
+        segments=4,
+        mask_rounds=3,
+        mask_epochs=2,
+        mask_lr=0.1,
+        mask_strength=1.5,
+        distil_weight=0.3,
+        temperature=2.0,
+        min_ratio=0.4,
+        wait_s=7.0,
+        server_lr=0.5,
+        cohort=4,
+        concurrency=2,
+    )
     assert algorithm.sample == Sample(4, 2)
     assert algorithm.select == RecordingSelect(RollingWindows([0.25], 2.0, "random", "random", 4, 3, 2, None, True))
     assert algorithm.local == MaskedAndDistilled(True, 0.3, 2.0, 1.5, 0.1, 4)
@@ -135,8 +148,11 @@ def test_a_small_clients_windows_move_up_and_train_every_block_alike(fleet):
     found = [work.spec for work in tasks(select, fleet_of(fleet), 8)]
     assert [blocks(spec) for spec in found] == [[0], [1], [2], [3]] * 2
     assert [list(dict(spec.blocks).get("model.vit.layers", range(4))) for spec in found[:4]] == [
-        [0], [0, 1], [0, 1, 2], [0, 1, 2, 3],
-    ]  # fmt: skip
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+    ]
     assert [spec.exits for spec in found[:4]] == [("model.exit1",), ("model.exit2",), ("model.exit3",), ()]
     kept = dict(found[2].kept)
     assert {name: len(units) for name, units in kept.items()} == {

@@ -121,9 +121,16 @@ def test_the_living_train_on_where_a_quarter_fails(tmp_path, fields):
     """Steps merged over those that nodes could have made while they were there; the run itself ends in the midst of tasks."""
     algorithm = diloco(0.4, steps="speed", least_steps=1, **fields)
     run = finish(
-        experiment(tmp_path, algorithm, devices=failing(), max_updates=None, max_time=f"{LASTS}s", eval_every=1000,
-                   train=Training(num_epochs=None, num_steps=8))
-    )  # fmt: skip
+        experiment(
+            tmp_path,
+            algorithm,
+            devices=failing(),
+            max_updates=None,
+            max_time=f"{LASTS}s",
+            eval_every=1000,
+            train=Training(num_epochs=None, num_steps=8),
+        )
+    )
     merged = [row for row in run.rows() if row["outcome"] == "merged"]
     lost = [row for row in run.rows() if row["outcome"].startswith("lost")]
     step_s = {row["client"]: float(row["train_s"]) / int(row["num_steps"]) for row in merged}
@@ -246,13 +253,18 @@ def test_what_keeping_moments_costs_is_said():
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"quorum": 0.7}, "quorum is 0.7"), ({"grace_s": 1.0}, "grace_s is 1.0"), ({"delay": 4}, "delay is 4"),
-        ({"trigger": "each", "weights": "tokens"}, "weights is tokens"), ({"least_steps": 3}, "least_steps is 3"),
-        ({"staleness": "polynomial"}, "staleness is polynomial"), ({"trigger": "eech"}, "trigger"),
-        ({"outer_momentum": 1.0}, "outer_momentum is 1.0"), ({"trigger": "each", "delay": 0}, "delay is 0"),
+        ({"quorum": 0.7}, "quorum is 0.7"),
+        ({"grace_s": 1.0}, "grace_s is 1.0"),
+        ({"delay": 4}, "delay is 4"),
+        ({"trigger": "each", "weights": "tokens"}, "weights is tokens"),
+        ({"least_steps": 3}, "least_steps is 3"),
+        ({"staleness": "polynomial"}, "staleness is polynomial"),
+        ({"trigger": "eech"}, "trigger"),
+        ({"outer_momentum": 1.0}, "outer_momentum is 1.0"),
+        ({"trigger": "each", "delay": 0}, "delay is 0"),
         ({"inner_state": "old"}, "inner_state"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_do_not_go_together_are_refused(fields, named):
     with pytest.raises(BadInput, match=named):
         ALGORITHMS["diloco"](**fields)

@@ -49,10 +49,17 @@ class Bowl(nn.Module):
 def steps(module, lr, epsilon, seed=7, loss=None):
     submodels = Submodels(module)
     task = Task(
-        assignment(seed=seed), submodels, module, torch.optim.SGD([torch.zeros(1)], 0.0),
-        FlatTensors.empty(submodels.layout(NOTHING)), 2, torch.Generator(),
-        loss=loss or module.training_step, backward=lambda loss: None, update=lambda: None,
-    )  # fmt: skip
+        assignment(seed=seed),
+        submodels,
+        module,
+        torch.optim.SGD([torch.zeros(1)], 0.0),
+        FlatTensors.empty(submodels.layout(NOTHING)),
+        2,
+        torch.Generator(),
+        loss=loss or module.training_step,
+        backward=lambda loss: None,
+        update=lambda: None,
+    )
     return Steps(task, lr, epsilon)
 
 

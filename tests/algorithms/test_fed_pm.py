@@ -179,9 +179,13 @@ def test_layers_of_every_kind_compute_with_their_masked_weights():
     module = ProbabilisticMaskTraining().prepare(Several())
     names = {name for name, p in module.named_parameters() if p.requires_grad}
     assert names == {
-        "embedding.weight", "attention.in_proj_weight", "attention.out_proj.weight", "lstm.weight_ih_l0",
-        "lstm.weight_hh_l0", "conv.weight",
-    }  # fmt: skip
+        "embedding.weight",
+        "attention.in_proj_weight",
+        "attention.out_proj.weight",
+        "lstm.weight_ih_l0",
+        "lstm.weight_hh_l0",
+        "conv.weight",
+    }
     signs = {name: module.get_parameter(name).sign() for name in names}
     batch = torch.randint(11, (4, 5))
     seen = {}

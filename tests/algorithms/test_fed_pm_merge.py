@@ -102,10 +102,17 @@ def test_a_submodels_sigma_is_the_whole_models():
     small.present.copy_(state.submodels.plan(spec, "present").gather(state.values))
     expected = small.module.fc2.weight.clone()
     task = Task(
-        assignment(spec), state.submodels, small.module, torch.optim.SGD(small.module.parameters(), 0.1),
-        small.present.clone(), 1, torch.Generator(), loss=small.module.training_step, backward=lambda x: None,
+        assignment(spec),
+        state.submodels,
+        small.module,
+        torch.optim.SGD(small.module.parameters(), 0.1),
+        small.present.clone(),
+        1,
+        torch.Generator(),
+        loss=small.module.training_step,
+        backward=lambda x: None,
         update=lambda: None,
-    )  # fmt: skip
+    )
     hook = ProbabilisticMaskTraining().hook(task)
     torch.testing.assert_close(small.module.fc2.weight.data, torch.zeros(1, 2))  # p is 1/2, not another share
     hook.finish()

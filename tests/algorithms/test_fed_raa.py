@@ -34,9 +34,19 @@ CONFIG = Path(__file__).parents[2] / "configs" / "mnist-fed-raa.yaml"
 
 def test_every_argument_reaches_its_part():
     algorithm = fed_raa(
-        fragments=[1, 3], select="random", trigger="all", alpha=0.25, staleness="hinge", staleness_a=2.0,
-        staleness_b=7.0, prox=0.5, rescale=False, K=9.0, cohort=4, concurrency=2,
-    )  # fmt: skip
+        fragments=[1, 3],
+        select="random",
+        trigger="all",
+        alpha=0.25,
+        staleness="hinge",
+        staleness_a=2.0,
+        staleness_b=7.0,
+        prox=0.5,
+        rescale=False,
+        K=9.0,
+        cohort=4,
+        concurrency=2,
+    )
     assert algorithm.sample == Sample(4, 2)
     assert algorithm.select == Fragments((0.25, 0.75), "random", 9.0)
     assert (algorithm.local.prox, algorithm.local.rescale) == (0.5, False)

@@ -41,10 +41,17 @@ def cut(model, submodels, spec):
 
 def hook_for(module, submodels, spec, local, seed=0):
     task = Task(
-        replace(assignment(spec), seed=seed), submodels, module, torch.optim.SGD([torch.zeros(1)], lr=0.0),
-        FlatTensors.empty(Layout(())), 1, torch.Generator(), loss=lambda batch, i: module.training_step(batch, i),
-        backward=lambda loss: loss.backward(), update=lambda: None,
-    )  # fmt: skip
+        replace(assignment(spec), seed=seed),
+        submodels,
+        module,
+        torch.optim.SGD([torch.zeros(1)], lr=0.0),
+        FlatTensors.empty(Layout(())),
+        1,
+        torch.Generator(),
+        loss=lambda batch, i: module.training_step(batch, i),
+        backward=lambda loss: loss.backward(),
+        update=lambda: None,
+    )
     return DrawnWidths(task, local)
 
 

@@ -89,9 +89,17 @@ def task_of(submodels: Submodels, module: nn.Module, spec: Spec = FULL, extra: d
     nothing = FlatTensors.zeros(submodels.layout(spec))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     return Task(
-        assignment, submodels, module, optimizer, nothing, 3, torch.Generator(),
-        loss=lambda batch, index: batch, backward=lambda loss: None, update=optimizer.zero_grad,
-    )  # fmt: skip
+        assignment,
+        submodels,
+        module,
+        optimizer,
+        nothing,
+        3,
+        torch.Generator(),
+        loss=lambda batch, index: batch,
+        backward=lambda loss: None,
+        update=optimizer.zero_grad,
+    )
 
 
 def test_three_steps_of_two_weights_by_hand():

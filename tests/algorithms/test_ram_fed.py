@@ -180,9 +180,19 @@ def test_against_a_slow_reference_with_weights_between_regions():
 
 def test_every_argument_reaches_its_part():
     algorithm = ram_fed(
-        mask="S-Arb", trained=3, every=2, coverage=1, full_first=True, trigger="each", server_lr=0.5,
-        staleness="hinge", staleness_a=2.0, staleness_b=7.0, max_age=9, concurrency=2,
-    )  # fmt: skip
+        mask="S-Arb",
+        trained=3,
+        every=2,
+        coverage=1,
+        full_first=True,
+        trigger="each",
+        server_lr=0.5,
+        staleness="hinge",
+        staleness_a=2.0,
+        staleness_b=7.0,
+        max_age=9,
+        concurrency=2,
+    )
     assert algorithm.select == Regions("S-Arb", 4, 3, 2, 1, None, True, "client")
     assert algorithm.merge == Remembered(0.5, Staleness("hinge", 2.0, 7.0), 9)
     assert (algorithm.trigger, algorithm.sample) == (EachArrival(), Sample(None, 2))

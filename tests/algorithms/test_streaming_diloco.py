@@ -70,11 +70,17 @@ def layers(names):
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
-        ("strided", [{"embed", "blocks.1.a", "blocks.1.b", "head"}, {"blocks.0.a", "blocks.0.b", "blocks.2.a", "blocks.2.b"}]),
+        (
+            "strided",
+            [{"embed", "blocks.1.a", "blocks.1.b", "head"}, {"blocks.0.a", "blocks.0.b", "blocks.2.a", "blocks.2.b"}],
+        ),
         # 49 elements: the middles of the first three layers lie before 24.5, at 5, 16 and 28 the third does not
-        ("sequential", [{"embed", "blocks.0.a", "blocks.0.b"}, {"blocks.1.a", "blocks.1.b", "blocks.2.a", "blocks.2.b", "head"}]),
+        (
+            "sequential",
+            [{"embed", "blocks.0.a", "blocks.0.b"}, {"blocks.1.a", "blocks.1.b", "blocks.2.a", "blocks.2.b", "head"}],
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_fragment_is_whole_layers(pattern, expected):
     submodels = Submodels(Stacked())
     fragments = Fragments(2, pattern)
@@ -103,7 +109,7 @@ def sent(received, replica, steps):
         (0, 10.0, 3, 4.125),  # mixed to 5 at once, 4.5, 4.25, 4.125
         (5, 8.0, 2, 2.5),  # 6, 5, and mixed at the end
     ],
-)  # fmt: skip
+)
 def test_a_replica_trains_on_and_takes_a_fragment_in_after_tau_steps(sync_delay, replica, steps, ends):
     up, update = task_of(streaming_diloco(alpha=0.5, sync_delay=sync_delay), Slope(), sent(0.0, replica, 5.0), steps)
     assert up["line.weight"].item() == up["replica/line.weight"].item() == ends
@@ -217,9 +223,19 @@ FLAKY = (
 @pytest.mark.parametrize("trigger", ["all", "each"])
 def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypatch, trigger):
     """What lies on the clients of a simulation is in each checkpoint; a client that was away begins anew."""
-    options = ["--config", CONFIG, "--algorithm=streaming_diloco", "--algorithm.fragments=2", f"--algorithm.trigger={trigger}",
-               f"--devices={FLAKY}", "--max_updates=14", "--checkpoint_every=2",
-               "--eval_every=100", "--train.num_epochs=null", "--train.num_steps=4"]  # fmt: skip
+    options = [
+        "--config",
+        CONFIG,
+        "--algorithm=streaming_diloco",
+        "--algorithm.fragments=2",
+        f"--algorithm.trigger={trigger}",
+        f"--devices={FLAKY}",
+        "--max_updates=14",
+        "--checkpoint_every=2",
+        "--eval_every=100",
+        "--train.num_epochs=null",
+        "--train.num_steps=4",
+    ]
     unbroken = simulated(*options, f"--output={tmp_path / 'whole'}")
     crashed(monkeypatch, 11, *options, f"--output={tmp_path / 'cut'}")
     resumed = simulated("--resume", str(tmp_path / "cut"))
@@ -233,11 +249,17 @@ def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"fragments": 0}, "fragments is 0"), ({"pattern": "random"}, "pattern"), ({"alpha": 1.5}, "alpha is 1.5"),
-        ({"sync_delay": -1}, "sync_delay is -1"), ({"delay": 4}, "delay is 4"), ({"least_steps": 3}, "least_steps is 3"),
-        ({"trigger": "quorum"}, "trigger"), ({"inner_state": "old"}, "inner_state"), ({"steps": "few"}, "steps"),
+        ({"fragments": 0}, "fragments is 0"),
+        ({"pattern": "random"}, "pattern"),
+        ({"alpha": 1.5}, "alpha is 1.5"),
+        ({"sync_delay": -1}, "sync_delay is -1"),
+        ({"delay": 4}, "delay is 4"),
+        ({"least_steps": 3}, "least_steps is 3"),
+        ({"trigger": "quorum"}, "trigger"),
+        ({"inner_state": "old"}, "inner_state"),
+        ({"steps": "few"}, "steps"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_do_not_go_together_are_refused(fields, named):
     with pytest.raises(BadInput, match=named):
         streaming_diloco(**fields)

@@ -48,9 +48,12 @@ def test_settings_are_the_method_s_and_those_of_its_search():
     grid = {"cells": [{"task": "mnist", "fleet": "a", "rows": [{"row": "Mine", "searched": searched}]}]}
     fleet = FleetSummary(NEAR, 12, 2.0, 10)
     assert choices.candidate("Mine", method, grid, "mnist", fleet) == Candidate(
-        "Mine", "fed_buff",
-        {"buffer_size": 4, "submodel": {"seconds": "{task_s}"}, "staleness": "constant", "server_lr": 0.5}, 12, 10,
-    )  # fmt: skip
+        "Mine",
+        "fed_buff",
+        {"buffer_size": 4, "submodel": {"seconds": "{task_s}"}, "staleness": "constant", "server_lr": 0.5},
+        12,
+        10,
+    )
 
 
 def test_of_the_search_only_rates_that_had_a_choice_count():
@@ -104,8 +107,9 @@ def test_a_fleet_is_chosen_for_by_the_others_alone(learnt):
 
     rows = choices.left_out(*learnt, best_elsewhere)
     assert [(row["fleet"], row["chosen"], row["best"], row["ratio"]) for row in rows] == [
-        ("a", "FedBuff", "FedAvg", 2.0), ("b", "FedAvg", "FedBuff", 2.0),
-    ]  # fmt: skip
+        ("a", "FedBuff", "FedAvg", 2.0),
+        ("b", "FedAvg", "FedBuff", 2.0),
+    ]
     assert [row["over_fedbuff"] for row in rows] == [1.0, pytest.approx(2.0)]
     assert [row["sooner_fedbuff"] for row in rows] == ["2 of 4", "0 of 4"]
     found = choices.summary(rows, learnt[1], ["FedBuff", "FedAvg"])

@@ -55,8 +55,12 @@ def test_the_smallest_rate_keeps_at_least_one_of_everything():
 
 def test_rows_are_the_whole_model_and_every_rate_and_window():
     assert [(case.rate, case.window) for case in submodels.cases("vit-tiny", (1.0, 0.0625, 0.25))] == [
-        (1.0, "all"), (0.25, "bottom"), (0.25, "top"), (0.0625, "bottom"), (0.0625, "top"),
-    ]  # fmt: skip
+        (1.0, "all"),
+        (0.25, "bottom"),
+        (0.25, "top"),
+        (0.0625, "bottom"),
+        (0.0625, "top"),
+    ]
 
 
 @pytest.mark.long("test_a_quarter_keeps_half_of_the_width_and_trains_half_of_the_blocks")

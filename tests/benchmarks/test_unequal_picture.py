@@ -12,16 +12,19 @@ def behind(ratio, *, shown=False, reached=3, of="A", later=6):
     return {"of": of, "ratio": ratio, "later": later, "pairs": 9, "shown": shown, "reached": reached, "seeds": 3}
 
 
-@pytest.mark.parametrize(("row", "text", "bold", "shade"), [
-    (behind(1.0, of="B", later=None), "1.0", True, 0.5),
-    (behind(2.0), "2.0", True, 0.25),
-    (behind(2.0, shown=True), "2.0", False, 0.25),
-    (behind(1.0, reached=2), "1.0 (2/3)", False, 1 / 3),  # a seed did not get there
-    (behind(1.5, later=9), "1.5", False, 0.5 / 1.5),
-    (behind(None, reached=1), "late (1/3)", False, 0.0),
-    (behind(None, reached=0), "never", False, 0.0),
-    (None, "never", False, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "text", "bold", "shade"),
+    [
+        (behind(1.0, of="B", later=None), "1.0", True, 0.5),
+        (behind(2.0), "2.0", True, 0.25),
+        (behind(2.0, shown=True), "2.0", False, 0.25),
+        (behind(1.0, reached=2), "1.0 (2/3)", False, 1 / 3),  # a seed did not get there
+        (behind(1.5, later=9), "1.5", False, 0.5 / 1.5),
+        (behind(None, reached=1), "late (1/3)", False, 0.0),
+        (behind(None, reached=0), "never", False, 0.0),
+        (None, "never", False, 0.0),
+    ],
+)
 def test_a_cell_says_what_ranks_show(row, text, bold, shade):
     assert cell_text(row, "B") == (text, bold, pytest.approx(shade))
 

@@ -112,9 +112,12 @@ def test_a_list_without_a_number_goes_by_its_date_and_is_older_than_any_with_one
     def plain(days, *revoked):
         date = datetime.datetime.now(datetime.UTC) + days * DAY
         builder = x509.CertificateRevocationListBuilder(
-            authority.certificate.subject, date, date + 100 * DAY, [],
+            authority.certificate.subject,
+            date,
+            date + 100 * DAY,
+            [],
             [x509.RevokedCertificateBuilder(serial, date).build() for serial in revoked],
-        )  # fmt: skip
+        )
         path.write_bytes(files.to_pem(builder.sign(authority._key, hashes.SHA256())))
 
     seen = of(authority)

@@ -58,9 +58,18 @@ class Federation:
         self._server_log = (out / "server.log").open("ab")
         self._certs = ["--certs", str(out / "certs")] if tls else []
         options = [
-            "--config", str(CONFIG), "--clients", str(num_clients), "--max_updates", str(max_updates), "--seed", str(seed),
-            "--progress", "plain", *self._certs,
-        ]  # fmt: skip
+            "--config",
+            str(CONFIG),
+            "--clients",
+            str(num_clients),
+            "--max_updates",
+            str(max_updates),
+            "--seed",
+            str(seed),
+            "--progress",
+            "plain",
+            *self._certs,
+        ]
         if tls:
             for folder in ("certs", "others"):
                 CertifiedSites(out / folder).site()
@@ -69,23 +78,26 @@ class Federation:
         (out / "clients").mkdir()
         self.supervisor = Supervisor(
             Child(
-                "the server", self.server.command, {**environment, NOTE: str(out / "note")}, out / "server.log",
+                "the server",
+                self.server.command,
+                {**environment, NOTE: str(out / "note")},
+                out / "server.log",
                 fds=(self.listener.fileno(),),
             ),
             {
                 number: Child(
-                    f"client {number}", lambda number=number: self.join(number), environment,
+                    f"client {number}",
+                    lambda number=number: self.join(number),
+                    environment,
                     out / "clients" / f"client-{number}.log",
                 )
                 for number in range(1, num_clients + 1)
             },
-            RestartPolicy(
-                max_restarts=10**6, first_s=restart_s, longest_s=max(1.0, restart_s), leave_s=20.0
-            ),
+            RestartPolicy(max_restarts=10**6, first_s=restart_s, longest_s=max(1.0, restart_s), leave_s=20.0),
             self._say,
             begun=(out / "note").is_file,
             listener=self.listener,
-        )  # fmt: skip
+        )
         self._environment = environment
 
     def __enter__(self) -> Federation:
@@ -108,9 +120,16 @@ class Federation:
     def join(self, number: int) -> list[str]:
         """How to start a client."""
         return [
-            sys.executable, "-m", "raafl", "join", "--address", f"127.0.0.1:{self.proxy.port}", "--client", str(number),
+            sys.executable,
+            "-m",
+            "raafl",
+            "join",
+            "--address",
+            f"127.0.0.1:{self.proxy.port}",
+            "--client",
+            str(number),
             *self._certs,
-        ]  # fmt: skip
+        ]
 
     # ---- how the run is doing ----
 
@@ -228,9 +247,13 @@ class Federation:
     def _stranger(self, name: str, command: list[str], environment: Mapping[str, str], codes: tuple[int, ...]) -> None:
         with (self.out / "clients" / f"stranger-{len(self.strangers) + 1}.log").open("wb") as log:
             process = subprocess.Popen(
-                command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self.strangers.append((name, process, codes))
 
     def _garbage(self, fault: Fault, more: str) -> tuple[str, float, Undo] | None:

@@ -166,14 +166,24 @@ def report(
     for row in injector.done:
         killed[row["fault"]] += row["killed"]
     names = (
-        "finished", "versions", "updates_merged", "updates_refused", "updates_lost_by_reason", "connections_refused",
-        "participation", "final", "time_s",
-    )  # fmt: skip
+        "finished",
+        "versions",
+        "updates_merged",
+        "updates_refused",
+        "updates_lost_by_reason",
+        "connections_refused",
+        "participation",
+        "final",
+        "time_s",
+    )
     return {
         "command": _command(options),
-        "seed": options.seed, "clients": options.clients, "wall_s": round(wall_s, 1),
+        "seed": options.seed,
+        "clients": options.clients,
+        "wall_s": round(wall_s, 1),
         "faults": dict(Counter(row["fault"] for row in injector.done)),
-        "kills": injector.num_kills, "kills_of_the_server": killed["kill server"],
+        "kills": injector.num_kills,
+        "kills_of_the_server": killed["kill server"],
         "resumed": len(resumed),
         "restarts_of_clients_and_server": federation.supervisor.num_restarts,
         "server_without_clients": [
@@ -183,7 +193,7 @@ def report(
         "checks": {name: problems[:20] for name, problems in checks.items()},
         "passed": not any(checks.values()),
         "script": injector.done,
-    }  # fmt: skip
+    }
 
 
 def _command(options: argparse.Namespace) -> str:

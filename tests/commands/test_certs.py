@@ -14,9 +14,13 @@ from raafl.runtime.server.sites import read_sites
 def test_from_an_empty_folder_to_a_revoked_site(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for line in (
-        "init --federation heart", "server localhost 127.0.0.1", "request north --folder site", "sign site/north.csr",
-        "renew north --days 5", "renew server",
-    ):  # fmt: skip
+        "init --federation heart",
+        "server localhost 127.0.0.1",
+        "request north --folder site",
+        "sign site/north.csr",
+        "renew north --days 5",
+        "renew server",
+    ):
         assert main(["certs", *line.split()]) == 0, line
     words = capsys.readouterr().out
     told = [line for line in words.splitlines() if line.count(":") == 15]
@@ -28,8 +32,11 @@ def test_from_an_empty_folder_to_a_revoked_site(tmp_path, monkeypatch, capsys):
     said, rows = capsys.readouterr().out.splitlines()
     assert said == "revoked 'north': 2 valid certificates"
     assert sorted((row["name"], row["state"]) for row in json.loads(rows)) == [
-        ("north", "revoked"), ("north", "revoked"), ("server", "valid"), ("server", "valid"),
-    ]  # fmt: skip
+        ("north", "revoked"),
+        ("north", "revoked"),
+        ("server", "valid"),
+        ("server", "valid"),
+    ]
 
 
 @pytest.fixture
@@ -98,11 +105,14 @@ def test_who_revokes_the_server_is_told_what_to_do(requests, capsys):
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("sing x", "did you mean 'sign'?"), ("sign none.csr", "no certificate authority"),
-        ("request a/b", "site is 'a/b'"), ("init --federation", "expected one argument"),
-        ("server h --days x", "days is 'x': give a whole number"), ("request", "required: SITE"),
+        ("sing x", "did you mean 'sign'?"),
+        ("sign none.csr", "no certificate authority"),
+        ("request a/b", "site is 'a/b'"),
+        ("init --federation", "expected one argument"),
+        ("server h --days x", "days is 'x': give a whole number"),
+        ("request", "required: SITE"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, line, why):
     monkeypatch.chdir(tmp_path)
     assert main(["certs", *line.split()]) == 2

@@ -20,9 +20,24 @@ from tests.helpers import forkserver
 from tests.helpers.forked_command import command, wait_for
 
 SUMMARY = {
-    "algorithm", "runtime", "seed", "versions", "updates_merged", "updates_refused", "updates_lost", "time_s", "wall_s",
-    "bytes_up", "bytes_down", "utilisation", "participation", "staleness", "final", "time_to", "model_digest",
-}  # fmt: skip
+    "algorithm",
+    "runtime",
+    "seed",
+    "versions",
+    "updates_merged",
+    "updates_refused",
+    "updates_lost",
+    "time_s",
+    "wall_s",
+    "bytes_up",
+    "bytes_down",
+    "utilisation",
+    "participation",
+    "staleness",
+    "final",
+    "time_to",
+    "model_digest",
+}
 
 
 @pytest.mark.quick_cases("fed_raa")
@@ -42,8 +57,13 @@ def test_the_run_folder_is_whole(run, tmp_path):
     assert code == 0
     folder = tmp_path / "here"
     assert {path.name for path in folder.iterdir()} >= {
-        "config.yaml", "events.jsonl", "metrics.csv", "clients.csv", "checkpoints", "summary.json",
-    }  # fmt: skip
+        "config.yaml",
+        "events.jsonl",
+        "metrics.csv",
+        "clients.csv",
+        "checkpoints",
+        "summary.json",
+    }
     summary = json.loads((folder / "summary.json").read_text())
     assert out.splitlines()[-1] == f"run folder: {folder}"
     assert f"model digest {summary['model_digest'][:16]}" in out
@@ -165,9 +185,13 @@ def test_json_prints_json_alone_even_with_a_model_that_prints(tmp_path):
     (tmp_path / "chatty.py").write_text(CHATTY)
     argv = ("--config", QUICKSTART, "--model", "chatty.Chatty", "--model.in_features=64", "--max_updates=2", "--json")
     done = subprocess.run(
-        [sys.executable, "-m", "raafl", "simulate", *argv], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        [sys.executable, "-m", "raafl", "simulate", *argv],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1

@@ -101,8 +101,14 @@ def test_clients_of_a_resumed_run_take_its_config():
 
 def test_the_first_server_gets_all_options(server):
     assert server("--config", "c.yaml", "--json").command() == [
-        *RAAFL, "serve", "--config", "c.yaml", "--json", "--address", "fd:7"
-    ]  # fmt: skip
+        *RAAFL,
+        "serve",
+        "--config",
+        "c.yaml",
+        "--json",
+        "--address",
+        "fd:7",
+    ]
 
 
 def test_a_later_server_goes_on_from_the_last_checkpoint(server, tmp_path):

@@ -330,10 +330,12 @@ def test_rows_that_are_the_same_runs_are_refused(tmp_path, search):
 
 @pytest.mark.parametrize(
     ("rows", "search"),
-    [({"A": None, "B": "--checkpoint_every 3"}, None),
-     ({"A": "--max_updates 4", "B": "--max_updates 8"}, SMALL["search"] | {"options": "--max_updates 2"})],
+    [
+        ({"A": None, "B": "--checkpoint_every 3"}, None),
+        ({"A": "--max_updates 4", "B": "--max_updates 8"}, SMALL["search"] | {"options": "--max_updates 2"}),
+    ],
     ids=["of other speed", "of other length"],
-)  # fmt: skip
+)
 def test_rows_that_differ_in_one_option_are_not(tmp_path, monkeypatch, rows, search):
     started = []
     monkeypatch.setattr(runs, "start", lambda argv, *_: started.append(argv) or 1 / 0)

@@ -45,9 +45,15 @@ def test_all_rows_and_trials_are_measured_at_one_distance_after_their_own_option
 
 @pytest.mark.parametrize(
     ("given", "maximize"),
-    [({}, True), ({"metric": "loss"}, False), ({"metric": "val_mse"}, False), ({"metric": "gap"}, True),
-     ({"metric": "loss", "maximize": True}, True), ({"metric": "gap", "maximize": False}, False)],
-)  # fmt: skip
+    [
+        ({}, True),
+        ({"metric": "loss"}, False),
+        ({"metric": "val_mse"}, False),
+        ({"metric": "gap"}, True),
+        ({"metric": "loss", "maximize": True}, True),
+        ({"metric": "gap", "maximize": False}, False),
+    ],
+)
 def test_a_metrics_name_says_what_is_better_unless_the_file_does(tmp_path, given, maximize):
     assert read(written(tmp_path, **given)).maximize is maximize
 
@@ -174,8 +180,11 @@ def test_a_variant_replaces_fields_and_has_a_name_of_its_own(tmp_path):
     assert read(path).seeds == (0, 1)
     found = read(path, "long")
     assert (found.name, found.seeds, found.options, found.rows) == (
-        "mine-long", (7,), ("--max_updates", "9"), read(path).rows
-    )  # fmt: skip
+        "mine-long",
+        (7,),
+        ("--max_updates", "9"),
+        read(path).rows,
+    )
     with pytest.raises(BadInput, match=r"variant is 'lang', which the comparison does not have: .*long"):
         read(path, "lang")
     with pytest.raises(BadInput, match=r"variants\.long\.sead is unknown"):

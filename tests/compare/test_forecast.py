@@ -9,10 +9,13 @@ from raafl.compare.comparison import Comparison, Halving, Search
 from raafl.devices.profiles import Profile
 
 SMALL = Comparison(
-    "small", "quickstart", {"A": ("--algorithm", "fed_avg"), "B": ("--max_updates", "6")}, (0, 1),
+    "small",
+    "quickstart",
+    {"A": ("--algorithm", "fed_avg"), "B": ("--max_updates", "6")},
+    (0, 1),
     options=("--clients", "3", "--max_updates", "12"),
     search=Search({"--model.lr": [0.1, 0.2, 0.3]}, (10, 11), halving=Halving(3, 0.5)),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")

@@ -19,16 +19,24 @@ pytestmark = pytest.mark.timeout(240)
 
 FILES = {
     "grid": {
-        "tasks": ["digits"], "fleets": ["alike", "jetsons"], "methods": ["avg", "each"], "seeds": [0],
-        "search": {"fleet": "alike", "seeds": [10]}, "baseline": "avg",
+        "tasks": ["digits"],
+        "fleets": ["alike", "jetsons"],
+        "methods": ["avg", "each"],
+        "seeds": [0],
+        "search": {"fleet": "alike", "seeds": [10]},
+        "baseline": "avg",
     },
     "tasks/digits": {
-        "config": "quickstart", "options": "--clients 3 --model.hidden [16] --algorithm fed_avg --max_updates 1000",
-        "search": {"--model.lr": [0.05, 0.1]}, "targets": [0.01],
+        "config": "quickstart",
+        "options": "--clients 3 --model.hidden [16] --algorithm fed_avg --max_updates 1000",
+        "search": {"--model.lr": [0.05, 0.1]},
+        "targets": [0.01],
     },
     "fleets/alike": {"devices": [{"name": "one", "flops_per_s": 2e7}], "max_time": {"digits": "1s"}},
     "fleets/jetsons": {
-        "devices": "fleet:four-classes/4e4", "max_time": {"digits": 1}, "task_s": {"digits": 0.5},
+        "devices": "fleet:four-classes/4e4",
+        "max_time": {"digits": 1},
+        "task_s": {"digits": 0.5},
     },
     "methods/avg": {"options": "--algorithm fed_avg"},
     "methods/each": {"options": "--algorithm fed_async", "tasks": {"digits": "--algorithm.alpha 0.5"}},
@@ -36,7 +44,7 @@ FILES = {
         "options": "--algorithm fed_buff --algorithm.buffer_size 2 --algorithm.submodel raafl.parts.RateSelect "
         "--algorithm.submodel.seconds {task_s}",
     },
-}  # fmt: skip
+}
 
 
 def written(folder, **changes):
@@ -150,9 +158,12 @@ def row_of(label, times, sent, finals):
     order = sorted(math.inf if time is None else time for time in times)
     reached = {"median_s": None if math.isinf(order[1]) else order[1], "reached": sum(t is not None for t in times)}
     return {
-        "row": label, "runs": [{"seed": seed, "time_to": {"0.9": time}} for seed, time in enumerate(times)],
-        "time_to": {"0.9": reached}, "megabytes_to": {"0.9": sent}, "final": {"mean": finals},
-    }  # fmt: skip
+        "row": label,
+        "runs": [{"seed": seed, "time_to": {"0.9": time}} for seed, time in enumerate(times)],
+        "time_to": {"0.9": reached},
+        "megabytes_to": {"0.9": sent},
+        "final": {"mean": finals},
+    }
 
 
 def test_ranks_front_and_what_ranks_show():
@@ -162,18 +173,28 @@ def test_ranks_front_and_what_ranks_show():
     never = row_of("never", [None, None, None], None, 0.5)
     found = standings([fast, slow, partly, never], maximize=True)
     assert {label: one["rank"] for label, one in found.items()} == {
-        "fast": {"time": 1, "final": 3}, "slow": {"time": 2, "final": 1}, "partly": {"time": 3, "final": 2},
+        "fast": {"time": 1, "final": 3},
+        "slow": {"time": 2, "final": 1},
+        "partly": {"time": 3, "final": 2},
         "never": {"time": 4, "final": 4},
-    }  # fmt: skip
+    }
     assert [label for label, one in found.items() if one["pareto"]] == ["fast", "slow"]
     # of the 20 divisions of three and three runs, only this one and its mirror have all pairs on one side: p 0.1;
     # partly: later than 10, sooner than 10, later than 10, three times each. Fast's runs are level, so of the 20 divisions
     # those with the run of 9 on partly's side are the 10 that count -3 or less, and their mirrors: p 1
     slow, partly, never = (found[label]["behind"] for label in ("slow", "partly", "never"))
     assert slow == {
-        "of": "fast", "reached": 3, "seeds": 3, "ratio": 2.0, "later": 9, "pairs": 9, "p": 0.1, "least_p": 0.1,
-        "p_holm": pytest.approx(0.3), "shown": False,
-    }  # fmt: skip
+        "of": "fast",
+        "reached": 3,
+        "seeds": 3,
+        "ratio": 2.0,
+        "later": 9,
+        "pairs": 9,
+        "p": 0.1,
+        "least_p": 0.1,
+        "p_holm": pytest.approx(0.3),
+        "shown": False,
+    }
     assert (partly["reached"], partly["ratio"], partly["later"]) == (1, None, 6)
     assert (never["reached"], never["ratio"], never["later"], never["p"]) == (0, None, 9, 0.1)
     assert found["fast"]["behind"]["p"] is None and found["fast"]["behind"]["ratio"] == 1.0
@@ -205,18 +226,30 @@ def test_a_table_says_what_was_not_replayed(finished):
     assert {line[-1] for line in lines} == {"not replayed", "NO"} and head[-2:] == ["front", "accepted"]
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"grid": FILES["grid"] | {"fleets": ["alik"]}}, "alik.yaml' cannot be read: .*did you mean 'alike'"),
-    ({"grid": FILES["grid"] | {"search": {"fleet": "mars", "seeds": [1]}}}, "search.fleet is 'mars'"),
-    ({"grid": FILES["grid"] | {"baseline": "avvg"}}, "baseline is 'avvg', which is no method"),
-    ({"grid": FILES["grid"] | {"replays": "a"}}, "replays is 'a': give a whole number"),
-    ({"grid": FILES["grid"] | {"tasks": "digits"}}, "tasks is digits: give a list of files' names"),
-    ({"grid": FILES["grid"] | {"name": "../evil"}}, "name is '../evil', which is no name of a folder"),
-    ({"tasks/digits": FILES["tasks/digits"] | {"maximize": "no"}}, "digits.yaml: maximize is 'no': give true or false"),
-    ({"fleets/alike": {"devices": "fleet:gpus", "max_time": {}}}, "fleet 'alike' has no max_time for task 'digits'"),
-    ({"methods/avg": {"options": "--x 1", "serch": {}}}, "serch is unknown"),
-    ({"methods/avg": {"name": "each", "options": ""}}, "gridmethod 'each' is given twice|method 'each' is given twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grid": FILES["grid"] | {"fleets": ["alik"]}}, "alik.yaml' cannot be read: .*did you mean 'alike'"),
+        ({"grid": FILES["grid"] | {"search": {"fleet": "mars", "seeds": [1]}}}, "search.fleet is 'mars'"),
+        ({"grid": FILES["grid"] | {"baseline": "avvg"}}, "baseline is 'avvg', which is no method"),
+        ({"grid": FILES["grid"] | {"replays": "a"}}, "replays is 'a': give a whole number"),
+        ({"grid": FILES["grid"] | {"tasks": "digits"}}, "tasks is digits: give a list of files' names"),
+        ({"grid": FILES["grid"] | {"name": "../evil"}}, "name is '../evil', which is no name of a folder"),
+        (
+            {"tasks/digits": FILES["tasks/digits"] | {"maximize": "no"}},
+            "digits.yaml: maximize is 'no': give true or false",
+        ),
+        (
+            {"fleets/alike": {"devices": "fleet:gpus", "max_time": {}}},
+            "fleet 'alike' has no max_time for task 'digits'",
+        ),
+        ({"methods/avg": {"options": "--x 1", "serch": {}}}, "serch is unknown"),
+        (
+            {"methods/avg": {"name": "each", "options": ""}},
+            "gridmethod 'each' is given twice|method 'each' is given twice",
+        ),
+    ],
+)
 def test_bad_files_are_named(tmp_path, changes, message):
     with pytest.raises(BadInput, match=message):
         read_grid(written(tmp_path, **changes))

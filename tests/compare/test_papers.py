@@ -46,7 +46,7 @@ def test_each_file_of_the_folder_that_is_a_papers_is_in_the_catalogue():
         (["ram-fed", "table-2-cifar10-0.1"], "scale is 'small', which 'table-2-cifar10-0.1' does not have: .*full"),
         (["fed-raa", "table-3-mnist", "--jobs", "0"], "jobs is 0"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_run_is_named(argv, message):
     with pytest.raises(BadInput, match=message):
         reproduce(argv)

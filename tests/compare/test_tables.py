@@ -9,20 +9,46 @@ from raafl.compare import tables
 
 ROWS = [
     {
-        "row": "A & B_1", "seeds": [0, 1], "failed": 0, "final": {"mean": 0.9, "half": 0.01, "num": 2}, "difference": None,
+        "row": "A & B_1",
+        "seeds": [0, 1],
+        "failed": 0,
+        "final": {"mean": 0.9, "half": 0.01, "num": 2},
+        "difference": None,
         "time_to": {"0.5": {"median_s": 12.5, "reached": 2, "seeds": 2}},
     },
     {
-        "row": "C", "seeds": [0, 1], "failed": 1, "final": {"mean": 0.8, "half": 0.2, "num": 2},
-        "difference": {"mean": -0.1, "half": 0.3, "num": 2, "excludes_0": False, "shown": False, "p_holm": 0.3, "tests": 2},
+        "row": "C",
+        "seeds": [0, 1],
+        "failed": 1,
+        "final": {"mean": 0.8, "half": 0.2, "num": 2},
+        "difference": {
+            "mean": -0.1,
+            "half": 0.3,
+            "num": 2,
+            "excludes_0": False,
+            "shown": False,
+            "p_holm": 0.3,
+            "tests": 2,
+        },
         "time_to": {"0.5": {"median_s": None, "reached": 1, "seeds": 2}},
     },
     {
-        "row": "D", "seeds": [0], "failed": 0, "final": {"mean": 0.7, "half": None, "num": 1},
-        "difference": {"mean": 0.25, "half": 0.125, "num": 2, "excludes_0": True, "shown": True, "p_holm": 0.02, "tests": 2},
+        "row": "D",
+        "seeds": [0],
+        "failed": 0,
+        "final": {"mean": 0.7, "half": None, "num": 1},
+        "difference": {
+            "mean": 0.25,
+            "half": 0.125,
+            "num": 2,
+            "excludes_0": True,
+            "shown": True,
+            "p_holm": 0.02,
+            "tests": 2,
+        },
         "time_to": {"0.5": {"median_s": None, "reached": 0, "seeds": 1}},
     },
-]  # fmt: skip
+]
 RESULT = {"rows": ROWS, "metric": "accuracy", "reference": "A & B_1"}
 
 

@@ -63,10 +63,14 @@ def mixed() -> FlatTensors:
 def test_bf16_travels_in_the_same_shapes():
     layout = BFloat16().layout(mixed().layout)
     assert {e.name: (e.shape, e.dtype) for e in layout.entries} == {
-        "weight": ((4, 40), torch.bfloat16), "bias": ((3,), torch.bfloat16), "double": ((2,), torch.bfloat16),
-        "count": ((), torch.int64), "mask": ((2,), torch.bool), "half": ((2,), torch.float16),
+        "weight": ((4, 40), torch.bfloat16),
+        "bias": ((3,), torch.bfloat16),
+        "double": ((2,), torch.bfloat16),
+        "count": ((), torch.int64),
+        "mask": ((2,), torch.bool),
+        "half": ((2,), torch.float16),
         "none": ((0, 3), torch.float32),
-    }  # fmt: skip
+    }
 
 
 def test_int8_travels_with_a_scale_to_each_long_row():
@@ -74,9 +78,12 @@ def test_int8_travels_with_a_scale_to_each_long_row():
     values = flat(weight=torch.zeros(4, 40), bias=torch.zeros(3), count=torch.tensor(7))
     layout = Int8().layout(values.layout)
     assert [(e.name, e.shape, e.dtype) for e in layout.entries] == [
-        ("weight", (4, 40), torch.int8), ("bias", (3,), torch.int8), ("weight scales", (4,), torch.float32),
-        ("bias scales", (1,), torch.float32), ("count", (), torch.int64),
-    ]  # fmt: skip
+        ("weight", (4, 40), torch.int8),
+        ("bias", (3,), torch.int8),
+        ("weight scales", (4,), torch.float32),
+        ("bias scales", (1,), torch.float32),
+        ("count", (), torch.int64),
+    ]
     assert layout.num_bytes == 163 + 4 * 5 + 8
 
 
@@ -84,10 +91,12 @@ def test_top_k_travels_as_places_and_elements_of_each_dtype():
     values = flat(a=torch.zeros(3, 3), b=torch.zeros(3, dtype=torch.float64), c=torch.zeros(1), d=torch.tensor(1))
     layout = TopK(share=0.25).layout(values.layout)
     assert [(e.name, e.shape, e.dtype) for e in layout.entries] == [
-        ("torch.float32 places", (2,), torch.int32), ("torch.float32 elements", (2,), torch.float32),
-        ("torch.float64 places", (1,), torch.int32), ("torch.float64 elements", (1,), torch.float64),
+        ("torch.float32 places", (2,), torch.int32),
+        ("torch.float32 elements", (2,), torch.float32),
+        ("torch.float64 places", (1,), torch.int32),
+        ("torch.float64 elements", (1,), torch.float64),
         ("d", (), torch.int64),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("share", "numel", "count"), [(0.1, 4, 1), (0.1, 26, 3), (1.0, 7, 7), (1e-9, 5, 1)])

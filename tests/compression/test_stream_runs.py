@@ -100,10 +100,14 @@ def test_what_each_side_of_a_slow_run_was_charged(tmp_path):
     link = {"down_bytes_per_s": 1000.0, "latency_s": 0.0}
     run = finish(
         experiment(
-            tmp_path / "run", fed_avg(), clients=1, devices=unequal([1e12], **link), max_updates=2,
+            tmp_path / "run",
+            fed_avg(),
+            clients=1,
+            devices=unequal([1e12], **link),
+            max_updates=2,
             compress=Compress("top_k", "none", 0.1),
         )
-    )  # fmt: skip
+    )
     rows, params = run.rows(), 64 * 24 + 24 + 24 * 10 + 10
     count = round(0.1 * params)
     assert [int(row["bytes_down"]) for row in rows] == [4 * params, 8 * count]

@@ -180,8 +180,13 @@ def test_settings_of_a_run_go_before_the_models_own():
 def test_all_problems_are_named_at_once():
     found = problems(clients=0, seed=-5, max_time="2x", progress="loud", target="x", train=Training(num_epochs=-1))
     assert [line.split(" is ")[0] for line in found] == [
-        "clients", "seed", "train.num_epochs", "progress", "max_time", "target",
-    ]  # fmt: skip
+        "clients",
+        "seed",
+        "train.num_epochs",
+        "progress",
+        "max_time",
+        "target",
+    ]
 
 
 def test_output_may_be_new_or_empty_and_nothing_else(tmp_path):
@@ -239,10 +244,18 @@ def test_without_eval_every_the_model_is_measured_about_once_in_n_updates(algori
     assert limits_of(make(algorithm=algorithm, clients=12, eval_every=3), 1).eval_every == 3
 
 
-@pytest.mark.parametrize(("every", "size", "unit"), [
-    (7, 7, "versions"), ("7", 7, "versions"), ("0.5s", 0.5, "seconds"), ("2m", 120.0, "seconds"), ("1e-3 s", 1e-3, "seconds"),
-    ("5000 samples", 5000, "samples"), ("1 sample", 1, "samples"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("every", "size", "unit"),
+    [
+        (7, 7, "versions"),
+        ("7", 7, "versions"),
+        ("0.5s", 0.5, "seconds"),
+        ("2m", 120.0, "seconds"),
+        ("1e-3 s", 1e-3, "seconds"),
+        ("5000 samples", 5000, "samples"),
+        ("1 sample", 1, "samples"),
+    ],
+)
 def test_the_distance_between_evaluations_has_a_unit(every, size, unit):
     limits = limits_of(make(eval_every=every), 1)
     assert (limits.eval_every, limits.eval_unit) == (size, unit)
@@ -250,22 +263,67 @@ def test_the_distance_between_evaluations_has_a_unit(every, size, unit):
 
 def test_what_the_fields_say_of_themselves():
     both = {
-        "model", "data", "algorithm", "partition", "clients", "seed", "train", "submodels", "secure_aggregation", "compress",
-        "threads", "rules",
-    }  # fmt: skip
+        "model",
+        "data",
+        "algorithm",
+        "partition",
+        "clients",
+        "seed",
+        "train",
+        "submodels",
+        "secure_aggregation",
+        "compress",
+        "threads",
+        "rules",
+    }
     assert set(marked("must_match")) == both
     assert set(marked("sent_to_clients")) == both | {"devices", "memory", "fabric", "waits"}
     assert set(marked("may_change")) == {
-        "max_updates", "max_time", "target", "output", "resume", "progress", "logger", "workers", "name", "waits", "transport",
-        "checkpoint_every", "checkpoint_s", "keep_checkpoints", "keep_best", "strict", "batch_clients",
-        "monitor", "monitor_clients", "monitor_stall_s", "safetensors", "push_to_hub", "payload_memory_bytes",
-    }  # fmt: skip
+        "max_updates",
+        "max_time",
+        "target",
+        "output",
+        "resume",
+        "progress",
+        "logger",
+        "workers",
+        "name",
+        "waits",
+        "transport",
+        "checkpoint_every",
+        "checkpoint_s",
+        "keep_checkpoints",
+        "keep_best",
+        "strict",
+        "batch_clients",
+        "monitor",
+        "monitor_clients",
+        "monitor_stall_s",
+        "safetensors",
+        "push_to_hub",
+        "payload_memory_bytes",
+    }
     assert set(ABOUT) - set(marked("used_by_replay")) == {
-        "output", "resume", "logger", "monitor", "monitor_clients", "monitor_stall_s", "push_to_hub", "payload_memory_bytes",
-    }  # fmt: skip
+        "output",
+        "resume",
+        "logger",
+        "monitor",
+        "monitor_clients",
+        "monitor_stall_s",
+        "push_to_hub",
+        "payload_memory_bytes",
+    }
     assert list(SECTIONS) == [
-        "train", "submodels", "fabric", "guard", "rounds", "privacy", "secure_aggregation", "compress", "waits",
-    ]  # fmt: skip
+        "train",
+        "submodels",
+        "fabric",
+        "guard",
+        "rounds",
+        "privacy",
+        "secure_aggregation",
+        "compress",
+        "waits",
+    ]
     assert all(kind().__class__ is kind for kind in SECTIONS.values())
 
 

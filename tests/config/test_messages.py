@@ -125,11 +125,16 @@ def wide() -> Algorithm:
         ("algorithm", "def f(:\n", "cannot be imported: SyntaxError: invalid syntax", 1),
         ("model", "import math\n1 / 0\n", "cannot be imported: ZeroDivisionError: division by zero", 2),
         ("model", "import json\njson.loads('x')\n", "cannot be imported: JSONDecodeError: Expecting value: line 1", 2),
-        ("algorithm", CHEK, "cannot be imported: Wide has a method 'chek', which nothing calls: Select has no 'chek', did you", 4),
+        (
+            "algorithm",
+            CHEK,
+            "cannot be imported: Wide has a method 'chek', which nothing calls: Select has no 'chek', did you",
+            4,
+        ),
         ("algorithm", ABSTRACT, "cannot be made: TypeError: Can't instantiate abstract class Wide with", 10),
     ],
     ids=["syntax", "division", "in a library", "misspelt", "abstract"],
-)  # fmt: skip
+)
 def test_what_is_wrong_in_the_users_own_file(tmp_path, monkeypatch, field, source, says, line):
     name = tmp_path.name  # of this case alone, as no module is imported twice
     (tmp_path / f"{name}.py").write_text(source)
@@ -174,7 +179,10 @@ def unsaid():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--algorithm", f"{__name__}.unsaid"], "which does not say what it makes: annotate it, as in `def unsaid(...) -> Algo"),
+        (
+            ["--algorithm", f"{__name__}.unsaid"],
+            "which does not say what it makes: annotate it, as in `def unsaid(...) -> Algo",
+        ),
         (["--algorithm", f"{__name__}.QUICKSTART"], "which is no class or function: give one, such as raafl.fed_raa"),
         (["--model", "{classpath: model_zoo.MLP, lr: 1}"], "unknown field model.classpath: did you mean 'class_path'?"),
         (["--partition", "3"], "partition is '3': give a class path"),
@@ -182,7 +190,7 @@ def unsaid():
         (["--batch_size", "4"], "unknown option --batch_size: train.batch_size is the local batch size"),
         (["--gpus", "1"], "unknown option --gpus: fabric.accelerator is cpu, cuda or auto"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_has_one_line_with_a_remedy(options, says):
     text = refused(*options)
     assert says in text and "\n" not in text and ("did you mean" in says or "did you mean" not in text)

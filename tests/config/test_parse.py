@@ -297,7 +297,7 @@ def test_files_come_first_in_their_own_order(tmp_path):
         (["--devices", "fleet:four-classes"], 4),
         (["--devices", "nowhere.csv"], 10),  # named by the check
     ],
-)  # fmt: skip
+)
 def test_without_clients_there_are_as_many_as_devices(options, clients):
     parts = [
         "--model",

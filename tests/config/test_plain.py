@@ -66,8 +66,12 @@ def test_values_out_of_range_are_all_named_without_the_parts(tmp_path):
         "gpu",
     ]
     assert [line.split(" is ")[0] for line in lines(check_plain, *options)] == [
-        "clients", "transport", "server_device", "max_time", "logger",
-    ]  # fmt: skip
+        "clients",
+        "transport",
+        "server_device",
+        "max_time",
+        "logger",
+    ]
     config = tmp_path / "a.yaml"
     config.write_text("model: no.such.Model\nclientss: 3\nguard: {trims: 1}\n")
     with pytest.raises(BadInput) as error:

@@ -87,8 +87,11 @@ def test_without_certificates_nothing_starts_and_the_remedy_is_named(tmp_path, m
     monkeypatch.delenv("RAAFL_LOCAL_TOKEN", raising=False)
     for argv, remedy in (
         (["serve"], "tls_ca is 'certs/ca.crt', which does not exist: make one with `raafl certs`"),
-        (["join", "--address", "127.0.0.1:1", "--client", "1"], "'certs' has no site's certificate with its key: run `raafl certs"),
-    ):  # fmt: skip
+        (
+            ["join", "--address", "127.0.0.1:1", "--client", "1"],
+            "'certs' has no site's certificate with its key: run `raafl certs",
+        ),
+    ):
         assert main([*argv, "--config", str(QUICKSTART)]) == 2
         assert remedy in capsys.readouterr().err
 

@@ -17,9 +17,15 @@ from tests.helpers.small_runs import finish
 
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.yaml"))
 LARGE = (
-    "cifar10-timely-fl", "cifar10-vit", "co-s2p", "co-s2p-paper", "gre-raa-windows", "shakespeare-llama", "sst2-minilm",
+    "cifar10-timely-fl",
+    "cifar10-vit",
+    "co-s2p",
+    "co-s2p-paper",
+    "gre-raa-windows",
+    "shakespeare-llama",
+    "sst2-minilm",
     "sst2-minilm-lora",
-)  # fmt: skip
+)
 """As large as their papers' models, from one to eight seconds each: loaded here, and built in `make test-long`."""
 SIMULATED = ("hetero-fl-mnist", "mnist-ram-fed", "niid-bench")
 """Bases of papers' tables, in which other methods run, too: their rounds have no deadline."""

@@ -57,7 +57,9 @@ HOSTILE = {
     "a select as text": method(submodel=TEXT),
     "in a select": method(submodel={"class_path": "raafl.parts.Rated", "init_args": {"rates": POPEN}}),
     "in the keys of rates": method(submodel={"class_path": "raafl.parts.Rated", "init_args": {"rates": {TEXT: 1.0}}}),
-    "class_path among rates": method(submodel={"class_path": "raafl.parts.Rated", "init_args": {"rates": {"class_path": 1}}}),
+    "class_path among rates": method(
+        submodel={"class_path": "raafl.parts.Rated", "init_args": {"rates": {"class_path": 1}}}
+    ),
     "re-exported by raafl": {
         "model": {"class_path": "raafl.runtime.local.supervisor.subprocess.Popen", "init_args": {"args": ["id"]}}
     },
@@ -66,7 +68,9 @@ HOSTILE = {
     "a prefix": {"model": {"class_path": "raaflish.Model"}},
     "raafl's, of another kind": {"model": {"class_path": "raafl.data.Digits"}},
     "raafl's, but no part": {"model": {"class_path": "raafl.runtime.run.simulate"}},
-    "a part's method": {"model": {"class_path": "model_zoo.MLP.load_from_checkpoint", "init_args": {"checkpoint_path": "x"}}},
+    "a part's method": {
+        "model": {"class_path": "model_zoo.MLP.load_from_checkpoint", "init_args": {"checkpoint_path": "x"}}
+    },
     "a stand-in of Python's": {"model": {"class_path": "raafl.api.python_objects.Module", "init_args": {"given": "x"}}},
     "a class path that is no text": {"model": {"class_path": ["os.system"]}},
     "a class path with a line break": {"model": {"class_path": "model_zoo.MLP\n"}},
@@ -115,7 +119,7 @@ HOSTILE = {
     "a memory folder": {
         "algorithm": {"class_path": "raafl.ram_fed", "init_args": {"memory": "disk", "memory_folder": "/home/me"}}
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -174,9 +178,17 @@ def test_no_form_of_yaml_hides_anything(name):
 
 def test_what_a_client_does_not_use_it_never_sees():
     unused = {
-        "output": "/home/me", "resume": "/home/me", "logger": SYSTEM, "name": TEXT, "progress": TEXT, "workers": TEXT,
-        "config": "/tmp/evil.yaml", "model.class_path": "os.system", "privacy": {"seed_file": "/etc/passwd"}, "guard": SYSTEM,
-    }  # fmt: skip
+        "output": "/home/me",
+        "resume": "/home/me",
+        "logger": SYSTEM,
+        "name": TEXT,
+        "progress": TEXT,
+        "workers": TEXT,
+        "config": "/tmp/evil.yaml",
+        "model.class_path": "os.system",
+        "privacy": {"seed_file": "/etc/passwd"},
+        "guard": SYSTEM,
+    }
     taken = yaml.safe_load(from_server(yaml.safe_dump({**CONFIG, **unused})))
     assert set(taken) <= {*marked("sent_to_clients"), "max_updates"} and taken == yaml.safe_load(
         from_server(QUICKSTART.read_text())
@@ -231,8 +243,15 @@ FOREIGN = {
     **{
         name: HOSTILE[name]
         for name in (
-            "a table", "a path", "a text", "a text in an argument", "a select", "re-exported by raafl", "a device",
-            "a class in a list of it", "a config's path",
+            "a table",
+            "a path",
+            "a text",
+            "a text in an argument",
+            "a select",
+            "re-exported by raafl",
+            "a device",
+            "a class in a list of it",
+            "a config's path",
         )
     },
     "a module beside it": {"model": {"class_path": "evil.make"}},
@@ -243,10 +262,13 @@ FOREIGN = {
     "whose account a logger uses": {"logger": {"class_path": "wandb", "init_args": {"entity": "evil"}}},
     "a kernel": hugging(architecture={"model_type": "bert", "attn_implementation": "evil/kernel"}),
     "settings of a stand-in": {
-        "model": {"class_path": "raafl.api.python_objects.Module", "init_args": {"given": "x", "settings": {"y": POPEN}}}
+        "model": {
+            "class_path": "raafl.api.python_objects.Module",
+            "init_args": {"given": "x", "settings": {"y": POPEN}},
+        }
     },
     "consent": {"trust_config": True},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FOREIGN)

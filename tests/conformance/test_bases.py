@@ -52,10 +52,26 @@ def made(weights, output, base, *memory_bytes, **fields):
     """Four clients with ranks 8, 4, 2 and 1, and so much memory each; none = no limit."""
     named = base if isinstance(base, str) else f"[{','.join(base)}]"
     found = load_experiment(
-        ROOT / "configs" / "llm-lora.yaml", "--model.name_or_path", str(weights), "--model.lora.base", named,
-        "--data.num_test", "8", "--data.batch_size", "4", "--train.num_steps", "1", "--max_updates", "8",
-        "--progress", "quiet", "--emulate", "false", "--output", str(output),
-    )  # fmt: skip
+        ROOT / "configs" / "llm-lora.yaml",
+        "--model.name_or_path",
+        str(weights),
+        "--model.lora.base",
+        named,
+        "--data.num_test",
+        "8",
+        "--data.batch_size",
+        "4",
+        "--train.num_steps",
+        "1",
+        "--max_updates",
+        "8",
+        "--progress",
+        "quiet",
+        "--emulate",
+        "false",
+        "--output",
+        str(output),
+    )
     devices = unequal()
     if memory_bytes:
         devices = [replace(one, memory_bytes=float(n)) for one, n in zip(devices, memory_bytes, strict=True)]

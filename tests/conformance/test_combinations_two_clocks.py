@@ -77,9 +77,14 @@ def test_windows_of_blocks_by_gre_raa(tmp_path):
     pieces = WindowPieces(rates=[1.0, 0.5625, 0.25], distils=False)
     algorithm = fed_raa(alpha=0.3, staleness="polynomial", rescale=False, submodel=pieces)
     base = experiment(
-        tmp_path / "simulated", algorithm, model=model, data=data, max_updates=10, emulate=False,
+        tmp_path / "simulated",
+        algorithm,
+        model=model,
+        data=data,
+        max_updates=10,
+        emulate=False,
         train=Training(num_epochs=None, num_steps=2),
-    )  # fmt: skip
+    )
     simulated, real = on_both_clocks(base, tmp_path / "real")
     assert real.summary["final"] == simulated.summary["final"]
     assert real.summary["versions"] == 10 and real.summary["staleness"]["max"] > 0

@@ -203,9 +203,13 @@ class Failing(Net):
         raise ZeroDivisionError("in the user's code")
 
 
-@pytest.mark.parametrize(("make", "num_processes"), [
-    (Dropping, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((Dropping, 4), (Slow, 2), (Slow, 4))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "num_processes"),
+    [
+        (Dropping, 2),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((Dropping, 4), (Slow, 2), (Slow, 4))),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_tasks_in_any_order_give_what_one_process_gives(kind, make, num_processes):
     data, bench = clients(), Bench.of(make, max_built=2)

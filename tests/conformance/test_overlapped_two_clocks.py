@@ -27,9 +27,13 @@ def test_real_ranks_in_the_simulated_order_leave_the_same_model(tmp_path, name):
     """On an uplink as slow as the devices, so that most tasks begin while an update travels."""
     algorithm, compress = CASES[name]
     made = experiment(
-        tmp_path / "simulated", algorithm, overlap=True, emulate=False, compress=compress,
+        tmp_path / "simulated",
+        algorithm,
+        overlap=True,
+        emulate=False,
+        compress=compress,
         devices=unequal(up_bytes_per_s=8e4),
-    )  # fmt: skip
+    )
     simulated, real = on_both_clocks(made, tmp_path / "real")
     assert real.summary["staleness"] == simulated.summary["staleness"]
     assert len(real.events("sending")) == len(simulated.events("sending")) >= 12
@@ -54,9 +58,15 @@ def test_real_clients_that_begin_tasks_before_they_arrive_leave_the_simulated_mo
     length = {} if schedule == "constant" else {"lr_versions": 30}
     algorithm = streaming_diloco(2, sync_delay=2, trigger=trigger)
     made = experiment(
-        tmp_path / "simulated", algorithm, overlap=True, emulate=False, compress=Compress(down="bf16", up="int8"),
-        devices=unequal(up_bytes_per_s=8e4), max_updates=16, train=Training(None, 3, lr_schedule=schedule, **length),
-    )  # fmt: skip
+        tmp_path / "simulated",
+        algorithm,
+        overlap=True,
+        emulate=False,
+        compress=Compress(down="bf16", up="int8"),
+        devices=unequal(up_bytes_per_s=8e4),
+        max_updates=16,
+        train=Training(None, 3, lr_schedule=schedule, **length),
+    )
     _, real = on_both_clocks(made, tmp_path / "real")
     words = begun.read_text().split()
     assert words.count(str(trigger == "all")) >= 16 - 4 and words.count(str(trigger != "all")) <= 4

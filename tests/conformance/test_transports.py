@@ -58,7 +58,7 @@ CONTENTS = {
     "pieces of three dtypes": lambda: flat(
         a=torch.randn(CHUNK + 5), b=torch.arange(CHUNK), c=torch.ones(2 * CHUNK + 1).to(torch.bfloat16), d=torch.ones(3)
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("content", CONTENTS)

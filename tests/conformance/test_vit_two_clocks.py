@@ -44,9 +44,16 @@ CUT_DIFFERENTLY = ("ada_vit", "co_s2p", "fed_raa")
 def test_ten_updates_are_the_same_on_real_ranks(tmp_path, name):
     model, data = MODELS["ViT"]
     made = experiment(
-        tmp_path / "simulated", VARIANTS[name], model=model, data=data, max_updates=10, eval_every=5, emulate=False,
-        train=Training(num_epochs=None, num_steps=2), devices=DEVICES.get(name, unequal()),
-    )  # fmt: skip
+        tmp_path / "simulated",
+        VARIANTS[name],
+        model=model,
+        data=data,
+        max_updates=10,
+        eval_every=5,
+        emulate=False,
+        train=Training(num_epochs=None, num_steps=2),
+        devices=DEVICES.get(name, unequal()),
+    )
     simulated, real = on_both_clocks(made, tmp_path / "real")
     assert simulated.summary["updates_merged"] >= 10
     for field in ("versions", "updates_merged", "staleness", "participation", "final"):

@@ -40,9 +40,12 @@ ENDS = {"ranks": ranks, "tcp": tcp}
 """For each transport what makes one end of it; the suite fails while one that is in the table lacks a line here."""
 
 KINDS = {
-    "ranks": ("ranks", False, False), "ranks, staged": ("ranks", True, False), "tcp": ("tcp", False, False),
-    "tcp, staged": ("tcp", True, False), "tcp, TLS": ("tcp", False, True),
-}  # fmt: skip
+    "ranks": ("ranks", False, False),
+    "ranks, staged": ("ranks", True, False),
+    "tcp": ("tcp", False, False),
+    "tcp, staged": ("tcp", True, False),
+    "tcp, TLS": ("tcp", False, True),
+}
 """Name, whether all tensors pass through staging memory as those of GPUs do, and whether it is TLS."""
 
 

@@ -143,9 +143,15 @@ def test_what_raises_in_a_merge_is_the_servers_own_and_the_model_may_be_half_mer
 
 @pytest.mark.parametrize(
     ("reason", "outcome"),
-    [("timeout: nothing from the peer within 5 s", "timeout"), ("disconnected: \x1b[2J", "disconnected"), ("failed", "failed"),
-     ("gpu: task 3: lost", "gpu"), ("a client's own words", "other"), ("", "other")],
-)  # fmt: skip
+    [
+        ("timeout: nothing from the peer within 5 s", "timeout"),
+        ("disconnected: \x1b[2J", "disconnected"),
+        ("failed", "failed"),
+        ("gpu: task 3: lost", "gpu"),
+        ("a client's own words", "other"),
+        ("", "other"),
+    ],
+)
 def test_outcomes_are_a_closed_set_whatever_a_client_says(reason, outcome):
     coordinator = coordinator_for(fed_async(), min_clients=1)
     join(coordinator, [1])

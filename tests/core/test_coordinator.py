@@ -213,11 +213,14 @@ def test_evaluations_come_every_so_many_versions_and_once_at_the_end():
     assert versions == [2, 3]
 
 
-@pytest.mark.parametrize(("every", "unit", "versions"), [
-    (1.0, "seconds", [3, 5, 6, 8]),  # merged at 0.2, 0.8, 1.0, 1.9, 2.0, 4.5, 4.5, 4.6 s: and once at the end
-    (0.2, "seconds", [1, 2, 3, 4, 5, 6, 8]),  # 0.6 / 0.2 and the like are not whole in floating point
-    (10, "samples", [2, 4, 5, 7, 8]),  # 6 samples a task: 6, 12, 18, 24, 30, 36, 42, 48
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("every", "unit", "versions"),
+    [
+        (1.0, "seconds", [3, 5, 6, 8]),  # merged at 0.2, 0.8, 1.0, 1.9, 2.0, 4.5, 4.5, 4.6 s: and once at the end
+        (0.2, "seconds", [1, 2, 3, 4, 5, 6, 8]),  # 0.6 / 0.2 and the like are not whole in floating point
+        (10, "samples", [2, 4, 5, 7, 8]),  # 6 samples a task: 6, 12, 18, 24, 30, 36, 42, 48
+    ],
+)
 def test_evaluations_by_seconds_or_samples_are_the_first_versions_at_or_after_each_multiple(every, unit, versions):
     coordinator = coordinator_for(fed_async(), eval_every=every, eval_unit=unit, max_updates=8)
     actions = join(coordinator, [1])

@@ -100,8 +100,9 @@ def test_tasks_left_unanswered_until_the_timeout_count_as_refusals_do():
         again = coordinator.handle(Joined(ClientInfo(2, 1, incarnation=life + 1)), float(life))
         assert bool(assigned(again)) is (life < 2)
     assert [action for action in actions if not isinstance(action, Settled)] == [
-        SetTimer(-2, 12.0), Suspend(2, 12.0, "not answered"),
-    ]  # fmt: skip
+        SetTimer(-2, 12.0),
+        Suspend(2, 12.0, "not answered"),
+    ]
     assert list(coordinator.roster.suspended) == [2]
     assert list(assigned(coordinator.handle(Timer(-2), 12.0))) == [2]
 

@@ -42,10 +42,22 @@ CASES = [
     if (name, model, share) not in NO_CASE
 ]
 EACH_HOOK = [
-    "fed_avg-resnet-1.0", "depth_fl-llama-1.0", "scaffold-cnn-1.0", "moon-cnn-0.25", "fjord-cnn-1.0",
-    "fed_mezo-cnn-0.25", "fed_pm-cnn-1.0", "platon-cnn-0.25", "fed_dyn-cnn-1.0", "fiarse-cnn-1.0", "q_vit-cnn-1.0",
-    "ada_vit-cnn-1.0", "streaming_diloco-cnn-1.0", "split_fed-cnn-1.0", "co_s2p-cnn-0.25",
-]  # fmt: skip
+    "fed_avg-resnet-1.0",
+    "depth_fl-llama-1.0",
+    "scaffold-cnn-1.0",
+    "moon-cnn-0.25",
+    "fjord-cnn-1.0",
+    "fed_mezo-cnn-0.25",
+    "fed_pm-cnn-1.0",
+    "platon-cnn-0.25",
+    "fed_dyn-cnn-1.0",
+    "fiarse-cnn-1.0",
+    "q_vit-cnn-1.0",
+    "ada_vit-cnn-1.0",
+    "streaming_diloco-cnn-1.0",
+    "split_fed-cnn-1.0",
+    "co_s2p-cnn-0.25",
+]
 
 
 def check(setting, task):

@@ -15,12 +15,16 @@ from raafl.parts.merge.mean import Mean
 @pytest.mark.parametrize(
     ("base", "name", "meant"),
     [
-        (Mean, "weight", "weigh"), (Merge, "recieve", "receive"), (Merge, "reject_reasons", "reject_reason"),
+        (Mean, "weight", "weigh"),
+        (Merge, "recieve", "receive"),
+        (Merge, "reject_reasons", "reject_reason"),
         (Select, "on_joined", "on_join"),
-        (Trigger, "wakes_at", "wake_at"), (Local, "hooks", "hook"), (Hook, "backwards", "backward"),
+        (Trigger, "wakes_at", "wake_at"),
+        (Local, "hooks", "hook"),
+        (Hook, "backwards", "backward"),
         (Sample, "concurency", "concurrency"),
     ],
-)  # fmt: skip
+)
 def test_a_misspelt_override_is_refused(base, name, meant):
     message = (
         f"^Own has a method '{name}', which nothing calls: {base.__name__} has no '{name}', did you mean '{meant}'?"

@@ -53,9 +53,11 @@ def test_a_plan_moves_values_and_bundles():
 def test_a_bundle_of_its_own_layout_is_as_the_task_says_and_not_compressed():
     every = Layout.pack([("hidden", (4,), torch.float32)])
     payload = Payload(
-        line_state().submodels, down=("a", "s"), up=("s",), own=lambda name, spec: None if name == "a" else
-        every if spec is None or spec.trained == () else Layout(())
-    )  # fmt: skip
+        line_state().submodels,
+        down=("a", "s"),
+        up=("s",),
+        own=lambda name, spec: None if name == "a" else every if spec is None or spec.trained == () else Layout(()),
+    )
     frozen = Spec(trained=())
     assert list(payload.layout(frozen, "trained").by_name) == ["s/hidden"]
     assert payload.layout(FULL, "trained") == payload.submodels.layout(FULL, "trained")

@@ -189,9 +189,13 @@ def test_no_client_is_kept_out_for_longer_than_an_hour():
 
 @pytest.mark.parametrize(
     ("by_time", "task_s", "waits"),
-    [(True, 20.0, [20.0, 40.0, 80.0]), (True, 600.0, [600.0, 1200.0, 2400.0]), (True, 1.0, [10.0, 20.0, 40.0]),
-     (False, 20.0, [10.0, 20.0, 40.0])],
-)  # fmt: skip
+    [
+        (True, 20.0, [20.0, 40.0, 80.0]),
+        (True, 600.0, [600.0, 1200.0, 2400.0]),
+        (True, 1.0, [10.0, 20.0, 40.0]),
+        (False, 20.0, [10.0, 20.0, 40.0]),
+    ],
+)
 def test_who_never_answers_is_kept_out_for_as_long_as_its_tasks_took(by_time, task_s, waits):
     """Else a server that waits 20 s for each of its tasks keeps it out for 10 s, and waits again."""
     coordinator = coordinator_for(fed_avg(), min_clients=2, num_clients=2, suspends_by_time=by_time)

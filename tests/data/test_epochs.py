@@ -16,9 +16,12 @@ from raafl.data.federated import ClientData
 def trained(num_samples, batch_size, drop_last, weighted, **length):
     """Samples that a client's batches have, one batch after the other."""
     data = ClientData(
-        TensorDataset(torch.arange(num_samples)), torch.arange(num_samples), batch_size, drop_last=drop_last,
+        TensorDataset(torch.arange(num_samples)),
+        torch.arange(num_samples),
+        batch_size,
+        drop_last=drop_last,
         weights=torch.ones(num_samples) if weighted else None,
-    )  # fmt: skip
+    )
     sizes = [len(rows) for rows in data.rows(torch.Generator(), **length)]
     assert data.num_batches() == batches_of_epoch(num_samples, batch_size, drop_last)
     return sum(sizes)

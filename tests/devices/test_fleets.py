@@ -52,19 +52,24 @@ def test_speeds_and_links_are_divided_and_nothing_else():
         assert other.flops_per_s == pytest.approx(one.flops_per_s / 1e3)
         assert other.up_bytes_per_s == pytest.approx(one.up_bytes_per_s / 10)
         assert (other.latency_s, other.memory_bytes, other.availability) == (
-            one.latency_s, one.memory_bytes, one.availability,
-        )  # fmt: skip
+            one.latency_s,
+            one.memory_bytes,
+            one.availability,
+        )
     assert speeds("fleet:gpus/2")[0] == 1.14e13
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("fleet:gpu", "there is no fleet 'gpu'; did you mean 'gpus'"),
-    ("fleet:gpus/0", "'0' is no number above 0"),
-    ("fleet:gpus/1/x", "'x' is no number above 0"),
-    ("fleet:gpus/1/2/3", "write fleet:NAME"),
-    ("flhetbench:5-1:x", "numbers from 1 to 4"),
-    ("flhetbench:1-1:nowhere", "case1.json is missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fleet:gpu", "there is no fleet 'gpu'; did you mean 'gpus'"),
+        ("fleet:gpus/0", "'0' is no number above 0"),
+        ("fleet:gpus/1/x", "'x' is no number above 0"),
+        ("fleet:gpus/1/2/3", "write fleet:NAME"),
+        ("flhetbench:5-1:x", "numbers from 1 to 4"),
+        ("flhetbench:1-1:nowhere", "case1.json is missing"),
+    ],
+)
 def test_bad_names_are_explained(text, message):
     with pytest.raises(ValueError, match=message):
         load_devices(text)
@@ -74,14 +79,20 @@ def copy_of_flhetbench(folder, **changes):
     """Write two phones and users in the form of FLHetBench's files."""
     content = {
         "bench/cached_sample_data/device/case2.json": [
-            {"id": "a", "tcp_speed_results": [8000.0, 16000.0]}, {"id": "b", "tcp_speed_results": [4000.0]},
+            {"id": "a", "tcp_speed_results": [8000.0, 16000.0]},
+            {"id": "b", "tcp_speed_results": [4000.0]},
         ],
         "bench/cached_sample_data/state/case3.json": ["37", "5"],
         "data/cached_timers.json": {
-            "37": {"isSuccess": True, "trace_start": 100.0, "trace_end": 1100.0, "ready_time": [[150.0, 250.0], [300.0, 300.0]]},
+            "37": {
+                "isSuccess": True,
+                "trace_start": 100.0,
+                "trace_end": 1100.0,
+                "ready_time": [[150.0, 250.0], [300.0, 300.0]],
+            },
             "5": {"isSuccess": True, "trace_start": 0.0, "trace_end": 500.0, "ready_time": [[0.0, 500.0]]},
         },
-    } | changes  # fmt: skip
+    } | changes
     for name, data in content.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,11 +111,17 @@ def test_an_environment_of_flhetbench_is_read_from_its_files(tmp_path, caplog):
     assert [path.is_file() for path in fleets.files(f"flhetbench:2-3:{tmp_path}")] == [True] * 3
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"data/cached_timers.json": {"37": {}}}, "user 37 has no trace_start"),
-    ({"bench/cached_sample_data/device/case2.json": [{"tcp_speed_results": [0]}]}, "entry 1 has no tcp_speed_results above 0"),
-    ({"bench/cached_sample_data/state/case3.json": {}}, "has no lists of phones and users"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data/cached_timers.json": {"37": {}}}, "user 37 has no trace_start"),
+        (
+            {"bench/cached_sample_data/device/case2.json": [{"tcp_speed_results": [0]}]},
+            "entry 1 has no tcp_speed_results above 0",
+        ),
+        ({"bench/cached_sample_data/state/case3.json": {}}, "has no lists of phones and users"),
+    ],
+)
 def test_files_of_another_form_are_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         load_devices(copy_of_flhetbench(tmp_path, **changes))

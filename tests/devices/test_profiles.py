@@ -88,12 +88,22 @@ def test_availability_changes_exactly_at_the_next_change(edges, scale, periodic,
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("flops_per_s", 0), ("flops_per_s", -2e9), ("bytes_per_s", 0), ("down_bytes_per_s", 0), ("up_bytes_per_s", math.nan),
-        ("memory_bytes", -1), ("latency_s", -0.1), ("latency_s", math.inf), ("flops_per_s", "fast"),
-        ("availability", ((5, 1),)), ("availability", ((0, 4), (3, 5))), ("availability", ()), ("availability", "0:5"),
+        ("flops_per_s", 0),
+        ("flops_per_s", -2e9),
+        ("bytes_per_s", 0),
+        ("down_bytes_per_s", 0),
+        ("up_bytes_per_s", math.nan),
+        ("memory_bytes", -1),
+        ("latency_s", -0.1),
+        ("latency_s", math.inf),
+        ("flops_per_s", "fast"),
+        ("availability", ((5, 1),)),
+        ("availability", ((0, 4), (3, 5))),
+        ("availability", ()),
+        ("availability", "0:5"),
         ("period_s", 5.0),
     ],
-)  # fmt: skip
+)
 def test_bad_fields_are_named_with_their_value(field, value):
     with pytest.raises(ValueError, match=rf"device profile 'phone': .*{field}") as caught:
         Profile(name="phone", **{field: value})
@@ -246,10 +256,20 @@ def test_devices_parse_as_config_lists():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"flops_per_s": 5e-324}, {"down_bytes_per_s": 5e-324}, {"up_bytes_per_s": 1e300}, {"memory_bytes": 10**400},
-     {"bytes_per_s": 1e-7}, {"latency_s": 1e308}, {"launch_s": 1e13}, {"availability": ((0, 1),), "period_s": 5e-324},
-     {"availability": ((0, 1e300),)}, {"speed_changes": ((0, 1e-300),)}, {"speed_changes": ((1e300, 1),)}],
-)  # fmt: skip
+    [
+        {"flops_per_s": 5e-324},
+        {"down_bytes_per_s": 5e-324},
+        {"up_bytes_per_s": 1e300},
+        {"memory_bytes": 10**400},
+        {"bytes_per_s": 1e-7},
+        {"latency_s": 1e308},
+        {"launch_s": 1e13},
+        {"availability": ((0, 1),), "period_s": 5e-324},
+        {"availability": ((0, 1e300),)},
+        {"speed_changes": ((0, 1e-300),)},
+        {"speed_changes": ((1e300, 1),)},
+    ],
+)
 def test_every_number_has_bounds(fields):
     with pytest.raises(ValueError, match=r"(is|has) "):
         Profile(**fields)
@@ -259,10 +279,20 @@ def test_at_the_bounds_the_largest_task_takes_a_finite_time():
     from raafl.devices.checks import LEAST_FACTOR, LEAST_RATE, MOST_S
 
     slowest = Profile(
-        flops_per_s=LEAST_RATE, down_bytes_per_s=LEAST_RATE, up_bytes_per_s=LEAST_RATE, bytes_per_s=LEAST_RATE,
-        latency_s=MOST_S, launch_s=MOST_S, speed_changes=((0.0, LEAST_FACTOR),),
-        link_changes=((0.0, LEAST_FACTOR),), speed_jitter=2.0, link_jitter=2.0, speed_drift=2.0, link_drift=2.0, drift_s=1e-3,
-    )  # fmt: skip
+        flops_per_s=LEAST_RATE,
+        down_bytes_per_s=LEAST_RATE,
+        up_bytes_per_s=LEAST_RATE,
+        bytes_per_s=LEAST_RATE,
+        latency_s=MOST_S,
+        launch_s=MOST_S,
+        speed_changes=((0.0, LEAST_FACTOR),),
+        link_changes=((0.0, LEAST_FACTOR),),
+        speed_jitter=2.0,
+        link_jitter=2.0,
+        speed_drift=2.0,
+        link_drift=2.0,
+        drift_s=1e-3,
+    )
     largest = 1e15 * 2.0**53 * 1e6  # FLOPs for a sample, samples, units of work
     time = slowest.task_time(largest, 2**53, 2**53, largest, largest, 10**6, largest)
     assert math.isfinite(real_time(slowest, time, MOST_S, 0, lambda *parts: 0).total_s)

@@ -33,9 +33,17 @@ def parsed(tmp_path, *options, waits=WAITS, second_s=SLOW):
     devices = [{"name": f"d{i}", "flops_per_s": flops / (second_s if i == 2 else 0.02)} for i in range(1, 5)]
     found = parse(
         "serve",
-        ["--config", QUICKSTART, "--progress=quiet", f"--output={tmp_path / 'run'}", "--train.num_epochs=null",
-         "--train.num_steps=1", f"--devices={yaml.safe_dump(devices, default_flow_style=True, width=10000).strip()}", *options],
-    )  # fmt: skip
+        [
+            "--config",
+            QUICKSTART,
+            "--progress=quiet",
+            f"--output={tmp_path / 'run'}",
+            "--train.num_epochs=null",
+            "--train.num_steps=1",
+            f"--devices={yaml.safe_dump(devices, default_flow_style=True, width=10000).strip()}",
+            *options,
+        ],
+    )
     return replace(found.experiment, waits=waits), found.config_yaml
 
 
@@ -94,7 +102,7 @@ def test_a_client_killed_in_a_task_is_back_under_a_new_incarnation(tmp_path):
         first, second = fleet.joiners[1], fleet.joiners[3]
         on = On(
             (after(2, arrived(1)), lambda: first.send(signal.SIGKILL)), (lost(2), second.begin), (arrived(2, 1), None)
-        )  # fmt: skip
+        )
         run = fleet.serve(on.inbox)
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, -signal.SIGKILL, 0, 0]
     assert run.summary["finished"] == SEEN
@@ -190,8 +198,18 @@ def stop_serving():
 
 def test_a_client_may_train_on_data_that_only_it_has(tmp_path):
     experiment, config = parsed(tmp_path, "--clients=2", "--max_updates=20")
-    own = parse("join", ["--config", QUICKSTART, "--clients=2", "--train.num_epochs=null", "--train.num_steps=1",
-                         "--data.test_share=0.5", "--progress=quiet"])  # fmt: skip
+    own = parse(
+        "join",
+        [
+            "--config",
+            QUICKSTART,
+            "--clients=2",
+            "--train.num_epochs=null",
+            "--train.num_steps=1",
+            "--data.test_share=0.5",
+            "--progress=quiet",
+        ],
+    )
     mine = replace(own.experiment, devices=experiment.devices, waits=WAITS)
     with remote(experiment, config, tmp_path, [1, (2, {"own": mine, "config_yaml": own.config_yaml})]) as fleet:
         run = fleet.serve()

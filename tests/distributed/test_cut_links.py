@@ -20,9 +20,14 @@ from tests.helpers.small_runs import finish
 pytestmark = pytest.mark.timeout(120)
 NUM_BYTES = 300 * 20_000 + 40  # of the model below: 75 float32 to a hidden unit, and 10 biases
 MODEL = (
-    "--model.hidden=[20000]", "--clients=1", "--devices=null", "--algorithm=fed_avg", "--eval_every=100",
-    "--checkpoint_every=1", "--payload_memory_bytes=1000000",  # so that the update lies in a file
-)  # fmt: skip
+    "--model.hidden=[20000]",
+    "--clients=1",
+    "--devices=null",
+    "--algorithm=fed_avg",
+    "--eval_every=100",
+    "--checkpoint_every=1",
+    "--payload_memory_bytes=1000000",  # so that the update lies in a file
+)
 PATIENT = replace(WAITS, resume_s=20.0)
 RATE = 6_000_000.0  # an update takes a second
 

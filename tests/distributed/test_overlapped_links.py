@@ -19,9 +19,13 @@ from tests.distributed.test_cut_links import NUM_BYTES, RATE, begun, fleet_over,
 pytestmark = pytest.mark.timeout(120)
 OVERLAP = ("--algorithm=fed_async", "--overlap=true")
 STREAMING = (
-    "--algorithm=streaming_diloco", "--algorithm.fragments=1", "--algorithm.sync_delay=2", "--train.num_epochs=null",
-    "--train.num_steps=2", "--overlap=true",
-)  # fmt: skip
+    "--algorithm=streaming_diloco",
+    "--algorithm.fragments=1",
+    "--algorithm.sync_delay=2",
+    "--train.num_epochs=null",
+    "--train.num_steps=2",
+    "--overlap=true",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -104,8 +108,11 @@ def test_a_link_is_cut_and_a_client_killed_while_it_is_ahead_of_its_task(tmp_pat
         run = cut_then_killed(fleet, relay, free_port)
     assert run.events("back") and in_flight(run, "away") == 1
     assert [(row["assignment"], row["outcome"].partition(":")[0]) for row in run.rows()] == [
-        ("1", "merged"), ("2", "lost"), ("3", "merged"), ("4", "merged"),
-    ]  # fmt: skip
+        ("1", "merged"),
+        ("2", "lost"),
+        ("3", "merged"),
+        ("4", "merged"),
+    ]
     settled(run)
     assert replay(run.folder)["equal"] is True
 

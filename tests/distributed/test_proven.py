@@ -27,9 +27,12 @@ class Wrong(MLP):
 
 def test_clients_keep_whole_what_the_server_says(tmp_path):
     made = experiment(
-        tmp_path / "run", ALGORITHMS["hetero_fl"](rates=[1.0, 0.5], masked=False), clients=2, max_updates=4,
+        tmp_path / "run",
+        ALGORITHMS["hetero_fl"](rates=[1.0, 0.5], masked=False),
+        clients=2,
+        max_updates=4,
         model=lambda: Wrong(64, (8,), 10),
-    )  # fmt: skip
+    )
     with ranks(made) as started:
         run = started.serve()
         assert started.exit_codes() == {1: 0, 2: 0}

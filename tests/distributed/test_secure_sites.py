@@ -19,9 +19,12 @@ from tests.helpers.small_runs import finish
 
 pytestmark = pytest.mark.timeout(120)
 OPTIONS = (
-    "--clients=3", "--max_updates=6", "--algorithm=fed_avg", "--secure_aggregation.min_cover=3",
+    "--clients=3",
+    "--max_updates=6",
+    "--algorithm=fed_avg",
+    "--secure_aggregation.min_cover=3",
     "--secure_aggregation.clip_norm=1.0",
-)  # fmt: skip
+)
 
 
 def at(site, **options):

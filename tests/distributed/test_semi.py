@@ -24,13 +24,25 @@ def test_a_timer_merges_those_who_have_reported_and_the_run_replays(tmp_path):
     parsed = parse(
         "fit",
         [
-            "--config", str(ROOT / "configs" / "quickstart.yaml"), "--algorithm=co_s2p", "--algorithm.trigger=semi",
-            "--algorithm.min_ratio=0.5", f"--algorithm.wait_s={WAIT_S}", "--algorithm.rates=[1.0, 0.25]",
-            "--algorithm.mask_rounds=1", "--algorithm.mask_epochs=null", "--algorithm.mask_steps=2",
-            "--train.num_epochs=null", "--train.num_steps=5", "--partition=raafl.data.Iid",
-            f"--devices={json.dumps(devices)}", "--max_updates=28", "--progress=quiet", f"--output={tmp_path / 'run'}",
+            "--config",
+            str(ROOT / "configs" / "quickstart.yaml"),
+            "--algorithm=co_s2p",
+            "--algorithm.trigger=semi",
+            "--algorithm.min_ratio=0.5",
+            f"--algorithm.wait_s={WAIT_S}",
+            "--algorithm.rates=[1.0, 0.25]",
+            "--algorithm.mask_rounds=1",
+            "--algorithm.mask_epochs=null",
+            "--algorithm.mask_steps=2",
+            "--train.num_epochs=null",
+            "--train.num_steps=5",
+            "--partition=raafl.data.Iid",
+            f"--devices={json.dumps(devices)}",
+            "--max_updates=28",
+            "--progress=quiet",
+            f"--output={tmp_path / 'run'}",
         ],
-    )  # fmt: skip
+    )
     with ranks(parsed.experiment) as fleet:
         run = fleet.serve()
         assert set(fleet.exit_codes().values()) == {0}

@@ -23,11 +23,19 @@ def run(folder: Path, speeds: list[float], *options: str) -> tuple[list[dict[str
     parsed = parse(
         "fit",
         [
-            "--config", str(ROOT / "configs" / "quickstart.yaml"), f"--clients={len(speeds)}", "--algorithm=timely_fl",
-            f"--devices={devices}", "--partition=raafl.data.Iid", "--train.num_steps=10",
-            f"--max_updates={6 * len(speeds)}", "--progress=quiet", f"--output={folder}", *options,
+            "--config",
+            str(ROOT / "configs" / "quickstart.yaml"),
+            f"--clients={len(speeds)}",
+            "--algorithm=timely_fl",
+            f"--devices={devices}",
+            "--partition=raafl.data.Iid",
+            "--train.num_steps=10",
+            f"--max_updates={6 * len(speeds)}",
+            "--progress=quiet",
+            f"--output={folder}",
+            *options,
         ],
-    )  # fmt: skip
+    )
     with ranks(parsed.experiment) as fleet:
         done = fleet.serve()
         assert set(fleet.exit_codes().values()) == {0}

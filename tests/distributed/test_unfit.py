@@ -18,8 +18,9 @@ def _small(rank: int) -> None:
         import raafl.runtime.client.setup
 
         raafl.runtime.client.setup.with_memory = lambda made, info, *rest: (
-            replace(info, profile=replace(info.profile, memory_bytes=10.0)), [],
-        )  # fmt: skip
+            replace(info, profile=replace(info.profile, memory_bytes=10.0)),
+            [],
+        )
 
 
 def test_a_client_that_nothing_suits_is_let_go(tmp_path):

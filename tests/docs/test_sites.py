@@ -26,9 +26,10 @@ def test_from_an_empty_folder_to_an_audit(tmp_path, monkeypatch, free_port, caps
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     lines = [
         line.replace("29500", str(free_port))
-        for block in blocks(ROOT / "docs" / "sites.md") if block.language == "bash"
+        for block in blocks(ROOT / "docs" / "sites.md")
+        if block.language == "bash"
         for line in block.text.splitlines()
-    ]  # fmt: skip
+    ]
     started, stack = [], ExitStack()
 
     def run(line):

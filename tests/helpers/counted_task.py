@@ -123,9 +123,14 @@ class Setting:
         self.state = GlobalState(self.submodels, self.submodels.state(self.module))
         self.training = Training(num_epochs=None, num_steps=2, batch_size=BATCH)
         self.coordinator = Coordinator(
-            self.algorithm, self.state, Limits(), training=self.training, batch_size=BATCH,
-            plan=self._plan(), rules=self.rules,
-        )  # fmt: skip
+            self.algorithm,
+            self.state,
+            Limits(),
+            training=self.training,
+            batch_size=BATCH,
+            plan=self._plan(),
+            rules=self.rules,
+        )
 
     def _submodels(self) -> Submodels:
         return Submodels(self.module, self.rows)

@@ -87,16 +87,20 @@ def start() -> None:
         ends = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
         passed = list(asked["pass_fds"])
         request = {
-            "argv": argv, "cwd": str(asked["cwd"] or os.getcwd()), "env": dict(asked["env"] or os.environ),
-            "passed": passed, "session": asked["start_new_session"],
-        }  # fmt: skip
+            "argv": argv,
+            "cwd": str(asked["cwd"] or os.getcwd()),
+            "env": dict(asked["env"] or os.environ),
+            "passed": passed,
+            "session": asked["start_new_session"],
+        }
         with lock:
             fds = [number if end == -1 else end for number, end in enumerate(ends)]
             socket.send_fds(ours, [json.dumps(request).encode()], fds + passed)
             self.pid = int(ours.recv(64))
         self._child_created = True
-        self._close_pipe_fds(*(asked[name] for name in
-                               ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))  # fmt: skip
+        self._close_pipe_fds(
+            *(asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
+        )
 
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
 

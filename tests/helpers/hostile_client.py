@@ -25,9 +25,36 @@ HOSTILE = 4
 """Its id, of four."""
 
 NUMBERS: list[Any] = [
-    0, -1, 1, 5e-324, 2.3e-308, 1e-300, 1e-9, 0.1, 1e9, 1e24, 1e30, 1e300, 1.7e308, -1e308, 2**53 - 1, 2**53, 2**63, 2**64,
-    10**30, 10**400, True, None, "1e308", "fast", "", [], [1], {}, {"a": 1},
-]  # fmt: skip
+    0,
+    -1,
+    1,
+    5e-324,
+    2.3e-308,
+    1e-300,
+    1e-9,
+    0.1,
+    1e9,
+    1e24,
+    1e30,
+    1e300,
+    1.7e308,
+    -1e308,
+    2**53 - 1,
+    2**53,
+    2**63,
+    2**64,
+    10**30,
+    10**400,
+    True,
+    None,
+    "1e308",
+    "fast",
+    "",
+    [],
+    [1],
+    {},
+    {"a": 1},
+]
 NAMES = ["default", "", "x" * 300, "\x1b[2J", "a\nb", "\u202e", 7, None, ["phone"]]
 SERIES = ("speed_changes", "link_changes")  # which no client may send
 SPREADS = ("speed_jitter", "link_jitter", "speed_drift", "link_drift")

@@ -115,9 +115,16 @@ def _be_client(
             if gate is not None:
                 stack.enter_context(gate.logs_kept())
             join(
-                address, client, credentials, make_site, needs_config=options.pop("needs_config", False), gate=gate,
-                alone_s=options.pop("alone_s", 60.0), say=say, **options,
-            )  # fmt: skip
+                address,
+                client,
+                credentials,
+                make_site,
+                needs_config=options.pop("needs_config", False),
+                gate=gate,
+                alone_s=options.pop("alone_s", 60.0),
+                say=say,
+                **options,
+            )
     except DryRun:
         pass
     except (RunFailed, BadInput) as error:
@@ -150,9 +157,14 @@ class Remote:
     """A listening socket and the processes that may join there; all are forked at once, before there are any threads."""
 
     def __init__(
-        self, experiment: Experiment, config_yaml: str, folder: Path, clients: Sequence[int | tuple[int, dict[str, Any]]],
-        servers: Sequence[Experiment | tuple[Experiment, str]] = (), port: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        experiment: Experiment,
+        config_yaml: str,
+        folder: Path,
+        clients: Sequence[int | tuple[int, dict[str, Any]]],
+        servers: Sequence[Experiment | tuple[Experiment, str]] = (),
+        port: int | None = None,
+    ) -> None:
         self.experiment, self.config_yaml = experiment, config_yaml
         self.listener = socket.socket()
         if port is None:
@@ -211,9 +223,14 @@ class Remote:
 
 @contextmanager
 def remote(
-    experiment: Experiment, config_yaml: str, folder: Path, clients: Sequence[int | tuple[int, dict[str, Any]]],
-    held_back: Sequence[int] = (), servers: Sequence[Experiment | tuple[Experiment, str]] = (), port: int | None = None,
-) -> Iterator[Remote]:  # fmt: skip
+    experiment: Experiment,
+    config_yaml: str,
+    folder: Path,
+    clients: Sequence[int | tuple[int, dict[str, Any]]],
+    held_back: Sequence[int] = (),
+    servers: Sequence[Experiment | tuple[Experiment, str]] = (),
+    port: int | None = None,
+) -> Iterator[Remote]:
     """Run a server and clients that join it; all are killed at the end.
 
     Args:

@@ -13,9 +13,18 @@ from raafl.config.experiment import Experiment
 from raafl.parts import RateSelect
 from tests.helpers.small_runs import experiment
 
-BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
-        "vocab_size": 30, "max_position_embeddings": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-        "initializer_range": 0.2}  # fmt: skip
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 30,
+    "max_position_embeddings": 8,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "initializer_range": 0.2,
+}
 RANK = 8
 RATES = [1.0, 0.5, 0.25, 0.125]
 RANKS = [8, 4, 2, 1]

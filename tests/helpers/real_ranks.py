@@ -69,9 +69,13 @@ def _transport(experiment: Experiment, rank: int, store: Any, simulating: int = 
 
 
 def _rank(
-    experiment: Experiment, rank: int, told: Connection, ready: Connection, before: Callable[[int], None] | None,
+    experiment: Experiment,
+    rank: int,
+    told: Connection,
+    ready: Connection,
+    before: Callable[[int], None] | None,
     simulating: int,
-) -> None:  # fmt: skip
+) -> None:
     global RANK
     RANK = rank
     gc.freeze()  # what came from the parent is not looked through for garbage again: half of what a small rank costs
@@ -102,9 +106,13 @@ class Ranks:
     """An experiment's clients, and the store they meet at."""
 
     def __init__(
-        self, experiment: Experiment, before: Callable[[int], None] | None = None, *, fork_server: bool = False,
+        self,
+        experiment: Experiment,
+        before: Callable[[int], None] | None = None,
+        *,
+        fork_server: bool = False,
         simulating: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Fork the clients, and with ``fork_server`` rank 0; each calls ``before(rank)`` first.
 
         With ``simulating`` they are so many ranks, beside this process, that train what it simulates.

@@ -21,9 +21,10 @@ from tests.helpers.single_task import Slope
 
 DIGESTS = {"model": "0" * 16, "data": "d" * 16, "algorithm": "a" * 16}
 CONFIG = {
-    "model": {"class_path": "model_zoo.MLP", "init_args": {"in_features": 64}}, "data": {"class_path": "raafl.data.Digits"},
+    "model": {"class_path": "model_zoo.MLP", "init_args": {"in_features": 64}},
+    "data": {"class_path": "raafl.data.Digits"},
     "algorithm": {"class_path": "raafl.fed_avg"},
-}  # fmt: skip
+}
 NOON = datetime(2026, 11, 26, 12)  # a Thursday
 
 
@@ -44,9 +45,12 @@ class Clock:
 
 
 def site_gate(
-    algorithm: Algorithm, clock: Clock | None = None, module: Any = None, say: Callable[[str], None] = lambda text: None,
+    algorithm: Algorithm,
+    clock: Clock | None = None,
+    module: Any = None,
+    say: Callable[[str], None] = lambda text: None,
     **policy: Any,
-) -> SiteGate:  # fmt: skip
+) -> SiteGate:
     """Return the gate of a client with ten samples in batches of two, which a run's parts have passed.
 
     Args:

@@ -71,9 +71,16 @@ def experiment(output: Path, algorithm: Algorithm | str = "fed_avg", **fields: A
     clients = fields.get("clients", 4)
     speeds = [SPEEDS[i % 4] / (1 + i // 4) for i in range(clients)]
     settings: dict[str, Any] = {
-        "model": small_mlp, "data": digits, "partition": Iid(), "clients": clients, "devices": unequal(speeds),
-        "train": Training(num_epochs=None, num_steps=3), "max_updates": 12, "progress": "quiet", "output": str(output),
-    }  # fmt: skip
+        "model": small_mlp,
+        "data": digits,
+        "partition": Iid(),
+        "clients": clients,
+        "devices": unequal(speeds),
+        "train": Training(num_epochs=None, num_steps=3),
+        "max_updates": 12,
+        "progress": "quiet",
+        "output": str(output),
+    }
     return Experiment(algorithm=algorithm, **{**settings, **fields})
 
 

@@ -69,9 +69,18 @@ def tasks(site, specs=SPECS):
             if key.startswith(("exp_avg_sq/", "inner_steps/")):
                 tensor.square_()  # neither second moments nor steps are below 0
         task = Assignment(
-            id=number, client=CLIENT, incarnation=0, task=number, version=0, spec=spec, region=0, num_epochs=1,
-            num_steps=None, seed=100 + number, assigned_s=0.0,
-        )  # fmt: skip
+            id=number,
+            client=CLIENT,
+            incarnation=0,
+            task=number,
+            version=0,
+            spec=spec,
+            region=0,
+            num_epochs=1,
+            num_steps=None,
+            seed=100 + number,
+            assigned_s=0.0,
+        )
         update = site.trainer.run(task, received, site.data, TaskContext(process_group=site.process_group))
         tensors = {entry.name: update.tensors[entry.name].clone() for entry in update.tensors.layout.entries}
         found[number] = {"tensors": tensors, "num_steps": update.num_steps, "metrics": update.metrics}

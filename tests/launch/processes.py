@@ -20,9 +20,15 @@ def started(*command, cwd=ROOT, **more):
     """A program, killed at the end with all that it has started, in whatever session."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
     process = subprocess.Popen(
-        command, cwd=cwd, env=environment, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        command,
+        cwd=cwd,
+        env=environment,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     everyone = [psutil.Process(process.pid)]
     try:
         yield process

@@ -81,8 +81,9 @@ def test_the_certificates_of_the_trial_let_each_site_be_the_client_of_its_number
     assert "has certificates" in again.stdout and (tmp_path / "out" / "server" / "server.crt").read_bytes() == before
     out = tmp_path / "out"
     assert yaml.safe_load((out / "server" / "sites.yaml").read_text()) == {
-        "site-1": {"clients": [1]}, "site-2": {"clients": [2]},
-    }  # fmt: skip
+        "site-1": {"clients": [1]},
+        "site-2": {"clients": [2]},
+    }
     assert sorted(path.name for path in (out / "site-2").iterdir()) == [
         "ca.crt",
         "site-2.crt",

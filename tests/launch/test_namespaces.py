@@ -62,13 +62,23 @@ class Node:
     def start(self, *command, **more):
         """Start a program on this node."""
         environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": self.interface,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **more,
-        }  # fmt: skip
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            **more,
+        }
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.name, *command], cwd=ROOT, env=environment, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            ["ip", "netns", "exec", self.name, *command],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def enter(self):
         """Move this process here."""
@@ -114,8 +124,10 @@ def link():
     """Two namespaces, joined by a slow link; whatever runs in them at the end is killed."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
         pytest.skip("network namespaces need root, and the commands ip and tc")
-    ends = [Node(f"raafl{os.getpid()}{side}", f"rl{os.getpid() % 10**6}{side}", f"10.213.77.{i}")
-            for i, side in ((1, "a"), (2, "b"))]  # fmt: skip
+    ends = [
+        Node(f"raafl{os.getpid()}{side}", f"rl{os.getpid() % 10**6}{side}", f"10.213.77.{i}")
+        for i, side in ((1, "a"), (2, "b"))
+    ]
     near, far = ends
     try:
         try:

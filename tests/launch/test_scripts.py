@@ -50,9 +50,12 @@ def cluster(tmp_path):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     environment = {
-        **os.environ, "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1", "STAND_IN": str(tmp_path),
-    }  # fmt: skip
+        **os.environ,
+        "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "STAND_IN": str(tmp_path),
+    }
     return here, environment
 
 
@@ -103,9 +106,13 @@ def test_one_node_runs_as_many_ranks_as_asked_for(cluster, tmp_path):
 def slurm(cluster, number):
     here, _ = cluster
     return {
-        "SLURM_SUBMIT_DIR": str(here), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_ID": str(number), "RANKS_PER_NODE": "1", "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
+        "SLURM_SUBMIT_DIR": str(here),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": str(number),
+        "RANKS_PER_NODE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
 def test_a_slurm_job_runs_on_all_its_nodes(warm_cluster):

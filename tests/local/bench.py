@@ -64,9 +64,18 @@ def samples(seed: int = 0) -> TensorDataset:
 
 def assignment(spec: Spec = FULL, seed: int = 11, epochs: int | None = None, steps: int | None = None) -> Assignment:
     return Assignment(
-        id=1, client=1, incarnation=0, task=0, version=0, spec=spec, region=0, num_epochs=epochs, num_steps=steps,
-        seed=seed, assigned_s=0.0,
-    )  # fmt: skip
+        id=1,
+        client=1,
+        incarnation=0,
+        task=0,
+        version=0,
+        spec=spec,
+        region=0,
+        num_epochs=epochs,
+        num_steps=steps,
+        seed=seed,
+        assigned_s=0.0,
+    )
 
 
 @dataclass
@@ -81,9 +90,16 @@ class Bench:
 
     @classmethod
     def of(
-        cls, make: Callable[[], LightningModule], *, local: Local | None = None, sends: Any = "values",
-        training: Training | None = None, data: Any = None, max_built: int = 1, **options: Any,
-    ) -> Bench:  # fmt: skip
+        cls,
+        make: Callable[[], LightningModule],
+        *,
+        local: Local | None = None,
+        sends: Any = "values",
+        training: Training | None = None,
+        data: Any = None,
+        max_built: int = 1,
+        **options: Any,
+    ) -> Bench:
         torch.manual_seed(3)
         module = make()
         dataset = data if data is not None else samples()

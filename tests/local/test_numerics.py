@@ -53,18 +53,28 @@ def test_tf32_that_was_set_both_ways_is_described():
 @pytest.mark.parametrize(
     ("num_gpus", "options", "words"),
     [
-        (0, {}, None), (0, {"accelerator": "auto"}, None), (2, {"accelerator": "auto"}, None),
+        (0, {}, None),
+        (0, {"accelerator": "auto"}, None),
+        (2, {"accelerator": "auto"}, None),
         (0, {"accelerator": "cuda"}, "fabric.accelerator is 'cuda', but torch sees no GPU here: give cpu, or auto"),
         (0, {"accelerator": "gpu"}, "fabric.accelerator is 'gpu', but torch sees no GPU here"),
         (0, {"accelerator": "mps"}, "fabric.accelerator is 'mps', but torch finds none here"),
         (2, {"device": 1}, "fabric.device is 1, the index of a GPU, but steps run on the CPU: leave it out"),
         (0, {"accelerator": "auto", "device": 0}, "fabric.device is 0, the index of a GPU, but steps run on the CPU"),
         (2, {"accelerator": "cuda", "device": 1}, None),
-        (2, {"accelerator": "cuda", "device": 2}, "fabric.device is 2, but torch sees 2 GPUs here: give 0 to 1, or leave it out"),
-        (1, {"accelerator": "gpu", "device": 1}, "fabric.device is 1, but torch sees 1 GPU here: give 0, or leave it out"),
+        (
+            2,
+            {"accelerator": "cuda", "device": 2},
+            "fabric.device is 2, but torch sees 2 GPUs here: give 0 to 1, or leave it out",
+        ),
+        (
+            1,
+            {"accelerator": "gpu", "device": 1},
+            "fabric.device is 1, but torch sees 1 GPU here: give 0, or leave it out",
+        ),
         (2, {"accelerator": "auto", "device": -1}, "fabric.device is -1, but torch sees 2 GPUs here"),
     ],
-)  # fmt: skip
+)
 def test_a_device_that_is_not_there_is_named_with_the_remedy(monkeypatch, num_gpus, options, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)

@@ -82,10 +82,14 @@ def test_gradients_of_several_processes_are_summed_dense():
 @pytest.mark.parametrize(
     ("optimizer", "options", "takes"),
     [
-        (torch.optim.SGD, {}, True), (torch.optim.SGD, {"momentum": 0.9}, True), (torch.optim.SGD, {"weight_decay": 0.1}, False),
-        (torch.optim.Adagrad, {}, True), (torch.optim.Adam, {}, False), (torch.optim.SparseAdam, {}, True),
+        (torch.optim.SGD, {}, True),
+        (torch.optim.SGD, {"momentum": 0.9}, True),
+        (torch.optim.SGD, {"weight_decay": 0.1}, False),
+        (torch.optim.Adagrad, {}, True),
+        (torch.optim.Adam, {}, False),
+        (torch.optim.SparseAdam, {}, True),
     ],
-)  # fmt: skip
+)
 def test_an_optimizer_is_given_sparse_gradients_only_where_its_step_takes_them(optimizer, options, takes):
     weight = nn.Parameter(torch.ones(3, 2))
     made = optimizer([weight], lr=0.1, **options)
@@ -101,10 +105,12 @@ def test_an_optimizer_is_given_sparse_gradients_only_where_its_step_takes_them(o
 @pytest.mark.parametrize(
     ("local", "clip", "num_processes", "reader"),
     [
-        (fed_prox(prox=0.1).local, None, 1, "the proximal term"), (fed_avg().local, 1.0, 1, "fabric.gradient_clip_val"),
-        (scaffold().local, None, 1, "the algorithm's own steps"), (fed_avg().local, None, 2, "a client of several processes"),
+        (fed_prox(prox=0.1).local, None, 1, "the proximal term"),
+        (fed_avg().local, 1.0, 1, "fabric.gradient_clip_val"),
+        (scaffold().local, None, 1, "the algorithm's own steps"),
+        (fed_avg().local, None, 2, "a client of several processes"),
     ],
-)  # fmt: skip
+)
 def test_sparse_adam_is_refused_where_gradients_are_read(local, clip, num_processes, reader):
     optimizer = torch.optim.SparseAdam([nn.Parameter(torch.ones(3, 2))])
     check_optimizer(optimizer, fed_avg().local, None)

@@ -97,9 +97,17 @@ def by_trainer(bench: Bench, task: Any, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, reload_dataloaders_every_n_epochs=1, use_distributed_sampler=False, **length, **options,
-        )  # fmt: skip
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            reload_dataloaders_every_n_epochs=1,
+            use_distributed_sampler=False,
+            **length,
+            **options,
+        )
         trainer.fit(module, Data())
     return module
 
@@ -120,11 +128,12 @@ def _quiet(caplog):
 @pytest.mark.parametrize(
     ("task", "options"),
     [
-        (assignment(epochs=2), {}), (assignment(steps=7), {}),
+        (assignment(epochs=2), {}),
+        (assignment(steps=7), {}),
         (assignment(epochs=2), {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}),
     ],
     ids=["epochs", "steps", "accumulated"],
-)  # fmt: skip
+)
 def test_hooks_come_in_lightnings_order_with_its_arguments(task, options):
     bench = Bench.of(SpyAll, **options)
     tensors, ours = trained(bench, task)
@@ -155,11 +164,14 @@ def test_gradients_are_there_where_lightning_has_them(hook):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"interval": "step", "frequency": 2}, {"interval": "step", "frequency": 4}, {"interval": "epoch", "frequency": 2},
-        {"interval": "epoch", "monitor": "train_loss"}, {"interval": "epoch", "frequency": 2, "monitor": "train_loss"},
+        {"interval": "step", "frequency": 2},
+        {"interval": "step", "frequency": 4},
+        {"interval": "epoch", "frequency": 2},
+        {"interval": "epoch", "monitor": "train_loss"},
+        {"interval": "epoch", "frequency": 2, "monitor": "train_loss"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_schedulers_step_when_a_trainer_steps_them(settings):
     bench, task = Bench.of(type("Spying", (Spy,), settings)), assignment(epochs=5)
     tensors, ours = trained(bench, task)

@@ -201,9 +201,7 @@ class Counts:
 
 def test_one_that_cannot_be_made_is_reported(tmp_path):
     summary, _ = run(tmp_path, {"class_path": f"{__name__}.Stillborn", "init_args": {"size": 2}})
-    assert summary["loggers"] == {
-        "Stillborn": {"logged": 0, "failed": 14, "error": "ValueError: size 2 is too small"}
-    }  # fmt: skip
+    assert summary["loggers"] == {"Stillborn": {"logged": 0, "failed": 14, "error": "ValueError: size 2 is too small"}}
 
 
 def test_csv_and_tensorboard_write_into_the_run_folder(tmp_path):

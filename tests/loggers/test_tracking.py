@@ -155,8 +155,11 @@ def test_the_timeline_is_drawn_where_plotly_is_there(finished):
 
 def test_text_tables_are_markdown_and_not_endless():
     assert markdown(["a", "b"], [[1, None], ["x", 0.123456789]]).splitlines() == [
-        "| a | b |", "| --- | --- |", "| 1 |  |", "| x | 0.123457 |",
-    ]  # fmt: skip
+        "| a | b |",
+        "| --- | --- |",
+        "| 1 |  |",
+        "| x | 0.123457 |",
+    ]
     assert markdown(["a"], [[i] for i in range(300)]).splitlines()[-2:] == ["", "and 100 more"]
 
 

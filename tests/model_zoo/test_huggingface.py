@@ -12,15 +12,47 @@ pytest.importorskip("transformers")
 from model_zoo import HFCausalLM, HFImageClassifier, HFSeq2SeqLM, HFSequenceClassifier
 from raafl.submodel import Spec, Submodels
 
-BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-        "vocab_size": 50}  # fmt: skip
-LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 50, "eos_token_id": 3}  # fmt: skip
-VIT = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-       "image_size": 16, "patch_size": 8}  # fmt: skip
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 50,
+}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 50,
+    "eos_token_id": 3,
+}
+VIT = {
+    "model_type": "vit",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "image_size": 16,
+    "patch_size": 8,
+}
 
-T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 50,
-      "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}  # fmt: skip
+T5 = {
+    "model_type": "t5",
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 50,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 
 CASES = [
     (lambda **more: HFSequenceClassifier(num_classes=3, **more), BERT, "SequenceClassification"),
@@ -163,11 +195,14 @@ def translated(num=8):
     [
         (HFSeq2SeqLM, T5, translated()),
         (HFCausalLM, LLAMA, {name: translated()["input_ids"] for name in ("input_ids", "labels")}),
-        (HFSequenceClassifier, {**BERT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-         translated() | {"labels": torch.arange(8) % 2}),
+        (
+            HFSequenceClassifier,
+            {**BERT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+            translated() | {"labels": torch.arange(8) % 2},
+        ),
     ],
     ids=["T5", "LLaMA", "BERT"],
-)  # fmt: skip
+)
 def test_checkpointed_blocks_have_the_same_gradients_and_are_predicted_to_need_less(make, architecture, batch):
     found = []
     for checkpointed in (False, True):

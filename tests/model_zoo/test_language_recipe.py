@@ -23,14 +23,47 @@ from raafl.parts import RateSelect
 from tests.habits.source import ROOT
 from tests.helpers.small_runs import experiment, finish
 
-T5 = {"model_type": "t5", "vocab_size": 261, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4,
-      "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}  # fmt: skip
-BART = {"model_type": "bart", "vocab_size": 261, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
-        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
-        "max_position_embeddings": 32, "dropout": 0.0, "init_std": 0.5, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
-        "decoder_start_token_id": 1, "forced_eos_token_id": None}  # fmt: skip
-BERT = {"model_type": "bert", "vocab_size": 261, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "intermediate_size": 32, "max_position_embeddings": 32}  # fmt: skip
+T5 = {
+    "model_type": "t5",
+    "vocab_size": 261,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 32,
+    "num_layers": 1,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+BART = {
+    "model_type": "bart",
+    "vocab_size": 261,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 32,
+    "dropout": 0.0,
+    "init_std": 0.5,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+}
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 261,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "max_position_embeddings": 32,
+}
 
 
 @pytest.fixture

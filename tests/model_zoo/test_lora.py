@@ -17,11 +17,23 @@ from tests.helpers.lora_models import BERT, LAYERS
 from tests.model_zoo.test_huggingface import LLAMA, VIT
 
 CASES = [
-    (lambda **more: HFSequenceClassifier(num_classes=3, architecture=BERT, **more), "SequenceClassification", "model.classifier."),
-    (lambda **more: HFSequenceClassifier(num_classes=3, architecture=LLAMA, **more), "SequenceClassification", "model.score."),
-    (lambda **more: HFImageClassifier(num_classes=3, architecture=VIT, **more), "ImageClassification", "model.classifier."),
+    (
+        lambda **more: HFSequenceClassifier(num_classes=3, architecture=BERT, **more),
+        "SequenceClassification",
+        "model.classifier.",
+    ),
+    (
+        lambda **more: HFSequenceClassifier(num_classes=3, architecture=LLAMA, **more),
+        "SequenceClassification",
+        "model.score.",
+    ),
+    (
+        lambda **more: HFImageClassifier(num_classes=3, architecture=VIT, **more),
+        "ImageClassification",
+        "model.classifier.",
+    ),
     (lambda **more: HFCausalLM(architecture=LLAMA, **more), "CausalLM", "no head"),
-]  # fmt: skip
+]
 IDS = ["BERT", "LLaMA classifies", "ViT", "LLaMA writes"]
 
 
@@ -122,13 +134,16 @@ def test_a_checkpoint_is_loaded_with_its_adapters(make, task, head, tmp_path):
         ({"alpha": 0.0}, r"lora.alpha is 0.0: give more than 0"),
         ({"dropout": 1.0}, r"lora.dropout is 1.0: give 0 or more, and less than 1"),
         ({"base": "int4"}, r"lora.base is 'int4': give one of fp32, bf16, nf4"),
-        ({"base": ["fp32", "int4"]}, r"lora.base is \['fp32', 'int4'\]: give one of fp32, bf16, nf4, or a list of them"),
+        (
+            {"base": ["fp32", "int4"]},
+            r"lora.base is \['fp32', 'int4'\]: give one of fp32, bf16, nf4, or a list of them",
+        ),
         ({"base": []}, r"lora.base is \[\]: give one of fp32, bf16, nf4, or a list of them"),
         ({"base": ["nf4", "fp32"]}, r"lora.base is \['nf4', 'fp32'\]: give each once, the most precise first"),
         ({"base": ["bf16", "bf16"]}, r"give each once, the most precise first: fp32, bf16, nf4"),
         ({"target_modules": []}, r"lora.target_modules is empty: name layers"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         HFSequenceClassifier(architecture=BERT, lora=LoRA(**fields))
@@ -150,8 +165,16 @@ def test_without_peft_the_error_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
 def test_a_layer_whose_weight_is_anothers_too_is_refused(layer):
     """Merging its adapter would change the other layer, and the saved model would not be the one that was trained."""
-    qwen = {"model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-            "intermediate_size": 16, "vocab_size": 30, "tie_word_embeddings": True}  # fmt: skip
+    qwen = {
+        "model_type": "qwen2",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 16,
+        "vocab_size": 30,
+        "tie_word_embeddings": True,
+    }
     with pytest.raises(
         ValueError, match=rf"lora.target_modules names '.*{layer}', whose weight is also another layer's"
     ):

@@ -63,9 +63,12 @@ def test_a_vgg11_is_loaded_from_its_checkpoint(tmp_path):
 
     made = VGG11(1, width=0.1)
     checkpoint = {
-        "state_dict": made.state_dict(), "hyper_parameters": dict(made.hparams), "epoch": 0, "global_step": 0,
+        "state_dict": made.state_dict(),
+        "hyper_parameters": dict(made.hparams),
+        "epoch": 0,
+        "global_step": 0,
         "pytorch-lightning_version": lightning.__version__,
-    }  # fmt: skip
+    }
     torch.save(checkpoint, tmp_path / "one.ckpt")
     again = VGG11.load_from_checkpoint(tmp_path / "one.ckpt")
     assert num_parameters(lambda: again) == num_parameters(lambda: made)

@@ -40,9 +40,12 @@ def settled(outcome, client=1, staleness=0, **update):
 def test_ends_of_tasks_are_counted_by_outcome_and_reason():
     metrics = metrics_of(num_clients=2)
     ends = (
-        settled("merged", staleness=3, train_s=0.25, down_s=0.1, up_s=0.02), settled("merged", 3, train_s=2.0),
-        settled("refused:non-finite", 2, train_s=0.5), settled("lost:timeout"), settled("unused"),
-    )  # fmt: skip
+        settled("merged", staleness=3, train_s=0.25, down_s=0.1, up_s=0.02),
+        settled("merged", 3, train_s=2.0),
+        settled("refused:non-finite", 2, train_s=0.5),
+        settled("lost:timeout"),
+        settled("unused"),
+    )
     for end in ends:
         metrics.on_settled(end, 5.0)
     assert value(metrics, "updates_total", outcome="merged", reason="") == 2

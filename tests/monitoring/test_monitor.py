@@ -61,13 +61,15 @@ def test_a_scrape_reads_what_the_summary_says_and_hostile_callers_change_nothing
         'raafl_updates_total{outcome="merged",reason=""}': run.summary["updates_merged"],
         'raafl_transferred_bytes_total{direction="up"}': run.summary["bytes_up"],
         'raafl_evaluation{metric="accuracy"}': run.summary["final"]["accuracy"],
-        "raafl_model_version": run.summary["versions"], "raafl_merge_seconds_count": run.summary["versions"],
+        "raafl_model_version": run.summary["versions"],
+        "raafl_merge_seconds_count": run.summary["versions"],
         "raafl_staleness_versions_sum": run.summary["staleness"]["mean"] * run.summary["updates_merged"],
         **{
             f'raafl_client_updates_total{{client="{client}",outcome="merged"}}': number
-            for client, number in run.summary["participation"].items() if number
+            for client, number in run.summary["participation"].items()
+            if number
         },
-    }  # fmt: skip
+    }
     assert {name: float(shown[name]) for name in wanted} == pytest.approx(wanted)
     status, text = looks.health
     assert (status, json.loads(text)["status"]) == (200, "ending")

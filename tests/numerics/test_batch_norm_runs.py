@@ -60,9 +60,13 @@ class Residual(Classifier):
 
 def run(tmp_path, name, algorithm, batch_norm=None, **fields):
     settings = {
-        "model": ConvNorm, "data": lambda: Digits(batch_size=16), "train": Training(num_epochs=None, num_steps=12),
-        "max_updates": 24, "eval_every": 100, "submodels": SubmodelOptions(batch_norm=batch_norm),
-    }  # fmt: skip
+        "model": ConvNorm,
+        "data": lambda: Digits(batch_size=16),
+        "train": Training(num_epochs=None, num_steps=12),
+        "max_updates": 24,
+        "eval_every": 100,
+        "submodels": SubmodelOptions(batch_norm=batch_norm),
+    }
     return finish(experiment(tmp_path / name, algorithm, **{**settings, **fields}))
 
 
@@ -169,9 +173,12 @@ def test_static_statistics_are_those_of_the_training_data(tmp_path):
 @pytest.mark.parametrize("algorithm", [fed_buff(buffer_size=2), fed_async()], ids=["fed_buff", "fed_async"])
 def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypatch, algorithm, batch_norm):
     more = {
-        "model": ConvNorm, "submodels": SubmodelOptions(batch_norm=batch_norm, static_batches=3), "max_updates": 10,
-        "checkpoint_every": 1, "eval_every": 3,
-    }  # fmt: skip
+        "model": ConvNorm,
+        "submodels": SubmodelOptions(batch_norm=batch_norm, static_batches=3),
+        "max_updates": 10,
+        "checkpoint_every": 1,
+        "eval_every": 3,
+    }
     whole = finish(experiment(tmp_path / "whole", algorithm, **more))
     made = experiment(tmp_path / "cut", algorithm, **more)
     with crash(monkeypatch, 7):

@@ -22,22 +22,26 @@ SAME = {
     "fed_per with nothing of one's own is fed_avg": (fed_per(layers=[]), fed_avg()),
     "fed_prox without a pull is fed_avg": (fed_prox(prox=0.0), fed_avg()),
     "one fragment in rounds is unweighted fed_avg": (
-        fed_raa(**ONE_FRAGMENT, trigger="all", alpha=1.0, staleness="constant", prox=0.0), fed_avg(by_samples=False),
+        fed_raa(**ONE_FRAGMENT, trigger="all", alpha=1.0, staleness="constant", prox=0.0),
+        fed_avg(by_samples=False),
     ),
     "one fragment at each arrival is fed_async": (
         fed_raa(**ONE_FRAGMENT, alpha=0.4, staleness="polynomial", staleness_a=0.7, prox=0.2),
         fed_async(alpha=0.4, staleness="polynomial", staleness_a=0.7, prox=0.2),
     ),
     "rescaling a whole model is no scaling": (
-        fed_raa(fragments=1, rescale=True, alpha=0.5), fed_raa(fragments=1, rescale=False, alpha=0.5),
+        fed_raa(fragments=1, rescale=True, alpha=0.5),
+        fed_raa(fragments=1, rescale=False, alpha=0.5),
     ),
     "staleness to the power of nothing is constant": (
-        fed_async(alpha=0.5, staleness="polynomial", staleness_a=0.0), fed_async(alpha=0.5, staleness="constant"),
+        fed_async(alpha=0.5, staleness="polynomial", staleness_a=0.0),
+        fed_async(alpha=0.5, staleness="constant"),
     ),
     "a hinge far away is constant": (
-        fed_async(alpha=0.5, staleness="hinge", staleness_b=1e9), fed_async(alpha=0.5, staleness="constant"),
+        fed_async(alpha=0.5, staleness="hinge", staleness_b=1e9),
+        fed_async(alpha=0.5, staleness="constant"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -194,10 +194,18 @@ def poisoned(tmp_path, name, scale, algorithm, **fields):
     """Eight clients, the last one poisoned and slow, so that the first round hears the honest ones first."""
     speeds = [1e8 / (1 + 0.1 * i) for i in range(8)]
     run = experiment(
-        tmp_path / name, algorithm, model=lambda: Poisoned(scale), data=lambda: MarkedDigits(batch_size=16),
-        partition=InOrder(), clients=8, devices=unequal(speeds), train=Training(num_epochs=1), max_updates=80,
-        eval_every=5, **fields,
-    )  # fmt: skip
+        tmp_path / name,
+        algorithm,
+        model=lambda: Poisoned(scale),
+        data=lambda: MarkedDigits(batch_size=16),
+        partition=InOrder(),
+        clients=8,
+        devices=unequal(speeds),
+        train=Training(num_epochs=1),
+        max_updates=80,
+        eval_every=5,
+        **fields,
+    )
     return finish(run).summary
 
 

@@ -88,8 +88,10 @@ def test_rank_energy_by_hand():
     assert sum(rank_energy(state).values()) == pytest.approx(1.0)
     state.values[A].copy_(torch.eye(3, 5)), state.values[B].copy_(torch.eye(4, 3) * torch.tensor([1.0, 3.0, 2.0]))
     assert rank_energy(state) == {
-        "rank_energy/1": pytest.approx(9 / 14), "rank_energy/2": pytest.approx(4 / 14), "rank_energy/3": pytest.approx(1 / 14)
-    }  # fmt: skip
+        "rank_energy/1": pytest.approx(9 / 14),
+        "rank_energy/2": pytest.approx(4 / 14),
+        "rank_energy/3": pytest.approx(1 / 14),
+    }
     state.values[B].zero_()
     assert set(rank_energy(state).values()) == {0.0}
     state.values[B].fill_(math.nan)

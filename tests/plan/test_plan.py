@@ -337,9 +337,14 @@ def test_json_alone_on_standard_output(capsys):
     assert (plan["name"], plan["num_clients"], plan["params"]) == ("quickstart", 4, 15010)
     assert [one["name"] for one in plan["algorithms"]] == ["fed_raa (as configured)", "fed_avg"]
     assert plan["submodels"][0] == {
-        "name": "1", "params": 15010, "peak_bytes": 274216, "down_bytes": 60040, "up_bytes": 60040,
-        "flops_per_sample": 63200.0, "spec": "full",
-    }  # fmt: skip
+        "name": "1",
+        "params": 15010,
+        "peak_bytes": 274216,
+        "down_bytes": 60040,
+        "up_bytes": 60040,
+        "flops_per_sample": 63200.0,
+        "spec": "full",
+    }
     assert [row["name"] for row in plan["devices"]] == ["fast", "middling", "slow", "slowest"]
     assert plan["by_the_loop"] is None
     assert plan["devices"][0]["memory_bytes"] is None and plan["advice"]["stragglers"] == [4]

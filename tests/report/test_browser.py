@@ -24,10 +24,19 @@ DEADLINE_S = 100
 def opened(page, folder, *options, scheme=LIGHT):
     """Return the document as the browser has it once its scripts are done, and what it said on the way."""
     command = [
-        str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-        f"--user-data-dir={folder / 'profile'}", f"--blink-settings=preferredColorScheme={scheme}",
-        "--enable-logging=stderr", "--virtual-time-budget=60000", *options, page.as_uri(),
-    ]  # fmt: skip
+        str(BROWSER),
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+        f"--user-data-dir={folder / 'profile'}",
+        f"--blink-settings=preferredColorScheme={scheme}",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=60000",
+        *options,
+        page.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 

@@ -34,12 +34,16 @@ def test_runs_that_differ_by_their_seed_and_folder_are_one_group(make):
 def test_groups_are_called_by_what_tells_them_apart(make):
     other = {"class_path": "raafl.fed_raa", "init_args": {"alpha": 0.9}}
     real = [{**EVENTS[0], "runtime": "distributed"}, *EVENTS[1:]]
-    groups = group_runs([
-        make("a"),
-        make("b", config={"algorithm": other}),
-        make("c", events=real),
-        make("d", config={"algorithm": {"class_path": "raafl.fed_avg"}}, summary={**SUMMARY, "algorithm": "fed_avg"}),
-    ])  # fmt: skip
+    groups = group_runs(
+        [
+            make("a"),
+            make("b", config={"algorithm": other}),
+            make("c", events=real),
+            make(
+                "d", config={"algorithm": {"class_path": "raafl.fed_avg"}}, summary={**SUMMARY, "algorithm": "fed_avg"}
+            ),
+        ]
+    )
     assert [group.label for group in groups] == [
         "fed_raa, virtual clock, alpha 0.5",
         "fed_raa, virtual clock, alpha 0.9",
@@ -71,10 +75,16 @@ def test_runs_of_one_config_that_did_not_go_as_far_are_told_apart(make):
     goals = {"max_updates": 9, "max_time_s": None, "targets": [{"metric": "accuracy", "value": 0.9, "at_most": False}]}
     resumed = [*EVENTS, {"time_s": 8.0, "event": "resumed", "goals": goals}]
     limits = {"max_updates": 9, "max_time": None, "target": "accuracy=0.9"}
-    groups = group_runs([
-        make("a"), make("b", seed=1), make("c", summary=cut), make("d", summary=None), make("e", events=resumed),
-        make("f", config=limits),
-    ])  # fmt: skip
+    groups = group_runs(
+        [
+            make("a"),
+            make("b", seed=1),
+            make("c", summary=cut),
+            make("d", summary=None),
+            make("e", events=resumed),
+            make("f", config=limits),
+        ]
+    )
     assert [[run.name for run in group.runs] for group in groups] == [["a", "b"], ["c"], ["d"], ["e", "f"]]
     assert [group.differs["ended"] for group in groups] == ["–", "interrupted", "not ended", "–"]
     assert "interrupted" in groups[1].label and "not ended" in groups[2].label and "max_updates 9" in groups[3].label
@@ -91,8 +101,11 @@ def test_a_wide_table_is_turned_and_a_long_one_is_not():
     wide = Table(["run", *map(str, range(12))], [["a", *range(12)], ["b", *range(12, 24)]], "said")
     turned = transpose_wide(wide)
     assert (turned.columns, turned.rows[0], turned.rows[-1], turned.caption) == (
-        ["run", "a", "b"], ["0", 0, 12], ["11", 11, 23], "said",
-    )  # fmt: skip
+        ["run", "a", "b"],
+        ["0", 0, 12],
+        ["11", 11, 23],
+        "said",
+    )
     long = Table(["run", *map(str, range(12))], [["a", *range(12)]] * 11)
     assert transpose_wide(long) is long
     narrow = Table(["run", "x"], [["a", 1]])
@@ -114,9 +127,12 @@ def test_nested_fields_have_dotted_names():
 def test_where_an_evaluation_stands_on_each_axis(make):
     run = make("a")
     expected = {
-        "time": [0, 5, 9], "wall time": [0, 0.5, 0.9], "updates": [0, 2, 3], "versions": [0, 2, 3],
+        "time": [0, 5, 9],
+        "wall time": [0, 0.5, 0.9],
+        "updates": [0, 2, 3],
+        "versions": [0, 2, 3],
         "bytes": [0, 0.003, 0.0055],
-    }  # fmt: skip
+    }
     for against in AXES:
         assert x_values(run, against).tolist() == pytest.approx(expected[against]), against
     x, y = curve(run, "accuracy", "time")

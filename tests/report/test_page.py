@@ -64,9 +64,14 @@ def hostile_run(folder, name="x"):
     tasks = [{**task, "spec": HOSTILE, "outcome": "refused:" + HOSTILE} for task in TASKS] + list(TASKS)
     metrics = [{**row, HOSTILE: 1.0} for row in METRICS]
     summary = {
-        **SUMMARY, "algorithm": HOSTILE, "finished": HOSTILE, "warnings": [HOSTILE], "unwritten": {HOSTILE: HOSTILE},
-        "final": {HOSTILE: 0.5}, "time_to": {HOSTILE: 1.0},
-    }  # fmt: skip
+        **SUMMARY,
+        "algorithm": HOSTILE,
+        "finished": HOSTILE,
+        "warnings": [HOSTILE],
+        "unwritten": {HOSTILE: HOSTILE},
+        "final": {HOSTILE: 0.5},
+        "time_to": {HOSTILE: 1.0},
+    }
     return write(folder, config=config, events=events, tasks=tasks, metrics=metrics, summary=summary)
 
 
@@ -137,8 +142,14 @@ def test_a_chart_without_views_says_why_and_has_no_place():
 
 def test_cells():
     assert [shown(value) for value in (None, float("nan"), 3, 12345, 2.0, 0.123456789, "a<b")] == [
-        "–", "–", "3", "12,345", "2", "0.12346", "a<b",
-    ]  # fmt: skip
+        "–",
+        "–",
+        "3",
+        "12,345",
+        "2",
+        "0.12346",
+        "a<b",
+    ]
     assert '<td class="words">a&lt;b</td>' in table_html(Table(["x"], [["a<b"]]))
     assert escaped("a\x00b<") == "a b&lt;"
 
@@ -151,11 +162,20 @@ def test_ten_thousand_clients_and_thirty_thousand_tasks_make_a_small_page(tmp_pa
         for i in range(1, num_clients + 1)
     ]
     tasks = [
-        {"client": i % num_clients + 1, "assignment": i, "spec": f"a[0:{i % 5000}]", "region": i % 5000,
-         "version": i // 2, "merged_version": i, "staleness": i - i // 2, "assigned_s": i / 100, "arrived_s": i / 100 + 90,
-         "outcome": "merged"}
+        {
+            "client": i % num_clients + 1,
+            "assignment": i,
+            "spec": f"a[0:{i % 5000}]",
+            "region": i % 5000,
+            "version": i // 2,
+            "merged_version": i,
+            "staleness": i - i // 2,
+            "assigned_s": i / 100,
+            "arrived_s": i / 100 + 90,
+            "outcome": "merged",
+        }
         for i in range(num_tasks)
-    ]  # fmt: skip
+    ]
     metrics = [{**METRICS[0], "version": i, "time_s": float(i)} for i in range(20_000)]
     run = read(write(tmp_path / "run", events=events, tasks=tasks, metrics=metrics))
     text = build([run])

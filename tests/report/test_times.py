@@ -70,10 +70,12 @@ def test_shares_of_bands_agree_with_a_sum_over_small_steps(tmp_path):
     step = 0.001
     middles = np.arange(0, 10, step) + step / 2
     busy = {
-        client: ((found.start_s[found.client == client][:, None] <= middles)
-                 & (middles < found.stop_s[found.client == client][:, None])).any(0)
+        client: (
+            (found.start_s[found.client == client][:, None] <= middles)
+            & (middles < found.stop_s[found.client == client][:, None])
+        ).any(0)
         for client in (1, 2)
-    }  # fmt: skip
+    }
     for left, right, column in zip(edges, edges[1:], shares.T, strict=False):
         within = (middles >= left) & (middles < right)
         one, two = busy[1][within].mean(), busy[2][within].mean()

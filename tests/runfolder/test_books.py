@@ -83,10 +83,12 @@ def test_what_a_killed_run_left_unsealed_is_sealed_once_it_was_resumed(tmp_path,
     assert books.findings == [] and books.unsealed == [
         f"{name}: unsealed: {what} {UNSEALED}"
         for name, what in (
-            ("events.jsonl", "1 row and 3 bytes"), ("metrics.csv", "3 bytes"), ("clients.csv", "1 row and 3 bytes"),
+            ("events.jsonl", "1 row and 3 bytes"),
+            ("metrics.csv", "3 bytes"),
+            ("clients.csv", "1 row and 3 bytes"),
             ("seals.jsonl", "3 bytes"),
         )
-    ]  # fmt: skip
+    ]
     with RunFolder.reopen(path) as run:
         run.signer = signer
         run.seal(run.sealed(), 2, ["config.yaml"], altered=books.findings)
@@ -303,8 +305,13 @@ def test_seals_that_were_altered_or_written_by_somebody_else_are_named(run, sign
 HOSTILE = [
     '{"rows":1,"tables":{"../x":{}},"files":{"../../etc/passwd":"x","\\u0000":"y"},"key":{"a":1}}',
     '{"rows":1,"tables":{"clients.csv":{"lines":"x"}},"files":{},"key":[],"version":["\\u001b[2J"],"altered":["\\u001b"]}',
-    '{"rows":true,"tables":{},"files":{}}', '{"rows":1', "[]", "[" * 10_000, "\x00\xff", '{"signature":"x"}',
-]  # fmt: skip
+    '{"rows":true,"tables":{},"files":{}}',
+    '{"rows":1',
+    "[]",
+    "[" * 10_000,
+    "\x00\xff",
+    '{"signature":"x"}',
+]
 
 
 @pytest.mark.parametrize("line", HOSTILE)

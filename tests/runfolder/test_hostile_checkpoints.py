@@ -125,9 +125,10 @@ MAKE = {
 
 
 UNPACKS = {
-    "a compressed archive": "it is compressed", "a bomb": "it is compressed",
+    "a compressed archive": "it is compressed",
+    "a bomb": "it is compressed",
     "overlapping entries": "it unpacks to more than its own length",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -177,8 +177,12 @@ def test_times_and_shares_are_written_without_the_noise_of_floats_and_metrics_as
     with (folder.path / "metrics.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert row == {
-        "version": "1", "time_s": "0.3", "wall_s": "4.21320000896e-05", "loss": "0.30000000000000004", "utilisation": "1.0",
-    }  # fmt: skip
+        "version": "1",
+        "time_s": "0.3",
+        "wall_s": "4.21320000896e-05",
+        "loss": "0.30000000000000004",
+        "utilisation": "1.0",
+    }
     with (folder.path / "clients.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert (row["assigned_s"], row["loss"]) == ("6.66666666667", "0.30000000000000004")

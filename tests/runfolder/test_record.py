@@ -131,8 +131,13 @@ def test_utilisation_counts_work_that_was_not_used(tmp_path):
     assert Counter(row["outcome"] for row in run.rows()) == {"merged": 6, "unused": 2}
     # at 2 s and at 4 s both report, the slow one first: its task began earlier
     assert sorted((row["client"], row["staleness"]) for row in run.rows() if row["outcome"] == "merged") == [
-        ("1", "0"), ("1", "0"), ("1", "1"), ("1", "1"), ("2", "1"), ("2", "2"),
-    ]  # fmt: skip
+        ("1", "0"),
+        ("1", "0"),
+        ("1", "1"),
+        ("1", "1"),
+        ("2", "1"),
+        ("2", "2"),
+    ]
 
 
 def test_utilisation_of_a_client_that_left(tmp_path):
@@ -158,10 +163,14 @@ def test_a_target_of_another_form_is_refused(text):
 @pytest.mark.parametrize(
     ("text", "value", "met"),
     [
-        ("accuracy=0.9", 0.9, True), ("accuracy=0.9", 0.89, False), ("val_loss=0.5", 0.5, True),
-        ("val_loss=0.5", 0.51, False), ("perplexity=20", 19.0, True), ("error=0.1", 0.2, False),
+        ("accuracy=0.9", 0.9, True),
+        ("accuracy=0.9", 0.89, False),
+        ("val_loss=0.5", 0.5, True),
+        ("val_loss=0.5", 0.51, False),
+        ("perplexity=20", 19.0, True),
+        ("error=0.1", 0.2, False),
     ],
-)  # fmt: skip
+)
 def test_what_is_better_when_lower_is_reached_from_above(text, value, met):
     target = Target.parse(text)
     assert target.met({target.metric: value}) is met

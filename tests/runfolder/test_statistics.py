@@ -62,8 +62,11 @@ def test_a_task_is_written_with_what_its_client_measured():
     figures = RunStatistics(peak_bytes=lambda assignment: 100 * assignment.id)
     metrics = measured(0.25, 4, **{"memory/peak_bytes": 5e6, "loss": 1.0})
     assert figures.settled(ended(3, 1, 1, metrics), KNOWN) == {
-        "peak_bytes": 300, "measured_bytes": 5_000_000, "test/accuracy": 0.25, "test/num_samples": 4,
-    }  # fmt: skip
+        "peak_bytes": 300,
+        "measured_bytes": 5_000_000,
+        "test/accuracy": 0.25,
+        "test/num_samples": 4,
+    }
     assert figures.settled(ended(2, 1, 2), KNOWN) == {"peak_bytes": 200}
     assert figures.memory() == {"predicted_bytes": 300, "measured_bytes": 5_000_000}
 

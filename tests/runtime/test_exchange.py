@@ -58,9 +58,15 @@ class Table:
         ours, theirs = socket.socketpair()
         times = Timeouts(**{"join_s": 20.0, "task_s": 20.0, "idle_s": 20.0, "stop_s": 5.0, **waits})
         self.session = Session(
-            4, 0, lambda: TcpConnection(ours, 20.0), self.submodels, self.inbox, times,
-            lambda down, up: self.moved.append((down, up)), local=local or split_fed(client_layers=1).local,
-        )  # fmt: skip
+            4,
+            0,
+            lambda: TcpConnection(ours, 20.0),
+            self.submodels,
+            self.inbox,
+            times,
+            lambda down, up: self.moved.append((down, up)),
+            local=local or split_fed(client_layers=1).local,
+        )
         self.session.start()
         self.pair = TcpConnection(theirs, 20.0)
         if greet:

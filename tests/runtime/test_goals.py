@@ -14,14 +14,25 @@ METRICS = {"mse": 1.6, "accuracy": 0.1, "gap": 0.5}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target": "acc=0.9"}, "target is 'acc=0.9', but validation_step gives no 'acc': use one of mse, accuracy, gap"),
-        ({"target": "gap=0.1"}, "target is 'gap=0.1', and the name 'gap' does not say which values are better: "
-                                "give 'gap<=0.1' or 'gap>=0.1'"),
-        ({"keep_best": "f1:max"}, "keep_best is 'f1', but validation_step gives no 'f1': use one of mse, accuracy, gap, or null"),
-        ({"keep_best": "gap"}, "keep_best is 'gap', and this name does not say which values are better: "
-                               "give 'gap:min' or 'gap:max'"),
+        (
+            {"target": "acc=0.9"},
+            "target is 'acc=0.9', but validation_step gives no 'acc': use one of mse, accuracy, gap",
+        ),
+        (
+            {"target": "gap=0.1"},
+            "target is 'gap=0.1', and the name 'gap' does not say which values are better: "
+            "give 'gap<=0.1' or 'gap>=0.1'",
+        ),
+        (
+            {"keep_best": "f1:max"},
+            "keep_best is 'f1', but validation_step gives no 'f1': use one of mse, accuracy, gap, or null",
+        ),
+        (
+            {"keep_best": "gap"},
+            "keep_best is 'gap', and this name does not say which values are better: give 'gap:min' or 'gap:max'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_goal_that_cannot_be_judged_is_refused(tmp_path, settings, message):
     with pytest.raises(BadInput) as refused:
         check_goals(experiment(tmp_path / "run", **settings), METRICS, has_client_tests=False)

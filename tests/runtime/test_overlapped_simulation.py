@@ -66,9 +66,12 @@ def test_a_link_that_changes_is_that_of_the_upload_and_not_of_the_wait(tmp_path)
     """Up 0.8 s at full rate; from 1.3 s on the link has half its rate, when the second upload begins (and the third download)."""
     made = one_client(tmp_path / "r", 0.8, max_updates=2)
     made.devices[0] = Device(
-        name="d", flops_per_s=FLOPS / COMPUTE_S, down_bytes_per_s=NUM_BYTES / DOWN_S, up_bytes_per_s=NUM_BYTES / 0.8,
+        name="d",
+        flops_per_s=FLOPS / COMPUTE_S,
+        down_bytes_per_s=NUM_BYTES / DOWN_S,
+        up_bytes_per_s=NUM_BYTES / 0.8,
         link_changes=((1.3, 0.5),),
-    )  # fmt: skip
+    )
     assert column(finish(made), "arrived_s") == pytest.approx([1.3, 1.3 + 1.6])
 
 

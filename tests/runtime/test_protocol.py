@@ -211,10 +211,16 @@ def test_a_count_is_no_boolean():
     ("sent", "taken"),
     [
         ([["info", "one\ntwo\x1b"]], [LogLine("info", r"one\ntwo\x1b")]),
-        ([["debug", "x"], ["info"], ["info", "a", "b"], "text", None, [["info"], "x"], ["error", {}]], [LogLine("error", "{}")]),
-        ("text", []), ({"info": "x"}, []), (None, []), (7, []),
+        (
+            [["debug", "x"], ["info"], ["info", "a", "b"], "text", None, [["info"], "x"], ["error", {}]],
+            [LogLine("error", "{}")],
+        ),
+        ("text", []),
+        ({"info": "x"}, []),
+        (None, []),
+        (7, []),
     ],
-)  # fmt: skip
+)
 def test_log_lines_are_cleaned_and_what_is_none_is_left_out(sent, taken):
     assert list(log_lines_of({"logs": sent})) == taken
 
@@ -227,12 +233,22 @@ def test_log_lines_are_bounded():
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("id", [-1, 2**64, 1.0, True, "1", None]), ("incarnation", [2**32, -1, None]), ("seed", [-1, 2**64, None]),
-        ("num_epochs", [0, -1, 2**53, 1.5, "1"]), ("num_steps", [0, 2**60]), ("pace_s", [1e9, float("nan"), "1", None]),
-        ("lr_scale", [1e31, float("inf"), []]), ("assigned_s", [None, 1e300]), ("extra", [[], 1, "x"]), ("region", [-2, None]),
-        ("next_seed", [-1, 2**64, "x"]), ("task", [2**53]), ("version", [-1]), ("client", [2**32]),
+        ("id", [-1, 2**64, 1.0, True, "1", None]),
+        ("incarnation", [2**32, -1, None]),
+        ("seed", [-1, 2**64, None]),
+        ("num_epochs", [0, -1, 2**53, 1.5, "1"]),
+        ("num_steps", [0, 2**60]),
+        ("pace_s", [1e9, float("nan"), "1", None]),
+        ("lr_scale", [1e31, float("inf"), []]),
+        ("assigned_s", [None, 1e300]),
+        ("extra", [[], 1, "x"]),
+        ("region", [-2, None]),
+        ("next_seed", [-1, 2**64, "x"]),
+        ("task", [2**53]),
+        ("version", [-1]),
+        ("client", [2**32]),
     ],
-)  # fmt: skip
+)
 def test_an_assignment_has_bounds_in_each_field(field, values):
     good = Assign(TASK).to_meta()
     assert Assign.from_meta(good).assignment == TASK

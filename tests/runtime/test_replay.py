@@ -57,9 +57,18 @@ def test_clients_that_come_and_go_are_replayed(tmp_path):
 
 def test_a_wall_clock_run_of_real_ranks_replays_to_the_last_bit(tmp_path):
     argv = (
-        "--standalone", "--nproc-per-node=4", "-m", "raafl", "fit", "--config", CONFIG, "--clients=3", "--max_updates=20",
-        f"--output={tmp_path / 'run'}", "--progress=quiet",
-    )  # fmt: skip
+        "--standalone",
+        "--nproc-per-node=4",
+        "-m",
+        "raafl",
+        "fit",
+        "--config",
+        CONFIG,
+        "--clients=3",
+        "--max_updates=20",
+        f"--output={tmp_path / 'run'}",
+        "--progress=quiet",
+    )
     with command(tmp_path, *argv, before=forkserver.start, entry=forkserver.torchrun) as started:
         assert started.end() == 0, started.err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -21,8 +21,14 @@ SLOW = unequal((8e7, 6e7, 5e7, 2e6))
 @pytest.mark.parametrize("algorithm", [fed_avg(), scaffold()], ids=["fed_avg", "scaffold"])
 def test_a_run_with_a_client_that_is_late_goes_on_replays_and_resumes(tmp_path, monkeypatch, algorithm):
     made = experiment(
-        tmp_path / "run", algorithm, devices=SLOW, rounds=Rounds(deadline=3.0), max_updates=75, eval_every=50, checkpoint_every=1
-    )  # fmt: skip
+        tmp_path / "run",
+        algorithm,
+        devices=SLOW,
+        rounds=Rounds(deadline=3.0),
+        max_updates=75,
+        eval_every=50,
+        checkpoint_every=1,
+    )
     run = finish(made)
     assert run.summary["participation"]["4"] == 0 and run.summary["updates_refused"]["late"] >= 1
     assert run.summary["updates_merged"] == 75 and run.summary["versions"] == 25

@@ -148,11 +148,13 @@ def broken(folder, **more):
 
 @pytest.mark.parametrize(
     ("at", "bad", "said"),
-    [("call", (2,), "the server, for client 2: AttributeError: no share"),
-     ("call", (1, 2, 3, 4), "the server, for client "),
-     ("on_update", (3,), "the server, for client 3: AttributeError: no share"),
-     ("on_round_start", (), "the server: AttributeError: no share")],
-)  # fmt: skip
+    [
+        ("call", (2,), "the server, for client 2: AttributeError: no share"),
+        ("call", (1, 2, 3, 4), "the server, for client "),
+        ("on_update", (3,), "the server, for client 3: AttributeError: no share"),
+        ("on_round_start", (), "the server: AttributeError: no share"),
+    ],
+)
 def test_a_part_that_raises_ends_a_simulation_as_a_task_does(tmp_path, monkeypatch, at, bad, said, capsys):
     monkeypatch.setattr(Broken, "at", at)
     monkeypatch.setattr(Broken, "bad", bad)

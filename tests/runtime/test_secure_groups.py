@@ -141,7 +141,7 @@ def test_an_update_out_of_range_is_refused_and_the_others_are_summed(tmp_path):
         (fed_avg(), {"secure_aggregation": SecureAggregation(2, bound=1e9)}, "give a smaller bound"),
     ],
     ids=lambda one: getattr(one, "name", ""),
-)  # fmt: skip
+)
 def test_what_cannot_go_with_it_is_refused_by_name(tmp_path, algorithm, fields, why):
     with pytest.raises(BadInput, match=why):
         experiment(tmp_path / "run", algorithm, **{"secure_aggregation": ON, **fields}).check()

@@ -26,10 +26,21 @@ from raafl.transport import Refused
 HALF = Spec.select({"hidden": range(2)})
 MEMBERS = tuple(
     GroupMember(
-        key, bytes([key]) * 32, bytes([key + 9]) * 32, bytes([key + 20]) * 32, spec, 70, 9, 60, 5, 0.8, "feed", f"s{key}"
+        key,
+        bytes([key]) * 32,
+        bytes([key + 9]) * 32,
+        bytes([key + 20]) * 32,
+        spec,
+        70,
+        9,
+        60,
+        5,
+        0.8,
+        "feed",
+        f"s{key}",
     )
     for key, spec in ((3, FULL), (4, HALF))
-)  # fmt: skip
+)
 GROUP = Group("ab", MEMBERS, 2, 2, 6, "run", True)
 META = Formed(GROUP).to_meta()
 ROW = META["members"][0]
@@ -61,17 +72,40 @@ def test_every_field_of_a_member_changes_the_digest_and_what_its_site_signs(fiel
 @pytest.mark.parametrize(
     "changes",
     [
-        {"members": 3}, {"members": [ROW[:11]]}, {"members": [["x", *ROW[1:]]]}, {"members": [[*ROW[:3], "00", *ROW[4:]]]},
-        {"members": [[*ROW[:4], 7, *ROW[5:]]]}, {"members": [[*ROW[:4], -1, *ROW[5:]]]}, {"specs": [7]},
-        *({"members": [[*ROW[:place], wrong, *ROW[place + 1 :]]]} for place, wrong in (
-            (5, 0), (6, -1), (7, True), (8, -1), (9, 1.5), (9, float("nan")), (9, "a"), (9, 0), (10, 5), (10, "x" * 65),
-            (11, "\n"),
-        )),
-        {"version": None}, {"run": 5}, {"group": 5}, {"group": "a" * 65}, {"threshold": 0}, {"threshold": True},
-        {"min_cover": -1}, {"members": [[1, 2]]},
+        {"members": 3},
+        {"members": [ROW[:11]]},
+        {"members": [["x", *ROW[1:]]]},
+        {"members": [[*ROW[:3], "00", *ROW[4:]]]},
+        {"members": [[*ROW[:4], 7, *ROW[5:]]]},
+        {"members": [[*ROW[:4], -1, *ROW[5:]]]},
+        {"specs": [7]},
+        *(
+            {"members": [[*ROW[:place], wrong, *ROW[place + 1 :]]]}
+            for place, wrong in (
+                (5, 0),
+                (6, -1),
+                (7, True),
+                (8, -1),
+                (9, 1.5),
+                (9, float("nan")),
+                (9, "a"),
+                (9, 0),
+                (10, 5),
+                (10, "x" * 65),
+                (11, "\n"),
+            )
+        ),
+        {"version": None},
+        {"run": 5},
+        {"group": 5},
+        {"group": "a" * 65},
+        {"threshold": 0},
+        {"threshold": True},
+        {"min_cover": -1},
+        {"members": [[1, 2]]},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_anything_else_is_refused(changes):
     with pytest.raises(Refused):
         Formed.from_meta({**META, **changes})

@@ -37,8 +37,17 @@ def recorded(tmp_path_factory):
             next(iter(update.tensors.buffers.values()))[0] += 1e-6
         return update
 
-    options = ("--config=configs/quickstart.yaml", "--progress=quiet", "--clients=2", "--max_updates=12", "--devices=null",
-               "--train.num_epochs=null", "--train.num_steps=2", "--checkpoint_every=4", f"--output={folder / 'run'}")  # fmt: skip
+    options = (
+        "--config=configs/quickstart.yaml",
+        "--progress=quiet",
+        "--clients=2",
+        "--max_updates=12",
+        "--devices=null",
+        "--train.num_epochs=null",
+        "--train.num_steps=2",
+        "--checkpoint_every=4",
+        f"--output={folder / 'run'}",
+    )
     with patch.context() as changed:
         changed.setenv("XDG_STATE_HOME", str(folder / "state"))
         changed.setattr(LocalTrainer, "run", wrong)
@@ -47,9 +56,7 @@ def recorded(tmp_path_factory):
             fleet.serve()
             assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0]
             assert all("keeps receipts in" in joiner.words() for joiner in fleet.joiners)
-    return folder / "run", {
-        i: next((folder / "state" / "raafl" / "receipts").glob(f"client-{i}-*")) for i in (1, 2)
-    }  # fmt: skip
+    return folder / "run", {i: next((folder / "state" / "raafl" / "receipts").glob(f"client-{i}-*")) for i in (1, 2)}
 
 
 @pytest.fixture

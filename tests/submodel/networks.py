@@ -15,9 +15,14 @@ from raafl.submodel import FlatTensors, Submodels
 WORDS = {"vocab_size": 23, "hidden_size": 12, "num_hidden_layers": 2, "intermediate_size": 7}
 SLOW = {"num_attention_heads": 3, "max_position_embeddings": 16}
 PIXELS = {
-    "image_size": 8, "patch_size": 4, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3,
-    "intermediate_size": 7, "num_labels": 4,
-}  # fmt: skip
+    "image_size": 8,
+    "patch_size": 4,
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 7,
+    "num_labels": 4,
+}
 GROUPED = {**WORDS, "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 16}
 
 
@@ -142,16 +147,24 @@ def _classifier(kind: str, task: str = "SequenceClassification", **options: Any)
 
 
 COVERING = (
-    "bert_eager", "albert", "vit_eager", "llama_tied", "mistral", "held", "encoder", "decoder", "attention",
-    "both_ways", "lstm", "rnn",
-)  # fmt: skip
+    "bert_eager",
+    "albert",
+    "vit_eager",
+    "llama_tied",
+    "mistral",
+    "held",
+    "encoder",
+    "decoder",
+    "attention",
+    "both_ways",
+    "lstm",
+    "rnn",
+)
 """Cases that have every kind of layer between them; what holds for all is tested of the others in `make test-long`."""
 
 CASES: dict[str, Case] = {
     "bert": Case(_classifier("Bert", **WORDS, **SLOW), words, _both("bert.encoder.layer")),
-    "bert_eager": Case(
-        _classifier("Bert", attention="eager", **WORDS, **SLOW), words, _both("bert.encoder.layer")
-    ),
+    "bert_eager": Case(_classifier("Bert", attention="eager", **WORDS, **SLOW), words, _both("bert.encoder.layer")),
     "bert_tied": Case(_classifier("Bert", "MaskedLM", **WORDS, **SLOW), words, _both("bert.encoder.layer")),
     "roberta": Case(_classifier("Roberta", **WORDS, **SLOW), words, _both("roberta.encoder.layer")),
     "distilbert": Case(
@@ -212,9 +225,12 @@ CASES: dict[str, Case] = {
     "gru": Case(Spotter, lambda: {"x": torch.randn(2, 3, 9)}, {"conv": 6, "rnn": 5}, None),
     "lstm": Case(lambda: Spotter(nn.LSTM), lambda: {"x": torch.randn(2, 3, 9)}, {"conv": 6, "rnn": 5}, None),
     "rnn": Case(
-        lambda: Spotter(nn.RNN, bias=False, dropout=0.5), lambda: {"x": torch.randn(2, 3, 9)}, {"conv": 6, "rnn": 5}, None
+        lambda: Spotter(nn.RNN, bias=False, dropout=0.5),
+        lambda: {"x": torch.randn(2, 3, 9)},
+        {"conv": 6, "rnn": 5},
+        None,
     ),
-}  # fmt: skip
+}
 
 
 def output(module: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -78,8 +78,9 @@ def test_the_axes_are_the_ranks():
     assert [(axis.name, axis.size) for axis in submodels.axes.values()] == [(f"{layer}.rank", 8) for layer in LAYERS]
     for layer in LAYERS:
         assert submodels.axes[f"{layer}.rank"].members == (
-            Member(f"{layer}.lora_A.default.weight", 0), Member(f"{layer}.lora_B.default.weight", 1)
-        )  # fmt: skip
+            Member(f"{layer}.lora_A.default.weight", 0),
+            Member(f"{layer}.lora_B.default.weight", 1),
+        )
     assert submodels.problem is None and list(submodels.stacks) == ["model.bert.encoder.layer"]
 
 
@@ -167,8 +168,10 @@ def test_adalora_holds_singular_values_beside_its_factors():
     module, submodels = made(adalora)
     first = "base_model.model.0"
     assert submodels.axes[f"{first}.rank"].members == (
-        Member(f"{first}.lora_A.default", 0), Member(f"{first}.lora_B.default", 1), Member(f"{first}.lora_E.default", 0),
-    )  # fmt: skip
+        Member(f"{first}.lora_A.default", 0),
+        Member(f"{first}.lora_B.default", 1),
+        Member(f"{first}.lora_E.default", 0),
+    )
     spec = Spec.select({f"{first}.rank": [1, 3], "base_model.model.4.rank": [0]})
     small, x = small_of(module, submodels, spec).eval(), torch.randn(3, 5)
     torch.testing.assert_close(small(x), zeroed(module, submodels, spec)(x))

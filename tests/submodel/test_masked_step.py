@@ -41,9 +41,11 @@ def sides_of_block(number: int) -> dict[str, list[tuple[str, int, int]]]:
     return {
         f"{block}.heads": [*into_heads, (f"{block}.attention.o_proj.weight", 1, 16)],
         f"{block}.ffn": [
-            (f"{block}.mlp.fc1.weight", 0, 1), (f"{block}.mlp.fc1.bias", 0, 1), (f"{block}.mlp.fc2.weight", 1, 1),
+            (f"{block}.mlp.fc1.weight", 0, 1),
+            (f"{block}.mlp.fc1.bias", 0, 1),
+            (f"{block}.mlp.fc2.weight", 1, 1),
         ],
-    }  # fmt: skip
+    }
 
 
 def sides_of_norm(name: str) -> list[tuple[str, int, int]]:
@@ -97,7 +99,7 @@ CASES = {
         # moves every score of a query alike, which softmax does not see
         idle=tuple(f"model.vit.layers.{number}.attention.k_proj.bias" for number in range(2)),
     ),
-}  # fmt: skip
+}
 
 
 def masks_by_hand(case: Case, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -59,8 +59,10 @@ def test_what_decides_the_form_is_told_apart():
     whole = empty(2, dtype=torch.int64)
     for _ in range(2):
         assert [result_of(aten.mul.Tensor, (whole, by), {}).dtype for by in (2, 2.0, True)] == [
-            torch.int64, torch.float32, torch.int64,
-        ]  # fmt: skip
+            torch.int64,
+            torch.float32,
+            torch.int64,
+        ]
         assert result_of(aten.div.Tensor, (whole, whole), {}).dtype == torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:

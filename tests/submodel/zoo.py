@@ -92,58 +92,75 @@ _VGG = dict(zip((0, 4, 8, 11, 15, 18, 22, 25), (2, 4, 8, 8, 16, 16, 16, 16), str
 _ALBERT = "model.albert.encoder.albert_layer_groups.0.albert_layers.0"
 
 ZOO: dict[str, Model] = {
-    "MLP": _zoo(
-        lambda: model_zoo.MLP(8, (7, 5), 3), (_normal(3, 2, 4), LABELS), {"layers.1": 7, "layers.3": 5}
-    ),
+    "MLP": _zoo(lambda: model_zoo.MLP(8, (7, 5), 3), (_normal(3, 2, 4), LABELS), {"layers.1": 7, "layers.3": 5}),
     "CNN": _zoo(
-        lambda: model_zoo.CNN(2, 8, (3, 5), (6, 4), 3), (_normal(3, 2, 8, 8), LABELS),
+        lambda: model_zoo.CNN(2, 8, (3, 5), (6, 4), 3),
+        (_normal(3, 2, 8, 8), LABELS),
         {"conv1": 3, "conv2": 5, "fc1": 6, "fc2": 4},
     ),
     "CNN with batch norm": _zoo(
-        lambda: model_zoo.CNN(2, 8, (3, 5), (6, 4), 3, batch_norm=True), (_normal(3, 2, 8, 8), LABELS),
+        lambda: model_zoo.CNN(2, 8, (3, 5), (6, 4), 3, batch_norm=True),
+        (_normal(3, 2, 8, 8), LABELS),
         {"conv1": 3, "conv2": 5, "fc1": 6, "fc2": 4},
     ),
     "ResNet-20": _zoo(lambda: model_zoo.ResNet(20, 3, 3, 2), (_normal(3, 3, 8, 8), LABELS), _RESNET_20),
     "ResNet with projections": _zoo(
-        lambda: model_zoo.ResNet(8, 3, 3, 3, projection=True), (_normal(3, 3, 8, 8), LABELS),
-        {"conv": 3, "stage1.0.conv1": 3, "stage2.0.conv1": 6, "stage2.0.conv2": 6, "stage3.0.conv1": 12, "stage3.0.conv2": 12},
+        lambda: model_zoo.ResNet(8, 3, 3, 3, projection=True),
+        (_normal(3, 3, 8, 8), LABELS),
+        {
+            "conv": 3,
+            "stage1.0.conv1": 3,
+            "stage2.0.conv1": 6,
+            "stage2.0.conv2": 6,
+            "stage3.0.conv1": 12,
+            "stage3.0.conv2": 12,
+        },
     ),
     "VGG11": _zoo(
-        lambda: model_zoo.VGG11(3, 3, width=1 / 32), (_normal(3, 3, 32, 32), LABELS),
+        lambda: model_zoo.VGG11(3, 3, width=1 / 32),
+        (_normal(3, 3, 32, 32), LABELS),
         {f"features.{place}": channels for place, channels in _VGG.items()},
     ),
     "VGG": _zoo(
-        lambda: model_zoo.VGG([4, "pool", 6], 1, 3), (_normal(3, 1, 8, 8), LABELS), {"features.0": 4, "features.4": 6},
+        lambda: model_zoo.VGG([4, "pool", 6], 1, 3),
+        (_normal(3, 1, 8, 8), LABELS),
+        {"features.0": 4, "features.4": 6},
     ),
     "ViT": _zoo(
-        lambda: model_zoo.ViT("micro", 8, 4, num_classes=3), (_normal(3, 3, 8, 8), LABELS),
-        _blocks("model.vit.layers", 64), "model.width",
+        lambda: model_zoo.ViT("micro", 8, 4, num_classes=3),
+        (_normal(3, 3, 8, 8), LABELS),
+        _blocks("model.vit.layers", 64),
+        "model.width",
     ),
     "BERT": _zoo(
-        lambda: model_zoo.BERT("micro", 3, 23, 16, dropout=0.0), (TOKENS * MASK, MASK, LABELS),
-        _blocks("model.bert.encoder.layer", 128), "model.width",
+        lambda: model_zoo.BERT("micro", 3, 23, 16, dropout=0.0),
+        (TOKENS * MASK, MASK, LABELS),
+        _blocks("model.bert.encoder.layer", 128),
+        "model.width",
     ),
     "ALBERT": _zoo(
-        lambda: model_zoo.ALBERT("micro", 23, 16), WINDOW,
-        {f"{_ALBERT}.heads": 2, f"{_ALBERT}.ffn": 128}, "model.width",
+        lambda: model_zoo.ALBERT("micro", 23, 16),
+        WINDOW,
+        {f"{_ALBERT}.heads": 2, f"{_ALBERT}.ffn": 128},
+        "model.width",
     ),
-    "LLaMA": _zoo(
-        lambda: model_zoo.LLaMA("micro", 23, 16), WINDOW, _blocks("model.model.layers", 88), "model.width"
-    ),
+    "LLaMA": _zoo(lambda: model_zoo.LLaMA("micro", 23, 16), WINDOW, _blocks("model.model.layers", 88), "model.width"),
     "LLaMA, tied": _zoo(
         lambda: model_zoo.LLaMA("micro", 23, 16, tied=True), WINDOW, _blocks("model.model.layers", 88), "model.width"
     ),
     "FastText": _zoo(
-        lambda: model_zoo.FastText(23, 6, (7, 5), 3), (TOKENS * MASK, MASK, LABELS),
+        lambda: model_zoo.FastText(23, 6, (7, 5), 3),
+        (TOKENS * MASK, MASK, LABELS),
         {"embedding": 6, "layers.0": 7, "layers.2": 5},
     ),
     "KeywordSpotter": _zoo(
-        lambda: model_zoo.KeywordSpotter(5, 3, (4, 6), 7, dropout=0.0), (_normal(3, 12, 5), LABELS),
+        lambda: model_zoo.KeywordSpotter(5, 3, (4, 6), 7, dropout=0.0),
+        (_normal(3, 12, 5), LABELS),
         {"conv1": 4, "conv2": 6, "gru": 7, "fc1": 7},
     ),
     "CharLM": _zoo(lambda: model_zoo.CharLM(23, 4, 6), WINDOW, {"embedding": 4, "rnn": 6}),
     "CharLM with LSTM": _zoo(lambda: model_zoo.CharLM(23, 4, 6, cell="lstm"), WINDOW, {"embedding": 4, "rnn": 6}),
-}  # fmt: skip
+}
 
 HUGGING_FACE = {
     name: _hugging_face(name)
@@ -154,9 +171,20 @@ HUGGING_FACE = {
 }
 
 COVERING = (
-    "MLP", "CNN with batch norm", "ResNet with projections", "VGG11", "ViT", "ALBERT", "LLaMA, tied", "FastText",
-    "KeywordSpotter", "CharLM with LSTM", "bert_tied of transformers", "deit of transformers", "mistral of transformers",
-)  # fmt: skip
+    "MLP",
+    "CNN with batch norm",
+    "ResNet with projections",
+    "VGG11",
+    "ViT",
+    "ALBERT",
+    "LLaMA, tied",
+    "FastText",
+    "KeywordSpotter",
+    "CharLM with LSTM",
+    "bert_tied of transformers",
+    "deit of transformers",
+    "mistral of transformers",
+)
 """Models that have every kind of layer between them; what holds for all is tested of the others in `make test-long`."""
 
 MODELS = {**ZOO, **{f"{name} of transformers": model for name, model in HUGGING_FACE.items()}}

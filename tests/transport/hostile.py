@@ -89,10 +89,19 @@ def nothing(kind, assignment, meta):
 def frame(text=b'{"meta":{},"buffers":[["float32",1000]]}', payload=bytes(4000), **changed):
     """A frame by hand, its checksums right whatever else is not."""
     values = {
-        "magic": b"RAFL", "version": 1, "kind": 4, "flags": 0, "assignment": 1, "incarnation": 0,
-        "json_bytes": len(text), "num_buffers": 1, "reserved": 0, "payload_bytes": len(payload),
-        "json_checksum": xxhash.xxh3_64_intdigest(text), **changed,
-    }  # fmt: skip
+        "magic": b"RAFL",
+        "version": 1,
+        "kind": 4,
+        "flags": 0,
+        "assignment": 1,
+        "incarnation": 0,
+        "json_bytes": len(text),
+        "num_buffers": 1,
+        "reserved": 0,
+        "payload_bytes": len(payload),
+        "json_checksum": xxhash.xxh3_64_intdigest(text),
+        **changed,
+    }
     fields = struct.pack("<4sHBBQIIIIQQ", *values.values())
     footer = struct.pack("<Q", xxhash.xxh3_64_intdigest(payload)) if payload else b""
     return fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields)) + text + payload + footer
@@ -126,7 +135,10 @@ FRAMES = {
     "a bit flipped in the footer": (flipped(-1), "bad-checksum", USABLE),
     "halves of the payload in the wrong order": (
         encode(update(tensors=FlatTensors.from_named({"w": torch.arange(1000.0)})))[:HEAD]
-        + GOOD[HEAD + 2000 :] + GOOD[HEAD : HEAD + 2000], "bad-checksum", USABLE,
+        + GOOD[HEAD + 2000 :]
+        + GOOD[HEAD : HEAD + 2000],
+        "bad-checksum",
+        USABLE,
     ),
     "the same update again": (GOOD + GOOD, "unknown-assignment", USABLE),
     "a JSON section of 4 GB": (frame(json_bytes=2**32 - 1), "bad-length", CLOSED),
@@ -134,18 +146,29 @@ FRAMES = {
     "4 billion buffers": (frame(num_buffers=2**32 - 1), "bad-length", CLOSED),
     "a payload of 2^62 bytes that is not declared": (frame(payload=b"", payload_bytes=2**62), "bad-length", CLOSED),
     "a payload of 2^59 bytes": (
-        frame(b'{"meta":{},"buffers":[["int8",%d]]}' % 2**59, b"", payload_bytes=2**59), "wrong-layout", CLOSED,
+        frame(b'{"meta":{},"buffers":[["int8",%d]]}' % 2**59, b"", payload_bytes=2**59),
+        "wrong-layout",
+        CLOSED,
     ),
     "a payload over the drain limit": (
-        frame(b'{"meta":{},"buffers":[["int8",%d]]}' % (2**30 + 1), b"", payload_bytes=2**30 + 1), "wrong-layout", CLOSED,
+        frame(b'{"meta":{},"buffers":[["int8",%d]]}' % (2**30 + 1), b"", payload_bytes=2**30 + 1),
+        "wrong-layout",
+        CLOSED,
     ),
     "a hundred times what is expected": (
-        encode(update(tensors=FlatTensors.from_named({"w": torch.ones(100_000)}))), "wrong-layout", USABLE,
+        encode(update(tensors=FlatTensors.from_named({"w": torch.ones(100_000)}))),
+        "wrong-layout",
+        USABLE,
     ),
-    "one element less": (encode(update(tensors=FlatTensors.from_named({"w": torch.ones(999)}))), "wrong-layout", USABLE),
+    "one element less": (
+        encode(update(tensors=FlatTensors.from_named({"w": torch.ones(999)}))),
+        "wrong-layout",
+        USABLE,
+    ),
     "another dtype of the same length": (
         encode(update(tensors=FlatTensors.from_named({"w": torch.ones(1000, dtype=torch.int32)}))),
-        "wrong-layout", USABLE,
+        "wrong-layout",
+        USABLE,
     ),
     "no tensors": (encode(Message(Kind.UPDATE, 1)), "wrong-layout", USABLE),
     "a dtype that is none": (frame(b'{"meta":{},"buffers":[["float8",4000]]}'), "bad-dtype", USABLE),
@@ -154,7 +177,7 @@ FRAMES = {
     "NaN in JSON": (frame(b'{"meta":{"loss":NaN},"buffers":[["float32",1000]]}'), "bad-json", USABLE),
     "a NaN": (with_value(float("nan")), "non-finite", USABLE),
     "an infinity": (with_value(float("inf")), "non-finite", USABLE),
-}  # fmt: skip
+}
 
 
 def answered(pair, assignment):

@@ -31,10 +31,19 @@ def into(target):
 def frame(text: bytes, num_buffers=0, payload=b"", **changed) -> bytes:
     """Build a frame by hand from a JSON section, with right checksums unless told otherwise."""
     values = {
-        "magic": b"RAFL", "version": 1, "kind": 4, "flags": 0, "assignment": 5, "incarnation": 6,
-        "json_bytes": len(text), "num_buffers": num_buffers, "reserved": 0, "payload_bytes": len(payload),
-        "json_checksum": xxhash.xxh3_64_intdigest(text), **changed,
-    }  # fmt: skip
+        "magic": b"RAFL",
+        "version": 1,
+        "kind": 4,
+        "flags": 0,
+        "assignment": 5,
+        "incarnation": 6,
+        "json_bytes": len(text),
+        "num_buffers": num_buffers,
+        "reserved": 0,
+        "payload_bytes": len(payload),
+        "json_checksum": xxhash.xxh3_64_intdigest(text),
+        **changed,
+    }
     fields = struct.pack("<4sHBBQIIIIQQ", *values.values())
     footer = struct.pack("<Q", xxhash.xxh3_64_intdigest(payload)) if payload else b""
     return fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields)) + text + payload + footer
@@ -59,11 +68,17 @@ def test_header_bytes_by_hand():
     data = encode(sample())
     text = b'{"meta":{"loss":0.5},"buffers":[["float32",2],["int64",1]]}'
     by_hand = (
-        b"RAFL" + b"\x01\x00" + b"\x04" + b"\x00"  # magic, version 1, UPDATE, no flags
-        + b"\x08\x07\x06\x05\x04\x03\x02\x01" + b"\x09\x00\x00\x00"  # assignment, incarnation
-        + b"\x3b\x00\x00\x00" + b"\x02\x00\x00\x00" + b"\x00\x00\x00\x00"  # 59 bytes of JSON, two buffers, reserved
+        b"RAFL"
+        + b"\x01\x00"
+        + b"\x04"
+        + b"\x00"  # magic, version 1, UPDATE, no flags
+        + b"\x08\x07\x06\x05\x04\x03\x02\x01"
+        + b"\x09\x00\x00\x00"  # assignment, incarnation
+        + b"\x3b\x00\x00\x00"
+        + b"\x02\x00\x00\x00"
+        + b"\x00\x00\x00\x00"  # 59 bytes of JSON, two buffers, reserved
         + b"\x10\x00\x00\x00\x00\x00\x00\x00"  # 2 * 4 + 1 * 8 bytes
-    )  # fmt: skip
+    )
     assert len(text) == 59 and data[:40] == by_hand
     assert data[40:48] == xxhash.xxh3_64_digest(text)[::-1]  # digest() is big-endian
     assert data[48:56] == xxhash.xxh3_64_digest(data[:48])[::-1]
@@ -78,18 +93,24 @@ def test_a_frame_without_tensors_has_no_footer():
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"])),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("ab\"\\{[é"), inner, max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('ab"\\{[é'), inner, max_size=4),
     max_leaves=20,
-)  # fmt: skip
+)
 
 
 @given(
-    st.sampled_from(list(Kind)), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1),
-    st.dictionaries(st.text("xyz\n"), json_values, max_size=4), st.lists(st.sampled_from(list(DTYPES.values()))),
+    st.sampled_from(list(Kind)),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**32 - 1),
+    st.dictionaries(st.text("xyz\n"), json_values, max_size=4),
+    st.lists(st.sampled_from(list(DTYPES.values()))),
     st.randoms(use_true_random=False),
-)  # fmt: skip
+)
 def test_round_trip(kind, assignment, incarnation, meta, dtypes, random):
     named = {}
     for index, dtype in enumerate(dtypes):
@@ -158,15 +179,29 @@ def test_lying_headers_are_refused_by_name(changed, reason):
 @pytest.mark.parametrize(
     "text",
     [
-        b"", b"{}", b"[]", b"null", b'{"meta":{}}', b'{"meta":{},"buffers":[],"more":1}', b'{"meta":[],"buffers":[]}',
-        b'{"meta":{},"meta":{},"buffers":[]}', section('{"a":1,"a":1}'), section('{"a":NaN}'),
+        b"",
+        b"{}",
+        b"[]",
+        b"null",
+        b'{"meta":{}}',
+        b'{"meta":{},"buffers":[],"more":1}',
+        b'{"meta":[],"buffers":[]}',
+        b'{"meta":{},"meta":{},"buffers":[]}',
+        section('{"a":1,"a":1}'),
+        section('{"a":NaN}'),
         section('{"a":Infinity}'),
-        section('{"a":-Infinity}'), section('{"a":1e999}'), section('{"a":"\\ud800"}'),
+        section('{"a":-Infinity}'),
+        section('{"a":1e999}'),
+        section('{"a":"\\ud800"}'),
         section('{"a":' + "9" * 5000 + "}"),
-        section() + b" x", b"\xff\xfe" + section(), section().decode().encode("utf-16"), section('{"a":"\x01"}'),
-        section('{"a":' + "[" * 40 + "]" * 40 + "}"), section('{"a":' * 200_000 + "1" + "}" * 200_000)[: 1 << 20],
+        section() + b" x",
+        b"\xff\xfe" + section(),
+        section().decode().encode("utf-16"),
+        section('{"a":"\x01"}'),
+        section('{"a":' + "[" * 40 + "]" * 40 + "}"),
+        section('{"a":' * 200_000 + "1" + "}" * 200_000)[: 1 << 20],
     ],
-)  # fmt: skip
+)
 def test_bad_json_is_refused(text):
     assert refusal(frame(text)) == "bad-json"
 

@@ -53,14 +53,25 @@ def tensors(**named):
 
 
 MESSAGES = [
-    Message(Kind.HELLO, 0, 0, {"raafl": "0.1.0", "model": "ab" * 16, "num_samples": 600, "tags": ["a", None, True, 1.5]}),
-    Message(Kind.STOP, 0, 3, {"reason": "done: \u00e9\u4e2d \\ \" {[ "}),
+    Message(
+        Kind.HELLO, 0, 0, {"raafl": "0.1.0", "model": "ab" * 16, "num_samples": 600, "tags": ["a", None, True, 1.5]}
+    ),
+    Message(Kind.STOP, 0, 3, {"reason": 'done: \u00e9\u4e2d \\ " {[ '}),
     Message(Kind.UPDATE, 2**63, 7, {"num_samples": 600, "metrics": {"loss": 0.5}}, tensors(w=torch.arange(12.0))),
-    Message(Kind.ASSIGN, 1, 0, {"spec": {"kept": [[0, 4], [8, 12]]}}, tensors(
-        w=torch.ones(7), n=torch.tensor([3]), b=torch.tensor([True, False]), h=torch.ones(3, dtype=torch.float16),
-    )),
+    Message(
+        Kind.ASSIGN,
+        1,
+        0,
+        {"spec": {"kept": [[0, 4], [8, 12]]}},
+        tensors(
+            w=torch.ones(7),
+            n=torch.tensor([3]),
+            b=torch.tensor([True, False]),
+            h=torch.ones(3, dtype=torch.float16),
+        ),
+    ),
     Message(Kind.KEEPALIVE),
-]  # fmt: skip
+]
 VALID = [encode(message) for message in MESSAGES]
 LENGTHS = [0, 1, 7, 55, 56, 2**16, MAX_JSON_BYTES, MAX_JSON_BYTES + 1, 2**31, 2**32 - 1]
 PAYLOADS = [0, 1, 8, 48, 4096, 2**31, 2**32, 2**62, 2**63, 2**64 - 1]
@@ -232,9 +243,21 @@ def allocations(monkeypatch):
 
 
 REASONS = {
-    "message", "lost", "bad-magic", "bad-version", "bad-checksum", "bad-kind", "bad-flags", "bad-length", "bad-json",
-    "bad-dtype", "bad-value", "wrong-layout", "non-finite", "unknown-assignment",
-}  # fmt: skip
+    "message",
+    "lost",
+    "bad-magic",
+    "bad-version",
+    "bad-checksum",
+    "bad-kind",
+    "bad-flags",
+    "bad-length",
+    "bad-json",
+    "bad-dtype",
+    "bad-value",
+    "wrong-layout",
+    "non-finite",
+    "unknown-assignment",
+}
 
 
 def test_damaged_frames(allocations, capsys):
@@ -304,10 +327,15 @@ def resumed(rng, size):
     )
     first = Message(Kind.UPDATE, 5, 1, {"num_samples": 3}, tensors(w=values))
     second = rng.choice(
-        [first, Message(Kind.UPDATE, 5, 1, {"num_samples": 9}, tensors(w=values)), Message(Kind.UPDATE, 6, 1, {"num_samples": 3},
-         tensors(w=values)), Message(Kind.UPDATE, 5, 1, {"num_samples": 3}, tensors(w=others)), Message(Kind.KEEPALIVE),
-         Message(Kind.UPDATE, 5, 1, {"num_samples": 3}, tensors(w=values[:99]))]
-    )  # fmt: skip
+        [
+            first,
+            Message(Kind.UPDATE, 5, 1, {"num_samples": 9}, tensors(w=values)),
+            Message(Kind.UPDATE, 6, 1, {"num_samples": 3}, tensors(w=values)),
+            Message(Kind.UPDATE, 5, 1, {"num_samples": 3}, tensors(w=others)),
+            Message(Kind.KEEPALIVE),
+            Message(Kind.UPDATE, 5, 1, {"num_samples": 3}, tensors(w=values[:99])),
+        ]
+    )
     target = FlatTensors.zeros(first.tensors.layout)
     head, chunks = chunks_of(first)
     data = head + b"".join(chunks)

@@ -42,9 +42,14 @@ class UsagePolicy(nn.Module):
     is_beside_axes = True
 
     def __init__(
-        self, width: int, units: int, sublayers: int, targets: tuple[float, float], temperature: float,
+        self,
+        width: int,
+        units: int,
+        sublayers: int,
+        targets: tuple[float, float],
+        temperature: float,
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Initialise the gates to the target usage.
 
         Args:

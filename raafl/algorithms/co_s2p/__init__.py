@@ -73,14 +73,29 @@ RATES = [1.0, 0.5625, 0.25, 0.0625]
 
 
 def co_s2p(
-    rates: Rates | None = None, width_depth: float | Literal["inf"] = 1.0, linear_masks: Masks = "trained",
-    attention_masks: Masks = "trained", segments: int = 16, mask_rounds: int = 5, mask_epochs: int | None = 5,
-    mask_steps: int | None = None, mask_lr: float = 1e-2, mask_strength: float = 1.0, distil: bool = True,
-    distil_weight: float = 0.2, temperature: float = 3.0, trigger: Literal["semi", "sync", "async"] = "semi",
-    min_ratio: float = 0.5, wait_s: float = 0.0, merge: Literal["importance", "mean", "published"] = "importance",
-    server_lr: float = 1.0, cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
+    rates: Rates | None = None,
+    width_depth: float | Literal["inf"] = 1.0,
+    linear_masks: Masks = "trained",
+    attention_masks: Masks = "trained",
+    segments: int = 16,
+    mask_rounds: int = 5,
+    mask_epochs: int | None = 5,
+    mask_steps: int | None = None,
+    mask_lr: float = 1e-2,
+    mask_strength: float = 1.0,
+    distil: bool = True,
+    distil_weight: float = 0.2,
+    temperature: float = 3.0,
+    trigger: Literal["semi", "sync", "async"] = "semi",
+    min_ratio: float = 0.5,
+    wait_s: float = 0.0,
+    merge: Literal["importance", "mean", "published"] = "importance",
+    server_lr: float = 1.0,
+    cohort: int | None = None,
+    concurrency: int | None = None,
+    submodel: Select | None = None,
     as_published: bool = False,
-) -> Algorithm:  # fmt: skip
+) -> Algorithm:
     """Return Co-S2P, whose clients train some consecutive blocks of the model, narrowed by masks that they learn.
 
     Args:
@@ -122,15 +137,28 @@ def co_s2p(
     ratio = float("inf") if width_depth == "inf" else width_depth
     if as_published:
         refuse_unused(
-            "as_published is true", width_depth=(ratio, 1.0), distil_weight=(distil_weight, 0.2), trigger=(trigger, "semi"),
-            min_ratio=(min_ratio, 0.5), wait_s=(wait_s, 0.0), merge=(merge, "importance"), server_lr=(server_lr, 1.0),
+            "as_published is true",
+            width_depth=(ratio, 1.0),
+            distil_weight=(distil_weight, 0.2),
+            trigger=(trigger, "semi"),
+            min_ratio=(min_ratio, 0.5),
+            wait_s=(wait_s, 0.0),
+            merge=(merge, "importance"),
+            server_lr=(server_lr, 1.0),
             submodel=(submodel, None),
-        )  # fmt: skip
+        )
         trigger, merge = "sync", "published"
     asked = (LeadingDraws if as_published else RollingWindows)(
-        list(RATES) if rates is None else rates, ratio, linear_masks, attention_masks, segments, mask_rounds,
-        mask_epochs, mask_steps, distil,
-    )  # fmt: skip
+        list(RATES) if rates is None else rates,
+        ratio,
+        linear_masks,
+        attention_masks,
+        segments,
+        mask_rounds,
+        mask_epochs,
+        mask_steps,
+        distil,
+    )
     return Algorithm(
         name="co_s2p",
         paper="Li et al. 2025",

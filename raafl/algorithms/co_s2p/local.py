@@ -138,12 +138,17 @@ def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, e
     batch = meta_batch(submodels.example_batch, batch_size)
     settle(module)
     task = Task(
-        Assignment(0, 0, 0, 0, 0, spec, 0, None, None, 0, 0.0, extra=extra), submodels, module,
-        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0), FlatTensors.empty(Layout(())), 1, torch.Generator(),
+        Assignment(0, 0, 0, 0, 0, spec, 0, None, None, 0, 0.0, extra=extra),
+        submodels,
+        module,
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0),
+        FlatTensors.empty(Layout(())),
+        1,
+        torch.Generator(),
         loss=lambda batch, index: loss_of(module, batch),
         backward=lambda loss: torch.autograd.backward(loss) if loss.requires_grad else None,
         update=lambda: None,
-    )  # fmt: skip
+    )
     task.down = {
         name: FlatTensors.empty(local.layout_of(submodels, name, spec) or Layout(()), "meta") for name in local.down
     }

@@ -86,9 +86,11 @@ def diloco(
             every client.
     """
     for name, value, allowed in (
-        ("trigger", trigger, When), ("steps", steps, Steps), ("inner_state", inner_state, InnerState),
+        ("trigger", trigger, When),
+        ("steps", steps, Steps),
+        ("inner_state", inner_state, InnerState),
         ("outer", outer, Outer),
-    ):  # fmt: skip
+    ):
         one_of(name, value, allowed)
     if steps == "equal":
         refuse_unused("steps is 'equal'", least_steps=(least_steps, 5))

@@ -83,8 +83,10 @@ class _Carried(Hook):
             first, second = (task.down[moment][name].to(parameter.device, copy=True) for moment in MOMENTS)
             # a compressed second moment may be a little below 0
             optimizer.state[parameter] = {
-                "step": torch.tensor(self._start, device="cpu"), MOMENTS[0]: first, MOMENTS[1]: second.clamp_min_(0.0),
-            }  # fmt: skip
+                "step": torch.tensor(self._start, device="cpu"),
+                MOMENTS[0]: first,
+                MOMENTS[1]: second.clamp_min_(0.0),
+            }
 
     def _carried(self) -> list[tuple[str, nn.Parameter]]:
         named = self.task.module.named_parameters()

@@ -102,9 +102,12 @@ def unit_times(submodels: Submodels) -> tuple[dict[str, float], float]:
 
 
 def choose(
-    submodels: Submodels, values: Mapping[str, Tensor], squares: Mapping[str, Tensor], prunable: float,
+    submodels: Submodels,
+    values: Mapping[str, Tensor],
+    squares: Mapping[str, Tensor],
+    prunable: float,
     used: list[Unit] | None = None,
-) -> list[Unit]:  # fmt: skip
+) -> list[Unit]:
     """Choose the units (such as neurons) of the next model: the best unit of each layer, and all others worth their cost.
 
     A unit's worth is its squared gradient divided by its training time in FLOPs. Units are returned best first.
@@ -188,9 +191,12 @@ class Pruned(Select):
             return Spec.select({name: sorted(units) for name, units in kept.items() if name not in whole})
 
         number = largest_rate(
-            best, fleet.cost, budget, rates=range(num_axes, len(order) + 1),
+            best,
+            fleet.cost,
+            budget,
+            rates=range(num_axes, len(order) + 1),
             who=f"client {client.id}",
-        )  # fmt: skip
+        )
         return best(number)
 
     def _limit(self) -> RateSelect:

@@ -66,9 +66,13 @@ class Half(Submodels):
         return frozenset(filter(self.has, super()._trains(spec)))
 
     def shrink(
-        self, spec: Spec = FULL, rescale: bool = False, device: torch.device | str = "cpu",
-        present: FlatTensors | None = None, base: FrozenBase | None = None,
-    ) -> Shrunk:  # fmt: skip
+        self,
+        spec: Spec = FULL,
+        rescale: bool = False,
+        device: torch.device | str = "cpu",
+        present: FlatTensors | None = None,
+        base: FrozenBase | None = None,
+    ) -> Shrunk:
         """Build a module that trains this half of the model. Tensors of the other half have a shape but take no memory.
 
         Args:

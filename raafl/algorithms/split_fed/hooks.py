@@ -68,9 +68,12 @@ class Received:
 
 
 def receive(
-    half: Half, shapes: Shapes, activation: Tensor, leaves: Sequence[Tensor],
+    half: Half,
+    shapes: Shapes,
+    activation: Tensor,
+    leaves: Sequence[Tensor],
     draws: Callable[[int], AbstractContextManager[Any]],
-) -> Received:  # fmt: skip
+) -> Received:
     """Build the batch on which the server's half trains.
 
     Args:

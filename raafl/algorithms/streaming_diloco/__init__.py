@@ -77,8 +77,10 @@ def streaming_diloco(
         concurrency: largest number of clients that work at the same time; None = no limit.
     """
     for name, value, allowed in (
-        ("trigger", trigger, When), ("steps", steps, Steps), ("inner_state", inner_state, InnerState),
-    ):  # fmt: skip
+        ("trigger", trigger, When),
+        ("steps", steps, Steps),
+        ("inner_state", inner_state, InnerState),
+    ):
         one_of(name, value, allowed)
     if steps == "equal":
         refuse_unused("steps is 'equal'", least_steps=(least_steps, 5))

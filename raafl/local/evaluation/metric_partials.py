@@ -23,9 +23,14 @@ class PartialRecorder(Recorder):
         self._numbers: list[tuple[str, Tensor | float, str, float]] = []
 
     def log(
-        self, name: str, value: object, *args: object, reduce_fx: str | Callable[..., Any] = "mean",
-        batch_size: int | None = None, **kwargs: object,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        value: object,
+        *args: object,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        batch_size: int | None = None,
+        **kwargs: object,
+    ) -> None:
         """Record one logged value; see `Recorder.log`."""
         super().log(name, value, reduce_fx=reduce_fx, batch_size=batch_size)
         if not callable(getattr(value, "compute", None)):

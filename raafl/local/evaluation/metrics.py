@@ -39,9 +39,10 @@ def logged_not_finite(metrics: Mapping[str, float]) -> dict[str, float]:
         metrics: the task's `Update.metrics`.
     """
     return {
-        name: value for name, value in metrics.items()
+        name: value
+        for name, value in metrics.items()
         if name not in (LOSS, PEAK) and not name.startswith(TEST) and not math.isfinite(value)
-    }  # fmt: skip
+    }
 
 
 def left_out(client: int, values: Mapping[str, float]) -> str:
@@ -109,9 +110,12 @@ def begin(module: nn.Module, recorder: Recorder) -> None:
 
 @torch.no_grad()
 def step(
-    module: nn.Module, recorder: Recorder, batches: Iterable[tuple[int, Sized]], device: torch.device,
+    module: nn.Module,
+    recorder: Recorder,
+    batches: Iterable[tuple[int, Sized]],
+    device: torch.device,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> int:  # fmt: skip
+) -> int:
     """Evaluate some batches, each given with its index; return the number of batches.
 
     Args:

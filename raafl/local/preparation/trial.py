@@ -42,9 +42,13 @@ class Tried(NamedTuple):
 
 
 def try_training(
-    module: nn.Module, batch: object, device: torch.device | str = "cpu", more: Callable[[], Any] | None = None,
-    *, may_skip: bool = False,
-) -> Tried:  # fmt: skip
+    module: nn.Module,
+    batch: object,
+    device: torch.device | str = "cpu",
+    more: Callable[[], Any] | None = None,
+    *,
+    may_skip: bool = False,
+) -> Tried:
     """Try the training step, backward pass and `configure_optimizers` of ``module`` once, to find errors before the run.
 
     Parameters and random state stay unchanged, but buffers may change, so pass a copy of the module.

@@ -111,9 +111,12 @@ def _going(counts: Sequence[int]) -> Iterator[int]:
 
 
 def _of_one_source(
-    fetch: Callable[[Tensor], Sequence[Tensor]], rows: Sequence[Rows], counts: Sequence[int], ahead: int,
+    fetch: Callable[[Tensor], Sequence[Tensor]],
+    rows: Sequence[Rows],
+    counts: Sequence[int],
+    ahead: int,
     forms: dict[Any, TreeSpec],
-) -> Iterator[Batch]:  # fmt: skip
+) -> Iterator[Batch]:
     """Gather several steps of all clients at a time."""
     steps = _going(counts)
     while some := list(islice(steps, ahead)):

@@ -26,9 +26,16 @@ from raafl.local.trainable import TrainableSubmodel
 from raafl.submodel import Spec
 
 OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
-    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
-)  # fmt: skip
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
 """Optimisers that act on each element by itself."""
 
 

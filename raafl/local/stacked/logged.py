@@ -35,9 +35,14 @@ class Logged:
         attach_log(module, self.log, self.log_dict)
 
     def log(
-        self, name: str, value: Any, *args: object, reduce_fx: str | Callable[..., Any] = "mean",
-        batch_size: int | None = None, **kwargs: object,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        value: Any,
+        *args: object,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        batch_size: int | None = None,
+        **kwargs: object,
+    ) -> None:
         """Record a value that the clients' common step logs, called inside vmap; see `Recorder.log`."""
         how = getattr(reduce_fx, "__name__", str(reduce_fx))
         if callable(getattr(value, "compute", None)):
@@ -90,7 +95,10 @@ class Logged:
             client: position of the client.
             recorder: recorder that receives the values.
         """
-        recorder.take_over({
-            name: (float(sums[client]), self._counts[name][client])
-            for name, sums in self._sums.items() if self._counts[name][client]
-        })  # fmt: skip
+        recorder.take_over(
+            {
+                name: (float(sums[client]), self._counts[name][client])
+                for name, sums in self._sums.items()
+                if self._counts[name][client]
+            }
+        )

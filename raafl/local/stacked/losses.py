@@ -14,8 +14,13 @@ from raafl.local.stacked.stacks import by_slices, outside, stack_of
 
 _IGNORED = -100
 _USUAL = {
-    "weight": None, "size_average": None, "ignore_index": _IGNORED, "reduce": None, "reduction": "mean", "label_smoothing": 0.0,
-}  # fmt: skip
+    "weight": None,
+    "size_average": None,
+    "ignore_index": _IGNORED,
+    "reduce": None,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+}
 
 
 def cross_entropy(num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:

@@ -23,37 +23,122 @@ from raafl.local.stacked.stacks import Parted, Unstackable, by_slices, outside, 
 Function = Callable[..., Any]
 
 _BRANCHES: dict[Any, Function] = {
-    Tensor.__bool__: bool, Tensor.__float__: float, Tensor.__int__: int, Tensor.__index__: int, Tensor.item: Tensor.item,
-    Tensor.tolist: Tensor.tolist, torch.is_nonzero: bool,
-}  # fmt: skip
+    Tensor.__bool__: bool,
+    Tensor.__float__: float,
+    Tensor.__int__: int,
+    Tensor.__index__: int,
+    Tensor.item: Tensor.item,
+    Tensor.tolist: Tensor.tolist,
+    torch.is_nonzero: bool,
+}
 """What makes a number of Python of a tensor: the code may take another way by it, so clients have to agree."""
 
-_BY_SLICES: frozenset[Any] = frozenset((
-    torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
-    F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, F.local_response_norm,
-    F.embedding_bag, F.bilinear, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
-    F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
-    F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.cosine_similarity,
-    torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm,
-    torch.addmm, Tensor.addmm, torch.baddbmm, torch.einsum, torch.dot, torch.mv, torch.outer,
-))  # fmt: skip
+_BY_SLICES: frozenset[Any] = frozenset(
+    (
+        torch.conv1d,
+        torch.conv2d,
+        torch.conv3d,
+        torch.conv_transpose1d,
+        F.conv_transpose2d,
+        F.conv_transpose3d,
+        F.layer_norm,
+        F.group_norm,
+        F.batch_norm,
+        F.instance_norm,
+        F.rms_norm,
+        F.local_response_norm,
+        F.embedding_bag,
+        F.bilinear,
+        F.adaptive_avg_pool1d,
+        F.adaptive_avg_pool2d,
+        F.adaptive_avg_pool3d,
+        F.nll_loss,
+        F.mse_loss,
+        F.l1_loss,
+        F.smooth_l1_loss,
+        F.huber_loss,
+        F.kl_div,
+        F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits,
+        F.cosine_similarity,
+        torch.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        Tensor.__rmatmul__,
+        torch.mm,
+        Tensor.mm,
+        torch.bmm,
+        Tensor.bmm,
+        torch.addmm,
+        Tensor.addmm,
+        torch.baddbmm,
+        torch.einsum,
+        torch.dot,
+        torch.mv,
+        torch.outer,
+    )
+)
 
-_REDUCTIONS: frozenset[Any] = frozenset((
-    torch.sum, Tensor.sum, torch.mean, Tensor.mean, torch.var, Tensor.var, torch.std, Tensor.std, torch.norm, Tensor.norm,
-    torch.linalg.vector_norm, torch.logsumexp, Tensor.logsumexp,
-))  # fmt: skip
+_REDUCTIONS: frozenset[Any] = frozenset(
+    (
+        torch.sum,
+        Tensor.sum,
+        torch.mean,
+        Tensor.mean,
+        torch.var,
+        Tensor.var,
+        torch.std,
+        Tensor.std,
+        torch.norm,
+        Tensor.norm,
+        torch.linalg.vector_norm,
+        torch.logsumexp,
+        Tensor.logsumexp,
+    )
+)
 
-_MAY_DRAW: frozenset[Any] = frozenset((
-    F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
-    torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell, F.gumbel_softmax, F.rrelu,
-    torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
-    torch.bernoulli, Tensor.bernoulli, torch.normal, torch.multinomial, Tensor.multinomial, torch.poisson,
-))  # fmt: skip
+_MAY_DRAW: frozenset[Any] = frozenset(
+    (
+        F.scaled_dot_product_attention,
+        F.multi_head_attention_forward,
+        torch.lstm,
+        torch.gru,
+        torch.rnn_tanh,
+        torch.rnn_relu,
+        torch.lstm_cell,
+        torch.gru_cell,
+        torch.rnn_tanh_cell,
+        torch.rnn_relu_cell,
+        F.gumbel_softmax,
+        F.rrelu,
+        torch.rand,
+        torch.randn,
+        torch.randint,
+        torch.randperm,
+        torch.rand_like,
+        torch.randn_like,
+        torch.randint_like,
+        torch.bernoulli,
+        Tensor.bernoulli,
+        torch.normal,
+        torch.multinomial,
+        Tensor.multinomial,
+        torch.poisson,
+    )
+)
 """By slices, each client's with its own generator, where any argument is a stack or all clients would draw alike."""
 
-_DROPOUTS: frozenset[Any] = frozenset((
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
-))  # fmt: skip
+_DROPOUTS: frozenset[Any] = frozenset(
+    (
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        torch.dropout,
+    )
+)
 
 
 class Stacked(TorchFunctionMode):

@@ -59,9 +59,14 @@ class _Linear(Function):
         if bias is None:
             return product(known, "x W", lambda a, w: torch.bmm(a, w.mT), lambda a, w: torch.mm(a, w.t()), x, weight)
         return product(
-            known, "x W + b", lambda a, w, b: torch.baddbmm(b.unsqueeze(1), a, w.mT),
-            lambda a, w, b: torch.addmm(b, a, w.t()), x, weight, bias,
-        )  # fmt: skip
+            known,
+            "x W + b",
+            lambda a, w, b: torch.baddbmm(b.unsqueeze(1), a, w.mT),
+            lambda a, w, b: torch.addmm(b, a, w.t()),
+            x,
+            weight,
+            bias,
+        )
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,9 +147,15 @@ def embedding(num: int, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
 
 
 def _embedding(
-    num: int, ids: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
-    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> object:  # fmt: skip
+    num: int,
+    ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> object:
     if max_norm is not None or scale_grad_by_freq or sparse:
         given = (ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         return by_slices(F.embedding, given, {}, num)

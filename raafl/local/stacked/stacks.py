@@ -129,9 +129,12 @@ class _Joined(Function):
 
 
 def by_slices(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], num: int,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    num: int,
     states: list[Tensor] | None = None,
-) -> object:  # fmt: skip
+) -> object:
     """Call a torch function once for each client, inside vmap; return its results as stacked tensors.
 
     Args:

@@ -91,9 +91,15 @@ class Steps:
     """
 
     def __init__(
-        self, trainer: LocalTrainer, built: TrainableSubmodel, places: list[Place], known: Known,
-        members: Sequence[Member], counts: Sequence[int], choose: Callable[[Sequence[int]], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
+        self,
+        trainer: LocalTrainer,
+        built: TrainableSubmodel,
+        places: list[Place],
+        known: Known,
+        members: Sequence[Member],
+        counts: Sequence[int],
+        choose: Callable[[Sequence[int]], AbstractContextManager[None]],
+    ) -> None:
         """Load the tasks' values.
 
         Args:
@@ -129,9 +135,11 @@ class Steps:
             )
         self.by_index = len(lengths) > 1 and max(counts) > min(lengths) and _reads_index(built.module)
         self.per_epoch = max(lengths)
-        self.anchors = [
-            self.rows.stack(built.present.layout.by_name[name], slice(0, num)).clone() for name in self.trained
-        ] if trainer.local.prox else []  # fmt: skip
+        self.anchors = (
+            [self.rows.stack(built.present.layout.by_name[name], slice(0, num)).clone() for name in self.trained]
+            if trainer.local.prox
+            else []
+        )
 
     def run(self) -> None:
         """Run all steps of all tasks in the batch."""

@@ -77,9 +77,14 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
     if privacy.delta * num_clients >= 1:
         raise BadInput(f"privacy.delta is {privacy.delta}: give less than 1 / clients, {1 / num_clients:g}")
     merge = Private(
-        algorithm.merge, privacy.clip_norm, privacy.noise_multiplier, privacy.delta,
-        privacy.divisor or expected_updates(algorithm, num_clients), key, privacy.max_epsilon,
-    )  # fmt: skip
+        algorithm.merge,
+        privacy.clip_norm,
+        privacy.noise_multiplier,
+        privacy.delta,
+        privacy.divisor or expected_updates(algorithm, num_clients),
+        key,
+        privacy.max_epsilon,
+    )
     return replace(algorithm, merge=merge)
 
 

@@ -88,4 +88,4 @@ __all__ = [
     "steps",
     "unit_scores",
     "width_of",
-]  # fmt: skip
+]

@@ -87,6 +87,8 @@ def _whole(submodels: Submodels) -> dict[tuple[str, int], str]:
         otherwise = "only the ranks of its adapters shrink"
     return {
         (entry.name, dim): submodels.whole_dims.get((entry.name, dim), otherwise)
-        for entry in submodels.layout().entries if entry.name in submodels.parameter_names
-        for dim, size in enumerate(entry.shape) if size > 1 and (entry.name, dim) not in on_axes
-    }  # fmt: skip
+        for entry in submodels.layout().entries
+        if entry.name in submodels.parameter_names
+        for dim, size in enumerate(entry.shape)
+        if size > 1 and (entry.name, dim) not in on_axes
+    }

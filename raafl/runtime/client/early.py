@@ -35,9 +35,12 @@ class EarlyTask:
     """
 
     def __init__(
-        self, expected: Assignment, values: FlatTensors, take: Callable[[], Item],
+        self,
+        expected: Assignment,
+        values: FlatTensors,
+        take: Callable[[], Item],
         unpack: Callable[[Assignment, FlatTensors, FlatTensors], object],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Prepare.
 
         Args:

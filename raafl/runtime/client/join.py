@@ -159,9 +159,13 @@ class _Search:
     """Looks for a server again and again, ever less often, for so long as it has been without one."""
 
     def __init__(
-        self, connect: Callable[[], Connection], address: str, alone_s: float, say: Callable[[str], None],
+        self,
+        connect: Callable[[], Connection],
+        address: str,
+        alone_s: float,
+        say: Callable[[str], None],
         wait: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._wait = wait  # until the site is open; whether it was not
         self._connect, self._address, self._alone_s, self._say = connect, address, alone_s, say
         self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False

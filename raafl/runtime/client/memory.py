@@ -76,9 +76,13 @@ def with_memory(
 
 
 def settle_heap(
-    experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData, device: torch.device,
+    experiment: Experiment,
+    info: ClientInfo,
+    submodels: Submodels,
+    data: FederatedData,
+    device: torch.device,
     num_processes: int = 1,
-) -> None:  # fmt: skip
+) -> None:
     """Set whether the allocator keeps freed memory for the next step, or returns it to the system because memory is scarce.
 
     Main memory is scarce if training the whole model, fragmentation included, would need more than the client has. If

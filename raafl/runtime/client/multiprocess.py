@@ -325,9 +325,13 @@ class ClientGroup:
 def _store(rank: int, size: int) -> Any:
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=hosts,
-        timeout=timedelta(seconds=_MEET_S), wait_for_workers=False,
-    )  # fmt: skip
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        size,
+        is_master=hosts,
+        timeout=timedelta(seconds=_MEET_S),
+        wait_for_workers=False,
+    )
     return dist.PrefixStore(f"raafl/client/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -335,6 +339,7 @@ def _hello(site: ClientSetup) -> Hello:
     """Describe the setup that processes of one client must share, and this one's memory."""
     memory_bytes = site.info.profile.memory_bytes
     return Hello(
-        Identity.of(site.submodels, site.sections), client={"num_samples": site.info.num_samples},
+        Identity.of(site.submodels, site.sections),
+        client={"num_samples": site.info.num_samples},
         memory_bytes=memory_bytes if memory_bytes < math.inf else None,  # JSON knows no infinity
-    )  # fmt: skip
+    )

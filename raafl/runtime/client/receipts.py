@@ -82,9 +82,16 @@ class Receipts:
     """
 
     def __init__(
-        self, folder: Path, client: int, config_yaml: str, conditions: dict[str, Any], signer: Signer, *,
-        share: float = SHARE, own_data: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        client: int,
+        config_yaml: str,
+        conditions: dict[str, Any],
+        signer: Signer,
+        *,
+        share: float = SHARE,
+        own_data: bool = False,
+    ) -> None:
         """Make the folder.
 
         Args:
@@ -201,7 +208,7 @@ class Receipts:
 
 def receipt_of(
     assignment: Assignment, head: SignedHead | None, *, trained: str, sent: str | None, num_samples: int
-) -> Receipt:  # fmt: skip
+) -> Receipt:
     """Build the receipt of an update (a site's record that it sent this update).
 
     Args:

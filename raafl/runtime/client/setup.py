@@ -96,9 +96,15 @@ class ClientSetup:
 
     @classmethod
     def make(
-        cls, experiment: Experiment, client: int, place: Place, *, own_data: bool = False,
-        alike: dict[str, str] | None = None, num_processes: int = 1,
-    ) -> ClientSetup:  # fmt: skip
+        cls,
+        experiment: Experiment,
+        client: int,
+        place: Place,
+        *,
+        own_data: bool = False,
+        alike: dict[str, str] | None = None,
+        num_processes: int = 1,
+    ) -> ClientSetup:
         """Build a client from an experiment that was checked already.
 
         Args:
@@ -125,9 +131,7 @@ class ClientSetup:
         return cls(experiment, info, submodels, trainer, mine, alike or {}, notes)
 
     @contextmanager
-    def receipts_kept(
-        self, share: float, say: Callable[[str], None], signer: Signer | None = None
-    ) -> Iterator[None]:  # fmt: skip
+    def receipts_kept(self, share: float, say: Callable[[str], None], signer: Signer | None = None) -> Iterator[None]:
         """Return a context in which the client writes a receipt (a signed record) for each update that it sends.
 
         Args:
@@ -152,9 +156,13 @@ class ClientSetup:
             yield
 
     def client(
-        self, pair: Connection, *, unsent: int | None = None, on_welcome: Callable[[], None] = lambda: None,
+        self,
+        pair: Connection,
+        *,
+        unsent: int | None = None,
+        on_welcome: Callable[[], None] = lambda: None,
         files: TlsFiles | None = None,
-    ) -> Client:  # fmt: skip
+    ) -> Client:
         """Return the object that receives and trains this client's tasks on a connection; see `Client`.
 
         Args:
@@ -165,11 +173,19 @@ class ClientSetup:
         """
         merge = masking(self.experiment)
         client = Client(
-            self.info, pair, self.submodels, self.trainer, self.data, self.experiment.waits,
-            config=self.sections or None, unsent=unsent, on_welcome=on_welcome,
-            plan=compression_plan(self.experiment, self.submodels), process_group=self.process_group,
+            self.info,
+            pair,
+            self.submodels,
+            self.trainer,
+            self.data,
+            self.experiment.waits,
+            config=self.sections or None,
+            unsent=unsent,
+            on_welcome=on_welcome,
+            plan=compression_plan(self.experiment, self.submodels),
+            process_group=self.process_group,
             secure=None if merge is None else SecureSide(pair, self.submodels, merge, self._site_terms(files)),
-        )  # fmt: skip
+        )
         client.gate, client.receipts = self.gate, self.receipts
         return client
 

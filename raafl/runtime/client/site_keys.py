@@ -29,9 +29,13 @@ class SiteKeys:
     """
 
     def __init__(
-        self, ca: Path, cert: Path, key: Path, revoked: Callable[[], frozenset[int]] = frozenset,
+        self,
+        ca: Path,
+        cert: Path,
+        key: Path,
+        revoked: Callable[[], frozenset[int]] = frozenset,
         partners: Collection[str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Load the files.
 
         Args:

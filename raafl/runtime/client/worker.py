@@ -63,11 +63,21 @@ class Client:
     """
 
     def __init__(
-        self, info: ClientInfo, pair: Connection, submodels: Submodels, trainer: LocalTrainer, data: ClientData, waits: Timeouts,
-        *, config: Mapping[str, str] | None = None, unsent: int | None = None,
-        on_welcome: Callable[[], None] = lambda: None, plan: CompressionPlan | None = None,
-        process_group: ClientProcesses | None = None, secure: SecureSide | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        info: ClientInfo,
+        pair: Connection,
+        submodels: Submodels,
+        trainer: LocalTrainer,
+        data: ClientData,
+        waits: Timeouts,
+        *,
+        config: Mapping[str, str] | None = None,
+        unsent: int | None = None,
+        on_welcome: Callable[[], None] = lambda: None,
+        plan: CompressionPlan | None = None,
+        process_group: ClientProcesses | None = None,
+        secure: SecureSide | None = None,
+    ) -> None:
         """Prepare; `run` sends the HELLO.
 
         Args:
@@ -301,11 +311,13 @@ class Client:
         head, leaves = self._head, "" if self.receipts is None else update.tensors.fingerprint()
         device, base = self._trainer.fabric.device, assignment.spec.base
         answer = Answer(
-            update.num_samples, update.num_steps, self.gate.metrics({**update.metrics, PEAK: float(peak_bytes(device))}),
+            update.num_samples,
+            update.num_steps,
+            self.gate.metrics({**update.metrics, PEAK: float(peak_bytes(device))}),
             update.extra,
             None if base is None else self._submodels.bases.digest(base),
             logs=() if self._secure is not None else self.gate.log_lines(),
-        )  # fmt: skip
+        )
         overlaps = self._goes_ahead
         is_alone = self._context.process_group is None and self._secure is None and not self.gate.asks_first
         is_sound = update.refusal is None  # else its copy may hold values that are not finite

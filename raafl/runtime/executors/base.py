@@ -143,6 +143,8 @@ def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     if not reasons and not together:
         reasons = dict.fromkeys(one["not_tried"] for one in found if one.get("not_tried"))
     return {
-        "share": together / max(tasks, 1), "mean_cohort": in_cohorts / max(cohorts, 1), "in_vain": in_vain,
+        "share": together / max(tasks, 1),
+        "mean_cohort": in_cohorts / max(cohorts, 1),
+        "in_vain": in_vain,
         "by_the_loop": list(reasons),
-    }  # fmt: skip
+    }

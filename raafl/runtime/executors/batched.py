@@ -171,10 +171,14 @@ class BatchedExecutor(Executor):
     def counted(self) -> dict[str, Any]:
         """Return the number of tasks, batched tasks, batches and unused results, and why other tasks were trained one by one."""
         return {
-            "tasks": self._num_tasks, "together": self._num_together, "cohorts": self._num_cohorts,
-            "in_cohorts": self._num_in_cohorts, "in_vain": self._num_in_vain + len(self._kept),
-            "by_the_loop": list(self._reasons), "not_tried": self._not_tried,
-        }  # fmt: skip
+            "tasks": self._num_tasks,
+            "together": self._num_together,
+            "cohorts": self._num_cohorts,
+            "in_cohorts": self._num_in_cohorts,
+            "in_vain": self._num_in_vain + len(self._kept),
+            "by_the_loop": list(self._reasons),
+            "not_tried": self._not_tried,
+        }
 
     # ---- together, or not ----
 
@@ -348,6 +352,9 @@ def _difference(one: Update, other: Update, drawn: tuple[Any, ...]) -> str:
     if not same_generators(drawn, generators()):
         return "other random numbers are drawn"
     same = (one.num_samples, one.num_steps, one.extra, one.refusal) == (
-        other.num_samples, other.num_steps, other.extra, other.refusal,
-    )  # fmt: skip
+        other.num_samples,
+        other.num_steps,
+        other.extra,
+        other.refusal,
+    )
     return "" if same else "another answer"

@@ -383,9 +383,16 @@ class RankExecutor(Executor):
         if answer.counted:
             self._counted[name] = dict(answer.counted)
         return Update(
-            assignment.id, assignment.client, assignment.incarnation, message.tensors, answer.num_samples, answer.num_steps,
-            dict(answer.metrics), extra=dict(answer.extra), refusal=answer.refusal,
-        )  # fmt: skip
+            assignment.id,
+            assignment.client,
+            assignment.incarnation,
+            message.tensors,
+            answer.num_samples,
+            answer.num_steps,
+            dict(answer.metrics),
+            extra=dict(answer.extra),
+            refusal=answer.refusal,
+        )
 
     def _lose(self, out: list[_Task]) -> bool:
         """Go on without a rank, whose tasks are trained again, to the same bits; return whether the run had not ended."""

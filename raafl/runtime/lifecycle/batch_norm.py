@@ -33,9 +33,14 @@ class StaticStatistics:
     """
 
     def __init__(
-        self, submodels: Submodels, data: FederatedData, num_batches: int, batch_size: int, seed: int,
+        self,
+        submodels: Submodels,
+        data: FederatedData,
+        num_batches: int,
+        batch_size: int,
+        seed: int,
         device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Build the collecting module if batch norm is static and the model has any; otherwise all methods do nothing.
 
         Args:

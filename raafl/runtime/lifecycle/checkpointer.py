@@ -34,10 +34,18 @@ class Checkpointer(RunHooks):
     """
 
     def __init__(
-        self, folder: Path, form: SavedForm, keep: int, runtime: str, record: RunRecord, *,
-        every_s: float | None = None, warn: Callable[[str], None] = _log.warning, clock: Callable[[], float] = time.monotonic,
+        self,
+        folder: Path,
+        form: SavedForm,
+        keep: int,
+        runtime: str,
+        record: RunRecord,
+        *,
+        every_s: float | None = None,
+        warn: Callable[[str], None] = _log.warning,
+        clock: Callable[[], float] = time.monotonic,
         written: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write to ``folder``/checkpoints.
 
         Args:

@@ -24,8 +24,12 @@ class Divergence(RunHooks):
     failure: str | None = None
 
     def __init__(
-        self, warn: Callable[[str], None], *, strict: bool, fault: Callable[[int | None], str | None] = lambda client: None
-    ) -> None:  # fmt: skip
+        self,
+        warn: Callable[[str], None],
+        *,
+        strict: bool,
+        fault: Callable[[int | None], str | None] = lambda client: None,
+    ) -> None:
         """Start without findings.
 
         Args:

@@ -38,9 +38,13 @@ SAFETENSORS: Final = "model.safetensors"
 
 
 def save_final(
-    run_folder: Path, saver: Checkpointer, parts: ServerSetup, form: SavedForm, progress: Progress,
+    run_folder: Path,
+    saver: Checkpointer,
+    parts: ServerSetup,
+    form: SavedForm,
+    progress: Progress,
     summary: Mapping[str, Any],
-) -> tuple[str | None, str | None]:  # fmt: skip
+) -> tuple[str | None, str | None]:
     """Save the final model of a run.
 
     Returns:
@@ -145,7 +149,7 @@ def _save_pretrained(module: Any, tokenizer: Any, target: Path, card: str) -> Pa
 
 def _save_safetensors(
     run_folder: Path, form: SavedForm, state: GlobalState, progress: Progress, card: str
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Save the state dict of a plain module, and the card, to `RUN/model`; return its path, or None if that fails."""
     try:
         from safetensors.torch import save_file

@@ -13,7 +13,7 @@ from raafl.runfolder.schema import MODEL
 
 def push_model(
     repository: str | None, run_folder: Path, finished: str, warn: Callable[[str], None]
-) -> dict[str, Any] | None:  # fmt: skip
+) -> dict[str, Any] | None:
     """Upload the folder `model` of a run to a private repository, which is created if needed.
 
     An error does not end the run; the model stays in the run folder.

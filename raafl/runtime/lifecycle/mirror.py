@@ -45,9 +45,14 @@ class Mirror:
     """
 
     def __init__(
-        self, folder: Path, store: ObjectStore | None, warn: Callable[[str], None] = _log.warning, *,
-        first_wait_s: float = _FIRST_WAIT_S, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        store: ObjectStore | None,
+        warn: Callable[[str], None] = _log.warning,
+        *,
+        first_wait_s: float = _FIRST_WAIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Start the thread; nothing is copied before `request`.
 
         Args:

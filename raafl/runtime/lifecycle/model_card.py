@@ -37,17 +37,39 @@ def model_card(summary: Mapping[str, Any], name: str, kind: str, *, is_pretraine
     library = "transformers" if is_pretrained else "pytorch"
     head = {"library_name": library, "tags": ["raafl", "federated-learning", str(summary["algorithm"])]}
     lines = [
-        "---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", "", f"# {_cell(name)}", "",
+        "---",
+        yaml.safe_dump(head, sort_keys=False).rstrip(),
+        "---",
+        "",
+        f"# {_cell(name)}",
+        "",
         f"A {_cell(kind)}, trained by federated learning with raafl.",
         "This card is made from the run's summary; what data the clients had, and what the model is for, is for you to add.",
-        "", "## Training", "", "| | |", "| --- | --- |", *_rows(_training(summary)),
-        "", "## Evaluation", "", "On the server's held-out data, of the final model:", "",
-        "| metric | value |", "| --- | --- |",
+        "",
+        "## Training",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *_rows(_training(summary)),
+        "",
+        "## Evaluation",
+        "",
+        "On the server's held-out data, of the final model:",
+        "",
+        "| metric | value |",
+        "| --- | --- |",
         *_rows((metric, f"{value:.6g}") for metric, value in list(summary["final"].items())[:_MAX_METRICS]),
-        "", "## Privacy", "", *_privacy(summary.get("privacy")),
-        "", "## Use", "", _WITH_TRANSFORMERS if is_pretrained else _WITH_SAFETENSORS,
-        "", "The digest is of the values as raafl merged them; `raafl audit RUN` finds whether they are those of the journal.",
-    ]  # fmt: skip
+        "",
+        "## Privacy",
+        "",
+        *_privacy(summary.get("privacy")),
+        "",
+        "## Use",
+        "",
+        _WITH_TRANSFORMERS if is_pretrained else _WITH_SAFETENSORS,
+        "",
+        "The digest is of the values as raafl merged them; `raafl audit RUN` finds whether they are those of the journal.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -38,9 +38,12 @@ class SavedForm:
         self._lock = threading.Lock()  # evaluations save the best model in a thread of their own
 
     def contents(
-        self, version: int, values: FlatTensors, raafl: Mapping[str, Any] | None = None,
+        self,
+        version: int,
+        values: FlatTensors,
+        raafl: Mapping[str, Any] | None = None,
         left_out: Callable[[str], None] | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """Return the contents of a checkpoint file; see `raafl.runfolder.checkpoints.contents`.
 
         Args:
@@ -52,9 +55,13 @@ class SavedForm:
         values = values.to("cpu")
         with self.filled(values):
             return checkpoint.contents(
-                version, self.module.state_dict(), module=self.module, raafl=raafl, values=dict(values.items()),
+                version,
+                self.module.state_dict(),
+                module=self.module,
+                raafl=raafl,
+                values=dict(values.items()),
                 left_out=left_out,
-            )  # fmt: skip
+            )
 
     @contextmanager
     def filled(self, values: FlatTensors) -> Iterator[nn.Module]:

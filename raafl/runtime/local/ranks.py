@@ -70,9 +70,12 @@ def _meeting(num_ranks: int) -> tuple[object, dict[str, str]]:
             "127.0.0.1", port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
     return store, {
-        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]], deadline_s: float) -> None:

@@ -83,10 +83,15 @@ class Child:
         output = self.log.open("ab") if self.log is not None else None
         with output or contextlib.nullcontext():
             self.process = subprocess.Popen(
-                list(self.command()), env=dict(self.environment), stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT if output is not None else None, pass_fds=self.fds, start_new_session=True,
+                list(self.command()),
+                env=dict(self.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output is not None else None,
+                pass_fds=self.fds,
+                start_new_session=True,
                 preexec_fn=_die_with(os.getpid()),
-            )  # fmt: skip
+            )
         self._started_s, self.due_s, self.settled = time.monotonic(), None, False
         self.num_starts += 1
 

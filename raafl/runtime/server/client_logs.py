@@ -45,9 +45,10 @@ class ClientLogs:
                     continue
                 self._write(client, line)
             _log.log(
-                logging.getLevelNamesMapping()[line.level.upper()], f"client {client} logs: {line.text}",
+                logging.getLevelNamesMapping()[line.level.upper()],
+                f"client {client} logs: {line.text}",
                 extra={"client": client},
-            )  # fmt: skip
+            )
 
     def _write(self, client: int, line: LogLine) -> None:
         if self._is_closed or (self._left_bytes is not None and self._left_bytes <= 0):

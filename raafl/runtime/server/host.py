@@ -42,11 +42,19 @@ _GREET_S = 30.0  # for a client that has called to greet; one that asks for the 
 
 
 def host(
-    experiment: Experiment, config_yaml: str, transport: Transport, *,
-    inbox: Inbox | None = None, max_failures: int | None = 0, terms: Terms | None = None, min_clients: int | None = None,
+    experiment: Experiment,
+    config_yaml: str,
+    transport: Transport,
+    *,
+    inbox: Inbox | None = None,
+    max_failures: int | None = 0,
+    terms: Terms | None = None,
+    min_clients: int | None = None,
     rules: Callable[[int], SiteRules] = lambda client: ANYTHING,
-    note: Callable[[Path], None] = lambda folder: None, observer: RunHooks | None = None, starting: RunHooks | None = None,
-) -> tuple[dict[str, Any], Path]:  # fmt: skip
+    note: Callable[[Path], None] = lambda folder: None,
+    observer: RunHooks | None = None,
+    starting: RunHooks | None = None,
+) -> tuple[dict[str, Any], Path]:
     """Run the server for the clients that a transport connects; return the summary and the run folder.
 
     Args:
@@ -74,20 +82,29 @@ def host(
             before = None if saved is None else saved.section["coordinator"]["min_clients"]
             min_clients = min_clients or before or experiment.clients
         parts = build(
-            experiment, pace=experiment.emulate and experiment.devices is not None, min_clients=min_clients,
+            experiment,
+            pace=experiment.emulate and experiment.devices is not None,
+            min_clients=min_clients,
             count_lost=not transport.comes_and_goes,
-        )  # fmt: skip
+        )
         run = Run(parts, config_yaml, "distributed", saved, observer, None if terms is None else terms.signer, monitor)
         if max_failures is None:
             _serve_others(run)
         note(run.folder)
         service = ServiceManager.here()
         server = Server(
-            parts.coordinator, inbox, run.record, run.evaluator, waits=experiment.waits,
-            hooks=HookList(run.hooks, service, starting or RunHooks()), progress=run.progress, announce=transport.announce,
-            max_failures=max_failures, patience_s=experiment.waits.alone_s if transport.comes_and_goes else None,
+            parts.coordinator,
+            inbox,
+            run.record,
+            run.evaluator,
+            waits=experiment.waits,
+            hooks=HookList(run.hooks, service, starting or RunHooks()),
+            progress=run.progress,
+            announce=transport.announce,
+            max_failures=max_failures,
+            patience_s=experiment.waits.alone_s if transport.comes_and_goes else None,
             storage=_storage(experiment, run.folder) if transport.comes_and_goes else None,
-        )  # fmt: skip
+        )
         logs = ClientLogs(run.folder, run.progress.warn)
         if terms is not None:
             terms = replace(terms, signer=run.signer, take_logs=logs.add)
@@ -163,9 +180,22 @@ def _admit(run: Run, server: Server, terms: Terms | None, rules: Callable[[int],
         known = parts.clients[client - 1]
         own = replace(terms, site=rules(client))
         kind = OverlappedSession if parts.coordinator.overlap else Session
-        server.enter(client, lambda incarnation: kind(
-            client, incarnation, connect, parts.submodels, server.inbox, waits, run.record.moved,
-            parts.coordinator.state.values.device, own, plan, known, parts.coordinator.algorithm.local,
-        ))  # fmt: skip
+        server.enter(
+            client,
+            lambda incarnation: kind(
+                client,
+                incarnation,
+                connect,
+                parts.submodels,
+                server.inbox,
+                waits,
+                run.record.moved,
+                parts.coordinator.state.values.device,
+                own,
+                plan,
+                known,
+                parts.coordinator.algorithm.local,
+            ),
+        )
 
     return admit

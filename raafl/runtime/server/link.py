@@ -97,9 +97,14 @@ class SessionLink:
     """
 
     def __init__(
-        self, client: int, incarnation: int, put: Callable[[LinkStep], None], resume_s: float,
-        task: Callable[[], int | None], stopping: Callable[[], bool],
-    ) -> None:  # fmt: skip
+        self,
+        client: int,
+        incarnation: int,
+        put: Callable[[LinkStep], None],
+        resume_s: float,
+        task: Callable[[], int | None],
+        stopping: Callable[[], bool],
+    ) -> None:
         """Prepare.
 
         Args:

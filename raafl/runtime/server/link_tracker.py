@@ -20,9 +20,12 @@ class LinkTracker:
     """
 
     def __init__(
-        self, roster: Roster, write: Callable[[Mapping[str, Any]], None], note: Callable[[str], None],
+        self,
+        roster: Roster,
+        write: Callable[[Mapping[str, Any]], None],
+        note: Callable[[str], None],
         offer: Callable[[Resumption], bool],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Prepare.
 
         Args:

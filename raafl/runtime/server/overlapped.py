@@ -68,9 +68,12 @@ class OverlappedSession(Session):
         if self._out is None:
             self._out = assignment
         talk = Conversation(
-            pair, assignment, self._waits.task_s, lambda message: self._send(pair, message),
+            pair,
+            assignment,
+            self._waits.task_s,
+            lambda message: self._send(pair, message),
             lambda: self._stopping is not None,
-        )  # fmt: skip
+        )
         packed = self._down.pack(assignment, task.snapshot)
         head = None if task.head is None else SignedHead.sign(task.head, assignment.id, self._terms.signer)
         talk.send(Kind.ASSIGN, Assign(assignment, head=head, ahead=True).to_meta(), packed)

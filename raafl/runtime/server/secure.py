@@ -115,9 +115,14 @@ class SecureSession:
     """Session of one client in secure aggregation: it takes the client through the protocol, on the session's thread."""
 
     def __init__(
-        self, put: Callable[[SecureStep], None], checked: Callable[[Meta], Answer], talk: Conversation,
-        keep_alive: Callable[[], None], every_s: float, storage: PayloadRoom | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        put: Callable[[SecureStep], None],
+        checked: Callable[[Meta], Answer],
+        talk: Conversation,
+        keep_alive: Callable[[], None],
+        every_s: float,
+        storage: PayloadRoom | None = None,
+    ) -> None:
         """Prepare.
 
         Args:

@@ -59,10 +59,20 @@ class Session(threading.Thread):
     """
 
     def __init__(
-        self, client: int, incarnation: int, connect: Callable[[], Connection], submodels: Submodels, inbox: Inbox,
-        waits: Timeouts, moved: Callable[[int, int], None], device: torch.device | str = "cpu", terms: Terms | None = None,
-        plan: CompressionPlan | None = None, known: ClientInfo | None = None, local: Local | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        client: int,
+        incarnation: int,
+        connect: Callable[[], Connection],
+        submodels: Submodels,
+        inbox: Inbox,
+        waits: Timeouts,
+        moved: Callable[[int, int], None],
+        device: torch.device | str = "cpu",
+        terms: Terms | None = None,
+        plan: CompressionPlan | None = None,
+        known: ClientInfo | None = None,
+        local: Local | None = None,
+    ) -> None:
         """Prepare; `start` connects.
 
         ``connect`` makes the pair; ``moved`` is told of bytes over the link, (down, up); received tensors are to lie on
@@ -90,9 +100,13 @@ class Session(threading.Thread):
         self._told, self._welcomed, self._num_samples, self._num_damaged = False, False, 0, 0
         self._known = known or ClientInfo(client, 0)
         self.link = SessionLink(
-            client, incarnation, inbox.put, self._waits.resume_s, lambda: None if self._out is None else self._out.id,
+            client,
+            incarnation,
+            inbox.put,
+            self._waits.resume_s,
+            lambda: None if self._out is None else self._out.id,
             lambda: self._stopping is not None,
-        )  # fmt: skip
+        )
         self._local = local or Local()
         self._side = ServerSide(self._local, device, torch.get_num_threads())  # as many as where the run was set up
 
@@ -272,9 +286,12 @@ class Session(threading.Thread):
         assignment, spec = task.assignment, task.assignment.spec
         exchange = self._local.exchange(self._submodels, assignment.extra)
         talk = Conversation(
-            pair, assignment, self._waits.task_s, lambda message: self._send(pair, message),
+            pair,
+            assignment,
+            self._waits.task_s,
+            lambda message: self._send(pair, message),
             lambda: self._stopping is not None,
-        )  # fmt: skip
+        )
         values = task.snapshot
         if exchange is not None:
             values = self._terms.storage(exchange.client.layout(spec, "sent"), values.device).take_(values)
@@ -379,9 +396,15 @@ class Session(threading.Thread):
         except InvalidPayload as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
         return Update(
-            message.assignment, self.client, self.incarnation, tensors, answer.num_samples, answer.num_steps,
-            dict(answer.metrics), extra=dict(answer.extra),
-        )  # fmt: skip
+            message.assignment,
+            self.client,
+            self.incarnation,
+            tensors,
+            answer.num_samples,
+            answer.num_steps,
+            dict(answer.metrics),
+            extra=dict(answer.extra),
+        )
 
     def _checked_answer(self, spec: Spec, meta: Mapping[str, Any]) -> Answer:
         """Read an answer, and check it against what the client said of itself; raises `Refused`."""

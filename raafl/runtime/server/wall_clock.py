@@ -49,11 +49,20 @@ class Server(Driver):
     """Runtime on the wall clock: passes events from real clients to a coordinator."""
 
     def __init__(
-        self, coordinator: Coordinator, inbox: Inbox, record: RunRecord, evaluator: Evaluator | None, *,
-        waits: Timeouts | None = None, hooks: RunHooks | None = None, progress: Progress | None = None,
-        announce: Callable[[int | None, str], None] = lambda client, reason: None, patience_s: float | None = None,
-        max_failures: int | None = None, storage: PayloadRoom | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        coordinator: Coordinator,
+        inbox: Inbox,
+        record: RunRecord,
+        evaluator: Evaluator | None,
+        *,
+        waits: Timeouts | None = None,
+        hooks: RunHooks | None = None,
+        progress: Progress | None = None,
+        announce: Callable[[int | None, str], None] = lambda client, reason: None,
+        patience_s: float | None = None,
+        max_failures: int | None = None,
+        storage: PayloadRoom | None = None,
+    ) -> None:
         """Prepare; `run` starts the clock. ``announce`` is told why a client (None = all) is let go.
 
         ``storage`` makes room for what clients are sent; None = in memory.

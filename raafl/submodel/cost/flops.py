@@ -155,10 +155,17 @@ def _formulas() -> Mapping[Any, Callable[..., float]]:
         _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[backward],
         **flop_registry,
         # torch counts a grouped convolution's gradient of the weights as if it had one group
-        **dict.fromkeys(convolutions, _convolution), _aten.convolution_backward: _convolution_backward,
+        **dict.fromkeys(convolutions, _convolution),
+        _aten.convolution_backward: _convolution_backward,
         # of the rest torch has no count
-        **dict.fromkeys(vectors, _matrix_vector), _aten.addr: _outer, _aten.addbmm: _summed_products,
-        _aten._trilinear: _trilinear, _aten._cdist_forward: _distances, _aten._cdist_backward: _distances_backward,
-        _aten.mkldnn_rnn_layer: _recurrent_layer, _aten.mkldnn_rnn_layer_backward: _recurrent_layer_backward,
-        **dict.fromkeys(_TRANSFORMS, _transform), GROUPED: _grouped,
-    }  # fmt: skip
+        **dict.fromkeys(vectors, _matrix_vector),
+        _aten.addr: _outer,
+        _aten.addbmm: _summed_products,
+        _aten._trilinear: _trilinear,
+        _aten._cdist_forward: _distances,
+        _aten._cdist_backward: _distances_backward,
+        _aten.mkldnn_rnn_layer: _recurrent_layer,
+        _aten.mkldnn_rnn_layer_backward: _recurrent_layer_backward,
+        **dict.fromkeys(_TRANSFORMS, _transform),
+        GROUPED: _grouped,
+    }

@@ -60,9 +60,16 @@ def _fused_attention(
 
 
 def _lstm(
-    x: Tensor, hidden: object, parameters: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
-    bidirectional: bool, batch_first: bool = False,
-) -> tuple[Tensor, ...] | None:  # fmt: skip
+    x: Tensor,
+    hidden: object,
+    parameters: Any,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool = False,
+) -> tuple[Tensor, ...] | None:
     """Run an LSTM as torch does by oneDNN: one operation for each layer and direction; None = it does not.
 
     Args:
@@ -101,9 +108,16 @@ def _by_steps(cell: Cell) -> Callable[..., tuple[Tensor, Tensor] | None]:
         return torch.stack(outputs[::-1] if backwards else outputs), state
 
     def run(
-        x: Tensor, hidden: Any, parameters: Any, has_biases: Any, num_layers: Any, dropout: float, train: bool,
-        bidirectional: bool, batch_first: bool = False,
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        x: Tensor,
+        hidden: Any,
+        parameters: Any,
+        has_biases: Any,
+        num_layers: Any,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool = False,
+    ) -> tuple[Tensor, Tensor] | None:
         if not isinstance(has_biases, bool) or not x.is_meta:  # arguments of packed sequences are others
             return None
         x, states = x.transpose(0, 1) if batch_first else x, hidden.unbind(0)
@@ -122,9 +136,16 @@ def _gru_cell(given: Tensor, state: Tensor, gates: Tensor) -> Tensor:
 
 
 def _stacked_layers(
-    run: Layer, x: Tensor, states: Sequence[Any], parameters: Sequence[Tensor], has_biases: bool, num_layers: int,
-    dropout: float, train: bool, bidirectional: bool,
-) -> tuple[Tensor, list[Any]]:  # fmt: skip
+    run: Layer,
+    x: Tensor,
+    states: Sequence[Any],
+    parameters: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> tuple[Tensor, list[Any]]:
     """Run the layers of a recurrent net; return its outputs and the last state of each layer and direction.
 
     Args:

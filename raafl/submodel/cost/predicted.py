@@ -107,9 +107,16 @@ class Step:
 
 
 def predict(
-    make: Make, spec: Spec, example_batch: object, batch_size: int, layouts: Mapping[str, Layout], names: frozenset[str],
-    idle_bytes: int, is_whole: bool = True, method: Method | None = None,
-) -> Cost:  # fmt: skip
+    make: Make,
+    spec: Spec,
+    example_batch: object,
+    batch_size: int,
+    layouts: Mapping[str, Layout],
+    names: frozenset[str],
+    idle_bytes: int,
+    is_whole: bool = True,
+    method: Method | None = None,
+) -> Cost:
     """Predict the cost of training a submodel by running one step without values, on the meta device.
 
     `training_step`, its backward pass and the optimiser's step are run, and the memory in use is tracked. A step that
@@ -163,9 +170,16 @@ def predict(
     samples = max(batch_size, 1)
     peak = down_bytes + idle_bytes + held_bytes + step.peak_bytes
     return Cost(
-        params, flops / samples, peak, down_bytes, trained.num_bytes, step.moved_bytes / samples,
-        step.padding_flops / samples, kernels_per_sample=step.num_kernels / samples, guessed=step.guessed,
-    )  # fmt: skip
+        params,
+        flops / samples,
+        peak,
+        down_bytes,
+        trained.num_bytes,
+        step.moved_bytes / samples,
+        step.padding_flops / samples,
+        kernels_per_sample=step.num_kernels / samples,
+        guessed=step.guessed,
+    )
 
 
 def _cold(
@@ -479,16 +493,21 @@ class _TaskRun(_Run):
         if not self.unknown:
             return replace(found, peak_bytes=peak_bytes)
         return replace(
-            found, peak_bytes=peak_bytes + state_bytes, guessed=_of_optimiser(self.unknown[0]),
+            found,
+            peak_bytes=peak_bytes + state_bytes,
+            guessed=_of_optimiser(self.unknown[0]),
             moved_bytes=found.moved_bytes + 3 * self.gradient_bytes + 2 * state_bytes,
-        )  # fmt: skip
+        )
 
     def _step(self, steps: MethodSteps, index: int, default: str, every: bool) -> Step:
         ledger = self.ledger
         ledger.kernels.clear()
         flops, arithmetic, padding_flops, moved_bytes = (
-            ledger.flops, ledger.arithmetic, ledger.padding_flops, ledger.moved_bytes,
-        )  # fmt: skip
+            ledger.flops,
+            ledger.arithmetic,
+            ledger.padding_flops,
+            ledger.moved_bytes,
+        )
         with ledger, self.fused, uncached(self.module, is_cold=False), torch.device(default):
             steps.backward(steps.loss(self.batch, index))
         if every:
@@ -499,9 +518,12 @@ class _TaskRun(_Run):
         with ledger, self.fused, torch.device("cpu"):
             steps.update()
         return Step(
-            flops, ledger.moved_bytes - moved_bytes, 0, ledger.padding_flops - padding_flops,
+            flops,
+            ledger.moved_bytes - moved_bytes,
+            0,
+            ledger.padding_flops - padding_flops,
             num_kernels + len(ledger.kernels),
-        )  # fmt: skip
+        )
 
     def _finish(self, steps: MethodSteps, default: str) -> None:
         with (

@@ -67,9 +67,7 @@ def _uncopyable(thing: object, own: dict[int, Any]) -> Iterator[Any]:
         yield from inner or [thing]
 
 
-def remade(
-    module: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor]
-) -> nn.Module:  # fmt: skip
+def remade(module: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor]) -> nn.Module:
     """Copy a module with new tensors: each parameter and buffer is replaced by the result of a function.
 
     Args:

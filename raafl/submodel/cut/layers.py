@@ -20,10 +20,16 @@ RESIZES: dict[type[nn.Module] | str, Resize] = {}
 """By type, or its dotted name where its package need not be there; a subclass has that of its nearest base."""
 
 OUTPUTS: dict[type[nn.Module], tuple[str, int]] = {
-    nn.Linear: ("weight", 0), nn.Embedding: ("weight", 1), nn.EmbeddingBag: ("weight", 1),
-    nn.Conv1d: ("weight", 0), nn.Conv2d: ("weight", 0), nn.Conv3d: ("weight", 0),
-    nn.ConvTranspose1d: ("weight", 1), nn.ConvTranspose2d: ("weight", 1), nn.ConvTranspose3d: ("weight", 1),
-}  # fmt: skip
+    nn.Linear: ("weight", 0),
+    nn.Embedding: ("weight", 1),
+    nn.EmbeddingBag: ("weight", 1),
+    nn.Conv1d: ("weight", 0),
+    nn.Conv2d: ("weight", 0),
+    nn.Conv3d: ("weight", 0),
+    nn.ConvTranspose1d: ("weight", 1),
+    nn.ConvTranspose2d: ("weight", 1),
+    nn.ConvTranspose3d: ("weight", 1),
+}
 """Parameter and dimension that make the output's features."""
 
 

@@ -39,30 +39,54 @@ def _at_last_token(model: Any, logits: Tensor, ids: Tensor | None) -> Tensor:
 
 _GENERIC = "transformers.modeling_layers.Generic"
 _ENDS: list[tuple[list[str], Tail]] = [
-    (hugging_face("bert.BertForSequenceClassification"),
-     Tail("{}.pooler classifier", lambda model, own, hidden, ids: own[1](model.dropout(own[0](hidden))))),
-    (hugging_face("bert.BertForTokenClassification roberta.RobertaForTokenClassification "
-            "distilbert.DistilBertForTokenClassification"),
-     Tail("classifier", lambda model, own, hidden, ids: own[0](model.dropout(hidden)))),
-    (hugging_face("roberta.RobertaForSequenceClassification"),
-     Tail("classifier", lambda model, own, hidden, ids: own[0](hidden))),
-    (hugging_face("distilbert.DistilBertForSequenceClassification"),
-     Tail("pre_classifier classifier",
-          lambda model, own, hidden, ids: own[1](model.dropout(torch.relu(own[0](hidden[:, 0])))))),
-    ([f"{_GENERIC}ForSequenceClassification"],
-     Tail("{}.norm score", lambda model, own, hidden, ids: _at_last_token(model, own[1](own[0](hidden)), ids))),
-    ([f"{_GENERIC}ForTokenClassification"],
-     Tail("{}.norm score", lambda model, own, hidden, ids: own[1](model.dropout(own[0](hidden))))),
+    (
+        hugging_face("bert.BertForSequenceClassification"),
+        Tail("{}.pooler classifier", lambda model, own, hidden, ids: own[1](model.dropout(own[0](hidden)))),
+    ),
+    (
+        hugging_face(
+            "bert.BertForTokenClassification roberta.RobertaForTokenClassification "
+            "distilbert.DistilBertForTokenClassification"
+        ),
+        Tail("classifier", lambda model, own, hidden, ids: own[0](model.dropout(hidden))),
+    ),
+    (
+        hugging_face("roberta.RobertaForSequenceClassification"),
+        Tail("classifier", lambda model, own, hidden, ids: own[0](hidden)),
+    ),
+    (
+        hugging_face("distilbert.DistilBertForSequenceClassification"),
+        Tail(
+            "pre_classifier classifier",
+            lambda model, own, hidden, ids: own[1](model.dropout(torch.relu(own[0](hidden[:, 0])))),
+        ),
+    ),
+    (
+        [f"{_GENERIC}ForSequenceClassification"],
+        Tail("{}.norm score", lambda model, own, hidden, ids: _at_last_token(model, own[1](own[0](hidden)), ids)),
+    ),
+    (
+        [f"{_GENERIC}ForTokenClassification"],
+        Tail("{}.norm score", lambda model, own, hidden, ids: own[1](model.dropout(own[0](hidden)))),
+    ),
     # the vocabulary is large and often tied to the embedding: every exit of a language model reads the same one
-    (hugging_face("llama.LlamaForCausalLM mistral.MistralForCausalLM qwen2.Qwen2ForCausalLM"),
-     Tail("{}.norm", lambda model, own, hidden, ids: model.lm_head(own[0](hidden)))),
-    (hugging_face("vit.ViTForImageClassification deit.DeiTForImageClassification"),
-     Tail("{}.layernorm classifier", lambda model, own, hidden, ids: own[1](own[0](hidden)[:, 0]))),
-    (hugging_face("deit.DeiTForImageClassificationWithTeacher"),
-     Tail("{}.layernorm cls_classifier distillation_classifier",
-          lambda model, own, hidden, ids: (own[1](own[0](hidden)[:, 0]) + own[2](own[0](hidden)[:, 1])) / 2)),
+    (
+        hugging_face("llama.LlamaForCausalLM mistral.MistralForCausalLM qwen2.Qwen2ForCausalLM"),
+        Tail("{}.norm", lambda model, own, hidden, ids: model.lm_head(own[0](hidden))),
+    ),
+    (
+        hugging_face("vit.ViTForImageClassification deit.DeiTForImageClassification"),
+        Tail("{}.layernorm classifier", lambda model, own, hidden, ids: own[1](own[0](hidden)[:, 0])),
+    ),
+    (
+        hugging_face("deit.DeiTForImageClassificationWithTeacher"),
+        Tail(
+            "{}.layernorm cls_classifier distillation_classifier",
+            lambda model, own, hidden, ids: (own[1](own[0](hidden)[:, 0]) + own[2](own[0](hidden)[:, 1])) / 2,
+        ),
+    ),
     ([TORCHVISION], Tail("encoder.ln heads", lambda model, own, hidden, ids: own[1](own[0](hidden)[:, 0]))),
-]  # fmt: skip
+]
 TAILS = {name: tail for names, tail in _ENDS for name in names}
 """By dotted name of the model's type."""
 

@@ -89,9 +89,14 @@ def discover_axes(
         if seen.dims[name][dim].is_made or len(seen.dims[name]) == 1:
             kept_whole.setdefault(name.rpartition(".")[0] or name, str(reason))
     return DiscoveredAxes(
-        axes, whole, kept_whole, seen.watch.solve(candidates.extent, {axis.name: axis.size for axis in found}),
-        frozenset(name for name, c in candidates.axes.items() if c.atom.span is not None), candidates.unscaled(), problem,
-    )  # fmt: skip
+        axes,
+        whole,
+        kept_whole,
+        seen.watch.solve(candidates.extent, {axis.name: axis.size for axis in found}),
+        frozenset(name for name, c in candidates.axes.items() if c.atom.span is not None),
+        candidates.unscaled(),
+        problem,
+    )
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -115,8 +115,17 @@ RULES: dict[str, Rule] = {}
 """The rule of each operation; a variant in place has that of its name without the underscore."""
 
 POINTWISE = {
-    "copy", "masked_fill", "_prelu_kernel", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "elu", "lerp", "where",
-}  # fmt: skip
+    "copy",
+    "masked_fill",
+    "_prelu_kernel",
+    "hardswish",
+    "hardsigmoid",
+    "hardtanh",
+    "leaky_relu",
+    "elu",
+    "lerp",
+    "where",
+}
 """Operations element by element that torch does not tag as such."""
 
 
@@ -200,18 +209,49 @@ def _broadcast(call: Call, out: Tensor) -> Dims:
 
 
 @rule(
-    "clone", "detach", "alias", "_to_copy", "lift_fresh", "lift", "lift_fresh_copy", "native_dropout", "bernoulli",
-    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "fill", "zero", "uniform", "normal",
-    "_conj", "view_as_real_copy", "log_sigmoid_forward", "rrelu_with_noise",
-)  # fmt: skip
+    "clone",
+    "detach",
+    "alias",
+    "_to_copy",
+    "lift_fresh",
+    "lift",
+    "lift_fresh_copy",
+    "native_dropout",
+    "bernoulli",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "fill",
+    "zero",
+    "uniform",
+    "normal",
+    "_conj",
+    "view_as_real_copy",
+    "log_sigmoid_forward",
+    "rrelu_with_noise",
+)
 def _same(call: Call) -> list[Dims]:
     return [call.dims()] * len(call.outs)
 
 
 @rule(
-    "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_permuted", "empty_strided",
-    "new_empty_strided", "rand", "randn",
-)  # fmt: skip
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty_strided",
+    "rand",
+    "randn",
+)
 def _filled(call: Call) -> list[Dims]:
     return [call.new(out.shape) for out in call.outs]  # all values are alike, or drawn alike
 
@@ -228,7 +268,7 @@ FORMS: dict[str, Callable[[Call, list[Dim]], Dims]] = {
     "permute": lambda call, dims: [dims[i] for i in call["dims"]],
     "unsqueeze": lambda call, dims: [*dims[: call.place(1)], Dim(), *dims[call.place(1) :]],
     **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias"), lambda call, dims: _viewed(call, dims)),
-}  # fmt: skip
+}
 """By name: the labels of the one output, from those of the one input."""
 
 

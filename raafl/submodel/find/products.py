@@ -80,10 +80,12 @@ def _convolution(call: Call) -> list[Dims]:
 
 
 @rule(
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
-)  # fmt: skip
+)
 def _attention(call: Call) -> list[Dims]:
     q, k, v = call.dims("query"), call.dims("key"), call.dims("value")
     repeats = q[1].size // k[1].size  # query heads that share a key and a value, next to each other
@@ -123,9 +125,13 @@ def _group_norm(call: Call) -> list[Dims]:
 
 
 @rule(
-    "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "_batch_norm_with_update",
-    "_batch_norm_no_update", "cudnn_batch_norm",
-)  # fmt: skip
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_no_training",
+    "_batch_norm_with_update",
+    "_batch_norm_no_update",
+    "cudnn_batch_norm",
+)
 def _batch_norm(call: Call) -> list[Dims]:
     x = call.dims("input")
     call.unify_named(x[1], "weight", "bias", "running_mean", "running_var")

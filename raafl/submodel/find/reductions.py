@@ -60,8 +60,9 @@ class _Along(NamedTuple):
 ALONG = {
     "sum nansum linalg_vector_norm norm count_nonzero any": _Along("dim", "gone", ""),
     "mean var std var_mean std_mean": _Along("dim", "gone", "statistics are taken across it", is_span=True),
-    "amax amin aminmax max min argmax argmin prod logsumexp all median mode":
-        _Along("dim", "gone", "'{}' goes over all of it"),
+    "amax amin aminmax max min argmax argmin prod logsumexp all median mode": _Along(
+        "dim", "gone", "'{}' goes over all of it"
+    ),
     "select unbind": _Along("dim", "gone", "one place of it is taken"),
     "_softmax _log_softmax _safe_softmax": _Along("dim", "stay", "a softmax runs along it"),
     "cumsum cumprod logcumsumexp cummax cummin": _Along("dim", "stay", "'{}' runs along it"),
@@ -76,7 +77,7 @@ ALONG = {
     "_upsample_bicubic2d_aa": _Along(2, "new", "they are pixels"),
     "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d reflection_pad3d replication_pad3d "
     "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d": _Along(3, "new", "they are pixels"),
-}  # fmt: skip
+}
 for _names, _along in ALONG.items():
     rule(*_names.split())(_along.__call__)
 

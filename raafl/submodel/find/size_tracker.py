@@ -26,7 +26,7 @@ from raafl.submodel.cut.sizes import (
     Where,
     put,
     site_of,
-)  # fmt: skip
+)
 from raafl.submodel.find.labels import Dim, Labels, ShapeConflict
 from raafl.submodel.find.products import DIVIDED
 from raafl.submodel.find.tracked_size import OPERATORS, NonTorchUses, Origin, Size, origin_of
@@ -95,9 +95,14 @@ class SizeTracker(TorchFunctionMode):
     """
 
     def __init__(
-        self, module: nn.Module, labels: Labels, dims_of: Callable[[Tensor], Any], knows: Callable[[Tensor], bool],
-        *, are_keys_plain: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        labels: Labels,
+        dims_of: Callable[[Tensor], Any],
+        knows: Callable[[Tensor], bool],
+        *,
+        are_keys_plain: bool = False,
+    ) -> None:
         """Make the numbers stored in ``module``, a copy, remember where they come from.
 
         Args:
@@ -294,8 +299,11 @@ def _with_slices(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _spoiling(
-    attributes: Mapping[Attribute, Extent], worked_out: Iterable[tuple[Origin, Extent | None]], comes_to: Any, samples: list[Counts]
-) -> set[Attribute]:  # fmt: skip
+    attributes: Mapping[Attribute, Extent],
+    worked_out: Iterable[tuple[Origin, Extent | None]],
+    comes_to: Any,
+    samples: list[Counts],
+) -> set[Attribute]:
     """Return the attributes from which code works out other sizes or numbers, that were right if they stayed as they are.
 
     ``width // heads`` is the size of a head only with the number of all heads, and so is what else comes of it, such as

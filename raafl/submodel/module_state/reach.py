@@ -13,9 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-ATTACHED = frozenset((
-    "log", "log_dict", "training", "_fabric", "_trainer", "_fabric_optimizers", "_flat_weights", "_flat_weight_refs",
-))  # fmt: skip
+ATTACHED = frozenset(
+    (
+        "log",
+        "log_dict",
+        "training",
+        "_fabric",
+        "_trainer",
+        "_fabric_optimizers",
+        "_flat_weights",
+        "_flat_weight_refs",
+    )
+)
 """Attributes of a module that whoever runs it sets; the last two are a recurrent layer's own view of its parameters."""
 
 INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
@@ -25,25 +34,75 @@ MOST = 100_000
 """Objects that are followed at most: a module may lead to a whole data set."""
 
 _ATOMS: Any = (
-    type(None), bool, int, float, complex, str, bytes, range, slice, type(...), type(NotImplemented), type,
-    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, np.dtype, np.generic,
-    types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.CodeType, types.MappingProxyType,
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    type(...),
+    type(NotImplemented),
+    type,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+    np.dtype,
+    np.generic,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    types.CodeType,
+    types.MappingProxyType,
     weakref.ReferenceType,
-)  # fmt: skip
+)
 
 _COMMON = frozenset((type(None), bool, int, float, str, types.FunctionType))  # found sooner than by `isinstance`
 
 _RUN_BY_OTHERS = (
-    "logging", "threading", "_thread", "multiprocessing", "concurrent", "asyncio", "socket", "ssl", "subprocess",
-    "lightning", "lightning_fabric", "pytorch_lightning", "torch.fx", "torch.jit", "torch.cuda", "torch.distributed",
-    "raafl.trainer_stand_in", "torch.utils.tensorboard", "tensorboard", "tensorboardX", "wandb", "mlflow",
-)  # fmt: skip
+    "logging",
+    "threading",
+    "_thread",
+    "multiprocessing",
+    "concurrent",
+    "asyncio",
+    "socket",
+    "ssl",
+    "subprocess",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "torch.fx",
+    "torch.jit",
+    "torch.cuda",
+    "torch.distributed",
+    "raafl.trainer_stand_in",
+    "torch.utils.tensorboard",
+    "tensorboard",
+    "tensorboardX",
+    "wandb",
+    "mlflow",
+)
 """Packages whose objects change by themselves, or belong to the process."""
 
 _LIBRARIES = (
-    "torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "transformers", "raafl", "builtins", "abc",
-    "typing", "collections", "functools",
-)  # fmt: skip
+    "torch",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "torchmetrics",
+    "transformers",
+    "raafl",
+    "builtins",
+    "abc",
+    "typing",
+    "collections",
+    "functools",
+)
 
 
 class ClassData:

@@ -218,9 +218,14 @@ class _Proof:
         return next(self._differences(equal, small, whole, self._rounding(equal, whole, masked)), None)
 
     def _masked(
-        self, plan: CopyPlan, instead: float, noise: float, *, buffers: bool = True,
+        self,
+        plan: CopyPlan,
+        instead: float,
+        noise: float,
+        *,
+        buffers: bool = True,
         moved: Callable[[Tensor], object] | None = None,
-    ) -> StepOutcome:  # fmt: skip
+    ) -> StepOutcome:
         """Do a step of the whole model with ``instead`` in the place of what is dropped.
 
         Args:

@@ -70,10 +70,18 @@ class Listener:
     """
 
     def __init__(
-        self, address: str | socket.socket, credentials: TlsFiles | LocalToken, admit: Admit,
-        refused: Callable[[str], None], *, authorize: Callable[[Peer], None] = lambda peer: None,
-        timeout_s: float = 30.0, max_callers: int = 32, max_per_host: int = 32, turns: TokenBucket | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        address: str | socket.socket,
+        credentials: TlsFiles | LocalToken,
+        admit: Admit,
+        refused: Callable[[str], None],
+        *,
+        authorize: Callable[[Peer], None] = lambda peer: None,
+        timeout_s: float = 30.0,
+        max_callers: int = 32,
+        max_per_host: int = 32,
+        turns: TokenBucket | None = None,
+    ) -> None:
         """Listen; `start` begins to answer.
 
         Args:
@@ -272,9 +280,15 @@ class Listener:
 
 
 def connect(
-    address: str, client: int, credentials: TlsFiles | LocalToken, *, timeout_s: float, pair_timeout_s: float = 30.0,
-    proxy: str | None = None, revoked: Callable[[], frozenset[int]] = frozenset,
-) -> TcpConnection:  # fmt: skip
+    address: str,
+    client: int,
+    credentials: TlsFiles | LocalToken,
+    *,
+    timeout_s: float,
+    pair_timeout_s: float = 30.0,
+    proxy: str | None = None,
+    revoked: Callable[[], frozenset[int]] = frozenset,
+) -> TcpConnection:
     """Connect to a server's `Listener`, authenticate this client, and return the connection.
 
     Args:

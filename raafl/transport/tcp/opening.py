@@ -117,7 +117,7 @@ def _site_of(certificate: _Certificate, federation: str) -> Holder:
 
 def client_opening(
     stream: SocketStream, client: int, credentials: LocalToken | str, revoked: Callable[[], frozenset[int]] = frozenset
-) -> None:  # fmt: skip
+) -> None:
     """Run the client's side of the authentication; return once the server has admitted this client.
 
     Args:

@@ -52,9 +52,14 @@ class TcpTransport(Transport):
     def __enter__(self) -> Self:
         """Bind the port; until `listen` the system refuses whoever calls."""
         self._listener = Listener(
-            self._meeting.address, self._credentials, self._let_in, lambda reason: self._refused(reason),
-            authorize=self._meeting.authorize, timeout_s=self._meeting.piece_s, turns=TokenBucket(),
-        )  # fmt: skip
+            self._meeting.address,
+            self._credentials,
+            self._let_in,
+            lambda reason: self._refused(reason),
+            authorize=self._meeting.authorize,
+            timeout_s=self._meeting.piece_s,
+            turns=TokenBucket(),
+        )
         self.address = self._listener.address + (", TLS 1.3" if isinstance(self._credentials, TlsFiles) else "")
         return self
 
@@ -98,9 +103,14 @@ class TcpTransport(Transport):
         meeting = self._meeting
         assert isinstance(meeting.address, str)
         return connect(
-            meeting.address, self.client, self._credentials, timeout_s=meeting.wait_s, pair_timeout_s=meeting.piece_s,
-            proxy=meeting.proxy, revoked=self._revoked,
-        )  # fmt: skip
+            meeting.address,
+            self.client,
+            self._credentials,
+            timeout_s=meeting.wait_s,
+            pair_timeout_s=meeting.piece_s,
+            proxy=meeting.proxy,
+            revoked=self._revoked,
+        )
 
 
 def is_loopback(address: str | socket.socket) -> bool:

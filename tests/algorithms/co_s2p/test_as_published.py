@@ -80,8 +80,9 @@ def test_width_and_depth_take_the_whole_rate_and_nothing_is_frozen(fleet):
         assert all("model.vit.embeddings" in spec.trained for spec in found)
     kept = dict(tasks(LeadingDraws(0.25, segments=4, mask_rounds=0), fleet_of(fleet), 1)[0].spec.kept)
     assert {name: len(units) for name, units in kept.items()} == {
-        "model.vit.layers.0.heads": 1, "model.vit.layers.0.ffn": 8,
-    }, "a quarter of four heads and of 32 units, where no scores are known"  # fmt: skip
+        "model.vit.layers.0.heads": 1,
+        "model.vit.layers.0.ffn": 8,
+    }, "a quarter of four heads and of 32 units, where no scores are known"
 
 
 def test_trained_scores_are_drawn_not_ranked(fleet):
@@ -93,8 +94,9 @@ def test_trained_scores_are_drawn_not_ranked(fleet):
     masks, task = tasks(select, one, 2)
     assert masks.spec.trained == () and masks.extra["rate"] == 0.25
     assert list(task.spec.indices(axes[0])) == [1, 3] and list(task.spec.indices(axes[1])) == [
-        *range(8, 16), *range(24, 32),
-    ]  # fmt: skip
+        *range(8, 16),
+        *range(24, 32),
+    ]
 
 
 def test_penalty_and_gradient_of_the_scores_by_hand():

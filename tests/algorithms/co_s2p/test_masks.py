@@ -31,9 +31,14 @@ class Conv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 3, stride=2), nn.ReLU(), nn.Flatten(),
+            nn.Conv2d(1, 6, 3),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Conv2d(6, 5, 3, stride=2),
+            nn.ReLU(),
+            nn.Flatten(),
             nn.Linear(20, 4),
-        )  # fmt: skip
+        )
 
     def forward(self, x):
         return self.net(x)
@@ -110,10 +115,19 @@ def mask_task(model, submodels, scores, rate, seed=5):
     object.__setattr__(task, "extra", {"masks": list(scores), "rate": rate})
     given = FlatTensors.from_named({axis: torch.tensor(values) for axis, values in scores.items()})
     return Task(
-        task, submodels, model, torch.optim.SGD([torch.zeros(1)], lr=0.0), FlatTensors.empty(Layout(())), 1,
-        torch.Generator(), loss=lambda batch, i: model.training_step(batch, i), backward=lambda loss: loss.backward(),
-        update=lambda: pytest.fail("weights stay"), down={SCORES: given}, up={SCORES: FlatTensors.zeros(given.layout)},
-    )  # fmt: skip
+        task,
+        submodels,
+        model,
+        torch.optim.SGD([torch.zeros(1)], lr=0.0),
+        FlatTensors.empty(Layout(())),
+        1,
+        torch.Generator(),
+        loss=lambda batch, i: model.training_step(batch, i),
+        backward=lambda loss: loss.backward(),
+        update=lambda: pytest.fail("weights stay"),
+        down={SCORES: given},
+        up={SCORES: FlatTensors.zeros(given.layout)},
+    )
 
 
 def test_the_straight_through_gradient_is_that_of_a_slow_reference():

@@ -92,10 +92,14 @@ def test_logged_metric_objects_compute_over_all_batches():
     score.update(logits, y)
     f1 = pytest.approx(score.compute().item())
     assert evaluate(module) == {
-        "loss": pytest.approx(F.cross_entropy(logits, y).item()), "misses": misses,
-        "several_misses": misses, "several_f1": f1, "end_f1": f1,
-        "most": logits.max().item(), "samples": 22.0,
-    }  # fmt: skip
+        "loss": pytest.approx(F.cross_entropy(logits, y).item()),
+        "misses": misses,
+        "several_misses": misses,
+        "several_f1": f1,
+        "end_f1": f1,
+        "most": logits.max().item(),
+        "samples": 22.0,
+    }
 
 
 def test_a_metric_of_torchmetrics_itself():

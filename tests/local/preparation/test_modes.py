@@ -47,8 +47,11 @@ def modes(module):
 def test_tasks_equal_a_loop_that_leaves_modes_alone():
     bench = Bench.of(Frozen)
     assert [path for path, training in modes(bench.module).items() if not training] == [
-        "norm", "teacher", "teacher.0", "teacher.1",
-    ]  # fmt: skip
+        "norm",
+        "teacher",
+        "teacher.0",
+        "teacher.1",
+    ]
     for seed in (11, 12):
         task = assignment(seed=seed, epochs=2)
         update, tensors = bench.run(task)
@@ -115,8 +118,12 @@ def test_a_train_method_of_its_own_sets_modes():
     module = Own()
     call_own_train(module)
     assert [path for path, training in modes(module).items() if not training] == [
-        "fc1", "norm", "teacher", "teacher.0", "teacher.1",
-    ]  # fmt: skip
+        "fc1",
+        "norm",
+        "teacher",
+        "teacher.0",
+        "teacher.1",
+    ]
 
 
 def test_the_start_says_how_many_layers_are_in_eval_mode():

@@ -34,10 +34,15 @@ class Adam(Net):
 ELEMENTWISE = [
     type(kind.__name__, (Adam,), {"kind": kind})
     for kind in (
-        torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
-        torch.optim.NAdam, torch.optim.RAdam,
+        torch.optim.AdamW,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
     )
-]  # fmt: skip
+]
 
 
 class Groups(Net):

@@ -82,8 +82,20 @@ def check(bench: Bench, tasks: list[Member]) -> None:
 
 
 EQUAL = (
-    Net, Dropping, Normed, Adam, *ELEMENTWISE, Groups, Odd, Logging, Losses, Recurrent, Noisy, Branching, Cycled,
-)  # fmt: skip
+    Net,
+    Dropping,
+    Normed,
+    Adam,
+    *ELEMENTWISE,
+    Groups,
+    Odd,
+    Logging,
+    Losses,
+    Recurrent,
+    Noisy,
+    Branching,
+    Cycled,
+)
 
 
 @pytest.mark.parametrize("make", EQUAL)

@@ -28,10 +28,17 @@ def three_blocks(monkeypatch):
 
 def task_for(module, submodels, spec=FULL):
     return Task(
-        assignment(spec), submodels, module, torch.optim.SGD([torch.zeros(1)], lr=0.0), FlatTensors.empty(Layout(())), 1,
-        torch.Generator(), loss=lambda batch, i: module.training_step(batch, i), backward=lambda loss: loss.backward(),
+        assignment(spec),
+        submodels,
+        module,
+        torch.optim.SGD([torch.zeros(1)], lr=0.0),
+        FlatTensors.empty(Layout(())),
+        1,
+        torch.Generator(),
+        loss=lambda batch, i: module.training_step(batch, i),
+        backward=lambda loss: loss.backward(),
         update=lambda: None,
-    )  # fmt: skip
+    )
 
 
 def filled(model, submodels, spec):
@@ -89,9 +96,11 @@ def test_the_loss_is_the_sum_over_exits_of_one_forward_pass(monkeypatch, window)
     teacher = logits[-1]
     wanted = sum(
         0.7 * F.cross_entropy(z, y)
-        + 0.3 * 4 * (F.softmax(teacher / 2, -1) * (F.log_softmax(teacher / 2, -1) - F.log_softmax(z / 2, -1))).sum(-1).mean()
+        + 0.3
+        * 4
+        * (F.softmax(teacher / 2, -1) * (F.log_softmax(teacher / 2, -1) - F.log_softmax(z / 2, -1))).sum(-1).mean()
         for z in logits
-    )  # fmt: skip
+    )
     assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
 
 

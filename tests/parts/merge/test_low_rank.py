@@ -47,8 +47,10 @@ def test_a_round_ends_at_the_exact_mean_of_the_products(lora):
     for _ in range(3):
         base = coordinator.state.values[BASE].double().clone()
         assert {client: task.spec.indices("layer.rank") for client, task in tasks.items()} == {
-            1: None, 2: range(2), 3: range(1)
-        }  # fmt: skip
+            1: None,
+            2: range(2),
+            3: range(1),
+        }
         answers, after = [], {}
         for client, samples in ((2, 1), (1, 5), (3, 2)):
             wanted, after = give(coordinator, tasks[client], samples)

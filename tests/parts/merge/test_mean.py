@@ -195,10 +195,11 @@ WEIGHTLESS = {
     "of several parts": [(6.0, TOP, 0, 0), (9.0, BOTTOM, 0, 0), (9.0, FULL, 0, 2)],
 }
 BY_SAMPLES = {
-    "mean": Mean, "mixed mean": lambda: Mean(alpha=0.5, staleness=Staleness("polynomial")),
+    "mean": Mean,
+    "mixed mean": lambda: Mean(alpha=0.5, staleness=Staleness("polynomial")),
     **{kind: lambda kind=kind: ServerOptimizer(kind) for kind in ("adam", "yogi", "adagrad")},
     "label split": lambda: LabelSplit(Mean()),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("updates", WEIGHTLESS.values(), ids=WEIGHTLESS)

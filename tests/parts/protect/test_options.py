@@ -46,7 +46,7 @@ from raafl.parts.protect.options import Guard, Privacy, SecureAggregation
             "guard.warm_up, which would have no effect",
         ),
     ],
-)  # fmt: skip
+)
 def test_an_option_without_effect_is_refused(make, message):
     with pytest.raises(BadInput) as refused:
         make()

@@ -188,10 +188,15 @@ def test_before_any_merge_nothing_is_spent():
 @pytest.mark.parametrize(
     ("algorithm", "num"),
     [
-        (fed_avg(), 20), (fed_avg(cohort=7), 7), (fed_opt(cohort=3, concurrency=2), 3), (fed_buff(buffer_size=5), 5),
-        (fed_async(), 1), (fed_raa(), 1), (fed_raa(trigger="all"), 20),
+        (fed_avg(), 20),
+        (fed_avg(cohort=7), 7),
+        (fed_opt(cohort=3, concurrency=2), 3),
+        (fed_buff(buffer_size=5), 5),
+        (fed_async(), 1),
+        (fed_raa(), 1),
+        (fed_raa(trigger="all"), 20),
     ],
-)  # fmt: skip
+)
 def test_a_merge_is_expected_to_have_so_many(algorithm, num):
     assert expected_updates(algorithm, 20) == num
     assert private(algorithm, Privacy(clip_norm=1.0, noise_multiplier=0.0), 20, KEY).merge.divisor == num

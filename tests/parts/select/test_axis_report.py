@@ -19,10 +19,17 @@ from raafl.submodel.find import trace
 from raafl.submodel.prove import narrow
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2, "vocab_size": 60000,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": False,
-    "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 2,
+    "vocab_size": 60000,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 
 class Tokens(LightningDataModule):
@@ -174,9 +181,10 @@ def test_shares_have_two_significant_digits(value, shown):
 def test_tables_of_axes_are_at_most_120_wide(width, terminal, most):
     names = [f"encoder.layers.{i}.attention.weight" for i in range(12)]
     found = {
-        "axes": [{"name": "width", "size": 8, "parameters": names}], "rates": {"0.5": {"parameters": 0.5, "flops": 0.004}},
+        "axes": [{"name": "width", "size": 8, "parameters": names}],
+        "rates": {"0.5": {"parameters": 0.5, "flops": 0.004}},
         "whole": [{"parameter": name, "dim": 0, "reason": "a norm takes statistics across it " * 9} for name in names],
-    }  # fmt: skip
+    }
     text = re.sub(r"\x1b\[[0-9;]*m", "", axes_text(found, width, terminal=terminal))
     assert most - 20 < max(map(len, text.splitlines())) <= most
     assert all(name in "".join(text.split()) for name in names) and "0.0040" in text

@@ -48,8 +48,11 @@ def test_each_client_gets_its_share_of_the_blocks_and_the_exits_below(vit):
     (stack,) = context.state.submodels.stacks
     assert [dict(spec.blocks).get(stack) for spec in specs] == [range(1), range(2), range(3), None]
     assert [spec.exits for spec in specs] == [
-        ("model.exit1",), ("model.exit1", "model.exit2"), ("model.exit1", "model.exit2", "model.exit3"), None,
-    ]  # fmt: skip
+        ("model.exit1",),
+        ("model.exit1", "model.exit2"),
+        ("model.exit1", "model.exit2", "model.exit3"),
+        None,
+    ]
     sizes = [context.cost(spec).params for spec in specs]
     assert sizes == sorted(sizes) and len(set(sizes)) == 4
     assert select(clients[0], context).region == 1
@@ -62,8 +65,13 @@ def test_width_is_cut_in_the_present_blocks_alone(vit):
     submodels = context.state.submodels
     for axis, units in spec.kept:
         assert list(units) == list(range(-(-submodels.axes[axis].size // 2)))
-    blocks = {name.split("layers.")[1][0] for axis, _ in spec.kept for m in submodels.axes[axis].members
-              for name in [m.name] if "layers." in name}  # fmt: skip
+    blocks = {
+        name.split("layers.")[1][0]
+        for axis, _ in spec.kept
+        for m in submodels.axes[axis].members
+        for name in [m.name]
+        if "layers." in name
+    }
     assert blocks == {"0", "1"}
     assert submodels.shrink(spec, device="meta")
 

@@ -343,10 +343,20 @@ algorithm:
 
 def test_a_run_on_digits_replays_to_the_last_bit(tmp_path):
     argv = [
-        "--config", str(CONFIGS / "quickstart.yaml"), "--progress=quiet", f"--output={tmp_path / 'run'}", "--max_updates=16",
-        "--algorithm", "fed_async", "--algorithm.submodel", "raafl.parts.Rated", "--algorithm.submodel.rates", str(RATES),
-        "--algorithm.submodel.selector=magnitude", "--train.num_steps=3",
-    ]  # fmt: skip
+        "--config",
+        str(CONFIGS / "quickstart.yaml"),
+        "--progress=quiet",
+        f"--output={tmp_path / 'run'}",
+        "--max_updates=16",
+        "--algorithm",
+        "fed_async",
+        "--algorithm.submodel",
+        "raafl.parts.Rated",
+        "--algorithm.submodel.rates",
+        str(RATES),
+        "--algorithm.submodel.selector=magnitude",
+        "--train.num_steps=3",
+    ]
     parsed = parse("simulate", argv)
     run = Finished(*simulate(parsed.experiment, parsed.config_yaml))
     result = replay(tmp_path / "run")

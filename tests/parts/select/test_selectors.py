@@ -157,8 +157,10 @@ def test_importance_needs_something_to_weigh():
 @pytest.mark.parametrize("selector", [leading, rolling, at_random, magnitude])
 @given(some_axes(), rates, st.integers(0, 2**40), st.integers(0, 1000))
 def test_every_selector_keeps_the_size_asked_for_and_repeats_itself(selector, axes, rate, seed, round):
-    state = {f"{name}.0.weight" if isinstance(one, Stack) else f"{name}.weight": torch.ones(size_of(one), 2)
-             for name, one in axes.items()}  # fmt: skip
+    state = {
+        f"{name}.0.weight" if isinstance(one, Stack) else f"{name}.weight": torch.ones(size_of(one), 2)
+        for name, one in axes.items()
+    }
     spec = selector(axes, rate, state=state, seed=seed, round=round)
     assert {name: len(units) for name, units in kept(spec, axes).items()} == {
         name: count(size_of(one), rate) for name, one in axes.items()
@@ -232,10 +234,18 @@ def spec_of_rate(rate: float) -> Spec:
 PROFILE = Profile(flops_per_s=1e6, down_bytes_per_s=1e4, up_bytes_per_s=5e3, latency_s=0.01, bytes_per_s=1e6)
 
 
-@given(st.fixed_dictionaries({}, optional={
-    "memory_bytes": st.floats(400, 5000), "flops": st.floats(2000, 20000), "wire_bytes": st.floats(300, 1500),
-    "seconds": st.floats(0.05, 0.3), "params": st.floats(30, 140),
-}))  # fmt: skip
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "memory_bytes": st.floats(400, 5000),
+            "flops": st.floats(2000, 20000),
+            "wire_bytes": st.floats(300, 1500),
+            "seconds": st.floats(0.05, 0.3),
+            "params": st.floats(30, 140),
+        },
+    )
+)
 def test_largest_agrees_with_trying_every_size(limits):
     budget = Budget(profile=PROFILE, samples=10, **limits)
 
@@ -268,7 +278,7 @@ def test_nothing_fits_names_client_budgets_and_the_smallest():
     with pytest.raises(BadInput) as caught:
         largest_rate(
             spec_of_rate, cost_of, Budget(memory_bytes=100, params=16), rates=steps(SMALL.axes), who="client 7"
-        )  # fmt: skip
+        )
     text = str(caught.value)
     assert text.startswith("client 7: memory_bytes is 100, params is 16, too little for any submodel")
     assert "layers.1[0:1] layers.3[0:1]" in text and "params 17" in text

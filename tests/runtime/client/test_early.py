@@ -58,11 +58,16 @@ def test_a_task_that_comes_as_expected_is_trained_on():
 @pytest.mark.parametrize(
     "item",
     [
-        (replace(NEXT, seed=8), 0.0), (replace(NEXT, num_steps=4), 0.0), (replace(NEXT, lr_scale=1.0), 0.0),
-        (replace(NEXT, task=2), 0.0), (NEXT, None), "max_updates", OSError("the link is gone"),
+        (replace(NEXT, seed=8), 0.0),
+        (replace(NEXT, num_steps=4), 0.0),
+        (replace(NEXT, lr_scale=1.0), 0.0),
+        (replace(NEXT, task=2), 0.0),
+        (NEXT, None),
+        "max_updates",
+        OSError("the link is gone"),
     ],
     ids=["seed", "steps", "rate", "task", "damaged", "stop", "error"],
-)  # fmt: skip
+)
 def test_anything_else_is_left_to_the_client(item):
     early = Table(item).train()
     assert early.item is item and early.update is None

@@ -134,9 +134,28 @@ def bent_config(bender, text):
     for _ in range(rng.choice([1, 1, 2, 5])):
         place = rng.randrange(len(lines))
         word = rng.choice(
-            ["!!python/object/apply:os.system [x]", "&a [*a]", "<<: *a", "\x00", "- ", "{", "{class_path: os.system}", "~", "'",
-             "\t", "class_path: x", "9" * 400, "http://a", "/etc/passwd", "\ud800", "[" * 2000, "package:os/x", ".inf", "? a"],
-        )  # fmt: skip
+            [
+                "!!python/object/apply:os.system [x]",
+                "&a [*a]",
+                "<<: *a",
+                "\x00",
+                "- ",
+                "{",
+                "{class_path: os.system}",
+                "~",
+                "'",
+                "\t",
+                "class_path: x",
+                "9" * 400,
+                "http://a",
+                "/etc/passwd",
+                "\ud800",
+                "[" * 2000,
+                "package:os/x",
+                ".inf",
+                "? a",
+            ],
+        )
         line = lines[place]
         at = rng.randrange(len(line) + 1)
         lines[place] = rng.choice(

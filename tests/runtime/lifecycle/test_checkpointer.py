@@ -78,8 +78,11 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_next_is_tried(t
     settings = experiment(tmp_path / "run", "fed_async", checkpoint_every=2, keep_checkpoints=9)
     summary, folder = simulate(settings)
     assert [file.stem for file in checkpoint._versions(folder / "checkpoints")] == [
-        "version-000002", "version-000008", "version-000010", "version-000012",
-    ]  # fmt: skip
+        "version-000002",
+        "version-000008",
+        "version-000010",
+        "version-000012",
+    ]
     assert summary["unwritten"] == {} and len(summary["warnings"]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "checkpoint" in line]
     assert "the checkpoint of version 4 in" in line and "No space left on device" in line

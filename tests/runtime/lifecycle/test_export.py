@@ -31,8 +31,15 @@ import transformers
 
 from model_zoo import HFSequenceClassifier
 
-BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
-        "vocab_size": 30, "max_position_embeddings": 8}  # fmt: skip
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 30,
+    "max_position_embeddings": 8,
+}
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]
 
 
@@ -161,8 +168,14 @@ def test_a_full_disk_at_the_end_loses_no_run(tmp_path, monkeypatch, capsys):
     assert f"cannot be written to {run.folder / 'model'}: No space left on device; take it from the last" in warning
     assert warning in capsys.readouterr().err
     assert {path.name for path in run.folder.iterdir()} == {
-        "config.yaml", "events.jsonl", "metrics.csv", "clients.csv", "seals.jsonl", "summary.json", "checkpoints",
-    }  # fmt: skip
+        "config.yaml",
+        "events.jsonl",
+        "metrics.csv",
+        "clients.csv",
+        "seals.jsonl",
+        "summary.json",
+        "checkpoints",
+    }
 
 
 def test_where_nothing_could_be_written_the_summary_says_so_and_the_run_has_failed(tmp_path, monkeypatch, capsys):

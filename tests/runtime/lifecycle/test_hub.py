@@ -30,13 +30,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
             "/api/models/me/digits/preupload/main": {
                 "files": [
                     {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
-                    for line in lines for file in line.get("files", [])
+                    for line in lines
+                    for file in line.get("files", [])
                 ],
             },
             "/api/models/me/digits/commit/main": {
-                "commitUrl": f"{here}/commit/1", "commitOid": "1" * 40, "hookOutput": "", "success": True,
+                "commitUrl": f"{here}/commit/1",
+                "commitOid": "1" * 40,
+                "hookOutput": "",
+                "success": True,
             },
-        }  # fmt: skip
+        }
         self.reply(answers.get(self.path.partition("?")[0]))
 
     def do_GET(self):

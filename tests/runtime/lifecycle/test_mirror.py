@@ -103,8 +103,11 @@ def test_a_store_that_fails_for_a_while_is_tried_again_and_the_summary_says_so(t
     mirror.close()
     assert whole and store.names() == ["events.jsonl", "seals.jsonl"]
     assert mirror.report(whole) == {
-        "url": store.url, "whole": True, "failed": 3, "error": "OSError: the store is away",
-    }  # fmt: skip
+        "url": store.url,
+        "whole": True,
+        "failed": 3,
+        "error": "OSError: the store is away",
+    }
     assert said == [
         f"{store.url} cannot be written (OSError: the store is away); the run goes on, and raafl tries again"
     ]

@@ -12,10 +12,20 @@ from raafl.runtime.lifecycle.model_card import model_card
 from tests.helpers.small_runs import experiment, finish
 
 SUMMARY = {
-    "algorithm": "fed_avg", "runtime": "distributed", "seed": 3, "finished": "max_updates", "versions": 4, "updates_merged": 8,
-    "updates_refused": {"not-finite": 2}, "updates_lost": 1, "participation": {"1": 5, "2": 3, "3": 0}, "time_s": 90.0,
-    "final": {"accuracy": 0.875, "a|b\n<script>": 1.0}, "model_digest": "abcd", "privacy": None,
-}  # fmt: skip
+    "algorithm": "fed_avg",
+    "runtime": "distributed",
+    "seed": 3,
+    "finished": "max_updates",
+    "versions": 4,
+    "updates_merged": 8,
+    "updates_refused": {"not-finite": 2},
+    "updates_lost": 1,
+    "participation": {"1": 5, "2": 3, "3": 0},
+    "time_s": 90.0,
+    "final": {"accuracy": 0.875, "a|b\n<script>": 1.0},
+    "model_digest": "abcd",
+    "privacy": None,
+}
 
 
 def rows(card):
@@ -25,18 +35,27 @@ def rows(card):
 def test_it_says_what_the_summary_says():
     card = model_card(SUMMARY, "a run", "MLP", is_pretrained=False)
     assert rows(card) == [
-        "| method | fed\\_avg |", "| clients whose updates were merged | 2 |", "| updates merged | 8 |",
-        "| updates refused, lost | 2, 1 |", "| versions of the model | 4 |", "| time | 1.5 min of wall-clock time |",
-        "| ended by | max\\_updates |", "| seed | 3 |", "| model digest | abcd |", "| metric | value |", "| accuracy | 0.875 |",
+        "| method | fed\\_avg |",
+        "| clients whose updates were merged | 2 |",
+        "| updates merged | 8 |",
+        "| updates refused, lost | 2, 1 |",
+        "| versions of the model | 4 |",
+        "| time | 1.5 min of wall-clock time |",
+        "| ended by | max\\_updates |",
+        "| seed | 3 |",
+        "| model digest | abcd |",
+        "| metric | value |",
+        "| accuracy | 0.875 |",
         "| a\\|b\\\\n\\<script\\> | 1 |",
-    ]  # fmt: skip
+    ]
     assert (
         "no differential privacy was applied by the server" in card and 'load_file("FOLDER/model.safetensors")' in card
     )
     card_of = pytest.importorskip("huggingface_hub").ModelCard
     assert card_of(card).data.to_dict() == {
-        "library_name": "pytorch", "tags": ["raafl", "federated-learning", "fed_avg"],
-    }  # fmt: skip
+        "library_name": "pytorch",
+        "tags": ["raafl", "federated-learning", "fed_avg"],
+    }
 
 
 def test_a_private_run_leaves_its_values_as_safetensors_with_a_card_that_has_epsilon(tmp_path):

@@ -187,9 +187,14 @@ def test_torchrun_brings_a_run_back_from_its_last_checkpoint_by_itself(tmp_path,
 @pytest.mark.quick_cases(0)
 @pytest.mark.parametrize(
     ("first", "then"),
-    [("--max_time=60", "--max_time=0.385"), ("--max_time=0.341", "--max_time=0.385"), ("--max_updates=45", "--max_updates=50"),
-     ("--max_updates=60", "--max_updates=50"), ("--max_time=0.341 --max_updates=45", "--max_time=null --max_updates=50")],
-)  # fmt: skip
+    [
+        ("--max_time=60", "--max_time=0.385"),
+        ("--max_time=0.341", "--max_time=0.385"),
+        ("--max_updates=45", "--max_updates=50"),
+        ("--max_updates=60", "--max_updates=50"),
+        ("--max_time=0.341 --max_updates=45", "--max_time=null --max_updates=50"),
+    ],
+)
 def test_a_resumed_run_keeps_the_limits_that_it_is_given(tmp_path, monkeypatch, first, then):
     """Fewer or more than it had, it ends as a run that had them from the beginning."""
     base = ["--config", CONFIG, *SMALL, "--algorithm=fed_buff", "--algorithm.buffer_size=7", "--max_updates=null"]
@@ -228,9 +233,11 @@ def test_a_resumed_run_of_real_ranks_keeps_the_limit_that_it_is_given(tmp_path):
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("option", "says"),
-    [("--max_time=0.1", r"max_time is 0\.1 s, but the run has already taken \d\.\d s: give a larger value, or null"),
-     ("--max_updates=6", r"max_updates is 6, but the run has already merged \d\d: give a larger value, or null")],
-)  # fmt: skip
+    [
+        ("--max_time=0.1", r"max_time is 0\.1 s, but the run has already taken \d\.\d s: give a larger value, or null"),
+        ("--max_updates=6", r"max_updates is 6, but the run has already merged \d\d: give a larger value, or null"),
+    ],
+)
 def test_a_limit_that_lies_behind_a_run_is_named_before_anything_changes(tmp_path, monkeypatch, option, says):
     folder = tmp_path / "cut"
     crashed(monkeypatch, 30, "--config", CONFIG, "--max_updates=60", "--checkpoint_every=1", f"--output={folder}")

@@ -205,9 +205,19 @@ class Parametrized(Base):
 
 
 ALL = [
-    ExtraState, ExtraTensor, PersistentMetric, ListMetric, OwnNames, OnlyTrained, SaveHook, DroppingHook, PostHook, Versioned,
-    Tied, Parametrized,
-]  # fmt: skip
+    ExtraState,
+    ExtraTensor,
+    PersistentMetric,
+    ListMetric,
+    OwnNames,
+    OnlyTrained,
+    SaveHook,
+    DroppingHook,
+    PostHook,
+    Versioned,
+    Tied,
+    Parametrized,
+]
 
 
 def other_values(module):

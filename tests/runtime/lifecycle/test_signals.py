@@ -127,8 +127,10 @@ with ends_process(), Interrupt(on_insist=lambda: os.write(1, b"insisted\\n")) as
 @pytest.mark.parametrize("second", BOTH)
 def test_the_second_ends_a_process_that_hangs_with_its_children_and_files(second, tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-c", HANGING, str(tmp_path / "file")], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", HANGING, str(tmp_path / "file")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         child = psutil.Process(int(process.stdout.readline()))
         process.send_signal(signal.SIGINT)

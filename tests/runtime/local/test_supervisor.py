@@ -49,10 +49,14 @@ def started(tmp_path):
         file = tmp_path / "plan.json"
         file.write_text(json.dumps({"server": server, "clients": clients, **plan}))
         process = subprocess.Popen(
-            [sys.executable, stand_in_ranks.__file__, str(tmp_path), str(file)], start_new_session=terminal is None,
-            stdin=terminal, stdout=terminal or subprocess.PIPE, stderr=terminal or subprocess.PIPE, text=True,
+            [sys.executable, stand_in_ranks.__file__, str(tmp_path), str(file)],
+            start_new_session=terminal is None,
+            stdin=terminal,
+            stdout=terminal or subprocess.PIPE,
+            stderr=terminal or subprocess.PIPE,
+            text=True,
             preexec_fn=None if terminal is None else lambda: os.login_tty(terminal),
-        )  # fmt: skip
+        )
         processes.append(process)
         return process
 

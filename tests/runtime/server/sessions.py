@@ -33,10 +33,16 @@ class Table:
         ours, theirs = socket.socketpair()
         times = Timeouts(**{"join_s": WAIT_S, "task_s": WAIT_S, "idle_s": WAIT_S, "stop_s": 2.0, **waits})
         self.session = kind(
-            4, 0, lambda: TcpConnection(ours, 20.0), self.state.submodels, self.inbox, times,
-            lambda down, up: self.moved.append((down, up)), terms=terms,
+            4,
+            0,
+            lambda: TcpConnection(ours, 20.0),
+            self.state.submodels,
+            self.inbox,
+            times,
+            lambda down, up: self.moved.append((down, up)),
+            terms=terms,
             known=ClientInfo(4, share, profile or Profile()),
-        )  # fmt: skip
+        )
         self.session.start()
         self.theirs = theirs
         self.pair = TcpConnection(theirs, 20.0)

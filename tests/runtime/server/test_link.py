@@ -51,9 +51,15 @@ class Door:
         pair = TcpConnection(ours, 5.0)
         pair.resumes = True  # as over TLS
         session = Session(
-            4, len(self.sessions), lambda: pair, self.state.submodels, self.inbox, self.times,
-            lambda down, up: self.moved.append((down, up)), terms=self.terms,
-        )  # fmt: skip
+            4,
+            len(self.sessions),
+            lambda: pair,
+            self.state.submodels,
+            self.inbox,
+            self.times,
+            lambda down, up: self.moved.append((down, up)),
+            terms=self.terms,
+        )
         self.sessions.append(session)
         session.start()
         return TcpConnection(theirs, 5.0)

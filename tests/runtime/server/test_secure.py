@@ -57,9 +57,11 @@ def test_with_privacy_ranks_of_unequal_data_weigh_the_same(tmp_path):
     """Each client masks with weight 1, though its own config says nothing of the server's noise."""
     pytest.importorskip("dp_accounting", reason="needs the extra privacy")
     fields = {
-        "privacy": Privacy(clip_norm=0.5, noise_multiplier=0.5, delta=1e-3), "partition": Dirichlet(alpha=1.0),
-        "secure_aggregation": replace(ON, clip_norm=0.5), "max_updates": 4,
-    }  # fmt: skip
+        "privacy": Privacy(clip_norm=0.5, noise_multiplier=0.5, delta=1e-3),
+        "partition": Dirichlet(alpha=1.0),
+        "secure_aggregation": replace(ON, clip_norm=0.5),
+        "max_updates": 4,
+    }
     ranks = Ranks(made(tmp_path / "ranks", fed_avg(), **fields)).serve()
     assert ranks.digest == finish(made(tmp_path / "simulated", fed_avg(), **fields)).digest
     assert {row["scale"] for row in ranks.events("arrived")} == {1.0}

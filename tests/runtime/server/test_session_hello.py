@@ -38,12 +38,19 @@ def test_a_client_with_another_version_or_model_is_told_so_and_lost(table, chang
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_samples": -1}, {"num_samples": 0},
-        {"num_samples": "many"}, {"num_samples": True}, {"num_samples": 10**30}, {"profile": None},
-        {"profile": 3}, {"profile": {"flops_per_s": -1.0}}, {"profile": {"flops_per_s": "fast"}},
-        {"profile": {"unheard_of": 1}}, {"profile": {"flops_per_s": 10**400}},
+        {"num_samples": -1},
+        {"num_samples": 0},
+        {"num_samples": "many"},
+        {"num_samples": True},
+        {"num_samples": 10**30},
+        {"profile": None},
+        {"profile": 3},
+        {"profile": {"flops_per_s": -1.0}},
+        {"profile": {"flops_per_s": "fast"}},
+        {"profile": {"unheard_of": 1}},
+        {"profile": {"flops_per_s": 10**400}},
     ],
-)  # fmt: skip
+)
 def test_a_hello_that_makes_no_sense_loses_the_client_and_never_hangs(table, changes):
     table.hello(**changes)
     event = table.event()
@@ -125,9 +132,15 @@ HOSTILE = "\x1b[2J\u202e" + "x" * (1 << 12) + "\nnews"
 
 @pytest.mark.parametrize(
     "changes",
-    [{"protocol": HOSTILE}, {"model": [HOSTILE]}, {"config": {HOSTILE: 1}}, {"num_samples": HOSTILE},
-     {"profile": {"name": HOSTILE, "flops_per_s": -1.0}}, {"profile": {HOSTILE: 1}}],
-)  # fmt: skip
+    [
+        {"protocol": HOSTILE},
+        {"model": [HOSTILE]},
+        {"config": {HOSTILE: 1}},
+        {"num_samples": HOSTILE},
+        {"profile": {"name": HOSTILE, "flops_per_s": -1.0}},
+        {"profile": {HOSTILE: 1}},
+    ],
+)
 def test_what_a_client_says_of_itself_reaches_no_log_raw(changes):
     table = Table(terms=Terms("", {"model": "aa"}))
     try:

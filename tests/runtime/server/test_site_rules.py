@@ -17,10 +17,13 @@ def info(**changes):
 @pytest.mark.parametrize(
     ("claimed", "reason"),
     [
-        (info(), None), (info(num_samples=51), "too-many-samples"), (info(own_data=True), "own-data"),
-        (info(profile=Profile(flops_per_s=3e9)), "profile"), (info(profile=Profile(flops_per_s=1e8)), "profile"),
+        (info(), None),
+        (info(num_samples=51), "too-many-samples"),
+        (info(own_data=True), "own-data"),
+        (info(profile=Profile(flops_per_s=3e9)), "profile"),
+        (info(profile=Profile(flops_per_s=1e8)), "profile"),
     ],
-)  # fmt: skip
+)
 def test_what_a_client_may_claim(claimed, reason):
     rules = SiteRules(frozenset({3}), 50, False, {"flops_per_s": (1e9, 2e9)})
     if reason is None:

@@ -61,19 +61,22 @@ def test_who_is_let_in(path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("north: [1]", "north is \\[1\\]: write"), ("north: {clients: []}", "clients is \\[\\]: give the ids"),
-        ("north: {clients: [0]}", "clients is \\[0\\]"), ("north: {clients: [true]}", "clients is"),
+        ("north: [1]", "north is \\[1\\]: write"),
+        ("north: {clients: []}", "clients is \\[\\]: give the ids"),
+        ("north: {clients: [0]}", "clients is \\[0\\]"),
+        ("north: {clients: [true]}", "clients is"),
         ("north: {client: [1]}", "north.client is unknown: did you mean 'clients'"),
         ("north: {clients: 1, max_samples: -1}", "max_samples is -1: give a whole number"),
         ("north: {clients: 1, own_data: maybe}", "own_data is 'maybe': give true or false"),
         ("north: {clients: 1, profile: {flops: 1}}", "profile.flops is unknown: did you mean 'flops_per_s'"),
         ("north: {clients: 1, profile: {flops_per_s: [2, 1]}}", "give the largest value, or"),
-        ("a: {clients: 1}\nb: {clients: [1]}", "client 1 is listed for 'a' and for 'b'"), ("- north", "not a mapping of fields"),
+        ("a: {clients: 1}\nb: {clients: [1]}", "client 1 is listed for 'a' and for 'b'"),
+        ("- north", "not a mapping of fields"),
         ("north: *x", "line 1, column 8: found undefined alias 'x'"),
         ("a: {clients: 1}\n'a': {clients: 2}", "line 2, column 1: 'a' is given twice: write one entry `SITE"),
         ("a: &a {clients: 1}\nb: {<<: *a}", "not YAML with plain values"),
     ],
-)  # fmt: skip
+)
 def test_a_list_that_makes_no_sense(path, text, why):
     path.write_text(text)
     with pytest.raises(BadInput, match=why):

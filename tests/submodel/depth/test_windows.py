@@ -20,7 +20,7 @@ from raafl.submodel import (
     depth_window,
     last_fraction,
     skeleton,
-)  # fmt: skip
+)
 from tests.submodel import zoo
 from tests.submodel.cut.test_shrink import filled
 from tests.submodel.models import Blocks
@@ -211,17 +211,23 @@ def test_exits_are_the_same_under_a_skeleton():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: add_exits(made("albert"), [1]), "AlbertForSequenceClassification is of no type whose last layers are known"),
+        (
+            lambda: add_exits(made("albert"), [1]),
+            "AlbertForSequenceClassification is of no type whose last layers are known",
+        ),
         (lambda: add_exits(made("vit"), [2]), "no exit after 2 of 2 blocks: give 1 to 1"),
         (lambda: add_exits(add_exits(made("vit"), [1]), [1]), "has exits already"),
         (lambda: depth_window(Submodels(made("vit")), 1, 3), "window is blocks 1 to 3 of 'vit.layers', which has 2"),
         (lambda: depth_window(Submodels(made("vit")), 1, 1), "window is blocks 1 to 1"),
         (lambda: depth_window(Submodels(made("vit")), 0, 1, exit="exit1"), "it has none"),
-        (lambda: depth_window(Submodels(made("vit")), 0, 1, stack="layers"), "stack is 'layers'.*did you mean 'vit.layers'"),
+        (
+            lambda: depth_window(Submodels(made("vit")), 0, 1, stack="layers"),
+            "stack is 'layers'.*did you mean 'vit.layers'",
+        ),
         (lambda: depth_window(Submodels(MLP(4, (3,), 2)), 0, 1), "has no stack of blocks: declare `submodel_blocks`"),
         (lambda: last_fraction(Submodels(MLP(4, (3,), 2)), 0.0), "share is 0.0"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_named(call, message):
     with pytest.raises(BadInput, match=message):
         call()

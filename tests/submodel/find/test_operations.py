@@ -49,7 +49,11 @@ def pinned(dim):
         (lambda a, b: a @ b, [(3, 4), (4,)], [("a1", "b0"), ("a0", "r0")]),
         (lambda a, b, c: F.linear(a, b, c), [(2, 3), (4, 3), (4,)], [("a1", "b1"), ("b0", "c0"), ("b0", "r1")]),
         (lambda a, b: torch.einsum("bi,oi->bo", a, b), [(2, 3), (4, 3)], [("a1", "b1"), ("b0", "r1")]),
-        (lambda a, b, c: F.conv2d(a, b, c), [(2, 3, 5, 5), (4, 3, 1, 1), (4,)], [("a1", "b1"), ("b0", "c0"), ("b0", "r1")]),
+        (
+            lambda a, b, c: F.conv2d(a, b, c),
+            [(2, 3, 5, 5), (4, 3, 1, 1), (4,)],
+            [("a1", "b1"), ("b0", "c0"), ("b0", "r1")],
+        ),
         (lambda a, b: F.conv2d(a, b, groups=3), [(2, 3, 5, 5), (3, 1, 2, 2)], [("a1", "b0"), ("a1", "r1")]),
         (lambda a, b: F.conv_transpose1d(a, b), [(2, 3, 5), (3, 4, 2)], [("a1", "b0"), ("b1", "r1")]),
         (lambda a, b, c: F.layer_norm(a, [4], b, c), [(3, 4), (4,), (4,)], [("a1", "b0"), ("b0", "c0")]),
@@ -70,15 +74,27 @@ def pinned(dim):
         (lambda a, b: a.as_strided((2, 5, 2, 4), (24, 4, 4, 1)) * b, [(2, 6, 4), (4,)], [("a0", "r0"), ("a2", "b0")]),
         (lambda a, b: F.pixel_unshuffle(a, 2).view(2, 3, 4, 2, 2) * b, [(2, 3, 4, 4), (3, 1, 1, 1)], [("a1", "b0")]),
         (lambda a, b: F.channel_shuffle(F.channel_shuffle(a, 2), 3) * b, [(2, 6, 5), (6, 1)], [("a1", "b0")]),
-        (lambda a, b: torch.grid_sampler(a, torch.zeros(2, 5, 5, 2), 0, 0, True) * b, [(2, 3, 4, 4), (3, 1, 1)], [("a1", "b0")]),
-        (lambda a, b: F.max_unpool2d(*F.max_pool2d(a, 2, return_indices=True), 2) * b, [(2, 3, 4, 4), (3, 1, 1)], [("a1", "b0")]),
+        (
+            lambda a, b: torch.grid_sampler(a, torch.zeros(2, 5, 5, 2), 0, 0, True) * b,
+            [(2, 3, 4, 4), (3, 1, 1)],
+            [("a1", "b0")],
+        ),
+        (
+            lambda a, b: F.max_unpool2d(*F.max_pool2d(a, 2, return_indices=True), 2) * b,
+            [(2, 3, 4, 4), (3, 1, 1)],
+            [("a1", "b0")],
+        ),
         (lambda a, b, c: F.bilinear(a, b, c), [(2, 3), (2, 4), (5, 3, 4)], [("a1", "c1"), ("b1", "c2"), ("c0", "r1")]),
         (lambda a, b: torch.cdist(a, b), [(2, 3), (4, 3)], [("a1", "b1"), ("a0", "r0"), ("b0", "r1")]),
         (lambda a, b: F.logsigmoid(a) * b, [(3,), (3,)], [("a0", "b0")]),
         (lambda a, b: a.view(2, 3, 5, 4) * b, [(2, 3, 4, 5), (3, 1, 1)], [("a1", "b0"), ("a0", "r0")]),
-        (lambda a, b: torch.linalg.solve_triangular(a, b, upper=False), [(3, 4, 4), (3, 4, 5)], [("a0", "b0"), ("b2", "r2")]),
+        (
+            lambda a, b: torch.linalg.solve_triangular(a, b, upper=False),
+            [(3, 4, 4), (3, 4, 5)],
+            [("a0", "b0"), ("b2", "r2")],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_goes_together(function, shapes, same):
     _, dims, answer = followed(function, *shapes)
     rows = dict(zip("abcdef", dims, strict=False)) | {"r": answer}

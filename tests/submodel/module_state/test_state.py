@@ -306,11 +306,15 @@ class Bank(Stateful):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (Advanced, "'rows'"), (Counted, "'rows'"), (ReadFile, "'file'"), (InAnObject, "'guarded.n'"),
-        (OfTheClass, "'OfTheClass.outputs' of the class"), (NumberOfTheClass, "'NumberOfTheClass.num' of the class"),
+        (Advanced, "'rows'"),
+        (Counted, "'rows'"),
+        (ReadFile, "'file'"),
+        (InAnObject, "'guarded.n'"),
+        (OfTheClass, "'OfTheClass.outputs' of the class"),
+        (NumberOfTheClass, "'NumberOfTheClass.num' of the class"),
         (Bank, "'bank'"),
     ],
-)  # fmt: skip
+)
 def test_what_changes_and_cannot_be_restored_is_refused_by_name_in_the_first_task(make, name):
     with pytest.raises(BadInput, match=f"attribute {name} .*changes in a step"):
         Bench.of(make).run(assignment(steps=1))

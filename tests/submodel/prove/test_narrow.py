@@ -40,9 +40,14 @@ def test_of_a_model_with_adapters_the_frozen_base_is_narrow_and_ranks_stay(base,
     from model_zoo.lora import LoRA
 
     architecture = {
-        "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 50,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 50,
+    }
     module = HFCausalLM(
         pretrained=False, architecture=architecture, lora=LoRA(rank=4, target_modules="all-linear", base=base)
     )

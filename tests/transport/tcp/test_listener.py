@@ -39,11 +39,18 @@ def test_addresses(text, expected):
 @pytest.mark.parametrize(
     ("text", "remedy"),
     [
-        ("", "give HOST:PORT"), ("29500", "give HOST:PORT"), (":29500", "127.0.0.1:29500 for this machine only"),
-        ("host", "give HOST:PORT"), ("host:", "give 0 to 65535"), ("host:65536", "give 0 to 65535"), ("host:-1", "0 to"),
-        ("host:http", "give 0 to 65535"), ("::1:29500", r"in brackets, e.g. \[::1\]:29500"), ("host:٣", "0 to 65535"),
+        ("", "give HOST:PORT"),
+        ("29500", "give HOST:PORT"),
+        (":29500", "127.0.0.1:29500 for this machine only"),
+        ("host", "give HOST:PORT"),
+        ("host:", "give 0 to 65535"),
+        ("host:65536", "give 0 to 65535"),
+        ("host:-1", "0 to"),
+        ("host:http", "give 0 to 65535"),
+        ("::1:29500", r"in brackets, e.g. \[::1\]:29500"),
+        ("host:٣", "0 to 65535"),
     ],
-)  # fmt: skip
+)
 def test_bad_addresses_name_the_remedy(text, remedy):
     with pytest.raises(BadInput, match=remedy):
         parse_address(text)
@@ -52,11 +59,20 @@ def test_bad_addresses_name_the_remedy(text, remedy):
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
-        ("127.0.0.1", True), ("127.8.9.10", True), ("[::1]", True), ("localhost", True),
-        ("0.0.0.0", False), ("[::]", False), ("10.0.0.1", False), ("server", False), ("127.0.0.1.example.org", False),
-        ("localhost.example.org", False), ("[::ffff:10.0.0.1]", False), ("127.1", False),
+        ("127.0.0.1", True),
+        ("127.8.9.10", True),
+        ("[::1]", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("[::]", False),
+        ("10.0.0.1", False),
+        ("server", False),
+        ("127.0.0.1.example.org", False),
+        ("localhost.example.org", False),
+        ("[::ffff:10.0.0.1]", False),
+        ("127.1", False),
     ],
-)  # fmt: skip
+)
 def test_what_this_machine_alone_can_reach(host, expected):
     assert is_loopback(f"{host}:29500") is expected
 

@@ -43,9 +43,13 @@ def with_uses(sites, files, *uses):
     """Put the authority's signature on a copy of a certificate with other extended key usages; none = without the extension."""
     old = pem.read_certificate(files.cert)
     builder = x509.CertificateBuilder(
-        old.issuer, old.subject, old.public_key(), x509.random_serial_number(),
-        old.not_valid_before_utc, old.not_valid_after_utc,
-    )  # fmt: skip
+        old.issuer,
+        old.subject,
+        old.public_key(),
+        x509.random_serial_number(),
+        old.not_valid_before_utc,
+        old.not_valid_after_utc,
+    )
     for one in old.extensions:
         if not isinstance(one.value, x509.ExtendedKeyUsage):
             builder = builder.add_extension(one.value, one.critical)

@@ -105,8 +105,10 @@ def browser(server):
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with (
-        server.raw() as sock, context.wrap_socket(sock) as session, pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"),
-    ):  # fmt: skip
+        server.raw() as sock,
+        context.wrap_socket(sock) as session,
+        pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"),
+    ):
         session.recv(1)
     return "no-certificate"
 
@@ -164,9 +166,15 @@ def goes_in_mid_handshake(server):
 
 
 STRANGERS = [
-    browser, old_tls, web, is_of_another_authority, has_the_servers_certificate, noise, frames_without_a_handshake,
+    browser,
+    old_tls,
+    web,
+    is_of_another_authority,
+    has_the_servers_certificate,
+    noise,
+    frames_without_a_handshake,
     goes_in_mid_handshake,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("stranger", STRANGERS, ids=lambda f: f.__name__)

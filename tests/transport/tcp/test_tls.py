@@ -45,8 +45,9 @@ def test_both_ways_at_once(ends):
 
     for name, end in enumerate(ends):
         threads += [
-            threading.Thread(target=read, args=(name, end)), threading.Thread(target=end._stream.write, args=([data],)),
-        ]  # fmt: skip
+            threading.Thread(target=read, args=(name, end)),
+            threading.Thread(target=end._stream.write, args=([data],)),
+        ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -49,9 +49,14 @@ class _WholeGroups(Buffered):
 
 
 def secured(
-    algorithm: Algorithm, options: SecureAggregation, rounds: Rounds, guard: Guard, privacy: Privacy, num_clients: int,
+    algorithm: Algorithm,
+    options: SecureAggregation,
+    rounds: Rounds,
+    guard: Guard,
+    privacy: Privacy,
+    num_clients: int,
     up: str = "none",
-) -> Algorithm:  # fmt: skip
+) -> Algorithm:
     """Return ``algorithm`` with secure aggregation, in which the server can read only sums; unchanged if it is off.
 
     Args:

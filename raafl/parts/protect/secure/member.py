@@ -57,9 +57,10 @@ class Member:
         self._masks, self._shares = X25519PrivateKey.generate(), X25519PrivateKey.generate()
         self._signs = Ed25519PrivateKey.generate()
         self.public = (
-            self._masks.public_key().public_bytes_raw(), self._shares.public_key().public_bytes_raw(),
+            self._masks.public_key().public_bytes_raw(),
+            self._shares.public_key().public_bytes_raw(),
             self._signs.public_key().public_bytes_raw(),
-        )  # fmt: skip
+        )
         self._held: dict[int, bytes] = {}  # shares of members' secrets, by member
         self._has_joined = self._has_masked = self._has_revealed = False
         self._survivors: frozenset[int] | None = None  # as this client has signed them

@@ -161,11 +161,12 @@ class SecureSum(Wrapped):
         """Return the wrapped merge's notes for the start of the run, and a note on the precision of sums."""
         own = [] if isinstance(self.inner, Private) else joint_notes(self.inner)
         return [
-            *super().notes(state, num_clients), *own,
+            *super().notes(state, num_clients),
+            *own,
             f"secure aggregation: changes up to {self.point.bound:g} in steps of 2^-{self.point.bits}, sums of at "
             f"most {self.point.num_members} clients, read where {self.min_cover} or more contribute; clients send "
             "no metrics",
-        ]  # fmt: skip
+        ]
 
     def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
         """Return the layout of the integers that encode an update of ``spec``."""
@@ -259,9 +260,12 @@ class SecureSum(Wrapped):
         """Return entries for the run's summary: under "secure_aggregation" the number of sums and their precision."""
         memory = state.memory.of(SecureMemory)
         told = {
-            "sums": memory.num_sums, "unsound": memory.num_unsound, "min_cover": self.min_cover,
-            "bound": self.point.bound, "step": self.point.step,
-        }  # fmt: skip
+            "sums": memory.num_sums,
+            "unsound": memory.num_unsound,
+            "min_cover": self.min_cover,
+            "bound": self.point.bound,
+            "step": self.point.step,
+        }
         return {**super().report(state), "secure_aggregation": told}
 
     def __str__(self) -> str:

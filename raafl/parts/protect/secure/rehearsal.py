@@ -13,9 +13,13 @@ from raafl.submodel import FlatTensors, Spec
 
 
 def mask_and_open_(
-    numbers: Mapping[int, FlatTensors], specs: Mapping[int, Spec], layouts: IntegerLayouts, min_cover: int, threshold: float,
+    numbers: Mapping[int, FlatTensors],
+    specs: Mapping[int, Spec],
+    layouts: IntegerLayouts,
+    min_cover: int,
+    threshold: float,
     dropped: Collection[int] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Run the whole secure aggregation of one group in this process: mask every member's update, then unmask their sum.
 
     Afterwards ``numbers`` contains what the server would have in a real run.
@@ -33,9 +37,11 @@ def mask_and_open_(
     """
     members = {number: Member(min_cover, threshold) for number in sorted(numbers)}
     group = Group(
-        secrets.token_hex(16), tuple(GroupMember(number, *member.public, specs[number]) for number, member in members.items()),
-        threshold_of(len(members), threshold), min_cover,
-    )  # fmt: skip
+        secrets.token_hex(16),
+        tuple(GroupMember(number, *member.public, specs[number]) for number, member in members.items()),
+        threshold_of(len(members), threshold),
+        min_cover,
+    )
     opening = Opening(group, layouts)
     encrypted = {}
     for number, member in members.items():

@@ -118,9 +118,13 @@ class SiteBooks:
                     f"policy.privacy.max_epsilon is {privacy.max_epsilon:g}"
                 )
             row = {
-                "time": f"{datetime.now():%Y-%m-%d %H:%M:%S}", **about, "clip_norm": privacy.clip_norm,
-                "noise_multiplier": privacy.noise_multiplier, "delta": privacy.delta, "epsilon": epsilon,
-            }  # fmt: skip
+                "time": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+                **about,
+                "clip_norm": privacy.clip_norm,
+                "noise_multiplier": privacy.noise_multiplier,
+                "delta": privacy.delta,
+                "epsilon": epsilon,
+            }
             with (self._folder / LEDGER).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         return epsilon

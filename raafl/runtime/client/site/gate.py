@@ -124,9 +124,12 @@ class SiteGate(Gate):
     asks_first = True
 
     def __init__(
-        self, policy: SitePolicy, say: Callable[[str], None] = _say, now: Callable[[], datetime] = datetime.now,
+        self,
+        policy: SitePolicy,
+        say: Callable[[str], None] = _say,
+        now: Callable[[], datetime] = datetime.now,
         sleep: Callable[[float], None] = time.sleep,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Open the site's books, if the policy needs any.
 
         Args:

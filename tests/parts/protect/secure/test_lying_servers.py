@@ -79,9 +79,7 @@ class Liar:
         for number in ids:
             samples = rng.choice([50, 60, 80, 100, 100, 200])
             site, public = self.site_of[number].site, self.members[number].public
-            row = GroupMember(
-                number, *public, rng.choice(SPECS), samples, 7, samples, rng.randint(2, 4), 0.9, "", site
-            )  # fmt: skip
+            row = GroupMember(number, *public, rng.choice(SPECS), samples, 7, samples, rng.randint(2, 4), 0.9, "", site)
             rows.append(row)
         self.group = Group(secrets.token_hex(8), tuple(rows), threshold, self.min_cover, 4, "run")
         self.proofs = {row.id: self.site_of[row.id].prove(self.group.statement(row)) for row in rows}
@@ -236,9 +234,13 @@ class Liar:
         coverage = self.group.coverage(LAYOUTS)
         kind = self.rng.choice(["senders", "survivors"])
         cells = [
-            (victim, holders - {victim}) for victim in self.honest for holders in coverage.holders
-            if victim in holders and len(holders) >= least and (kind == "survivors" or num - len(holders) + 1 >= threshold)
-        ]  # fmt: skip
+            (victim, holders - {victim})
+            for victim in self.honest
+            for holders in coverage.holders
+            if victim in holders
+            and len(holders) >= least
+            and (kind == "survivors" or num - len(holders) + 1 >= threshold)
+        ]
         if not cells:
             return None
         victim, others = self.rng.choice(sorted(cells, key=str))
@@ -298,9 +300,10 @@ class Liar:
         need = own.group.threshold
         has_key = len(keys) >= need and _restored(keys, need, 0) == own._masks.private_bytes_raw()
         open_seeds = {
-            cell for place, (cell, seed) in enumerate(zip(own.coverage.cells_in(number), own._seeds, strict=True))
+            cell
+            for place, (cell, seed) in enumerate(zip(own.coverage.cells_in(number), own._seeds, strict=True))
             if len(seeds) >= need and _restored(seeds, need, place + 1) == seed
-        }  # fmt: skip
+        }
         return has_key, open_seeds
 
     def readable(self):
@@ -323,9 +326,13 @@ class Liar:
         _, examples = np.unique(table, axis=1, return_index=True)
         for element in examples:
             edges = {
-                number: {o for (n, o), on in shared.items() if n == number and on[element] and not self._knows_mask(n, o, known)}
+                number: {
+                    o
+                    for (n, o), on in shared.items()
+                    if n == number and on[element] and not self._knows_mask(n, o, known)
+                }
                 for number in self.numbers
-            }  # fmt: skip
+            }
             opened = {n for n in self.numbers if cells[n][element] >= 0 and cells[n][element] in known[n][1]}
             done = set()
             for number in sorted(opened):
@@ -339,9 +346,12 @@ class Liar:
     def _knows_mask(self, number, other, known):
         key = self.honest[number].group.by_id[other].mask_key
         return (
-            other in self.helpers or key in self.made or known[number][0] or (other in known and known[other][0])
+            other in self.helpers
+            or key in self.made
+            or known[number][0]
+            or (other in known and known[other][0])
             or other not in self.honest
-        )  # fmt: skip
+        )
 
     def problems(self):
         """Yield each sum that can be read and should not: of too few sites, or of one site nearly alone."""

@@ -313,9 +313,10 @@ def test_shares_are_for_their_receiver_alone_and_are_revealed_once(wide):
 def test_a_wrong_share_is_noticed(wide, monkeypatch):
     reveal = Member.reveal
     monkeypatch.setattr(
-        members.Member, "reveal",
+        members.Member,
+        "reveal",
         lambda self, told: {key: bytes([text[0] ^ 1]) + text[1:] for key, text in reveal(self, told).items()},
-    )  # fmt: skip
+    )
     specs = dict.fromkeys((1, 2, 3), FULL)
     with pytest.raises(CannotOpen, match="bad-share: the revealed shares give a wrong seed for member 1"):
         mask_and_open_(drawn(wide, specs), specs, wide, 2, 2 / 3)

@@ -71,8 +71,9 @@ def test_releases_are_accounted_over_restarts_until_the_budget_is_spent(tmp_path
     books.check_budget(SitePrivacy(1.0, 4.0))  # without a limit it goes on
     ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert [(row["assignment"], row["epsilon"], row["noise_multiplier"]) for row in ledger] == [
-        (1, spent(1 / 16, 1e-5), 4.0), (2, spent(2 / 16, 1e-5), 4.0)
-    ]  # fmt: skip
+        (1, spent(1 / 16, 1e-5), 4.0),
+        (2, spent(2 / 16, 1e-5), 4.0),
+    ]
     assert books.used().releases == 2
 
 

@@ -30,22 +30,35 @@ def check_config(**policy):
     SiteGate(SitePolicy(**policy)).check_config(yaml.safe_dump(CONFIG), DIGESTS)
 
 
-@pytest.mark.parametrize("policy", [
-    {}, {"models": ["CNN", "MLP"], "data": ["Digits"], "algorithms": ["fed_avg"]},
-    {"data": ["Digits@" + "d" * 16], "algorithms": ["fed_buff", "raafl.fed_avg@" + "a" * 16]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {},
+        {"models": ["CNN", "MLP"], "data": ["Digits"], "algorithms": ["fed_avg"]},
+        {"data": ["Digits@" + "d" * 16], "algorithms": ["fed_buff", "raafl.fed_avg@" + "a" * 16]},
+    ],
+)
 def test_a_run_of_the_named_parts_is_let_in(policy):
     check_config(**policy)
 
 
-@pytest.mark.parametrize(("policy", "said"), [
-    ({"models": ["CNN"]}, "its model is model_zoo.MLP, but policy.models allows only ['CNN']"),
-    ({"models": ["mine.MLP"]}, "its model is model_zoo.MLP, but policy.models allows only ['mine.MLP']"),
-    ({"models": []}, "its model is model_zoo.MLP, but policy.models allows only []"),
-    ({"data": ["MNIST"]}, "its data is raafl.data.Digits, but policy.data allows only ['MNIST']"),
-    ({"data": ["Digits@" + "0" * 16]}, f"its data has digest {'d' * 16}, but policy.data allows only ['Digits@{'0' * 16}']"),
-    ({"algorithms": ["fed_buff"]}, "its algorithm is raafl.fed_avg, but policy.algorithms allows only ['fed_buff']"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({"models": ["CNN"]}, "its model is model_zoo.MLP, but policy.models allows only ['CNN']"),
+        ({"models": ["mine.MLP"]}, "its model is model_zoo.MLP, but policy.models allows only ['mine.MLP']"),
+        ({"models": []}, "its model is model_zoo.MLP, but policy.models allows only []"),
+        ({"data": ["MNIST"]}, "its data is raafl.data.Digits, but policy.data allows only ['MNIST']"),
+        (
+            {"data": ["Digits@" + "0" * 16]},
+            f"its data has digest {'d' * 16}, but policy.data allows only ['Digits@{'0' * 16}']",
+        ),
+        (
+            {"algorithms": ["fed_buff"]},
+            "its algorithm is raafl.fed_avg, but policy.algorithms allows only ['fed_buff']",
+        ),
+    ],
+)
 def test_a_run_of_other_parts_is_refused_before_any_is_made(policy, said):
     with pytest.raises(PolicyRefusal) as refused:
         check_config(**policy)
@@ -88,8 +101,9 @@ def test_nothing_is_trained_and_nothing_leaves_outside_the_hours():
     clock, told = Clock(), []
     gate = site_gate(fed_avg(), clock, say=told.append, hours=["thu 20:00-22:00"])
     assert refusal(gate, lambda gate: gate.before(task())) == (
-        "wait", "a task: policy.hours allows no task until Thu 20:00"
-    )  # fmt: skip
+        "wait",
+        "a task: policy.hours allows no task until Thu 20:00",
+    )
     assert gate.wait() is True
     assert (clock.at, clock.slept) == (datetime(2026, 11, 26, 20), 8 * 3600)
     assert told == ["policy.hours allows no task now: waiting until Thu 26 Nov 20:00"]
@@ -241,5 +255,6 @@ def test_without_consent_nothing_is_done(tmp_path, every):
         assert refusal(gate, lambda gate: gate.after(task(), answer(), RECEIVED))[0] == "go on"
     else:
         assert refusal(gate, lambda gate: gate.before(task())) == (
-            "go on", "a task: nobody has consented to its task (policy.consent)"
-        )  # fmt: skip
+            "go on",
+            "a task: nobody has consented to its task (policy.consent)",
+        )

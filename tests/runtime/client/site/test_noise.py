@@ -102,11 +102,16 @@ def test_what_releases_spend_is_what_an_accountant_says_of_twice_the_sensitivity
     assert spent(0.0, 1e-6) == 0.0 and spent(math.inf, 1e-6) is None
 
 
-@pytest.mark.parametrize(("algorithm", "module", "said"), [
-    (ALGORITHMS["fed_pm"](), Slope(), "sends bits"), (ALGORITHMS["fed_mezo"](), Slope(), "sends scalars"),
-    (fed_avg(), Normed(), "sends running statistics (norm.running_mean)"),
-    (ALGORITHMS["streaming_diloco"](), Slope(), "what the last task has left on the client"),
-], ids=["bits", "scalars", "statistics", "resident"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("algorithm", "module", "said"),
+    [
+        (ALGORITHMS["fed_pm"](), Slope(), "sends bits"),
+        (ALGORITHMS["fed_mezo"](), Slope(), "sends scalars"),
+        (fed_avg(), Normed(), "sends running statistics (norm.running_mean)"),
+        (ALGORITHMS["streaming_diloco"](), Slope(), "what the last task has left on the client"),
+    ],
+    ids=["bits", "scalars", "statistics", "resident"],
+)
 def test_what_noise_on_tensors_does_not_cover_is_refused(algorithm, module, said):
     assert said in problem(trainer_of(algorithm, module))
 

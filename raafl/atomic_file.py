@@ -15,10 +15,6 @@ _unfinished: set[Path] = set()
 def atomic_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
     """Open a temporary file for writing; rename it to `path` if the block ends without an error, else delete it.
 
-    Args:
-        path: the file's final path.
-        is_synced: whether to wait until the data are on the disk, so that the file survives a power failure.
-
     Raises:
         OSError: the file cannot be written; `path` is unchanged, and no temporary file is left.
     """

@@ -53,10 +53,9 @@ class CodeFailed(RunFailed):
 class TaskFailed(CodeFailed):
     """Raised if the user's code fails in a client's task.
 
-    Attributes:
-        client: id of the client whose task failed.
-        where: description in words of the task, its submodel and the batch.
-        error: kind, message and source line of the error, as one line.
+    `client`: id of the client whose task failed.
+    `where`: description in words of the task, its submodel and the batch.
+    `error`: kind, message and source line of the error, as one line.
     """
 
     def __init__(self, client: int, where: str, error: str, traceback: str) -> None:
@@ -134,14 +133,7 @@ def briefly(value: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str], none: str = "known: ", home: str = "") -> str:
-    """Return ``"did you mean 'x'?"`` for the known name closest to ``name``; without a close one, list up to 24 known names.
-
-    Args:
-        name: the unknown name, as the user gave it.
-        known: names that exist.
-        none: text to return if ``known`` is empty.
-        home: prefix written before each known name in the result; ``name`` is compared without it.
-    """
+    """Return ``"did you mean 'x'?"`` for the known name closest to ``name``; without a close one, list up to 24 known names."""
     known = sorted(known)
     if not known:
         return none
@@ -207,13 +199,7 @@ def resolves(text: str) -> None:
 
 
 def refuse_unused(reason: str, remedy: str = "", /, **given: tuple[object, object]) -> None:
-    """Raise `BadInput` for each argument that the user has set although it has no effect.
-
-    Args:
-        reason: explanation of why the arguments have no effect, for the message.
-        remedy: another remedy than to leave the arguments out, such as "give clip_norm"; empty = there is none.
-        given: value and default of each argument, by its name.
-    """
+    """Raise `BadInput` for each argument that the user has set although it has no effect."""
     unused = [f"{name} is {value}" for name, (value, default) in given.items() if value != default]
     if unused:
         names = " and ".join(text.partition(" is ")[0] for text in unused)
@@ -222,15 +208,7 @@ def refuse_unused(reason: str, remedy: str = "", /, **given: tuple[object, objec
 
 
 def refuse_unused_fields(section: str, options: Any, names: Iterable[str], reason: str, remedy: str) -> None:
-    """Raise `BadInput` for each field of a record of options that is not at its default although it has no effect.
-
-    Args:
-        section: name of the record in the config, such as "privacy".
-        options: the record, a dataclass.
-        names: fields that have no effect.
-        reason: explanation of why they have none, for the message.
-        remedy: another remedy than to leave the fields out.
-    """
+    """Raise `BadInput` for each field of a record of options that is not at its default although it has no effect."""
     default = {f.name: f.default for f in fields(options)}
     remedy += "".join(
         f", or set {section}.{n} to {'null' if default[n] is None else default[n]}"

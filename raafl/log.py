@@ -74,9 +74,6 @@ def console(kind: LogFormat = "text") -> Iterator[None]:
 
     Records of level INFO and above are printed, unless the logger has its own level. Handlers of the root logger get
     the records, too.
-
-    Args:
-        kind: form of the output: text, or one line of JSON for each record.
     """
     logger = logging.getLogger("raafl")
     if logger.handlers:
@@ -94,13 +91,7 @@ def console(kind: LogFormat = "text") -> Iterator[None]:
 
 @lru_cache(1000)
 def warn_once(logger: logging.Logger, text: str, private: bool = False) -> None:
-    """Log a warning, unless this process has logged the same one before.
-
-    Args:
-        logger: logger of the warning.
-        text: text of the warning.
-        private: whether only this machine may see it, so that it never goes to a server with a client's log lines.
-    """
+    """Log a warning, unless this process has logged the same one before."""
     logger.warning(text, extra={"private": private})
 
 

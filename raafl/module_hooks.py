@@ -56,11 +56,7 @@ def begin(module: Any, batch: Any) -> None:
 def move_batch(module: Any, batch: Any, device: Any, move: Callable[[Any, Any], Any]) -> object:
     """Move a batch to a device with the module's hooks, as Lightning does.
 
-    Args:
-        module: module whose overridden hooks are called.
-        batch: batch as the data's loader returns it.
-        device: device to move the batch to.
-        move: ``move(batch, device)``, used in place of Lightning's own `transfer_batch_to_device`.
+    `move`: ``move(batch, device)``, used in place of Lightning's own `transfer_batch_to_device`.
     """
     if overrides(module, "on_before_batch_transfer"):
         batch = module.on_before_batch_transfer(batch, 0)

@@ -41,16 +41,11 @@ class ObjectStore:
 
     Methods may raise any error of the store's own library; most of these are an `OSError`.
 
-    Attributes:
-        url: URL of the folder.
+    `url`: URL of the folder.
     """
 
     def __init__(self, url: str, field: str = "output") -> None:
         """Find the file system for ``url``; nothing is sent yet.
-
-        Args:
-            url: URL of the folder, which need not exist.
-            field: option that the URL is from, for messages.
 
         Raises:
             BadInput: the URL lacks a part, there is no such file system, or its package is not installed.
@@ -70,12 +65,7 @@ class ObjectStore:
     @classmethod
     @contextmanager
     def answering(cls, url: str, field: str) -> Iterator[ObjectStore]:
-        """Open an object store for a `with` block; errors of the store in the block become a `BadInput` about ``field``.
-
-        Args:
-            url: URL of the folder.
-            field: name of the option that has the URL, for messages.
-        """
+        """Open an object store for a `with` block; errors of the store in the block become a `BadInput` about ``field``."""
         store = cls(url, field)
         try:
             yield store
@@ -96,13 +86,7 @@ class ObjectStore:
         return sorted(name for name in names if not name.rpartition("/")[2].startswith("."))
 
     def put(self, file: Path, name: str, moved: Callable[[], None] = lambda: None) -> None:
-        """Upload a file; readers see the whole file or none of it.
-
-        Args:
-            file: file to copy.
-            name: name of the copy.
-            moved: function called from any thread each time that a part was uploaded; some stores never call it.
-        """
+        """Upload a file; readers see the whole file or none of it."""
         from fsspec.callbacks import Callback
 
         class Sent(Callback):  # type: ignore[misc]
@@ -127,10 +111,6 @@ class ObjectStore:
 
     def fetch(self, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> int:
         """Download files into a local folder; return the number of files.
-
-        Args:
-            folder: local folder; created if it does not exist.
-            wanted: function that gets a file's path and returns whether to download it.
 
         Raises:
             BadInput: a file's path leads out of the local folder, so somebody else has written to the store.

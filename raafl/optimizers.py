@@ -16,27 +16,16 @@ from raafl.errors import BadInput, at_least, briefly, one_of
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate scheduler and its settings, as in Lightning's ``lr_scheduler`` dict.
+    """A learning-rate scheduler and its settings, as in Lightning's ``lr_scheduler`` dict."""
 
-    Attributes:
-        scheduler: learning-rate scheduler of torch.
-        interval: unit of ``frequency``, "step" or "epoch".
-        frequency: number of batches, or of epochs, between two steps of the scheduler.
-        monitor: name of the logged metric that a ReduceLROnPlateau reads; None = the scheduler reads no metric.
-    """
-
-    scheduler: Any
-    interval: str = "epoch"
-    frequency: int = 1
+    scheduler: Any  # learning-rate scheduler of torch
+    interval: str = "epoch"  # unit of ``frequency``, "step" or "epoch"
+    frequency: int = 1  # number of batches, or of epochs, between two steps of the scheduler
+    # name of the logged metric that a ReduceLROnPlateau reads; None = the scheduler reads no metric
     monitor: str | None = None
 
     def is_due(self, interval: str, index: int) -> bool:
-        """Check whether the scheduler steps now.
-
-        Args:
-            interval: event that has just ended, "step" or "epoch".
-            index: index of the batch within its epoch, or of the epoch; counted from 0.
-        """
+        """Check whether the scheduler steps now."""
         return interval == self.interval and (index + 1) % self.frequency == 0
 
 

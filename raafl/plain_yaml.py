@@ -43,11 +43,6 @@ def load_yaml(text: str) -> Any:
 def read_yaml(path: Path, what: str, fault: str = "is not valid YAML") -> Any:
     """Read a YAML file by `load_yaml`.
 
-    Args:
-        path: path of the file.
-        what: name of the file in messages, such as "config run.yaml".
-        fault: words for a file that is not YAML.
-
     Raises:
         BadInput: the file is not text in UTF-8, or not YAML.
         OSError: the file cannot be read.

@@ -60,13 +60,9 @@ _STAGES = ("training", "validating", "testing")
 
 
 class TrainerStandIn:
-    """Replacement for the Lightning Trainer that a module sees as `self.trainer` in a federated task.
+    """Replacement for the Lightning Trainer that a module sees as `self.trainer` in a federated task."""
 
-    Attributes:
-        asked: names of the trainer's attributes that the module has read.
-    """
-
-    asked: set[str]
+    asked: set[str]  # names of the trainer's attributes that the module has read
 
     def __init__(self, module: nn.Module) -> None:
         """Stand in for the trainer of ``module``, outside of a task."""

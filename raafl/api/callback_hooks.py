@@ -60,13 +60,7 @@ class CallbackHooks(RunHooks):
         self._raise()
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Pass the metrics of an evaluated version to the callbacks; return them together with those that callbacks add.
-
-        Args:
-            version: version of the global model that was evaluated.
-            now: time in seconds of the run's clock.
-            metrics: metrics of that version, by name.
-        """
+        """Pass the metrics of an evaluated version to the callbacks; return them together with those that callbacks add."""
         view = self._seen()
         self._announce(version, now)
         earlier, view.version, view.time_s = (view.version, view.time_s), version, now
@@ -127,13 +121,7 @@ class CallbackHooks(RunHooks):
         return self.failure or self._stop
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Add the state of the callbacks to a checkpoint that is being written.
-
-        Args:
-            coordinator: state of the run.
-            version: version of the global model in the checkpoint.
-            clock: section of the checkpoint to which the state is added.
-        """
+        """Add the state of the callbacks to a checkpoint that is being written."""
         # copied: it is written while callbacks go on
         states = [copy.deepcopy(self._call(callback, "state_dict", even_so=True)) for callback in self._callbacks]
         clock["callbacks"] = {"states": states, "clients": {str(c): life for c, life in self._there.items()}}

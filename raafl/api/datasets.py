@@ -36,11 +36,8 @@ class Datasets(LightningDataModule):
     ) -> None:
         """Store the data sets.
 
-        Args:
-            train: samples to share out among the clients; has `__len__` and `__getitem__`.
-            test: samples to evaluate the global model on; None = none.
-            batch_size: samples in a batch.
-            collate_fn: makes a batch of a list of samples; None = torch's default.
+        `test`: samples to evaluate the global model on; None = none.
+        `collate_fn`: makes a batch of a list of samples; None = torch's default.
         """
         super().__init__()
         for name, dataset in (("train", train), ("test", test)):
@@ -91,12 +88,9 @@ class Loaders(LightningDataModule):
 def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
     """Convert the user's data to a LightningDataModule.
 
-    Args:
-        data: a LightningDataModule; a pair (train, test) of map-style data sets or of DataLoaders, where test may be
-            None; or text: the name of a data set on the Hugging Face hub, one of sst2, ag_news and fpb, or a folder
-            that the library `datasets` can read.
-        module: model to train; if it is the name of a transformers model, its tokenizer is used for texts.
-        more: further arguments: batch_size and collate_fn for plain data sets; batch_size and max_length for texts.
+    `data`: a LightningDataModule; a pair (train, test) of map-style data sets or of DataLoaders, where test may be
+    None; or text: the name of a data set on the Hugging Face hub, one of sst2, ag_news and fpb, or a folder that the
+    library `datasets` can read.
 
     Raises:
         BadInput: ``data`` has another form.
@@ -137,10 +131,7 @@ def load_named(path: str, model_name: str | None, **given: object) -> LightningD
     Columns and splits must have usual names, such as text, label and test; if they have not, use
     `raafl.data.HuggingFaceText`.
 
-    Args:
-        path: name of the data set on the hub, or a folder.
-        model_name: name of the transformers model whose tokenizer is used; None = the data set has no text.
-        given: further arguments of `raafl.data.HuggingFaceText`.
+    `model_name`: name of the transformers model whose tokenizer is used; None = the data set has no text.
 
     Raises:
         BadInput: there is no such data set, or its columns have other names.

@@ -35,8 +35,7 @@ def local_clients(num_clients: int | None) -> Iterator[RunHooks]:
     Yields an observer that ends the run if a client's process ends before the client has joined. In a client's process
     the script ends with the block.
 
-    Args:
-        num_clients: number of clients to start; None = start nothing, since torchrun has started them.
+    `num_clients`: number of clients to start; None = start nothing, since torchrun has started them.
 
     Raises:
         BadInput: there is no script to run again, torchrun has started this process, or the context is used a second
@@ -96,8 +95,7 @@ class _Starting(RunHooks):
 class _Output:
     """Reader of a process's output, in a thread of its own: it keeps the last lines, and passes all on if they are to be shown.
 
-    Attributes:
-        is_shown: whether the output is written to this process's standard error.
+    `is_shown`: whether the output is written to this process's standard error.
     """
 
     def __init__(self, stream: IO[bytes] | None, *, is_shown: bool = False) -> None:

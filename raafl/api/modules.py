@@ -114,21 +114,17 @@ def _are_logits(output: object, target: object) -> bool:
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """The user's model, and how to train it, as passed to `Federation`.
+    """The user's model, and how to train it, as passed to `Federation`."""
 
-    Attributes:
-        given: a LightningModule; an nn.Module; a function or class that returns one of them; or the name of a
-            transformers model for text classification: on the hub, a folder, or ``package:NAME/FOLDER``.
-        loss: function of (output, target); only for an nn.Module.
-        optimizer: function that gets a list of parameters and returns an optimizer or anything else that
-            `configure_optimizers` may return. None = the LightningModule's own, SGD with learning rate 0.05 for an
-            nn.Module, AdamW with 5e-5 for the name of a transformers model.
-        metrics: further functions of (output, target) by name, averaged over samples; only for an nn.Module.
-    """
-
+    # a LightningModule; an nn.Module; a function or class that returns one of them; or the name of a transformers
+    # model for text classification: on the hub, a folder, or ``package:NAME/FOLDER``
     given: Any
-    loss: Loss | None = None
+    loss: Loss | None = None  # function of (output, target); only for an nn.Module
+    # function that gets a list of parameters and returns an optimizer or anything else that
+    # `configure_optimizers` may return. None = the LightningModule's own, SGD with learning rate 0.05 for an
+    # nn.Module, AdamW with 5e-5 for the name of a transformers model
     optimizer: MakeOptimizer | None = None
+    # further functions of (output, target) by name, averaged over samples; only for an nn.Module
     metrics: Metrics | None = field(default=None)
 
     def __post_init__(self) -> None:
@@ -164,11 +160,7 @@ class ModuleSpec:
         return isinstance(self.given, nn.Module)
 
     def make(self, data: LightningDataModule) -> LightningModule:
-        """Build a new LightningModule from what the user gave.
-
-        Args:
-            data: the run's data, after `setup`; it determines the number of classes where the model is given by name.
-        """
+        """Build a new LightningModule from what the user gave."""
         if isinstance(self.given, str):
             from model_zoo import HFSequenceClassifier
 

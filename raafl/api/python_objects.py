@@ -27,10 +27,6 @@ def objects(**given: object) -> Iterator[None]:
 
     The config names a placeholder (`Module`, `Data`, `algorithm`, `partition`) for each object. Within the context, a
     call of the placeholder returns the object.
-
-    Args:
-        given: the objects by name: ``module`` and ``data`` are functions that return them, ``unwrap`` returns the
-            user's module from a wrapped one, ``algorithm`` and ``partition`` are objects.
     """
     before = dict(_here)
     _here.update(given)

@@ -19,44 +19,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MergedUpdate:
-    """An update that was merged, as described to callbacks.
+    """An update that was merged, as described to callbacks."""
 
-    Attributes:
-        client: id of the client, 1 to N.
-        version: version of the global model that was made with the update.
-        staleness: number of versions made between the task's start and its merge.
-        spec: description of the submodel that was trained.
-        num_samples: number of training samples of the client.
-        num_steps: number of optimizer steps of the task.
-        train_s: seconds from the task's assignment to the update's arrival.
-        bytes_down: number of bytes sent to the client.
-        bytes_up: number of bytes received from the client.
-        metrics: metrics from the client: loss, values logged by training_step, and test/... measured on its own test
-            data.
-    """
-
-    client: int
-    version: int
-    staleness: int
-    spec: str
-    num_samples: int
-    num_steps: int
-    train_s: float
-    bytes_down: int
-    bytes_up: int
+    client: int  # id of the client, 1 to N
+    version: int  # version of the global model that was made with the update
+    staleness: int  # number of versions made between the task's start and its merge
+    spec: str  # description of the submodel that was trained
+    num_samples: int  # number of training samples of the client
+    num_steps: int  # number of optimizer steps of the task
+    train_s: float  # seconds from the task's assignment to the update's arrival
+    bytes_down: int  # number of bytes sent to the client
+    bytes_up: int  # number of bytes received from the client
+    # metrics from the client: loss, values logged by training_step, and test/... measured on its own test data
     metrics: Mapping[str, float]
 
 
 class RunView:
     """A run, as presented to callbacks.
 
-    Attributes:
-        experiment: settings of the run; do not change them.
-        version: version of the global model; in `on_evaluate` that of the evaluated model, which may be an earlier one.
-        time_s: seconds since the run began, virtual or real; in `on_evaluate` the time of the evaluated version.
-        metrics: metrics of the last evaluation, with those that callbacks added.
-        resumed: whether the run continues an earlier one.
-        should_stop: whether somebody has requested the end of the run.
+    `experiment`: settings of the run; do not change them.
+    `version`: version of the global model; in `on_evaluate` that of the evaluated model, which may be an earlier one.
+    `time_s`: seconds since the run began, virtual or real; in `on_evaluate` the time of the evaluated version.
+    `metrics`: metrics of the last evaluation, with those that callbacks added.
+    `resumed`: whether the run continues an earlier one.
+    `should_stop`: whether somebody has requested the end of the run.
     """
 
     def __init__(self, run: Run, unwrap: Callable[[nn.Module], nn.Module], ask: Callable[[str], None]) -> None:
@@ -96,13 +82,7 @@ class RunView:
 
 
 def current_module(run: Run, *, anew: bool) -> nn.Module:
-    """Return a copy of a run's module with the present values of the global model.
-
-    Args:
-        run: run whose model is copied.
-        anew: whether to recompute the statistics of batch norm from training data if the run's setting
-            submodel_batch_norm is static; ignored otherwise.
-    """
+    """Return a copy of a run's module with the present values of the global model."""
     parts = run.parts
     module = copy_structure(parts.module, {})
     for part in module.modules():

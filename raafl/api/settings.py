@@ -200,12 +200,7 @@ def count_of(devices: Any) -> int | None:
 
 
 def same_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise `BadInput` if settings differ from those of the run to be resumed.
-
-    Args:
-        theirs: settings recorded in the run.
-        ours: settings given now.
-    """
+    """Raise `BadInput` if settings differ from those of the run to be resumed."""
     other = [name for name in ours if name not in marked("may_change") and theirs.get(name) != ours[name]]
     if other:
         seeded = " (of the model the values that it began with, too: torch.manual_seed before it is made)"
@@ -216,13 +211,7 @@ def same_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
 
 
 def config_of(experiment: Experiment, module: ModuleSpec, data: object) -> dict[str, Any]:
-    """Return the complete config of a run for config.yaml; Python objects in it are described in words.
-
-    Args:
-        experiment: settings of the run.
-        module: the user's model.
-        data: the user's data.
-    """
+    """Return the complete config of a run for config.yaml; Python objects in it are described in words."""
     found: dict[str, Any] = {f.name: _plain(getattr(experiment, f.name)) for f in dataclasses.fields(Experiment)}
     algorithm = experiment.algorithm
     if algorithm.name in ALGORITHMS and ALGORITHMS[algorithm.name]() == algorithm:

@@ -47,17 +47,11 @@ _USES = (
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A certificate that an authority issued.
+    """A certificate that an authority issued."""
 
-    Attributes:
-        certificate: the certificate itself, as X.509.
-        holder: server or site that the certificate names.
-        revoked: whether the authority has revoked the certificate.
-    """
-
-    certificate: x509.Certificate
-    holder: Holder
-    revoked: bool
+    certificate: x509.Certificate  # the certificate itself, as X.509
+    holder: Holder  # server or site that the certificate names
+    revoked: bool  # whether the authority has revoked the certificate
 
     @property
     def days_left(self) -> float:
@@ -73,10 +67,9 @@ class Issued:
 class Authority:
     """Certificate authority of one federation.
 
-    Attributes:
-        folder: folder of the authority's files.
-        certificate: certificate of the authority itself.
-        federation: name of the federation.
+    `folder`: folder of the authority's files.
+    `certificate`: certificate of the authority itself.
+    `federation`: name of the federation.
     """
 
     def __init__(self, folder: Path) -> None:

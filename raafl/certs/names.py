@@ -21,15 +21,10 @@ RESERVED = ("ca", "server")
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Holder of a certificate: a site of a federation, or its server.
+    """Holder of a certificate: a site of a federation, or its server."""
 
-    Attributes:
-        federation: name of the federation.
-        site: name of the site; None = the server.
-    """
-
-    federation: str
-    site: str | None = None
+    federation: str  # name of the federation
+    site: str | None = None  # name of the site; None = the server
 
     @property
     def uri(self) -> str:

@@ -30,21 +30,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RevocationList:
-    """Revocation list that an authority has signed.
+    """Revocation list that an authority has signed."""
 
-    Attributes:
-        serials: serial numbers of the revoked certificates.
-        number: number of the list, which grows with each list of the authority; None = the list has none.
-        date: moment at which the list was made.
-        next_update: moment from which the list is out of date; None = never.
-        pem: the list as signed.
-    """
-
-    serials: frozenset[int]
-    number: int | None
-    date: datetime.datetime
-    next_update: datetime.datetime | None
-    pem: bytes
+    serials: frozenset[int]  # serial numbers of the revoked certificates
+    number: int | None  # number of the list, which grows with each list of the authority; None = the list has none
+    date: datetime.datetime  # moment at which the list was made
+    next_update: datetime.datetime | None  # moment from which the list is out of date; None = never
+    pem: bytes  # the list as signed
 
     @property
     def order(self) -> tuple[int, datetime.datetime]:
@@ -58,11 +50,6 @@ class RevocationList:
 
 def parse_list(pem: bytes, authority: x509.Certificate, where: str) -> RevocationList:
     """Parse a revocation list, which may be out of date, and check that ``authority`` has signed it.
-
-    Args:
-        pem: contents of the file.
-        authority: certificate of the authority.
-        where: name of the file, for the message of a `BadInput`.
 
     Raises:
         BadInput: it is no revocation list, or another authority has signed it.
@@ -101,12 +88,7 @@ class Revocations:
     """Revoked certificates of a federation, by the newest list that this machine has seen; thread-safe."""
 
     def __init__(self, path: Path, ca: Path) -> None:
-        """Prepare; nothing is read yet.
-
-        Args:
-            path: file of the revocation list, which need not exist.
-            ca: file of the authority's certificate.
-        """
+        """Prepare; nothing is read yet."""
         self._path, self._ca, self._lock = path, ca, Lock()
         self._newest: RevocationList | None = None
         self._is_read, self._warned = False, ""

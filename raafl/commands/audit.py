@@ -125,14 +125,7 @@ class _Site:
 
         Some of the site's training tasks are repeated, and their updates compared with those in the receipts.
 
-        Args:
-            run: folder of the run.
-            books: result of checking the hashes and signatures of the run's records.
-            result: mapping for the command's output; gets the errors in ``findings``, remarks in ``notes``, and an entry
-                for the site in ``sites``.
-            share: share of the tasks to repeat; None = none.
-            overrides: options that set the site's data.
-            trusted: whether to import any class that the site's config names.
+        `share`: share of the tasks to repeat; None = none.
         """
         from raafl.config.parse import load_run
         from raafl.runtime.client.setup import ClientSetup

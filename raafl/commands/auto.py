@@ -21,10 +21,7 @@ def parse_run(command: str, argv: Sequence[str], *, config_yaml: str | None = No
 
     Raises the same errors as `parse`.
 
-    Args:
-        command: name of the command.
-        argv: arguments of the command.
-        config_yaml: text of a config that is safe to read; options override it. None = take the config from ``argv``.
+    `config_yaml`: text of a config that is safe to read; options override it. None = take the config from ``argv``.
     """
     parsed = parse(command, argv, config_yaml=config_yaml)
     if parsed.experiment.algorithm.name != "auto":
@@ -40,11 +37,7 @@ def parse_run(command: str, argv: Sequence[str], *, config_yaml: str | None = No
 def _with_choice(command: str, argv: Sequence[str], choice: Choice, config_yaml: str | None = None) -> Parsed:
     """Parse a command line, with the chosen method in place of `auto`.
 
-    Args:
-        command: name of the command.
-        argv: arguments of the command.
-        choice: method that was chosen.
-        config_yaml: text of a config that is safe to read; options override it. None = take the config from ``argv``.
+    `config_yaml`: text of a config that is safe to read; options override it. None = take the config from ``argv``.
     """
     others = [item for item in argv if name_of(item).startswith("--algorithm.")]
     rest = without(argv, "--algorithm", *map(name_of, others))

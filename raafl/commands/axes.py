@@ -38,11 +38,6 @@ def parser() -> ArgumentParser:
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     """List the axes of a config's model (dimensions that submodels may cut, such as hidden neurons), as text to print.
 
-    Args:
-        argv: arguments of the command.
-        width: number of columns of the terminal.
-        terminal: whether to wrap lines at ``width``.
-
     Raises:
         BadInput: an option or the config is invalid, or the data do not fit the model.
     """

@@ -53,11 +53,6 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
 
     With `--check`, also predict the times of other real runs from these profiles, and compare them.
 
-    Args:
-        argv: arguments of the command.
-        width: number of columns of the terminal.
-        terminal: whether to wrap lines at ``width``.
-
     Raises:
         BadInput: an option is wrong, or a folder does not contain a run on the wall clock.
     """

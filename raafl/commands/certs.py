@@ -39,9 +39,6 @@ SITES = """\
 def command(argv: list[str]) -> str:
     """Make, sign, renew, revoke or list TLS certificates, as the first argument says; return the text to print.
 
-    Args:
-        argv: arguments of the command `raafl certs`.
-
     Raises:
         BadInput: an option is wrong, or the folder lacks a file that the command needs.
     """
@@ -145,11 +142,6 @@ def _unlisted(options: Namespace, site: str) -> str:
 def _extended(path: Path, site: str, clients: list[int]) -> str | None:
     """Return the text of the server's list with a line for one more site; None if the site is listed with these clients.
 
-    Args:
-        path: file of the list, which need not exist.
-        site: name of the site.
-        clients: client ids that the site may use.
-
     Raises:
         BadInput: the server would refuse the list, as it is or with this line, or lists the site with other clients.
     """
@@ -172,15 +164,7 @@ def _extended(path: Path, site: str, clients: list[int]) -> str | None:
 
 
 def _with_line(old: str, tree: dict[str, Any], path: Path, site: str, clients: list[int]) -> str:
-    """Return the text of a list with a line for one more site; raise `BadInput` if the text would not read so.
-
-    Args:
-        old: text of the list.
-        tree: the same list, parsed.
-        path: file of the list, for the message.
-        site: name of the site.
-        clients: client ids that the site may use.
-    """
+    """Return the text of a list with a line for one more site; raise `BadInput` if the text would not read so."""
     expected = {**tree, site: {"clients": clients}}
     line = f"{site}: {{clients: {clients}}}"
     for found in (line, line.replace(site, f"'{site}'", 1)):  # unquoted, YAML reads 'on' or '007' as no text

@@ -20,9 +20,6 @@ def run_file(options: Namespace) -> str:
 
     With `--verify`, instead repeat some runs of the grid and check that the results are the same.
 
-    Args:
-        options: parsed options of `raafl compare`.
-
     Raises:
         BadInput: an option or a file of the grid is wrong; raised before any run starts.
         RunFailed: some runs failed, or a repeated run gave another result.

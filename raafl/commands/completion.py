@@ -38,13 +38,7 @@ _FOLDERS = ("--output", "--resume", "--certs")
 
 
 def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:
-    """Return a script that makes a shell complete raafl's commands and options when the user presses Tab.
-
-    Args:
-        argv: arguments with `--print_completion SHELL`.
-        commands: names of all commands of raafl.
-        usage: help text of `raafl`, which describes each command.
-    """
+    """Return a script that makes a shell complete raafl's commands and options when the user presses Tab."""
     texts = dict(re.findall(r"^  (\w+) +(\S.*?):?$", usage, re.M))
     shell = (values(argv, "--print_completion") or [""])[0]
     return script(shell, {name: texts.get(name, "") for name in commands})
@@ -52,10 +46,6 @@ def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
     """Return a script that makes a shell complete raafl's commands and options when the user presses Tab.
-
-    Args:
-        shell: bash, zsh or tcsh.
-        commands: description of each command in one line, by name.
 
     Raises:
         BadInput: ``shell`` is not one of these three.

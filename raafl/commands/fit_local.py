@@ -154,13 +154,7 @@ def clients_joined(folder: Path | None) -> set[int]:
 
 
 def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
-    """Return the command that starts a client.
-
-    Args:
-        options: options of `raafl join`.
-        port: port at 127.0.0.1 on which the server listens.
-        number: id of the client, from 1.
-    """
+    """Return the command that starts a client."""
     mine = [option for option in without(options, *_SERVER_ONLY) if option != "--json"]
     if (resumed := values(options, "--resume")) and not values(options, "--config"):
         mine += ["--resume", resumed[-1]]
@@ -174,10 +168,6 @@ def child_environment(environment: Mapping[str, str], token: str) -> dict[str, s
     """Return the environment variables for the server and the clients that `raafl fit --local` starts.
 
     OMP_NUM_THREADS is 1 unless set, and variables of torchrun are left out.
-
-    Args:
-        environment: environment variables of this process.
-        token: shared secret with which clients prove to the server that they belong to the run.
     """
     kept = {
         name: value

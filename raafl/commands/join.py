@@ -106,15 +106,7 @@ def _with_receipts(
     say: Callable[[str], None],
     stack: ExitStack,
 ) -> Callable[[str | None], ClientSetup]:
-    """Return ``make`` whose clients keep receipts until ``stack`` is closed, unless the options say otherwise.
-
-    Args:
-        make: builds a client from a config.
-        own: options of join.
-        signer: of the site.
-        say: shows a line to the user.
-        stack: closes the receipts.
-    """
+    """Return ``make`` whose clients keep receipts until ``stack`` is closed, unless the options say otherwise."""
 
     def kept(config_yaml: str | None) -> ClientSetup:
         site = make(config_yaml)

@@ -24,11 +24,6 @@ _TABLE_FROM = 120
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     """Return a list of all algorithms, or a description of those that are named, as text to print.
 
-    Args:
-        argv: arguments of the command.
-        width: number of columns at which lines wrap.
-        terminal: whether the output is a terminal; ignored.
-
     Raises:
         BadInput: an option is unknown, or there is no algorithm of that name.
     """
@@ -75,13 +70,7 @@ def table(rows: list[dict[str, str]], width: int) -> str:
 
 
 def describe(factory: Callable[..., Any], row: dict[str, str], width: int) -> str:
-    """Describe one algorithm in words: the parts of which it is made, such as its merge rule, and its arguments.
-
-    Args:
-        factory: function that returns the algorithm.
-        row: entry of the algorithm in the list of algorithms.
-        width: number of columns at which lines wrap.
-    """
+    """Describe one algorithm in words: the parts of which it is made, such as its merge rule, and its arguments."""
     texts = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |^\S|\Z)", inspect.getdoc(factory) or "", re.M | re.S)
     parameters = inspect.signature(factory).parameters
     lines = [_paragraphs([row], width), "", "  arguments (--algorithm.ARGUMENT VALUE, or init_args in a config):"]

@@ -49,11 +49,6 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
 
     Other options measure this machine as a client device, or list the known devices.
 
-    Args:
-        argv: arguments of the command.
-        width: number of columns of the terminal.
-        terminal: whether to wrap lines at ``width``.
-
     Raises:
         BadInput: an option or the config is invalid.
     """

@@ -95,13 +95,7 @@ def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
 
 
 def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = False) -> str:
-    """Create an HTML page that reports on some runs.
-
-    Args:
-        runs: runs, read from their folders.
-        labels: whether to load the data of the runs, to show which classes each client has.
-        trusted: whether to import any class that the configs name, in order to load the data.
-    """
+    """Create an HTML page that reports on some runs."""
     groups = group_runs(runs)
     names = names_of(groups)
     apart = [(names[id(group.runs[0])], group.runs[0]) for group in groups[:_MAX_APART]]

@@ -14,9 +14,6 @@ from raafl.compare.papers import Paper, catalogue, paper
 def reproduce(argv: Sequence[str]) -> str:
     """Run the experiments behind a table or figure of a paper and return their results; without a table, list all tables.
 
-    Args:
-        argv: arguments of the command.
-
     Raises:
         BadInput: a paper, table or option is unknown, the size of the experiments (`--scale`) is neither small nor full, or
             the table cannot be reproduced.

@@ -55,10 +55,6 @@ def listener(address: str | socket.socket) -> str | socket.socket:
 def allow_list(own: Namespace, credentials: TlsFiles | LocalToken) -> Sites | None:
     """Read which client ids each site (organization with a TLS certificate) may use; None if a token replaces certificates.
 
-    Args:
-        own: parsed options of `raafl serve`; ``sites`` and ``certs`` name the files to read.
-        credentials: files of TLS certificates, or a token that all clients share.
-
     Raises:
         BadInput: the list is missing or invalid.
     """
@@ -82,16 +78,10 @@ def serve(
 ) -> tuple[dict[str, Any], Path]:
     """Run a server for clients that come and go; return the summary and the run folder.
 
-    Args:
-        experiment: settings of the run.
-        config_yaml: config of the run as text, which is sent to clients without a config.
-        address: address to listen on; see `listener`.
-        credentials: files of the server's TLS certificate and of the authority that signed the clients' certificates; or
-            a token that all share.
-        sites: list of sites and the client ids that each may use; None = any client id.
-        min_clients: number of clients that must have joined before the run starts or restarts; None = as many as a
-            resumed run had needed, or all.
-        inbox: queue for events of the clients; None = a new one.
+    `sites`: list of sites and the client ids that each may use; None = any client id.
+    `min_clients`: number of clients that must have joined before the run starts or restarts; None = as many as a
+    resumed run had needed, or all.
+    `inbox`: queue for events of the clients; None = a new one.
 
     Raises:
         BadInput: the config, the address or the credentials are invalid, or the folder cannot be resumed.

@@ -31,10 +31,7 @@ SILENT_S = 120.0
 def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
     """Show the progress of a run until it ends; with `--once`, show its present state and return.
 
-    Args:
-        argv: arguments of the command.
-        file: stream to print to; None = standard output.
-        sleep: function that waits for a number of seconds.
+    `file`: stream to print to; None = standard output.
 
     Raises:
         BadInput: an option is wrong, or `--once` is used and the run does not exist.

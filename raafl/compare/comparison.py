@@ -31,14 +31,11 @@ _OF_A_RUN = {"model", "data", "algorithm"}  # fields of each run's config
 
 @dataclass(frozen=True)
 class Halving:
-    """Settings of successive halving: trials run with a part of the budget, and the better ones again with twice as much.
+    """Settings of successive halving: trials run with a part of the budget, and the better ones again with twice as much."""
 
-    Attributes:
-        rungs: number of stages after which trials are compared; each stage has twice the budget of the one before.
-        keep: share of the trials that continue in the next stage, above 0 and below 1; at least one continues.
-    """
-
+    # number of stages after which trials are compared; each stage has twice the budget of the one before
     rungs: int = 3
+    # share of the trials that continue in the next stage, above 0 and below 1; at least one continues
     keep: float = 0.5
 
     def __post_init__(self) -> None:
@@ -251,10 +248,8 @@ class Comparison:
 def read(path: Path, variant: str | None = None) -> Comparison:
     """Read a comparison file.
 
-    Args:
-        path: path of the file.
-        variant: name of an entry of `variants` in the file, whose fields replace the fields of the same name; None = no
-            replacement.
+    `variant`: name of an entry of `variants` in the file, whose fields replace the fields of the same name; None = no
+    replacement.
 
     Raises:
         BadInput: the file is missing or not YAML, or a field is unknown, missing, of another type or out of range.

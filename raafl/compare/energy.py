@@ -15,9 +15,6 @@ from raafl.runfolder.schema import CLIENTS, CONFIG
 def energy_kj(folder: Path) -> float | None:
     """Estimate the energy in kilojoules that the clients used for finished tasks, including transfers.
 
-    Args:
-        folder: folder of the run.
-
     Returns:
         The energy; None if the power of a client's device is unknown.
     """

@@ -23,11 +23,6 @@ _PLAIN: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "tr
 def read_mapping(path: Path, what: str, remedy: str) -> dict[str, Any]:
     """Read a YAML file that must be a mapping.
 
-    Args:
-        path: path of the file.
-        what: name of the file in messages.
-        remedy: advice for a file that is no mapping.
-
     Raises:
         BadInput: the file is missing, not YAML, not a mapping, or a mapping in it has a key twice.
     """
@@ -46,11 +41,6 @@ def check_fields(given: Mapping[str, Any], kind: type, prefix: str) -> dict[str,
 
     Fields of plain types (numbers, text, true or false) are checked; the others have readers of their own.
 
-    Args:
-        given: mapping read from a file.
-        kind: dataclass whose fields are allowed.
-        prefix: text before a field's name in messages.
-
     Raises:
         BadInput: a name is no field of the dataclass, or a value has another type than the field.
     """
@@ -66,12 +56,7 @@ def check_fields(given: Mapping[str, Any], kind: type, prefix: str) -> dict[str,
 
 
 def with_direction(given: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    """Return the fields with ``maximize``, which is false by default if smaller values of the metric are better.
-
-    Args:
-        given: fields that have a value.
-        metric: metric of fields that name none.
-    """
+    """Return the fields with ``maximize``, which is false by default if smaller values of the metric are better."""
     return {"maximize": direction(given.get("metric", metric)) != "min", **given}
 
 
@@ -80,13 +65,7 @@ def _is_plain(value: object, kind: type) -> bool:
 
 
 def check_names(given: Mapping[str, Any], kind: type, prefix: str) -> None:
-    """Raise `BadInput` if a mapping has a key that is not the name of a field of a dataclass.
-
-    Args:
-        given: mapping read from a file.
-        kind: dataclass whose fields are allowed.
-        prefix: text before the key in the error message.
-    """
+    """Raise `BadInput` if a mapping has a key that is not the name of a field of a dataclass."""
     names = [one.name for one in fields(kind)]
     for name in given:
         if name not in names:
@@ -111,9 +90,7 @@ def mapping(name: str, value: object) -> Mapping[str, Any]:
 def labelled(name: str, value: object) -> dict[str, Any]:
     """Check that the value of a field is a mapping, and return it with labels that are text, as those of rows are.
 
-    Args:
-        name: name of the field, for messages.
-        value: value of the field; None = no entries.
+    `value`: value of the field; None = no entries.
 
     Raises:
         BadInput: the value is no mapping, or two of its labels are equal as text.
@@ -127,12 +104,7 @@ def labelled(name: str, value: object) -> dict[str, Any]:
 
 
 def words(name: str, text: object) -> Options:
-    """Split a text into command-line options, as a shell does; raise `BadInput` if it is not text, or a quote is not closed.
-
-    Args:
-        name: name of the field, for messages.
-        text: value of the field.
-    """
+    """Split a text into command-line options, as a shell does; raise `BadInput` if it is not text, or a quote is not closed."""
     if text is None:
         return ()
     if isinstance(text, list) and all(isinstance(word, str | int | float) for word in text):

@@ -23,27 +23,16 @@ from raafl.units import duration, size
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Predicted cost of one row of a comparison.
+    """Predicted cost of one row of a comparison."""
 
-    Attributes:
-        row: label of the row.
-        runs: number of reported runs of the row, one for each seed.
-        trials: number of runs for the search; a trial that ends early counts as a part of a run.
-        updates: number of merged updates of a run.
-        time_s: virtual seconds of a run.
-        num_bytes: number of bytes sent and received by all clients in a run.
-        here_s: seconds that one process on this machine needs for a run, including evaluations.
-        problem: reason why the row cannot be predicted; all numbers are then 0.
-    """
-
-    row: str
-    runs: int
-    trials: float
-    updates: int = 0
-    time_s: float = 0.0
-    num_bytes: float = 0.0
-    here_s: float = 0.0
-    problem: str | None = None
+    row: str  # label of the row
+    runs: int  # number of reported runs of the row, one for each seed
+    trials: float  # number of runs for the search; a trial that ends early counts as a part of a run
+    updates: int = 0  # number of merged updates of a run
+    time_s: float = 0.0  # virtual seconds of a run
+    num_bytes: float = 0.0  # number of bytes sent and received by all clients in a run
+    here_s: float = 0.0  # seconds that one process on this machine needs for a run, including evaluations
+    problem: str | None = None  # reason why the row cannot be predicted; all numbers are then 0
 
     @property
     def total_s(self) -> float:
@@ -114,14 +103,7 @@ def _row(comparison: Comparison, label: str, machine: Profile) -> Forecast:
 
 
 def _evaluations(experiment: Experiment, world: World, found: Prediction, factor: float) -> float:
-    """Return about how many times a run evaluates its model; by seconds or samples, at most once a version.
-
-    Args:
-        experiment: settings of the run.
-        world: clients and their data.
-        found: prediction for a part of the run.
-        factor: length of the run over that of this part.
-    """
+    """Return about how many times a run evaluates its model; by seconds or samples, at most once a version."""
     versions, every = found.versions * factor, distance("eval_every", experiment.eval_every)
     if every is None:
         return versions / len(world.clients)

@@ -33,111 +33,78 @@ TASK_S = "{task_s}"
 
 @dataclass(frozen=True)
 class GridTask:
-    """A learning task of a grid (comparisons of the same methods on several tasks and fleets): a model with its data.
+    """A learning task of a grid (comparisons of the same methods on several tasks and fleets): a model with its data."""
 
-    Attributes:
-        name: name of the task's file.
-        config: base config of all runs: a file, relative to the task's file, or the name of one of raafl's own configs.
-        options: options that all runs on this task have.
-        search: values to try for each option, unless the method has values of its own for this task.
-        metric, maximize, targets, smooth: see `Comparison`; methods are ranked by the time to the first target.
-        about: description for readers, in one sentence.
-    """
-
-    name: str
+    name: str  # name of the task's file
+    # base config of all runs: a file, relative to the task's file, or the name of one of raafl's own configs
     config: str
+    # values to try for each option, unless the method has values of its own for this task
     search: Mapping[str, Sequence[Any]]
     targets: tuple[float, ...]
-    options: Options = ()
-    metric: str = "accuracy"
+    options: Options = ()  # options that all runs on this task have
+    metric: str = "accuracy"  # see `Comparison`; methods are ranked by the time to the first target
     maximize: bool = True
     smooth: int = 1
-    about: str = ""
+    about: str = ""  # description for readers, in one sentence
 
 
 @dataclass(frozen=True)
 class GridFleet:
-    """A fleet (devices of all clients) on which a grid compares methods, with the virtual time of a run for each learning task.
+    """A fleet (devices of all clients) on which a grid compares methods, with the virtual time of a run for each learning task."""
 
-    Attributes:
-        name: name of the fleet's file.
-        devices: value of `devices` in a config: `fleet:NAME`, a device file, or a list of devices; or one of these for
-            each learning task.
-        max_time: virtual duration of a run for each learning task, by name: a number of seconds, or 90s, 5m, 2h.
-        task_s: seconds that a client should train at a time, for each learning task, by name. Where a method's options
-            contain the text `{task_s}`, this number takes its place.
-        about: description for readers, in one sentence.
-    """
-
-    name: str
+    name: str  # name of the fleet's file
+    # value of `devices` in a config: `fleet:NAME`, a device file, or a list of devices; or one of these for each
+    # learning task
     devices: Mapping[str, str]
+    # virtual duration of a run for each learning task, by name: a number of seconds, or 90s, 5m, 2h
     max_time: Mapping[str, float | str]
+    # seconds that a client should train at a time, for each learning task, by name. Where a method's options
+    # contain the text `{task_s}`, this number takes its place
     task_s: Mapping[str, float] = field(default_factory=dict)
-    about: str = ""
+    about: str = ""  # description for readers, in one sentence
 
 
 @dataclass(frozen=True)
 class GridMethod:
-    """A federated method of a grid of comparisons; it becomes a row of each comparison.
+    """A federated method of a grid of comparisons; it becomes a row of each comparison."""
 
-    Attributes:
-        name: name of the method, which labels its rows in the tables.
-        options: options of all of its runs.
-        tasks: further options for single learning tasks, by the task's name.
-        search: values of options to try for each learning task, by the task's name; None = the values that the task's
-            file gives. All methods get equally many trials.
-        about: description for readers, in one sentence.
-    """
-
-    name: str
-    options: Options
+    name: str  # name of the method, which labels its rows in the tables
+    options: Options  # options of all of its runs
+    # further options for single learning tasks, by the task's name
     tasks: Mapping[str, Options] = field(default_factory=dict)
+    # values of options to try for each learning task, by the task's name; None = the values that the task's file
+    # gives. All methods get equally many trials
     search: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
-    about: str = ""
+    about: str = ""  # description for readers, in one sentence
 
 
 @dataclass(frozen=True)
 class GridSearch:
-    """Search for the settings of each method of a grid, with equally many trials for each, on one fleet.
+    """Search for the settings of each method of a grid, with equally many trials for each, on one fleet."""
 
-    Attributes:
-        fleet: name of the fleet for the trials; the best settings are then used on all fleets.
-        seeds: seeds of the trials; they must not be seeds of the grid.
-        options: further options of the trials.
-    """
-
-    fleet: str
-    seeds: tuple[int, ...]
-    options: Options = ()
+    fleet: str  # name of the fleet for the trials; the best settings are then used on all fleets
+    seeds: tuple[int, ...]  # seeds of the trials; they must not be seeds of the grid
+    options: Options = ()  # further options of the trials
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid of comparisons: the same methods on several learning tasks and fleets; read from files and checked.
+    """A grid of comparisons: the same methods on several learning tasks and fleets; read from files and checked."""
 
-    Attributes:
-        name: name of the result folder; by default the file's name.
-        tasks, fleets, methods: tasks, fleets and methods of the grid by name, in order.
-        seeds: seeds of the reported runs.
-        search: search for the settings of each method.
-        baseline: label of the method with which the others are compared; None = the first.
-        evaluations: number of evaluations of each run, at equal distances of its virtual time; None = as each method's
-            options say.
-        replays: number of runs per row that are recomputed from their journals (the event logs in the run folders); a
-            row is accepted only if these replays give the same models.
-        about: description for readers, in one paragraph.
-    """
-
-    name: str
-    tasks: Mapping[str, GridTask]
+    name: str  # name of the result folder; by default the file's name
+    tasks: Mapping[str, GridTask]  # tasks, fleets and methods of the grid by name, in order
     fleets: Mapping[str, GridFleet]
     methods: Mapping[str, GridMethod]
-    seeds: tuple[int, ...]
-    search: GridSearch
-    baseline: str | None = None
+    seeds: tuple[int, ...]  # seeds of the reported runs
+    search: GridSearch  # search for the settings of each method
+    baseline: str | None = None  # label of the method with which the others are compared; None = the first
+    # number of evaluations of each run, at equal distances of its virtual time; None = as each method's options
+    # say
     evaluations: int | None = None
+    # number of runs per row that are recomputed from their journals (the event logs in the run folders); a row is
+    # accepted only if these replays give the same models
     replays: int = 1
-    about: str = ""
+    about: str = ""  # description for readers, in one paragraph
 
     def __post_init__(self) -> None:
         check_folder_name(self.name)
@@ -169,9 +136,7 @@ class Grid:
     def comparison(self, cell: Cell, settings: Mapping[str, Options] | None = None) -> Comparison:
         """Return the comparison of all methods on one task and fleet.
 
-        Args:
-            cell: names of task and fleet.
-            settings: best settings of each method for this task; None = the comparison includes the search for them.
+        `settings`: best settings of each method for this task; None = the comparison includes the search for them.
 
         Raises:
             BadInput: a method's options contain `{task_s}` and the fleet has no `task_s` for the task, or methods would
@@ -244,10 +209,6 @@ def is_grid(path: Path) -> bool:
 
 def read_grid(path: Path, more: Sequence[Path] = ()) -> Grid:
     """Read a grid, and the files of its tasks, fleets and methods.
-
-    Args:
-        path: file of the grid; a name in it stands for a file in the folder `tasks`, `fleets` or `methods` beside it.
-        more: files of further methods and fleets.
 
     Raises:
         BadInput: a file is missing or not YAML, or a field is unknown, missing or out of range.

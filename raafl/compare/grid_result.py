@@ -26,13 +26,7 @@ Row = Mapping[str, Any]
 
 
 def grid_result(grid: Grid, runs: GridRuns, folder: Path) -> dict[str, Any]:
-    """Return the result of a grid as JSON; for each task and fleet it also lists runs that are missing.
-
-    Args:
-        grid: description of the grid.
-        runs: runs that have finished.
-        folder: folder of the grid.
-    """
+    """Return the result of a grid as JSON; for each task and fleet it also lists runs that are missing."""
     return {
         "schema": SCHEMA,
         "name": grid.name,
@@ -101,10 +95,6 @@ def standings(rows: Sequence[Row], *, maximize: bool) -> dict[str, dict[str, Any
     The time of a method is the median over its seeds, where a run that did not reach the target is later than all that did.
     Of methods whose median run did not reach it, the one that reached it on more seeds is first.
 
-    Args:
-        rows: measured values of the methods on one task and fleet.
-        maximize: whether a larger value of the metric is better.
-
     Returns:
         For each method its ranks (`rank`); whether no other method needs less time and fewer bytes to the target
         (`pareto`); and how its times compare with those of the first method, by ranks (`behind`, see `_behind`), where
@@ -155,10 +145,6 @@ def _dominates(one: tuple[float | None, float | None], other: tuple[float | None
 def _behind(rows: Sequence[Row], leader: str) -> dict[str, dict[str, Any]]:
     """Compare each row's times to the first target with those of the first method, by ranks over all runs.
 
-    Args:
-        rows: rows of one task and fleet.
-        leader: label of the first method.
-
     Returns:
         For each row how many of its seeds reached the target; the ratio of its median time to the first method's; in how
         many pairs of runs it is later; and p-values of the Mann-Whitney test, one row's own and with Holm's correction
@@ -184,10 +170,6 @@ def overall(cells: Sequence[Row], reference: str) -> dict[str, dict[str, Any]]:
 
     Only runs of one cell are compared with each other, and the counts of all cells are added.
 
-    Args:
-        cells: entries of a grid's result for pairs of a task and a fleet.
-        reference: label of the method that the others are compared with.
-
     Returns:
         The test of each other method, see `tested_by_holm`, corrected for their number.
     """
@@ -206,8 +188,7 @@ def overall(cells: Sequence[Row], reference: str) -> dict[str, dict[str, Any]]:
 def tested_by_holm(tests: Mapping[str, RankTest | None]) -> Mapping[str, dict[str, Any]]:
     """Return the results of tests by ranks, with Holm's correction for their number, as plain data for JSON.
 
-    Args:
-        tests: tests of one table, by label; None = a method without runs. A label that is not among them has no test.
+    `tests`: tests of one table, by label; None = a method without runs. A label that is not among them has no test.
     """
     known = {label: one for label, one in tests.items() if one is not None}
     corrected = dict(zip(known, holm([one.p for one in known.values()]), strict=True))
@@ -277,11 +258,7 @@ def anew(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cell_table(cell: Mapping[str, Any]) -> Cells:
-    """Format the result for one task and fleet as a table; methods are sorted by the time to the first target.
-
-    Args:
-        cell: entry of a grid's result for one task and fleet.
-    """
+    """Format the result for one task and fleet as a table; methods are sorted by the time to the first target."""
     rows = sorted(cell["rows"], key=lambda row: (row["rank"]["time"], row["rank"]["final"]))
     targets = list(rows[0]["time_to"]) if rows else []
     head = [

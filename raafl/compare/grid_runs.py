@@ -22,19 +22,16 @@ Tell = Callable[[str], None]
 
 @dataclass
 class GridRuns:
-    """Record of the runs of a grid that have finished.
+    """Record of the runs of a grid that have finished."""
 
-    Attributes:
-        trials: trials of each method's search, by name of the learning task.
-        best: the best trial of each method, by name of the learning task.
-        outcomes: outcomes of the finished runs, by name of the learning task and of the fleet.
-        replays: results of replays (runs computed again from their event logs), by name of the run's folder: the reason
-            why the replay gave another model; None = it gave the same.
-    """
-
+    # trials of each method's search, by name of the learning task
     trials: dict[str, Mapping[str, Sequence[Trial]]] = field(default_factory=dict)
+    # the best trial of each method, by name of the learning task
     best: dict[str, Mapping[str, Trial]] = field(default_factory=dict)
+    # outcomes of the finished runs, by name of the learning task and of the fleet
     outcomes: dict[Cell, list[Outcome]] = field(default_factory=dict)
+    # results of replays (runs computed again from their event logs), by name of the run's folder: the reason why
+    # the replay gave another model; None = it gave the same
     replays: dict[str, str | None] = field(default_factory=dict)
 
 
@@ -51,14 +48,6 @@ def run_grid(
 
     First come the trials that search each row's settings. Then come all runs with the first seed and the replays that
     verify them, then those with the second seed, and so on. So a grid that is interrupted lacks only its last seeds.
-
-    Args:
-        grid: description of the grid.
-        runner: object that starts runs and finds finished ones.
-        jobs: number of replays at a time.
-        tell: function called with a line of text for each replay.
-        after_seed: function called after each seed, with the record of finished runs.
-        finished_only: whether to start no runs and only collect the finished ones.
 
     Raises:
         BadInput: an option of a method, task or fleet is wrong; raised before any run starts.
@@ -85,11 +74,6 @@ def replayed_seeds(grid: Grid, cell: Cell, label: str) -> list[int]:
     """Choose the seeds whose runs of a method are replayed (computed again from their event logs) as a check.
 
     The choice is random, but the same in every call.
-
-    Args:
-        grid: description of the grid.
-        cell: names of the learning task and the fleet.
-        label: label of the method.
     """
     num = min(grid.replays, len(grid.seeds))
     return random.Random(f"raafl compare {'--'.join(cell)} {label}").sample(list(grid.seeds), num)

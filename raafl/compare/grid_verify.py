@@ -30,14 +30,6 @@ def verify_grid(
     Nothing in the result is executed: the grid's own files configure the runs, and a method's settings are taken from
     the result only if the grid's search would try them.
 
-    Args:
-        grid: description of the grid.
-        path: file of the result.
-        share: share of the runs to repeat, above 0 and at most 1.
-        folder: folder for the repeated runs; runs that have finished there are used.
-        jobs: number of runs at a time.
-        seed: seed for drawing the runs.
-
     Raises:
         BadInput: the file has no result, or the result of another grid.
     """
@@ -97,10 +89,6 @@ def _settings(grid: Grid, cell: Mapping[str, Any], row: Mapping[str, Any]) -> Op
 
 def add_rows(whole: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Add the rows of another result for the same tasks, fleets and options; return a new result with ranks among all rows.
-
-    Args:
-        whole: the result to extend; for a method with a row here, the row of the other result is not used.
-        path: file of the other result; each row taken from it gets a field `from` with this path.
 
     Raises:
         BadInput: the file has no result of a grid.

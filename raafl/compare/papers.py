@@ -18,21 +18,14 @@ Scale = Literal["small", "full"]
 
 @dataclass(frozen=True, slots=True)
 class Exhibit:
-    """A table or figure of a paper that raafl can reproduce, or the reason why it cannot.
+    """A table or figure of a paper that raafl can reproduce, or the reason why it cannot."""
 
-    Attributes:
-        name: name for the command line.
-        shows: description of the table or figure, with its number in the paper.
-        scales: comparison file for each scale (small or full); `#VARIANT` at the end names a variant in the file.
-        missing: reason why it cannot be reproduced; "" = it can.
-        note: remark for the reader, for example about a data set that replaces the paper's.
-    """
-
-    name: str
-    shows: str
+    name: str  # name for the command line
+    shows: str  # description of the table or figure, with its number in the paper
+    # comparison file for each scale (small or full); `#VARIANT` at the end names a variant in the file
     scales: Mapping[str, str]
-    missing: str = ""
-    note: str = ""
+    missing: str = ""  # reason why it cannot be reproduced; "" = it can
+    note: str = ""  # remark for the reader, for example about a data set that replaces the paper's
 
     def comparison(self, scale: Scale) -> Comparison:
         """Read the comparison file of this table at the scale "small" or "full"; raise `BadInput` if there is none."""

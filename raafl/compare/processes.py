@@ -44,13 +44,6 @@ def in_processes(
 ) -> Generator[tuple[Item, BaseProcess, int]]:
     """Run a process for each item, ``jobs`` at a time; yield the item, its process and the number of items left as each ends.
 
-    Args:
-        queue: items to run. They are removed from the list; the caller may put an item back before it asks for the next
-            result.
-        jobs: number of processes at a time.
-        start_one: function that starts the process for an item.
-        wait_on: function called every half second with the number of items left.
-
     Where a function raises an error, or the caller closes the generator early, the other processes are interrupted, too.
 
     Raises:
@@ -94,13 +87,7 @@ def _end(processes: Collection[BaseProcess]) -> None:
 
 
 def start(argv: Sequence[str], log: Path, num_ranks: int = 1) -> BaseProcess:
-    """Start a command of raafl in a new process, which ends when this process ends.
-
-    Args:
-        argv: arguments of the command, beginning with its name.
-        log: file for the output of the process; the process locks it while it runs.
-        num_ranks: number of processes of the command; more than 1 only for `simulate`.
-    """
+    """Start a command of raafl in a new process, which ends when this process ends."""
     process = _new_process(argv, log, num_ranks)
     # The server of forks and its tracker inherit the mask: a signal to the whole group would end them, and with the server all
     # knowledge of the runs. Python starts the tracker first, and then unblocks signals.
@@ -147,11 +134,6 @@ def other_ranks(argv: Sequence[str], num_ranks: int, log: Path) -> Iterator[None
     """Start the ranks 1, 2, ... of a command, and make this process its rank 0, as under torchrun; they end after it.
 
     A rank that dies before rank 0 ends is named in the file of their output; rank 0 does without it.
-
-    Args:
-        argv: arguments of the command, beginning with its name.
-        num_ranks: number of ranks, with this process; 1 = start nothing.
-        log: file of rank 0's output; what the others print goes to `ranks_log`, so that rank 0 has the last word.
     """
     if num_ranks == 1:
         yield

@@ -30,15 +30,7 @@ def result(
     best: Mapping[str, Trial],
     root: Path,
 ) -> dict[str, Any]:
-    """Return the result of a comparison as JSON: the measured values of every run and trial, commands, and versions.
-
-    Args:
-        comparison: description of the comparison.
-        outcomes: outcomes of the reported runs.
-        trials: trials of the search for each row, under the row's label; empty if there was no search.
-        best: best trial of each row, whose settings were used for the reported runs.
-        root: folder of the comparison; paths of run folders are relative to it.
-    """
+    """Return the result of a comparison as JSON: the measured values of every run and trial, commands, and versions."""
     runs: dict[str, list[dict[str, Any]]] = {label: [] for label in comparison.rows}
     for outcome in outcomes:
         runs[outcome.run.label].append(measure(outcome, comparison, root))
@@ -80,13 +72,7 @@ def _searched(trials: Sequence[Trial], best: Trial) -> dict[str, Any]:
 
 
 def write(result: Mapping[str, Any], folder: Path, *, draws: bool = True) -> list[Path]:
-    """Write result.json, table.csv, table.tex, curves.svg and index.html; return their paths.
-
-    Args:
-        result: result of the comparison, from `result`.
-        folder: folder of the comparison.
-        draws: whether to write the figure and the HTML page, which need plotly and matplotlib.
-    """
+    """Write result.json, table.csv, table.tex, curves.svg and index.html; return their paths."""
     table = cells(result)
     paths = _save(
         folder,

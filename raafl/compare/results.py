@@ -44,13 +44,7 @@ def curve_of(folder: Path, metric: str) -> list[tuple[float, float]]:
 
 
 def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, Any]:
-    """Return the measured values of one run as plain data for JSON, or its error if it failed.
-
-    Args:
-        outcome: outcome of the run.
-        comparison: description of the comparison, with metric, targets and budgets.
-        root: folder of the comparison.
-    """
+    """Return the measured values of one run as plain data for JSON, or its error if it failed."""
     run, summary = outcome.run, outcome.summary
     known: dict[str, Any] = {
         "seed": run.seed,
@@ -137,13 +131,7 @@ def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
 
 
 def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> dict[str, Any]:
-    """Summarise the runs of a row: mean and interval over seeds of each value, and the median time to each target.
-
-    Args:
-        label: label of the row.
-        runs: measured values of the row's runs, from `measure`.
-        comparison: description of the comparison, with its targets.
-    """
+    """Summarise the runs of a row: mean and interval over seeds of each value, and the median time to each target."""
     done = [run for run in runs if "error" not in run]
     figures = {name: _plain(interval(_values(done, name))) for name in COLUMNS}
     metrics = sorted({name for run in done for name in run["metrics"]})
@@ -176,10 +164,6 @@ def reached(times_s: Sequence[float | None]) -> dict[str, Any]:
 def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:
     """Compare the final value of each row with the reference row's, seed by seed.
 
-    Args:
-        rows: runs of each row of the comparison, under the row's label.
-        reference: label of the row that the others are compared with.
-
     Returns:
         Mean difference and its interval over the seeds that both rows have, under each row's label, with what
         `with_holm` adds; None for the reference row.
@@ -199,8 +183,7 @@ def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str)
 def with_holm(gaps: Mapping[str, Mapping[str, Any] | None]) -> dict[str, dict[str, Any] | None]:
     """Add to each difference of a table what it shows after Holm's correction for all differences of the table.
 
-    Args:
-        gaps: mean difference and half of its 95 % interval, under each row's label; None = the row has none.
+    `gaps`: mean difference and half of its 95 % interval, under each row's label; None = the row has none.
 
     Returns:
         The differences with `p` (t test, before the correction), `p_holm`, the number of `tests` and whether the
@@ -225,10 +208,6 @@ def with_holm(gaps: Mapping[str, Mapping[str, Any] | None]) -> dict[str, dict[st
 
 def gains(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:
     """Return the share of clients that take part in a larger fraction of the merges than in the reference row.
-
-    Args:
-        rows: runs of each row of the comparison, under the row's label.
-        reference: label of the row that the others are compared with.
 
     Returns:
         Mean and interval over the seeds that both rows have, under each row's label; None for the reference row itself.

@@ -99,12 +99,6 @@ class Run:
 def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> list[Run]:
     """Parse the options of a row; return its run for each seed.
 
-    Args:
-        config: path or name of the base config.
-        label: label of the row, for messages.
-        options: options of the row, as on the command line.
-        seeds: seeds of the runs.
-
     Raises:
         BadInput: an option is wrong; the message names the row.
     """
@@ -124,11 +118,7 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
 
 
 def check_distinct(rows: Mapping[str, Sequence[Run]]) -> None:
-    """Raise `BadInput` if two rows would be the same runs, as where an option of the base config holds for both.
-
-    Args:
-        rows: runs of each row, under its label.
-    """
+    """Raise `BadInput` if two rows would be the same runs, as where an option of the base config holds for both."""
     labels: dict[str, str] = {}
     for label, runs in rows.items():
         first = labels.setdefault(runs[0].fields_digest, label)
@@ -141,12 +131,6 @@ def check_distinct(rows: Mapping[str, Sequence[Run]]) -> None:
 
 def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
     """Parse the options of one run of a row, and check them without starting the run.
-
-    Args:
-        config: name or path of the base config.
-        label: label of the row, for messages.
-        options: options of the row, as on the command line.
-        seed: seed of the run.
 
     Raises:
         BadInput: an option is wrong; the message names the row.
@@ -207,36 +191,19 @@ def _digest(value: object) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run: its summary, or the reason why it failed.
+    """Outcome of a run: its summary, or the reason why it failed."""
 
-    Attributes:
-        run: run that has ended.
-        folder: folder of the run.
-        summary: summary of the run; None = it failed.
-        code: digest of the code with which it was run.
-        error: last line that a failed run has printed.
-        by_itself: whether a failed run would fail again, for example because it diverged; False = it was ended from
-            outside.
-    """
-
-    run: Run
-    folder: Path
-    summary: Summary | None
-    code: str
-    error: str = ""
+    run: Run  # run that has ended
+    folder: Path  # folder of the run
+    summary: Summary | None  # summary of the run; None = it failed
+    code: str  # digest of the code with which it was run
+    error: str = ""  # last line that a failed run has printed
+    # whether a failed run would fail again, for example because it diverged; False = it was ended from outside
     by_itself: bool = False
 
 
 class Runner:
-    """Runs simulations, ``jobs`` at a time, each in processes of its own.
-
-    Args:
-        root: folder that contains the run folders.
-        jobs: number of processes at a time.
-        any_code: whether finished runs of other versions of the code may be reused.
-        tell: function called with a line of text for each run that ends, and sometimes with the number of runs left.
-        num_ranks: number of processes that share the tasks of one run.
-    """
+    """Runs simulations, ``jobs`` at a time, each in processes of its own."""
 
     def __init__(self, root: Path, jobs: int, any_code: bool, tell: Callable[[str], None], num_ranks: int = 1) -> None:
         self._root, self._jobs, self._any_code, self._tell = root, jobs, any_code, tell
@@ -261,9 +228,7 @@ class Runner:
     def run_all(self, runs: Sequence[Run], metric: str | None = None) -> list[Outcome]:
         """Run all runs that have not finished, and return the outcome of each run, in order.
 
-        Args:
-            runs: runs of which some may have finished.
-            metric: metric that each run must measure; None = any.
+        `metric`: metric that each run must measure; None = any.
 
         Raises:
             KeyboardInterrupt: Ctrl-C or SIGTERM was received; runs in progress were interrupted, and the next call

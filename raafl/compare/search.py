@@ -17,19 +17,13 @@ from raafl.errors import BadInput, RunFailed
 
 @dataclass
 class Trial:
-    """One trial of a search: settings, its runs and their scores.
+    """One trial of a search: settings, its runs and their scores."""
 
-    Attributes:
-        settings: options that the trial sets.
-        runs: runs with these settings, one for each seed of the search.
-        scores: value of the metric at the end of each run, by seed; a failed run has none.
-        fraction: part of the budget that was used; below 1 if the trial ended early.
-    """
-
-    settings: Options
-    runs: list[Run]
+    settings: Options  # options that the trial sets
+    runs: list[Run]  # runs with these settings, one for each seed of the search
+    # value of the metric at the end of each run, by seed; a failed run has none
     scores: dict[int, float] = field(default_factory=dict)
-    fraction: float = 0.0
+    fraction: float = 0.0  # part of the budget that was used; below 1 if the trial ended early
 
     def rank(self, maximize: bool) -> float:
         """Return a sort key: the best trial comes first, and trials with a failed run come last."""
@@ -82,12 +76,6 @@ def run_trials(
     trials: Mapping[str, Sequence[Trial]], comparison: Comparison, search: Search, runner: Runner
 ) -> dict[str, Trial]:
     """Run the trials of all rows and return the best trial of each.
-
-    Args:
-        trials: trials of each row, under the row's label; their scores are filled in here.
-        comparison: description of the comparison, with the metric.
-        search: description of the search, with the rule by which poor trials end early.
-        runner: object that runs the trials.
 
     Raises:
         BadInput: a run does not measure the metric.

@@ -15,17 +15,11 @@ ALPHA = 0.05
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean over seeds, and its 95 % confidence interval.
+    """Mean over seeds, and its 95 % confidence interval."""
 
-    Attributes:
-        mean: mean of the values.
-        half: half the width of the interval (Student's t); None for a single value.
-        num: number of values.
-    """
-
-    mean: float
-    half: float | None
-    num: int
+    mean: float  # mean of the values
+    half: float | None  # half the width of the interval (Student's t); None for a single value
+    num: int  # number of values
 
     @property
     def excludes_0(self) -> bool:
@@ -86,25 +80,19 @@ class RankTest:
 
     Since all runs of a comparison end at the same limit, a run that did not reach the target is later than all that did,
     and level with the others that did not. For such times Gehan's test is the same.
-
-    Attributes:
-        later: number of pairs, one run of each group, in which the first group's run is later; level ones count as half.
-        pairs: number of pairs.
-        p: two-sided p-value over all divisions of the runs into two such groups.
-        least_p: smallest p-value that groups of this size can have.
     """
 
+    # number of pairs, one run of each group, in which the first group's run is later; level ones count as half
     later: float
-    pairs: int
-    p: float
-    least_p: float
+    pairs: int  # number of pairs
+    p: float  # two-sided p-value over all divisions of the runs into two such groups
+    least_p: float  # smallest p-value that groups of this size can have
 
 
 def rank_test(groups: Sequence[tuple[Sequence[float | None], Sequence[float | None]]]) -> RankTest | None:
     """Compare the times of two methods by ranks, within each of several strata, such as the cells of a grid.
 
-    Args:
-        groups: times of the first and of the second method in each stratum; None = the target was not reached.
+    `groups`: times of the first and of the second method in each stratum; None = the target was not reached.
 
     Returns:
         The test over all strata in which both methods have a run; None if there is none.
@@ -193,10 +181,7 @@ def smoothed(curve: Curve, num: int) -> list[tuple[float, float]]:
 def time_to(curve: Curve, target: float, maximize: bool = True) -> float | None:
     """Return the time in seconds at which a curve first reaches a target; None if it never does.
 
-    Args:
-        curve: points (seconds, value) in the order of time.
-        target: value to be reached.
-        maximize: whether the value must rise to the target; else it must fall to it.
+    `curve`: points (seconds, value) in the order of time.
     """
     return next((time_s for time_s, value in curve if (value >= target if maximize else value <= target)), None)
 

@@ -28,11 +28,7 @@ _FIGURES = (
 
 
 def cells(result: Mapping[str, Any]) -> Cells:
-    """Format the result of a comparison as a table of texts, with mean ± half of the 95 % interval over seeds.
-
-    Args:
-        result: result of the comparison, from `raafl.compare.report.result`.
-    """
+    """Format the result of a comparison as a table of texts, with mean ± half of the 95 % interval over seeds."""
     rows, metric, reference = result["rows"], result["metric"], result["reference"]
     targets = list(rows[0]["time_to"]) if rows else []
     published = any("published" in row for row in rows)
@@ -103,9 +99,6 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
     """Return a warning if the rows of a comparison were not measured alike, such as each by its own versions.
 
     Rows are measured alike if their evaluations are as far from each other in virtual time, or in merged updates.
-
-    Args:
-        result: result of the comparison, or the part of a grid's for one task and fleet.
     """
     if result.get("eval_every") is not None:
         return []
@@ -196,13 +189,7 @@ def _whole_trials(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) -> list[str]:
-    """Describe each row in a sentence that says whether it differs from the reference row, and searches that chose nothing.
-
-    Args:
-        rows: rows of the result.
-        reference: label of the row with which the others are compared.
-        metric: name of the metric.
-    """
+    """Describe each row in a sentence that says whether it differs from the reference row, and searches that chose nothing."""
     found = [
         f"{row['row']}: its {len(some)} trials had the same score, so the search chose nothing: the searched options have no "
         "effect on it, its trials are too short, or the metric is too coarse."

@@ -15,13 +15,7 @@ from raafl.runfolder.schema import Summary
 
 
 def chosen(result: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[str, Any]]:
-    """Choose a random share of a comparison's runs, to be replayed as a check; the number of runs is rounded up.
-
-    Args:
-        result: result of the comparison.
-        share: share of the runs to draw, above 0 and at most 1.
-        seed: seed for drawing the runs.
-    """
+    """Choose a random share of a comparison's runs, to be replayed as a check; the number of runs is rounded up."""
     runs = [run | {"row": row["row"]} for row in result["rows"] for run in row["runs"] if "error" not in run]
     return random.Random(seed).sample(runs, math.ceil(share * len(runs)))
 
@@ -30,11 +24,6 @@ def verify(runs: Sequence[Mapping[str, Any]], root: Path, jobs: int = 1) -> Iter
     """Check runs by replaying them in separate processes, that is, computing their models again from their event logs.
 
     Yields for each run its `row`, its `seed`, whether the replayed model is `equal` to the recorded one, and if not, `why`.
-
-    Args:
-        runs: runs, as listed in the result.
-        root: folder of the comparison.
-        jobs: number of replays at a time.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM was received; replays in progress were ended.
@@ -62,12 +51,7 @@ def log_of(folder: Path) -> Path:
 
 
 def difference(run: Mapping[str, Any] | Summary | None, log: Path) -> str | None:
-    """Explain why the replay of a run does not give the recorded model; None if it does.
-
-    Args:
-        run: entry of the run in the result, with its `model_digest`.
-        log: file with the output of the replay.
-    """
+    """Explain why the replay of a run does not give the recorded model; None if it does."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
     try:
         replayed = json.loads(next(line for line in reversed(lines) if line.startswith("{")))

@@ -22,19 +22,14 @@ ROW = 32
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """Encoder and decoder that convert tensors to a smaller layout for the wire, and back.
+    """Encoder and decoder that convert tensors to a smaller layout for the wire, and back."""
 
-    Attributes:
-        only: names of the floating-point tensors to compress; None = all of them.
-        draws: whether encoding uses random numbers.
-        feeds_back: whether the error of compression is added to the tensors of the next message (error feedback).
-        differences: whether a client must send trained minus received values with this compressor, even where the merge
-            needs the trained values themselves (the server then adds the received ones again).
-    """
-
-    only: frozenset[str] | None = None
-    draws: ClassVar[bool] = False
+    only: frozenset[str] | None = None  # names of the floating-point tensors to compress; None = all of them
+    draws: ClassVar[bool] = False  # whether encoding uses random numbers
+    # whether the error of compression is added to the tensors of the next message (error feedback)
     feeds_back: ClassVar[bool] = False
+    # whether a client must send trained minus received values with this compressor, even where the merge needs
+    # the trained values themselves (the server then adds the received ones again)
     differences: ClassVar[bool] = True
 
     def takes(self, entry: TensorEntry) -> bool:
@@ -50,13 +45,7 @@ class Compressor(ABC):
         return _wire(self, layout)
 
     def encode(self, values: FlatTensors, out: FlatTensors, seed: int = 0) -> None:
-        """Compress ``values`` into ``out``, in place. Values that are not finite make ``out`` not finite, too.
-
-        Args:
-            values: tensors to compress; unchanged.
-            out: storage in ``layout(values.layout)``, on the same device.
-            seed: seed of all random numbers.
-        """
+        """Compress ``values`` into ``out``, in place. Values that are not finite make ``out`` not finite, too."""
         taken, others = _split(self, values.layout)
         for entry in others:
             out[entry.name].copy_(values.view(entry))
@@ -64,11 +53,6 @@ class Compressor(ABC):
 
     def decode(self, wire: FlatTensors, out: FlatTensors, *, finite: bool = True) -> None:
         """Decompress ``wire`` into ``out``, in place.
-
-        Args:
-            wire: tensors in ``layout(out.layout)``.
-            out: storage for the result.
-            finite: whether to refuse values that are not finite.
 
         Raises:
             InvalidPayload: ``wire`` cannot be the result of `encode` for finite tensors; ``out`` may be partly
@@ -191,12 +175,9 @@ class TopK(Compressor):
     Of n elements ``max(1, round(share * n))`` are sent (Stich et al. 2018, definition 2.1). The receiver gets 0 for all
     others; the sender adds them to its next message (error feedback, algorithm 1). Positions are ascending, int32, or
     int64 from 2^31 elements on.
-
-    Attributes:
-        share: share of the elements that are sent.
     """
 
-    share: float = 0.1
+    share: float = 0.1  # share of the elements that are sent
     feeds_back: ClassVar[bool] = True
 
     def count(self, numel: int) -> int:
@@ -272,10 +253,7 @@ def _places(like: Tensor) -> Tensor:
 def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None) -> Compressor | None:
     """Return the compressor with the given name; None for "none", and for "scalars", which sends no tensors.
 
-    Args:
-        name: name of the compressor, such as bf16, int8 or top_k.
-        share: share of the elements that top_k sends.
-        only: names of the tensors to compress; None = all.
+    `only`: names of the tensors to compress; None = all.
 
     Raises:
         BadInput: there is no compressor of that name.
@@ -297,9 +275,7 @@ def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None
 def up_name(compress: Compress, fixed: str | None) -> str:
     """Return the name of the compressor for updates: the one that the method requires, or else ``compress.up``.
 
-    Args:
-        compress: the run's options of compression.
-        fixed: compressor that the method requires (`Local.up_as`); None = none.
+    `fixed`: compressor that the method requires (`Local.up_as`); None = none.
 
     Raises:
         BadInput: both are given, and they differ.

@@ -31,13 +31,12 @@ class CompressionPlan:
     Parameters and bundles are compressed; bundles are extra tensors that a method sends beside the model. Running
     statistics of norm layers and other buffers are sent unchanged, since they are small.
 
-    Attributes:
-        payload: layouts (names, shapes and dtypes) of the tensors that are sent, before compression.
-        submodels: submodels of the model, or in split learning of the part that clients train.
-        down: compressor of tensors for clients; None = no compression.
-        up: compressor of tensors from clients; None = no compression.
-        adds_back: whether clients send differences from the received values, although the merge needs the trained
-            values. The server then adds the values that it sent.
+    `payload`: layouts (names, shapes and dtypes) of the tensors that are sent, before compression.
+    `submodels`: submodels of the model, or in split learning of the part that clients train.
+    `down`: compressor of tensors for clients; None = no compression.
+    `up`: compressor of tensors from clients; None = no compression.
+    `adds_back`: whether clients send differences from the received values, although the merge needs the trained
+    values. The server then adds the values that it sent.
     """
 
     def __init__(
@@ -57,12 +56,6 @@ class CompressionPlan:
         cls, submodels: Submodels, compress: Compress, sends: Literal["values", "delta"], local: Local
     ) -> CompressionPlan | None:
         """Build the plan from the config's section ``compress``; None if nothing is compressed.
-
-        Args:
-            submodels: submodels of the model.
-            compress: section ``compress`` of the run's config.
-            sends: content of the algorithm's updates, "values" or "delta".
-            local: local part of the algorithm, which names its bundles.
 
         Raises:
             BadInput: the section and the algorithm contradict each other.
@@ -98,20 +91,13 @@ class CompressionPlan:
         return self.payload.is_resident or any(one is not None and one.feeds_back for one in (self.down, self.up))
 
     def compressor(self, way: Way) -> Compressor | None:
-        """Return the compressor of one direction.
-
-        Args:
-            way: direction of travel: "sent" to the client, or "trained" back to the server.
-        """
+        """Return the compressor of one direction."""
         return self.down if way == "sent" else self.up
 
     def layout(self, spec: Spec, way: Way, extra: Mapping[str, Any] | None = None) -> Layout:
         """Return the layout of the tensors that are sent in one direction for a task, after compression.
 
-        Args:
-            spec: submodel of the task.
-            way: direction of travel: "sent" to the client, or "trained" back to the server.
-            extra: further settings of the task (`Work.extra`); None = all tensors are sent.
+        `extra`: further settings of the task (`Work.extra`); None = all tensors are sent.
         """
         one, plain = self.compressor(way), self.payload.travelling(spec, way, extra)
         return plain if one is None else one.layout(plain)
@@ -127,12 +113,7 @@ class CompressionPlan:
         return [entry for entry in self.up.taken(layout) if entry.name in self.submodels.parameter_names]
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
-        """Return the copy plan of a task: for each of the task's tensors, where in the whole model its elements are.
-
-        Args:
-            spec: submodel of the task.
-            way: direction of travel: "sent" to the client, or "trained" back to the server.
-        """
+        """Return the copy plan of a task: for each of the task's tensors, where in the whole model its elements are."""
         return self.payload.plan(spec, way)
 
     # ---- what it costs ----
@@ -140,10 +121,7 @@ class CompressionPlan:
     def cost(self, cost: Cost, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
         """Return the cost of a task with compression: fewer bytes are sent, but the client needs memory for it.
 
-        Args:
-            cost: predicted cost of the task without compression.
-            spec: submodel of the task.
-            extra: further settings of the task (`Work.extra`); None = unknown.
+        `extra`: further settings of the task (`Work.extra`); None = unknown.
         """
         down, up, held = self._more(self.submodels.normal(spec).leading)
         if self.payload.is_resident:

@@ -27,13 +27,7 @@ class ResidentPayload:
     """
 
     def __init__(self, payload: Payload, kept: ClientState, client: int) -> None:
-        """Continue from what ``kept`` has of the client.
-
-        Args:
-            payload: payload of the run, which is resident.
-            kept: store of the copy.
-            client: id of the client.
-        """
+        """Continue from what ``kept`` has of the client."""
         self._payload, self._kept, self._client = payload, kept, client
         self._sent: Layout | None = None  # of the last task, on a server, which has no copy
 
@@ -64,24 +58,12 @@ class ResidentPayload:
     def own(
         self, assignment: Assignment, storage: Callable[[str, Layout, torch.device], FlatTensors], device: torch.device
     ) -> FlatTensors | None:
-        """Return the client's copy, in the payload's layout; None = it has no copy for the task's submodel.
-
-        Args:
-            assignment: assignment of the task.
-            storage: function that returns storage for a purpose and a layout, on a device.
-            device: device of the result.
-        """
+        """Return the client's copy, in the payload's layout; None = it has no copy for the task's submodel."""
         copy, layout = self._kept.find(RESIDENT, self._client), self._payload.layout(assignment.spec, "sent")
         return None if copy is None or copy.layout != layout else storage("received", layout, device).copy_(copy)
 
     def complete(self, assignment: Assignment, part: FlatTensors, out: FlatTensors) -> FlatTensors:
-        """Combine the received tensors with those that the client kept; return all tensors of the task, in ``out``.
-
-        Args:
-            assignment: assignment of the task.
-            part: tensors as received, decompressed; they replace the kept ones of the same names.
-            out: storage for all tensors of the task; overwritten.
-        """
+        """Combine the received tensors with those that the client kept; return all tensors of the task, in ``out``."""
         layout = self._payload.layout(assignment.spec, "sent")
         copy = self._kept.find(RESIDENT, self._client)
         if copy is not None and copy.layout != layout:

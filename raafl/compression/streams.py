@@ -32,13 +32,10 @@ _MAX_KEPT = 2
 
 @dataclass
 class LastSent(OneValue[dict[int, list[int]]]):
-    """Record, kept in checkpoints, of the data last sent to each simulated client.
-
-    Attributes:
-        value: pair [number of times that the client joined before, bytes sent to it for its last task], by client id.
-    """
+    """Record, kept in checkpoints, of the data last sent to each simulated client."""
 
     key = "compressed lives"
+    # pair [number of times that the client joined before, bytes sent to it for its last task], by client id
     value: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -193,13 +190,7 @@ class UplinkCodec(_End):
         self._kept.forget(RESIDUAL, self._client)
 
     def pack(self, assignment: Assignment, trained: FlatTensors, received: FlatTensors) -> FlatTensors:
-        """Compress the result of a task for sending, and store the error of compression; the result is valid until the next call.
-
-        Args:
-            assignment: assignment of the task.
-            trained: tensors that the client wants to send.
-            received: values that the client received for the task.
-        """
+        """Compress the result of a task and store the error of compression; the result is valid until the next call."""
         one = self._plan.up
         if self._resident is not None:
             self._resident.keep(assignment, trained)
@@ -242,11 +233,6 @@ class UplinkCodec(_End):
         """Decompress an update to the tensors that the merge needs; they are valid until the next call.
 
         Values that the client keeps and does not send are 0 in the result.
-
-        Args:
-            assignment: assignment of the task.
-            wire: tensors as received.
-            received: values that the client was sent; needed only with `CompressionPlan.adds_back`.
 
         Raises:
             InvalidPayload: the update cannot be decoded to tensors that may be merged.
@@ -363,13 +349,7 @@ class CompressedSnapshots(Snapshots):
         return self._plan.payload.is_resident or (down is not None and down.feeds_back)
 
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
-        """Replace the tensors of ``update`` by those that the server receives, after compression.
-
-        Args:
-            assignment: assignment of the task.
-            update: result of the task; changed in place.
-            received: values that the client received for the task.
-        """
+        """Replace the tensors of ``update`` by those that the server receives, after compression."""
         if update.refusal == OUT_OF_MEMORY:  # nothing was sent
             if self._part is not None:
                 self.refused(assignment)

@@ -53,13 +53,7 @@ def values(argv: Sequence[str], option: str) -> list[str]:
 
 
 def whole_number(option: str, text: str, least: int = 1) -> int:
-    """Parse the value of an option as a whole number; raise `BadInput` unless it is at least ``least``.
-
-    Args:
-        option: name of the option, for messages.
-        text: value as given by the user.
-        least: smallest allowed value.
-    """
+    """Parse the value of an option as a whole number; raise `BadInput` unless it is at least ``least``."""
     if not text.isdecimal() or int(text) < least:
         raise BadInput(f"{option} is '{text}': give a whole number from {least}")
     return int(text)

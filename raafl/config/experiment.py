@@ -63,9 +63,7 @@ class Distance:
 def distance(field_name: str, value: int | str | None) -> Distance | None:
     """Convert a distance between evaluations: a number of versions, a duration with its unit, or `5000 samples`.
 
-    Args:
-        field_name: name of the field, for messages.
-        value: value of the field; None = not given.
+    `value`: value of the field; None = not given.
 
     Raises:
         BadInput: the value is none of these, or not above 0.
@@ -677,9 +675,6 @@ def field_types(**parts: object) -> dict[str, Any]:
     """Return the type of each field of the configuration.
 
     This module imports no torch, so the classes of models, data, algorithms and partitions are passed in.
-
-    Args:
-        parts: those classes, by name, such as ``LightningModule``; ``object`` stands for a class that is left out.
     """
     named = ("LightningModule", "LightningDataModule", "Algorithm", "Partition")
     return get_type_hints(Experiment, localns=dict.fromkeys(named, object) | parts)

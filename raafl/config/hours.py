@@ -16,25 +16,15 @@ _MINUTES = 24 * 60
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """A window of time on certain days of the week, in the local time of the machine.
+    """A window of time on certain days of the week, in the local time of the machine."""
 
-    Attributes:
-        days: days on which the window begins, Monday = 0.
-        start: minute of the day at which the window begins, from 0.
-        minutes: length of the window, 1 to 1440; it may end on the day after.
-    """
-
-    days: frozenset[int]
-    start: int
-    minutes: int
+    days: frozenset[int]  # days on which the window begins, Monday = 0
+    start: int  # minute of the day at which the window begins, from 0
+    minutes: int  # length of the window, 1 to 1440; it may end on the day after
 
     @classmethod
     def parse(cls, field: str, text: str) -> Hours:
         """Parse ``DAYS HH:MM-HH:MM``, where days are three letters each, listed (``sat,sun``) or as a range (``mon-fri``).
-
-        Args:
-            field: name of the field, for the message.
-            text: hours in this form; if the end is not after the start, it is on the next day.
 
         Raises:
             BadInput: the text is not of that form.

@@ -63,10 +63,6 @@ def specs(logger: object) -> list[LoggerSpec]:
 def entries(logger: object, check: Callable[[LoggerSpec], None] = lambda spec: None) -> list[LoggerSpec]:
     """Parse the config field `logger` without importing anything; see `specs`.
 
-    Args:
-        logger: value of the field.
-        check: function that gets each entry and raises `BadInput` to refuse it.
-
     Raises:
         BadInput: an entry has another form or is refused; the message lists all problems.
     """
@@ -156,13 +152,7 @@ def maker(
 ) -> Callable[[], Any]:
     """Return a function that creates a logger; it should be called on its own thread, since it may import and connect.
 
-    Args:
-        spec: class and arguments of the logger.
-        folder: folder of the run.
-        warn: function called with warnings.
-        note: function called with a remark for the user, such as that the logger works offline.
-        before: arguments by which the logger continues an earlier run; None = a new run.
-        version: version of the global model from which the run continues.
+    `before`: arguments by which the logger continues an earlier run; None = a new run.
     """
 
     def make() -> object:

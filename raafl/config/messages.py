@@ -64,14 +64,7 @@ class Wrong(ValueError):
 
 
 def explain(refused: str, parser: ArgumentParser, argv: Sequence[str], hidden: str | None = None) -> str:
-    """Explain why jsonargparse refused a command line; return one line for each error.
-
-    Args:
-        refused: message of jsonargparse, for errors that are not recognised here.
-        parser: parser that refused the command line.
-        argv: arguments of the command line.
-        hidden: path of a temporary config file that the user did not write; errors in it get no line number.
-    """
+    """Explain why jsonargparse refused a command line; return one line for each error."""
     lines = ErrorCollector(parser).lines(argv, hidden)
     return "\n".join(lines) or " ".join(refused.split())
 

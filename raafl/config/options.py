@@ -58,10 +58,7 @@ class About:
 def about(text: str, metavar: str | None = None, **more: Any) -> dict[str, About]:
     """Return the metadata of a dataclass field: its help text and rules.
 
-    Args:
-        text: help text of the field.
-        metavar: placeholder of the value in the help text; None = derived from the type.
-        more: further attributes of `About`, by name.
+    `metavar`: placeholder of the value in the help text; None = derived from the type.
     """
     return {"about": About(text, metavar, **more)}
 

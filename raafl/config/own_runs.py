@@ -19,12 +19,7 @@ _MOST = 1000
 
 
 def remember(config_yaml: str, run_folder: Path) -> None:
-    """Record that this user has run a config in this working folder; do nothing if the record cannot be written.
-
-    Args:
-        config_yaml: text of the run's `config.yaml`.
-        run_folder: folder of the run, for people who read the record.
-    """
+    """Record that this user has run a config in this working folder; do nothing if the record cannot be written."""
     with suppress(OSError, RuntimeError):  # read-only, or a user without a home
         note = _note(config_yaml)
         note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

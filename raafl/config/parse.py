@@ -53,15 +53,7 @@ class Parsed:
 
 @cache  # a quarter of the time that reading a config takes
 def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, plain: bool = False) -> ArgumentParser:
-    """Create the parser of a command: `--config FILE`, and an option for every field of `Experiment`.
-
-    Args:
-        command: name of the command.
-        packages: names of imported packages that classes of models and data may come from: `lightning`,
-            `pytorch_lightning`.
-        plain: whether the parser must work without importing torch; model, data, algorithm and partition may then have
-            any value. Used for help texts, and for the check of plain values (`raafl.config.plain`).
-    """
+    """Create the parser of a command: `--config FILE`, and an option for every field of `Experiment`."""
     import jsonargparse
 
     parts = {} if plain else _part_types()
@@ -278,12 +270,6 @@ def _failed(error: BaseException, namespace: Namespace) -> str:
 
 def load_run(folder: Path, *overrides: str, trusted: bool, for_replay: bool = False) -> Experiment:
     """Load the experiment of a run folder, whose config may come from another person.
-
-    Args:
-        folder: folder of the run.
-        overrides: options, as on the command line, that override the config.
-        trusted: whether to import any class that the config names; else only classes of raafl.
-        for_replay: whether to leave out fields that a replay does not need, such as loggers.
 
     Raises:
         BadInput: the config is invalid; or it names classes that are not part of raafl, ``trusted`` is False, and this

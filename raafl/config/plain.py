@@ -26,12 +26,6 @@ _PRINTS = ("--help", "-h", "--print_config")
 def check_plain(command: str, argv: Sequence[str], *, whole: bool = True) -> None:
     """Raise an error for invalid YAML, unknown names and plain values out of range; print the help if the arguments ask for it.
 
-    Args:
-        command: name of the command, whose options are checked.
-        argv: arguments of the command.
-        whole: whether the arguments must form a complete run, with model, data, algorithm and an end; not so for a
-            client.
-
     Raises:
         BadInput: a value is wrong; the message has a line for every error.
         SystemExit: `--help` was given.

@@ -15,12 +15,6 @@ Record = TypeVar("Record")
 def make_record(tree: Mapping[str, Any], kind: type[Record], name: str, file: str) -> Record:
     """Build a dataclass of options from the content of a file.
 
-    Args:
-        tree: content of the file, as a mapping.
-        kind: dataclass whose fields are the options.
-        name: text before each field in messages.
-        file: path of the file, for messages.
-
     Raises:
         BadInput: a field is unknown or has a wrong value; the message has a line for each.
     """

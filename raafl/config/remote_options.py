@@ -62,10 +62,6 @@ def parser(command: str) -> ArgumentParser:
 def credentials(own: Namespace, *, server: bool) -> TlsFiles | LocalToken:
     """Find the credentials of `serve` or `join`: a token from the parent process, or the certificate files.
 
-    Args:
-        own: parsed options of the command, from `split`.
-        server: whether the command is `serve`.
-
     Raises:
         BadInput: there is no certificate, or it is not clear which one to use.
     """

@@ -22,13 +22,7 @@ _SERVERS_OWN = (*CHANGES, "repeat_s", "recorded")
 
 
 def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
-    """Return a digest of each section of the config that must be equal on server and client, by name of the section.
-
-    Args:
-        config_yaml: text of the config.
-        own_data: whether this is a client that trains on its own data; the section ``data`` then gets the text "own"
-            instead of a digest.
-    """
+    """Return a digest of each section of the config that must be equal on server and client, by name of the section."""
     import yaml
 
     config = yaml.safe_load(config_yaml) or {}
@@ -71,9 +65,7 @@ def _without_null(value: object) -> object:
 def _without_unset(value: Any, made_by: Callable[..., Any] | None = None) -> Any:
     """Return a section without the fields that are null by default, for an end that may not know them.
 
-    Args:
-        value: the section, or a part of it.
-        made_by: what takes its fields as arguments; None = not known, and all fields stay.
+    `made_by`: what takes its fields as arguments; None = not known, and all fields stay.
     """
     if not isinstance(value, dict):
         return value

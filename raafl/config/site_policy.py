@@ -31,19 +31,13 @@ _UNITS: Final = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 @dataclass(frozen=True, slots=True)
 class SitePrivacy:
-    """Clipping and noise that a site adds to each update before it is sent, with its own privacy budget.
+    """Clipping and noise that a site adds to each update before it is sent, with its own privacy budget."""
 
-    Attributes:
-        clip_norm: L2 norm (C) to which the tensors of an update are clipped.
-        noise_multiplier: standard deviation of the noise on each number, as a multiple of clip_norm (sigma); 0 = only
-            clipping.
-        delta: probability with which the privacy guarantee may fail.
-        max_epsilon: largest epsilon (privacy budget) for all runs that share `SitePolicy.state`; null = no limit.
-    """
-
-    clip_norm: float
+    clip_norm: float  # L2 norm (C) to which the tensors of an update are clipped
+    # standard deviation of the noise on each number, as a multiple of clip_norm (sigma); 0 = only clipping
     noise_multiplier: float
-    delta: float = 1e-5
+    delta: float = 1e-5  # probability with which the privacy guarantee may fail
+    # largest epsilon (privacy budget) for all runs that share `SitePolicy.state`; null = no limit
     max_epsilon: float | None = None
 
     def __post_init__(self) -> None:
@@ -90,14 +84,10 @@ class Consent:
 
 @dataclass(frozen=True, slots=True)
 class SiteLogs:
-    """Choice of those log lines of a client that are sent to the server.
+    """Choice of those log lines of a client that are sent to the server."""
 
-    Attributes:
-        level: lowest level of the lines.
-        loggers: names of the loggers, which include their child loggers; ``raafl`` = all of raafl.
-    """
-
-    level: Literal["error", "warning", "info"] = "warning"
+    level: Literal["error", "warning", "info"] = "warning"  # lowest level of the lines
+    # names of the loggers, which include their child loggers; ``raafl`` = all of raafl
     loggers: list[str] = field(default_factory=lambda: ["raafl"])
 
     def __post_init__(self) -> None:
@@ -107,46 +97,33 @@ class SiteLogs:
 
 @dataclass(frozen=True, slots=True)
 class SitePolicy:
-    """Policy of a site: limits that the client checks before and after each task, whatever the server asks for.
+    """Policy of a site: limits that the client checks before and after each task, whatever the server asks for."""
 
-    Attributes:
-        models: names of the models that may be trained, such as ``MLP``, or ``NAME@DIGEST``; null = any.
-        max_parameters: largest number of parameters of the whole model; null = any number.
-        data: names of the data that a task may read, or ``NAME@DIGEST``; null = any.
-        algorithms: names of the methods that may be run, or ``NAME@DIGEST``; null = any.
-        min_samples: smallest number of different samples on which an update may be trained; a task with fewer is
-            refused.
-        hours: hours in which the site works, such as ``mon-fri 20:00-06:00``, in its local time; null = always.
-        bytes_per_day: largest number of bytes sent and received per day of local time, such as ``2GB``; null = any
-            number.
-        privacy: clipping and noise that the site adds to updates; null = none.
-        metrics: names of the metrics that a client sends to the server with an update; ``*`` stands for any text.
-            null = all.
-        consent: settings of asking a person for consent; null = nobody is asked.
-        state: folder in which used bytes and privacy budget are stored, so that they survive a restart; null = none.
-        max_share: largest share of a sum in secure aggregation, above 0 up to 1, that one site may have in any part of the
-            model; a group in which one has more is refused. Only counts with certificates.
-        partners: sites with which updates may be summed in secure aggregation, each ``NAME``, or ``NAME@FINGERPRINT`` of
-            its key as `raafl certs request` prints it; null = all sites that the authority certifies.
-        tracebacks: whether the traceback of a task that fails is sent to the server.
-        logs: settings of which log lines are sent to the server; null = none are sent.
-    """
-
+    # names of the models that may be trained, such as ``MLP``, or ``NAME@DIGEST``; null = any
     models: list[str] | None = None
-    max_parameters: int | None = None
-    data: list[str] | None = None
-    algorithms: list[str] | None = None
+    max_parameters: int | None = None  # largest number of parameters of the whole model; null = any number
+    data: list[str] | None = None  # names of the data that a task may read, or ``NAME@DIGEST``; null = any
+    algorithms: list[str] | None = None  # names of the methods that may be run, or ``NAME@DIGEST``; null = any
+    # smallest number of different samples on which an update may be trained; a task with fewer is refused
     min_samples: int = 1
+    # hours in which the site works, such as ``mon-fri 20:00-06:00``, in its local time; null = always
     hours: list[str] | None = None
+    # largest number of bytes sent and received per day of local time, such as ``2GB``; null = any number
     bytes_per_day: int | str | None = None
-    privacy: SitePrivacy | None = None
+    privacy: SitePrivacy | None = None  # clipping and noise that the site adds to updates; null = none
+    # names of the metrics that a client sends to the server with an update; ``*`` stands for any text. null = all
     metrics: list[str] | None = None
-    consent: Consent | None = None
+    consent: Consent | None = None  # settings of asking a person for consent; null = nobody is asked
+    # folder in which used bytes and privacy budget are stored, so that they survive a restart; null = none
     state: str | None = None
+    # largest share of a sum in secure aggregation, above 0 up to 1, that one site may have in any part of the
+    # model; a group in which one has more is refused. Only counts with certificates
     max_share: float = MAX_SHARE
+    # sites with which updates may be summed in secure aggregation, each ``NAME``, or ``NAME@FINGERPRINT`` of its
+    # key as `raafl certs request` prints it; null = all sites that the authority certifies
     partners: list[str] | None = None
-    tracebacks: bool = False
-    logs: SiteLogs | None = None
+    tracebacks: bool = False  # whether the traceback of a task that fails is sent to the server
+    logs: SiteLogs | None = None  # settings of which log lines are sent to the server; null = none are sent
 
     def __post_init__(self) -> None:
         for name in PINNED:
@@ -224,11 +201,6 @@ def same_part(field: str, allowed: str, path: str) -> bool:
     """Check whether a name in the policy and an import path in a config mean the same class or function.
 
     A name without dots means one of raafl's own, never a class with that name in another module.
-
-    Args:
-        field: field of the policy, one of `PINNED`.
-        allowed: name in the policy, without a digest.
-        path: import path in the config.
     """
     from raafl.config.registry import registry
 

@@ -67,13 +67,7 @@ _INSTEAD = {
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """Return the error message for an unknown name: it suggests raafl's equivalent of a Trainer argument, or the nearest name.
-
-    Args:
-        what: beginning of the message, such as ``unknown option --max_epochs``.
-        name: the unknown name, with dots if it is in a section; may begin with two dashes.
-        known: names that exist.
-    """
+    """Return the error message for an unknown name: it suggests raafl's equivalent of a Trainer argument, or the nearest name."""
     group, _, last = name.removeprefix("--").rpartition(".")
     if group in _GROUPS and last in _INSTEAD and name not in known:
         return f"{what}: {_INSTEAD[last]}"

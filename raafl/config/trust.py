@@ -122,11 +122,6 @@ def from_server(text: str) -> str:
 def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> str:
     """Read the config of a run folder, check it unless it is trusted, and return it as YAML.
 
-    Args:
-        folder: folder of the run.
-        trusted: whether to accept any class that the config names; else only classes of raafl.
-        without: names of sections to leave out.
-
     Raises:
         BadInput: the file is not a config, or it names classes that are not part of raafl and ``trusted`` is False.
     """

@@ -12,13 +12,7 @@ from raafl.errors import BadInput, briefly
 
 
 def check_types(values: Mapping[str, Any], hints: Mapping[str, Any], section: str = "") -> None:
-    """Raise one `BadInput` with a line for each value that is not of its declared type.
-
-    Args:
-        values: values by name.
-        hints: declared type of each name; a name without one may have any value.
-        section: name of the section that has the values, for the message, such as "train"; empty = none.
-    """
+    """Raise one `BadInput` with a line for each value that is not of its declared type."""
     from raafl.config.messages import describe_type
 
     lines = []

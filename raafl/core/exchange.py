@@ -34,13 +34,7 @@ class ClientLink(Protocol):
     """Connection of a client to the server during one task; the client asks questions over it."""
 
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
-        """Send a question of plain data and tensors to the server, and wait for the reply.
-
-        Args:
-            meta: small plain data that JSON can hold; this call adds the keys "precision", "accumulate" and "sends".
-            tensors: the question's tensors, by name.
-            answer: layout that the reply must have; a reply in any other layout is refused.
-        """
+        """Send a question of plain data and tensors to the server, and wait for the reply."""
         ...
 
 
@@ -48,13 +42,7 @@ class ServerLink(Protocol):
     """Connection of the server to one client during one task; the server answers the client's questions over it."""
 
     def hear(self, expect: Callable[[Mapping[str, Any]], Layout]) -> FlatTensors:
-        """Wait for the client's next question and return its tensors.
-
-        Args:
-            expect: function that receives the question's plain data, which the client chose, and returns the layout that
-                the tensors must have. Memory is allocated only afterwards. To refuse the question and end the task, it
-                raises `raafl.errors.InvalidPayload`.
-        """
+        """Wait for the client's next question and return its tensors."""
         ...
 
     def reply(self, tensors: Mapping[str, Tensor]) -> None:

@@ -14,34 +14,22 @@ class RunHooks:
     """Observer of a run. Its methods do nothing until a subclass overrides them.
 
     The thread that drives the run calls them, so they must return quickly.
-
-    Attributes:
-        failure: reason that ends the run as failed, once set; None = the run goes on.
-        error: exception that made this observer or the run fail.
     """
 
-    failure: str | None = None
-    error: BaseException | None = None
+    failure: str | None = None  # reason that ends the run as failed, once set; None = the run goes on
+    error: BaseException | None = None  # exception that made this observer or the run fail
 
     def begin(self, run: Any, saved: object = None) -> None:
         """Prepare for a run; called before its first evaluation and before anything is written.
 
-        Args:
-            run: the `raafl.runtime.run.Run` to observe; untyped, since this package may not import that class.
-            saved: the `raafl.runtime.lifecycle.resume.SavedRun` that the run resumes; None = a new run.
+        `saved`: the `raafl.runtime.lifecycle.resume.SavedRun` that the run resumes; None = a new run.
         """
 
     def on_settled(self, settled: Settled, now: float) -> None:
         """Observe the end of an assignment (merged, refused, lost or unused) at ``now`` seconds of the run's clock."""
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics to record for ``version``; an observer may add to the measured ones or change them.
-
-        Args:
-            version: global version that was measured.
-            now: time in seconds of the run's clock.
-            metrics: measured metrics by name.
-        """
+        """Return the metrics to record for ``version``; an observer may add to the measured ones or change them."""
         return metrics
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
@@ -49,39 +37,16 @@ class RunHooks:
 
         Calls never overlap. They come on the thread that measured, which in a wall-clock run is not the coordinator's
         thread.
-
-        Args:
-            version: global version that was measured.
-            metrics: metrics of that version by name.
-            values: the global model's values; valid until this call returns.
         """
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Observe the metrics of ``version`` after they were written to the run folder.
-
-        Args:
-            version: global version that was measured.
-            now: time in seconds of the run's clock.
-            metrics: metrics by name, as written.
-        """
+        """Observe the metrics of ``version`` after they were written to the run folder."""
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Observe an event after the coordinator has handled it.
-
-        Args:
-            event: event that was handled.
-            coordinator: state machine of the run, after the event; read only.
-            now: time in seconds of the run's clock.
-        """
+        """Observe an event after the coordinator has handled it."""
 
     def on_merged(self, version: int, now: float, seconds: float) -> None:
-        """Observe that a merge has made ``version``; called before `on_settled` of the updates in it.
-
-        Args:
-            version: version of the global model.
-            now: time in seconds of the run's clock.
-            seconds: real seconds that the server spent on the event that caused the merge.
-        """
+        """Observe that a merge has made ``version``; called before `on_settled` of the updates in it."""
 
     def stop_asked(self) -> str | None:
         """Return a reason to end the run now, or None; called in each turn of the runtime's loop."""
@@ -92,13 +57,7 @@ class RunHooks:
         return False
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Save the run's state, or copy it for saving later: the state may change as soon as this method returns.
-
-        Args:
-            coordinator: coordinator whose state is to be saved.
-            version: version of the global model.
-            clock: the runtime's own state. An observer may add entries, which are restored when the run resumes.
-        """
+        """Save the run's state, or copy it for saving later: the state may change as soon as this method returns."""
 
     def end(self, summary: dict[str, Any]) -> None:
         """Observe the run's summary just before it is written; it must not be changed."""

@@ -51,16 +51,7 @@ LATE = 2**30
 def followed_cost(
     local: Stepwise, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any], estimate: Cost
 ) -> Cost:
-    """Predict the cost of a task from the steps of its own hook.
-
-    Args:
-        local: local part of the method.
-        submodels: submodels of the model.
-        spec: submodel to train.
-        batch_size: local batch size.
-        extra: further settings of the task (`Work.extra`).
-        estimate: cost by a formula: what the task sends and receives, and all of it if its steps cannot be followed.
-    """
+    """Predict the cost of a task from the steps of its own hook."""
     depends = local.cost_depends_on(extra)
     key = (type(local), repr(local), json.dumps(depends, sort_keys=True, default=repr))
     try:
@@ -75,8 +66,7 @@ def followed_cost(
 class OwnSteps:
     """A method whose tasks can be followed step by step.
 
-    Attributes:
-        rescale: whether it multiplies the activations of narrowed layers.
+    `rescale`: whether it multiplies the activations of narrowed layers.
     """
 
     def __init__(self, local: Stepwise, submodels: Submodels, extra: Mapping[str, Any]) -> None:
@@ -85,13 +75,7 @@ class OwnSteps:
         self.rescale = local.rescale
 
     def begin(self, spec: Spec, module: nn.Module, loss: Callable[[Any, int], Tensor]) -> _OwnTask:
-        """Return a task before its first step, with room for what it receives and sends.
-
-        Args:
-            spec: submodel that the module is.
-            module: small module, on the meta device or with values.
-            loss: function that runs the user's own step.
-        """
+        """Return a task before its first step, with room for what it receives and sends."""
         return _OwnTask(self._local, self._submodels, spec, self._extra, module, loss)
 
 
@@ -103,13 +87,7 @@ class _NoServer:
         self._device = device
 
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
-        """Pack a question's tensors, as for sending, and return a reply; see `raafl.core.exchange.ClientLink`.
-
-        Args:
-            meta: plain data of the question.
-            tensors: tensors of the question, by name.
-            answer: layout of the reply.
-        """
+        """Pack a question's tensors, as for sending, and return a reply; see `raafl.core.exchange.ClientLink`."""
         FlatTensors.from_named(tensors)
         return FlatTensors.zeros(answer, self._device)
 
@@ -117,9 +95,8 @@ class _NoServer:
 class _OwnTask:
     """A task of a method with everything that its hook may use, but without values.
 
-    Attributes:
-        received_and_sent: tensors that it has received or will send.
-        answer_bytes: bytes of the trained values beside which bundles are sent.
+    `received_and_sent`: tensors that it has received or will send.
+    `answer_bytes`: bytes of the trained values beside which bundles are sent.
     """
 
     def __init__(

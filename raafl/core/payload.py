@@ -44,10 +44,9 @@ MAX_CACHED = 256
 class Payload:
     """Layouts of all tensors that travel with a task: "sent" to the client, and "trained" back to the server.
 
-    Attributes:
-        submodels: submodels of the model, or in split learning of the part that clients train.
-        up_as: compressor for the values sent to the server, which replaces the setting ``compress.up``; None =
-            ``compress.up``.
+    `submodels`: submodels of the model, or in split learning of the part that clients train.
+    `up_as`: compressor for the values sent to the server, which replaces the setting ``compress.up``; None =
+    ``compress.up``.
     """
 
     def __init__(
@@ -61,13 +60,7 @@ class Payload:
     ) -> None:
         """Define the payload of a run.
 
-        Args:
-            submodels: of the model.
-            down: names of the bundles that go down.
-            up: names of the bundles that go up.
-            up_as: see the class.
-            own: layouts of the bundles that have one of their own.
-            travels: values that travel for a task of a resident payload; None = all travels, bundles too.
+        `travels`: values that travel for a task of a resident payload; None = all travels, bundles too.
         """
         self.submodels, self.up_as, self._own, self._travels = submodels, up_as, own, travels
         self._bundles: dict[Way, tuple[str, ...]] = {"sent": down, "trained": up}
@@ -85,9 +78,7 @@ class Payload:
     def layout(self, spec: Spec | None = None, way: Way = "sent") -> Layout:
         """Return the layout of all tensors that travel in one direction for a task: the submodel's values, then the bundles.
 
-        Args:
-            spec: submodel of the task; None = the whole model with all of its bundles.
-            way: direction of travel: "sent" to the client, or "trained" back to the server.
+        `spec`: submodel of the task; None = the whole model with all of its bundles.
         """
         if not self._bundles[way]:
             return self.submodels.layout(spec or FULL, way)
@@ -115,11 +106,8 @@ class Payload:
         If the method lets clients keep tensors between tasks, only the tensors that the task names in ``extra`` are
         sent.
 
-        Args:
-            spec: submodel of the task.
-            way: "sent" to the client, or "trained" back to the server.
-            extra: further settings of the task (`Work.extra`); None = all tensors are sent, since the client keeps none
-                yet.
+        `extra`: further settings of the task (`Work.extra`); None = all tensors are sent, since the client keeps none
+        yet.
         """
         if self._travels is None:
             return self.layout(spec, way)
@@ -135,12 +123,7 @@ class Payload:
         return self.layout(spec, "trained") if self._travels is None else self.submodels.layout(spec, "trained")
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
-        """Return the copy plan of a submodel: for each of its tensors, where in the whole model the elements are.
-
-        Args:
-            spec: submodel of the task.
-            way: direction of travel: "sent" to the client, or "trained" back to the server.
-        """
+        """Return the copy plan of a submodel: for each of its tensors, where in the whole model the elements are."""
         if not self._bundles[way]:
             return self.submodels.plan(spec, way, way)
         return self._plan(self.submodels.normal(spec), way)
@@ -156,11 +139,6 @@ class Payload:
         """Split the storage of a task's tensors: return views of the submodel's values, and of the bundles by name.
 
         Bundles are extra tensors of the method.
-
-        Args:
-            flat: storage that holds all tensors that are sent in this direction.
-            spec: submodel of the task.
-            way: direction of travel: "sent" to the client, or "trained" back to the server.
         """
         names = self._bundles[way]
         stay = self.is_resident and flat.layout == self.submodels.layout(spec, way)
@@ -182,10 +160,7 @@ class TransferCost(Protocol):
     def cost(self, cost: Cost, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
         """Return the cost of a task with compression: fewer bytes are sent, but the client needs memory for it.
 
-        Args:
-            cost: predicted cost of the task without compression.
-            spec: submodel of the task.
-            extra: further settings of the task (`Work.extra`); None = unknown.
+        `extra`: further settings of the task (`Work.extra`); None = unknown.
         """
         ...
 

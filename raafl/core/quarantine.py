@@ -25,12 +25,11 @@ class RefusalBackoff:
     for such a client waits as long. An accepted update resets the count. A client that returns from a suspension is
     suspended again at its next refusal.
 
-    Attributes:
-        most: number of refusals in a row that suspends a client.
-        refused: number of refusals in a row, by client.
-        times: number of suspensions in a row, by client.
-        until: end of the current suspension in seconds of the run's clock, by client.
-        unanswered_s: seconds that the latest tasks took which a client left unanswered in a row, by client.
+    `most`: number of refusals in a row that suspends a client.
+    `refused`: number of refusals in a row, by client.
+    `times`: number of suspensions in a row, by client.
+    `until`: end of the current suspension in seconds of the run's clock, by client.
+    `unanswered_s`: seconds that the latest tasks took which a client left unanswered in a row, by client.
     """
 
     def __init__(self, most: int) -> None:
@@ -45,12 +44,8 @@ class RefusalBackoff:
     ) -> float | None:
         """Count a refused update of ``client``; return the end of the suspension that follows, or None.
 
-        Args:
-            client: id of the client.
-            now: time in seconds of the run's clock.
-            excused: whether to count the refusal without suspending, because the global model caused it and not the
-                client.
-            unanswered_s: seconds from the assignment of a task that the client has left unanswered; None = it has answered.
+        `unanswered_s`: seconds from the assignment of a task that the client has left unanswered; None = it has
+        answered.
         """
         self.refused[client] += 1
         if unanswered_s is not None:

@@ -16,21 +16,20 @@ class Roster:
     If clients may train while they send (`Coordinator.overlap`), the update of a client's previous task may still be on
     its way.
 
-    Attributes:
-        clients: every client that joined and is neither lost nor suspended, by id.
-        suspended: suspended clients that are still connected, by id.
-        said_bytes: memory in bytes that clients declared, by id, for those that turned out to have less.
-        active: assignments whose updates may still arrive, by assignment id.
-        away: clients at work whose connection broke and that may still finish their task; no decision depends on this
-            set.
-        late: ids of unfinished assignments whose round has closed; their updates will be refused.
-        idle: clients without work, from which the next ones are drawn.
-        drawn: clients that were drawn to work and wait until concurrency allows them to start, in order.
-        busy: id of the assignment on which a client works, by client id.
-        sending: id of the assignment whose update travels while its client may work on the next, by client id.
-        tasks: number of tasks that a client has had so far, by id.
-        joins: number of times that a client has joined so far, by id.
-        last_id: id of the newest assignment; ids count from 1.
+    `clients`: every client that joined and is neither lost nor suspended, by id.
+    `suspended`: suspended clients that are still connected, by id.
+    `said_bytes`: memory in bytes that clients declared, by id, for those that turned out to have less.
+    `active`: assignments whose updates may still arrive, by assignment id.
+    `away`: clients at work whose connection broke and that may still finish their task; no decision depends on this
+    set.
+    `late`: ids of unfinished assignments whose round has closed; their updates will be refused.
+    `idle`: clients without work, from which the next ones are drawn.
+    `drawn`: clients that were drawn to work and wait until concurrency allows them to start, in order.
+    `busy`: id of the assignment on which a client works, by client id.
+    `sending`: id of the assignment whose update travels while its client may work on the next, by client id.
+    `tasks`: number of tasks that a client has had so far, by id.
+    `joins`: number of times that a client has joined so far, by id.
+    `last_id`: id of the newest assignment; ids count from 1.
     """
 
     def __init__(self) -> None:
@@ -90,10 +89,8 @@ class Roster:
     def suspend(self, client: ClientInfo, said_bytes: float | None = None) -> None:
         """Register ``client`` as present but suspended.
 
-        Args:
-            client: description of the client.
-            said_bytes: memory in bytes that the client declared, which counts again after the suspension; None = the memory
-                in ``client``.
+        `said_bytes`: memory in bytes that the client declared, which counts again after the suspension; None = the
+        memory in ``client``.
         """
         self.suspended[client.id] = client
         if said_bytes is not None:
@@ -114,13 +111,7 @@ class Roster:
         return lost
 
     def draw(self, sample: Sample, rng: random.Random, *, rolling: bool) -> bool:
-        """Draw clients from the idle ones by the rule of ``sample``; return whether any were drawn.
-
-        Args:
-            sample: the algorithm's sample part.
-            rng: the run's random generator.
-            rolling: whether clients are started one by one, as others finish (asynchronous), not as a cohort together.
-        """
+        """Draw clients from the idle ones by the rule of ``sample``; return whether any were drawn."""
         chosen = sample.draw(self.idle, self.num_at_work + len(self.drawn), rng, rolling=rolling)
         self.drawn.update(dict.fromkeys(chosen))
         return bool(chosen)
@@ -149,12 +140,7 @@ class Roster:
         self.idle.add(assignment.client)
 
     def release(self, assignment: Assignment, *, back: bool) -> None:
-        """Remove ``assignment`` from the active ones.
-
-        Args:
-            assignment: assignment that has ended.
-            back: whether its client becomes idle; a client that already works on its next task stays busy.
-        """
+        """Remove ``assignment`` from the active ones."""
         del self.active[assignment.id]
         self.late.discard(assignment.id)
         for having in (self.busy, self.sending):

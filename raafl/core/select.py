@@ -27,15 +27,12 @@ from raafl.submodel.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class OwnTests:
-    """Number of test samples of each client, on which it evaluates its trained submodel; needed to predict times.
+    """Number of test samples of each client, on which it evaluates its trained submodel; needed to predict times."""
 
-    Attributes:
-        sizes: number of test samples by client, for clients that use the run's data; clients without test samples are
-            absent.
-        share: fraction of its data that a client sets aside for tests, for clients with data that only they can see.
-    """
-
+    # number of test samples by client, for clients that use the run's data; clients without test samples are
+    # absent
     sizes: Mapping[int, int] = field(default_factory=dict)
+    # fraction of its data that a client sets aside for tests, for clients with data that only they can see
     share: float = 0.0
 
     def of(self, client: ClientInfo) -> float:

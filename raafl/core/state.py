@@ -31,8 +31,7 @@ class ClientState:
     for top_k downwards, the residual of error feedback upwards), and the tensors that clients of some methods keep
     between tasks (`raafl.compression.resident`).
 
-    Attributes:
-        values: tensors by name, then by client.
+    `values`: tensors by name, then by client.
     """
 
     def __init__(self, storage: PayloadRoom | None = None) -> None:
@@ -45,10 +44,8 @@ class ClientState:
     def recording(self, changed: dict[tuple[str, int], FlatTensors | None]) -> Iterator[None]:
         """Return a context in which the old tensors of a client are saved before they first change.
 
-        Args:
-            changed: dict that receives the old tensors by (name, client); None where the client had none under that
-                name.
-
+        `changed`: dict that receives the old tensors by (name, client); None where the client had none under that
+        name.
         """
         self._changed = changed
         try:
@@ -71,13 +68,7 @@ class ClientState:
     ) -> FlatTensors:
         """Return the tensors stored for ``client`` under ``name``, for changes in place; create them if they are missing.
 
-        Args:
-            name: name of the entry.
-            client: id of the client.
-            layout: layout of the tensors.
-            device: device on which new tensors are created.
-            folder: folder in which to keep the tensors as files, to save memory; None = in memory.
-            fill: initial value of floating-point elements; integers start at 0.
+        `folder`: folder in which to keep the tensors as files, to save memory; None = in memory.
         """
         kept = self.everyone(name, folder)
         self._record(name, client)
@@ -113,21 +104,15 @@ class ClientState:
 
 @dataclass(frozen=True, slots=True)
 class PendingUpdate:
-    """An accepted update that waits for a merge.
+    """An accepted update that waits for a merge."""
 
-    Attributes:
-        update: the client's update. Its tensors may already be overwritten: a merge copies, or adds up, those that it needs.
-        spec: submodel of the update, without the frozen base.
-        staleness: number of merges from the update's assignment to its arrival.
-        assignment: task of the update; None = a merge has combined the update from those of several clients.
-        arrived_s: time of arrival, in seconds of the run's clock.
-    """
-
+    # the client's update. Its tensors may already be overwritten: a merge copies, or adds up, those that it needs
     update: Update
-    spec: Spec
-    staleness: int
+    spec: Spec  # submodel of the update, without the frozen base
+    staleness: int  # number of merges from the update's assignment to its arrival
+    # task of the update; None = a merge has combined the update from those of several clients
     assignment: Assignment | None = None
-    arrived_s: float = 0.0
+    arrived_s: float = 0.0  # time of arrival, in seconds of the run's clock
 
 
 @dataclass(slots=True)
@@ -174,23 +159,13 @@ def copied(state: GlobalState, but: str) -> dict[str, Any]:
     """Copy all state that a merge may change, so that the merge can be undone.
 
     The tensors stored for clients are not copied here; each is copied only when it first changes (`ClientState.recording`).
-
-    Args:
-        state: the global model.
-        but: key of the merge's own record in ``state.memory``, which is not copied.
     """
     memory = {name: _copy(value) for name, value in state.memory.to_plain().items() if name != but}
     return {"values": state.values.clone(), "memory": memory, "clients": {}, "waiting": list(state.waiting)}
 
 
 def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
-    """Restore in place the state that `copied` saved.
-
-    Args:
-        state: the global model.
-        saved: result of `copied`; it cannot be used again.
-        but: key of the merge's own record in ``state.memory``, which stays unchanged.
-    """
+    """Restore in place the state that `copied` saved."""
     state.values.copy_(saved["values"])
     state.memory.load(saved["memory"], but)
     state.waiting[:] = saved["waiting"]
@@ -207,11 +182,6 @@ def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
 
     Tensors stored for clients are checked for infinities only: NaN marks elements that a client has never trained, and
     a sum that overflows becomes infinite before it becomes NaN.
-
-    Args:
-        state: the global model after the merge.
-        saved: result of `copied` before the merge.
-        but: key of the merge's own record in ``state.memory``, which is not checked.
     """
     touched = (state.clients.find(name, client) for name, client in saved["clients"])
     if any(bool(buffer.isinf().any()) for flat in touched if flat is not None for buffer in flat.buffers.values()):

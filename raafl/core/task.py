@@ -74,9 +74,6 @@ class Task:
 def expected_next(assignment: Assignment) -> Assignment | None:
     """Predict a client's next task, so that it can begin early; ``id``, ``version`` and ``extra`` are not known yet.
 
-    Args:
-        assignment: the client's latest task.
-
     Returns:
         The expected task; None = the client may not begin it early.
     """

@@ -126,17 +126,11 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class SumGroup:
-    """Group of updates that the server may read only as a sum (secure aggregation, docs/secure-aggregation.md).
+    """Group of updates that the server may read only as a sum (secure aggregation, docs/secure-aggregation.md)."""
 
-    Attributes:
-        members: ids of the assignments whose updates form the sum.
-        scale: largest weight in the group, by which all weights were divided.
-        masked: whether random masks hide the update's tensors, so that a digest of them is useless.
-    """
-
-    members: tuple[int, ...]
-    scale: float
-    masked: bool = False
+    members: tuple[int, ...]  # ids of the assignments whose updates form the sum
+    scale: float  # largest weight in the group, by which all weights were divided
+    masked: bool = False  # whether random masks hide the update's tensors, so that a digest of them is useless
 
 
 @dataclass(slots=True)
@@ -208,16 +202,11 @@ class Sending:
     """Event: a client has trained a task and begun to send its update, so that it can be given the next task.
 
     Occurs only where a client may train its next task while it sends its last update (`Coordinator.overlap`).
-
-    Attributes:
-        client: id of the client.
-        incarnation: number of times that the client had joined before.
-        assignment: id of the trained task's assignment.
     """
 
-    client: int
-    incarnation: int
-    assignment: int
+    client: int  # id of the client
+    incarnation: int  # number of times that the client had joined before
+    assignment: int  # id of the trained task's assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,19 +276,13 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Action: record the end of an assignment; issued exactly once for each.
-
-    Attributes:
-        outcome: end of the assignment: merged, refused:REASON, lost:REASON or unused.
-        version: global version after the merge, or at the time of the end.
-        staleness: number of merges between the assignment's version and the merge of its update.
-    """
+    """Action: record the end of an assignment; issued exactly once for each."""
 
     assignment: Assignment | None
     client: int
-    outcome: str
-    version: int
-    staleness: int
+    outcome: str  # end of the assignment: merged, refused:REASON, lost:REASON or unused
+    version: int  # global version after the merge, or at the time of the end
+    staleness: int  # number of merges between the assignment's version and the merge of its update
     update: Update | None = None
 
 

@@ -27,14 +27,7 @@ FORMS: Final[Mapping[Task, tuple[tuple[str, ...], ...]]] = {
 
 
 def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) -> Callable[..., Tokens]:
-    """Return a function that converts one row of the data to tokens and labels.
-
-    Args:
-        tokenizer: tokenizer of transformers.
-        task: kind of task: causal, seq2seq or classification.
-        form: names of the columns that a row has, such as prompt and completion.
-        max_length: largest number of tokens in an example, including special tokens.
-    """
+    """Return a function that converts one row of the data to tokens and labels."""
 
     def tokens(text: str, **more: Any) -> list[int]:
         return list(tokenizer(text, truncation=True, max_length=max_length, **more)["input_ids"])
@@ -80,10 +73,6 @@ def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Tokens:
     of these messages is found by formatting the chat twice, without and with the message; the additional tokens are the
     message.
 
-    Args:
-        tokenizer: tokenizer of transformers, with a template for chats.
-        messages: messages of the chat, each with role and content.
-
     Raises:
         BadInput: the tokenizer has no template, or the template changes the text of earlier messages.
     """
@@ -115,11 +104,6 @@ def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Tokens:
 
 def pack(lengths: Ints, groups: Ints, max_length: int) -> list[Ints]:
     """Put several examples into one row, as long as they belong to the same group and ``max_length`` tokens are not exceeded.
-
-    Args:
-        lengths: number of tokens in each example.
-        groups: group of each example; a row has examples of one group only.
-        max_length: largest number of tokens in a row.
 
     Returns:
         Indices of the examples in each row, in order.

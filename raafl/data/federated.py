@@ -48,22 +48,12 @@ class ClientData:
     per tensor makes a batch. All other data is read sample by sample, through the data set with its transforms and the
     loader's collate function, in this process.
 
-    Args:
-        dataset: data set of the training loader.
-        indices: `(num_samples,)` int64, rows of the data set that belong to this client.
-        batch_size: number of samples in a batch, unless `batches` gets another number.
-        collate: collate function of the loader.
-        copied: whether to copy the client's samples, where they are gathered fast, so that the data set can be freed.
-        drop_last: whether an epoch drops its last batch if it is smaller than the others and not the only one.
-        weights: `(num_samples,)`, weights for drawing the samples of an epoch with replacement; None = each sample
-            once.
-        shuffles: whether each epoch has a new random order; else all have the order of ``indices``.
-
-    Attributes:
-        test: samples on which the client only evaluates its submodel; None = it has none.
-        gathers: whether samples are gathered fast, so that a batch is a list of tensors.
-        source: data set from which `fetch` gathers rows; None = samples are not gathered fast, or are the client's own
-            copies.
+    `weights`: `(num_samples,)`, weights for drawing the samples of an epoch with replacement; None = each sample
+    once.
+    `test`: samples on which the client only evaluates its submodel; None = it has none.
+    `gathers`: whether samples are gathered fast, so that a batch is a list of tensors.
+    `source`: data set from which `fetch` gathers rows; None = samples are not gathered fast, or are the client's own
+    copies.
 
     Raises:
         BadInput: `indices` is empty.
@@ -120,11 +110,7 @@ class ClientData:
         epoch has a single batch. At the start of each epoch, one `torch.randperm` (with weights, one `torch.multinomial`) is drawn
         from the generator; global generators are not used. Nothing is drawn where the loader does not shuffle.
 
-        Args:
-            generator: CPU generator that determines the order.
-            batch_size: number of samples in a batch; None = that of the data module.
-            num_epochs: number of passes over the samples; give either this or `num_steps`.
-            num_steps: number of batches, from as many epochs as needed.
+        `batch_size`: number of samples in a batch; None = that of the data module.
 
         Raises:
             BadInput: a number is below 1, or not exactly one of `num_epochs` and `num_steps` is given.
@@ -140,11 +126,9 @@ class ClientData:
     ) -> Iterator[torch.Tensor]:
         """Yield the indices of each batch's samples, in place of the batches; raise the same errors as `batches`.
 
-        Args:
-            generator: CPU generator that determines the order.
-            batch_size: number of samples in a batch; None = that of the data module.
-            num_epochs: number of passes over the samples; None = use ``num_steps``.
-            num_steps: number of batches; None = use ``num_epochs``.
+        `batch_size`: number of samples in a batch; None = that of the data module.
+        `num_epochs`: number of passes over the samples; None = use ``num_steps``.
+        `num_steps`: number of batches; None = use ``num_epochs``.
         """
         if (num_epochs is None) == (num_steps is None):
             raise BadInput(f"num_epochs is {num_epochs} and num_steps is {num_steps}: give exactly one of them")
@@ -215,15 +199,7 @@ class FederatedData:
     `WeightedRandomSampler` apply to each client's epochs; a `SubsetRandomSampler` selects the samples. The loader's
     workers are not used.
 
-    Args:
-        datamodule: any LightningDataModule whose training loader iterates over one map-style data set.
-        partition: rule that divides the training samples among the clients.
-        num_clients: number of clients N.
-        seed: seed of the partition.
-        rules: rules by which the loaders are read.
-
-    Attributes:
-        notes: lines to show at the start, such as on which data the global model is evaluated.
+    `notes`: lines to show at the start, such as on which data the global model is evaluated.
 
     Raises:
         BadInput: the training loader is of a kind that is not supported, or the partition is impossible.
@@ -320,12 +296,7 @@ class FederatedData:
         return self._clients[client]
 
     def make_client(self, client: int, *, copied: bool = False) -> ClientData:
-        """Build the data of one client.
-
-        Args:
-            client: id of the client.
-            copied: whether to copy its samples, for a process that trains no other client.
-        """
+        """Build the data of one client."""
         rows = self.indices(client)
         mine = self._own(rows, copied, None if self._weights is None else self._weights[rows])
         if self.test_sizes[client - 1]:
@@ -352,9 +323,7 @@ class FederatedData:
 
         Each batch comes with its number of samples; the last batch may be smaller.
 
-        Args:
-            batch_size: number of samples in a batch; None = that of the loader.
-            first: index of the first batch to yield, from 0.
+        `batch_size`: number of samples in a batch; None = that of the loader.
 
         Raises:
             BadInput: the loader is of a kind that is not supported.

@@ -34,20 +34,13 @@ _PARTS = ("ids", "starts", "labels", "label_starts", "group")
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Tokens of all examples, one after the other in one array, which may be a memory-mapped file.
+    """Tokens of all examples, one after the other in one array, which may be a memory-mapped file."""
 
-    Attributes:
-        ids: tokens of all examples, one after the other.
-        starts: `(n + 1,)`, position at which each example begins in ``ids``, and the end of the last one.
-        labels: labels of all examples; see `raafl.data.examples.Tokens`.
-        label_starts: `(n + 1,)`, position at which each example begins in ``labels``, and the end of the last one.
-        group: `(n,)`, number of the person or group to whom each example belongs; all 0 if the data has no such column.
-    """
-
-    ids: Tensor
-    starts: Tensor
-    labels: Tensor
-    label_starts: Tensor
+    ids: Tensor  # tokens of all examples, one after the other
+    starts: Tensor  # `(n + 1,)`, position at which each example begins in ``ids``, and the end of the last one
+    labels: Tensor  # labels of all examples; see `raafl.data.examples.Tokens`
+    label_starts: Tensor  # `(n + 1,)`, position at which each example begins in ``labels``, and the end of the last one
+    # `(n,)`, number of the person or group to whom each example belongs; all 0 if the data has no such column
     group: Tensor
 
     def __len__(self) -> int:
@@ -63,14 +56,8 @@ class _Encoded:
 class _TokenRows(Dataset[dict[str, Tensor]]):
     """Data set whose samples are rows of tokens with labels; a row has one example, or several that are packed.
 
-    Args:
-        encoded: tokens of all examples.
-        rows: indices of the examples in each row.
-        packed: whether positions restart at each example of a row, which tells transformers to keep the examples apart.
-
-    Attributes:
-        group: `(n,)`, number of the person or group to whom each row belongs, for partitions by it.
-        labels: `(n,)`, class of each row; only for classification.
+    `group`: `(n,)`, number of the person or group to whom each row belongs, for partitions by it.
+    `labels`: `(n,)`, class of each row; only for classification.
     """
 
     def __init__(self, encoded: _Encoded, rows: Sequence[Ints], *, packed: bool, classified: bool) -> None:
@@ -96,18 +83,12 @@ class _TokenRows(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class _Padding:
-    """Collate function that pads rows of tokens at their end to a common length.
+    """Collate function that pads rows of tokens at their end to a common length."""
 
-    Attributes:
-        token: token with which ``input_ids`` are padded.
-        length: length of every batch; None = the length of its longest row.
-        num_labels: number of labels in every row, for seq2seq; None = as many as tokens.
-        masked: whether to add an ``attention_mask``, 1 at tokens; a causal model needs none, since padding comes last.
-    """
-
-    token: int
-    length: int | None
-    num_labels: int | None
+    token: int  # token with which ``input_ids`` are padded
+    length: int | None  # length of every batch; None = the length of its longest row
+    num_labels: int | None  # number of labels in every row, for seq2seq; None = as many as tokens
+    # whether to add an ``attention_mask``, 1 at tokens; a causal model needs none, since padding comes last
     masked: bool
 
     def __call__(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

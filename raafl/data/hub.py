@@ -14,11 +14,6 @@ _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv
 def load_splits(path: str, name: str | None) -> Any:
     """Return the splits of a data set, such as ``train`` and ``test``, by name.
 
-    Args:
-        path: name on the hub; folder that `datasets.load_dataset` or `load_from_disk` reads; or file (JSON lines,
-            parquet, CSV), which becomes the split ``train``.
-        name: configuration of the data set, if it has several.
-
     Raises:
         BadInput: `datasets` is not installed, there is no such data set, or a file is damaged; the message then names
             the line.
@@ -81,12 +76,6 @@ def _line_fault(line: str) -> str | None:
 
 def rows_of(splits: Any, path: str, split: str, *columns: str) -> Any:
     """Return the rows of one split, after a check that it has the required columns.
-
-    Args:
-        splits: rows of the splits, by name.
-        path: path of the data set, for error messages.
-        split: name of the split to return.
-        columns: names of the columns that it must have.
 
     Raises:
         BadInput: the split does not exist or lacks one of the columns.

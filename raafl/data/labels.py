@@ -45,10 +45,6 @@ def trained_labels(dataset: Any, fetch: Fetch) -> npt.NDArray[Any]:
     `target_transform`, a `__getitem__` of a subset, or a collate function changes them; then all samples are read once.
     Global random generators are restored afterwards.
 
-    Args:
-        dataset: data set of the training loader.
-        fetch: function that makes a batch from the indices of its samples, with the loader's collate function.
-
     Raises:
         BadInput: the samples have no label of this kind.
     """
@@ -109,11 +105,7 @@ def _labels_of_batch(batch: object) -> torch.Tensor | None:
 
 
 class Columns(Mapping[str, Sequence[Any]]):
-    """Named columns of a data set: those of a Hugging Face data set, or attributes with one value per sample.
-
-    Args:
-        dataset: a map-style data set, possibly under `Subset`s.
-    """
+    """Named columns of a data set: those of a Hugging Face data set, or attributes with one value per sample."""
 
     def __init__(self, dataset: Any) -> None:
         self._base, self._rows = unwrap(dataset)

@@ -47,31 +47,19 @@ def reading(what: str) -> Iterator[None]:
 
 
 class Loader(NamedTuple):
-    """The settings of a data loader that raafl uses.
+    """The settings of a data loader that raafl uses."""
 
-    Attributes:
-        dataset: data set of the loader; with a subset sampler, only the samples that the sampler selects.
-        collate: function that makes a batch from a list of samples.
-        batch_size: number of samples in a batch; None = the loader has none.
-        drop_last: whether an epoch drops its last batch if it is smaller than the others.
-        weights: `(len(dataset),)` float64, weights of a `WeightedRandomSampler`; None = each sample once per epoch.
-        shuffles: whether the loader gives its samples in a random order.
-    """
-
-    dataset: Any
-    collate: Collate
-    batch_size: int | None
-    drop_last: bool
+    dataset: Any  # data set of the loader; with a subset sampler, only the samples that the sampler selects
+    collate: Collate  # function that makes a batch from a list of samples
+    batch_size: int | None  # number of samples in a batch; None = the loader has none
+    drop_last: bool  # whether an epoch drops its last batch if it is smaller than the others
+    # `(len(dataset),)` float64, weights of a `WeightedRandomSampler`; None = each sample once per epoch
     weights: torch.Tensor | None
-    shuffles: bool
+    shuffles: bool  # whether the loader gives its samples in a random order
 
 
 def read_loader(loader: object, name: str) -> Loader:
     """Read the settings of a loader that a data module has returned.
-
-    Args:
-        loader: object that the data module returned.
-        name: name of the data module's method, for errors.
 
     Raises:
         BadInput: the object is not a single torch DataLoader over a map-style data set, or has a sampler that raafl
@@ -143,12 +131,7 @@ def _check_sampler(sampler: Any, length: int, name: str) -> None:
 
 
 def check_dataset(what: str, dataset: object) -> None:
-    """Raise `BadInput` unless the samples of a data set can be read by index and there is at least one.
-
-    Args:
-        what: name of the data set, for the error.
-        dataset: data set to check.
-    """
+    """Raise `BadInput` unless the samples of a data set can be read by index and there is at least one."""
     kind = briefly(dataset) if isinstance(dataset, type) else type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise BadInput(
@@ -187,30 +170,18 @@ def overrides(module: LightningDataModule, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
-    """Reader of a data set's batches in the order of the data set, without shuffling.
+    """Reader of a data set's batches in the order of the data set, without shuffling."""
 
-    Attributes:
-        fetch: function that makes a batch from the indices of its samples.
-        num_samples: number of samples in the data set.
-        batch_size: number of samples in a batch, from the data set's loader; None = the loader has none.
-        tensors: tensors with all samples, such as one of inputs and one of labels, which are sliced into batches;
-            None = batches are made by ``fetch``.
-        drop_last: whether the last batch is left out if it is smaller than the others and not the only one.
-    """
-
-    fetch: Fetch
-    num_samples: int
-    batch_size: int | None
+    fetch: Fetch  # function that makes a batch from the indices of its samples
+    num_samples: int  # number of samples in the data set
+    batch_size: int | None  # number of samples in a batch, from the data set's loader; None = the loader has none
+    # tensors with all samples, such as one of inputs and one of labels, which are sliced into batches; None =
+    # batches are made by ``fetch``
     tensors: list[torch.Tensor] | None
-    drop_last: bool = False
+    drop_last: bool = False  # whether the last batch is left out if it is smaller than the others and not the only one
 
     def batches(self, batch_size: int, first: int) -> Iterator[tuple[Any, int]]:
-        """Yield each batch with its number of samples.
-
-        Args:
-            batch_size: number of samples in a batch.
-            first: index of the first batch to yield, from 0.
-        """
+        """Yield each batch with its number of samples."""
         batches = torch.split(torch.arange(self.num_samples), batch_size)
         if self.drop_last:
             batches = batches[: max(self.num_samples // batch_size, 1)]

@@ -80,12 +80,7 @@ class Mnist:
         return next((folder for folder in self.places(root) if _has_mnist(folder)), None)
 
     def read(self, folder: Path, split: str) -> Tensors:
-        """Read the train or test split: images `(n, 1, 28, 28)` uint8, memory-mapped if possible, and labels `(n,)` int64.
-
-        Args:
-            folder: folder of the data set.
-            split: name of the split, "train" or "test".
-        """
+        """Read the train or test split: images `(n, 1, 28, 28)` uint8, memory-mapped if possible, and labels `(n,)` int64."""
         stem = _MNIST_STEMS[split]
         images = read_idx(_idx_file(folder, f"{stem}-images-idx3-ubyte"))
         labels = read_idx(_idx_file(folder, f"{stem}-labels-idx1-ubyte"))
@@ -94,21 +89,13 @@ class Mnist:
 
 @dataclass(frozen=True, slots=True)
 class Cifar:
-    """Reader of the CIFAR-10 or CIFAR-100 data set, from the files of the Hugging Face hub or those of torchvision.
+    """Reader of the CIFAR-10 or CIFAR-100 data set, from the files of the Hugging Face hub or those of torchvision."""
 
-    Attributes:
-        folder: name of the folder with the hub's parquet files.
-        batches: name of the folder with torchvision's files.
-        torchvision: name of the class of torchvision that reads these files.
-        label: name of the column with the labels in the parquet files.
-        files: pattern of torchvision's files, by split.
-    """
-
-    folder: str
-    batches: str
-    torchvision: str
-    label: str
-    files: Mapping[str, str]
+    folder: str  # name of the folder with the hub's parquet files
+    batches: str  # name of the folder with torchvision's files
+    torchvision: str  # name of the class of torchvision that reads these files
+    label: str  # name of the column with the labels in the parquet files
+    files: Mapping[str, str]  # pattern of torchvision's files, by split
 
     def places(self, root: Path) -> list[Path]:
         """Return the folders below ``root`` in which `find` looks for the data set.
@@ -122,12 +109,7 @@ class Cifar:
         return next((folder for folder in self.places(root) if self._is_in(folder)), None)
 
     def read(self, folder: Path, split: str) -> Tensors:
-        """Read the train or test split: images `(n, 3, 32, 32)` uint8 and labels `(n,)` int64, decoded once per machine.
-
-        Args:
-            folder: folder of the data set.
-            split: name of the split, "train" or "test".
-        """
+        """Read the train or test split: images `(n, 3, 32, 32)` uint8 and labels `(n,)` int64, decoded once per machine."""
         name = f"{self.folder}-{split}"
         if folder.name == self.folder:
             sources = sorted(folder.rglob(f"{split}*.parquet"))
@@ -174,13 +156,6 @@ def cached(
     They are stored in `folder/.raafl`, or in the user's cache if that folder is read-only, under a name that changes
     when the sources change (paths, sizes, times). Processes that start together wait for the first one. If nothing can
     be stored, the arrays stay in this process's memory.
-
-    Args:
-        sources: files from which the arrays are computed.
-        folder: folder of the data set.
-        name: name of the data set, with which the stored files' names begin.
-        build: function that computes the arrays.
-        parts: names of the arrays.
     """
     digest = hashlib.sha256()
     for source in sources:

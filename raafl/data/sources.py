@@ -59,9 +59,7 @@ class TrainTestData(LightningDataModule):
 def spread(dataset: Dataset[Any], number: int | None) -> Dataset[Any]:
     """Return at most ``number`` samples, evenly spaced, so that a set sorted by class keeps all classes.
 
-    Args:
-        dataset: data set from which samples are taken.
-        number: largest number of samples; None = all.
+    `number`: largest number of samples; None = all.
     """
     length = len(dataset)  # type: ignore[arg-type]
     if number is None or number >= length:
@@ -70,13 +68,7 @@ def spread(dataset: Dataset[Any], number: int | None) -> Dataset[Any]:
 
 
 def held_out(labels: npt.NDArray[np.int64], share: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the samples to hold out for tests: the share ``share`` of each class, at random.
-
-    Args:
-        labels: class of each sample, ``(samples,)``.
-        share: share of each class that is held out.
-        seed: seed of the random choice.
-    """
+    """Return a mask of the samples to hold out for tests: the share ``share`` of each class, at random."""
     rng = np.random.Generator(np.random.PCG64(seed))
     is_test = np.zeros(len(labels), np.bool_)
     for value in range(int(labels.max()) + 1):
@@ -128,17 +120,7 @@ class _FromFolder(TrainTestData):
         num_test: int | None = None,
         normalize: bool = True,
     ) -> None:
-        """Remember where to look; nothing is read yet.
-
-        Args:
-            root: folder with the files, in torchvision's layout, or of CIFAR with the hub's parquet files
-                (`cifar10/*.parquet`, `cifar100/*.parquet`); by default the environment variable RAAFL_DATA, then ~/.cache/raafl.
-            batch_size: samples in a batch.
-            download: fetch it into `root` with torchvision when it is not there.
-            num_train: train on so many images, evenly spaced; null = all.
-            num_test: evaluate on so many images, evenly spaced; null = all.
-            normalize: scale each channel by the data set's mean and standard deviation; false leaves pixels in [0, 1].
-        """
+        """Remember where to look; nothing is read yet."""
         super().__init__(batch_size, num_train, num_test)
         self.root, self.download, self.normalize = readers.data_root(root), download, normalize
 

@@ -43,11 +43,7 @@ class TensorImages(GatherDataset):
     The bytes may be a memory-mapped file that all processes of a machine share; as float32, each process would need
     four times as much memory of its own.
 
-    Args:
-        images: stored images, `(n, channels, height, width)` uint8.
-        labels: class of each image, `(n,)` whole numbers.
-        mean: mean of each channel that is subtracted, on the scale from 0 to 1.
-        std: standard deviation by which each channel is divided, on the scale from 0 to 1.
+    `images`: stored images, `(n, channels, height, width)` uint8.
 
     Raises:
         BadInput: shapes or types do not fit each other.
@@ -102,10 +98,6 @@ def fetcher(dataset: object, collate: Collate) -> tuple[Fetch, bool]:
 
     The batch equals that of a `DataLoader` with this collate function. The function is fast (gathers all samples in one
     operation) for a `TensorDataset` or `GatherDataset`, also under `Subset`s, with the default collate function.
-
-    Args:
-        dataset: data set to read.
-        collate: collate function of the loader.
     """
     if collate is not default_collate:
         return _one_by_one(dataset, collate), False

@@ -101,21 +101,7 @@ class _FromFolderOrHub(_Texts):
         num_train: int | None = None,
         num_test: int | None = None,
     ) -> None:
-        """Remember where to look; nothing is read yet.
-
-        Args:
-            tokenizer: `words` (the most frequent words of the training texts), or a tokenizer of transformers: name on
-                the hub, folder, or `package:NAME/FOLDER` for a folder of an installed Python package.
-            root: folder that has the set's folder; by default the environment variable RAAFL_DATA, then
-                ~/.cache/raafl.
-            max_length: tokens kept of each text; shorter ones are padded.
-            train_length: the same for training texts; null = max_length.
-            vocab_size: for `words`: number of tokens.
-            batch_size: samples in a batch.
-            download: fetch it from the hub when it is not there.
-            num_train: train on so many texts, evenly spaced; null = all.
-            num_test: evaluate on so many texts, evenly spaced; null = all.
-        """
+        """Remember where to look; nothing is read yet."""
         super().__init__(tokenizer, max_length, train_length, vocab_size, batch_size, num_train, num_test)
         self.root, self.download = readers.data_root(root), download
 

@@ -40,10 +40,7 @@ _FILES = (
 class TensorTokens(GatherDataset):
     """Labelled texts as tokens, padded to one length; attention masks are computed when samples are gathered.
 
-    Args:
-        tokens: tokens of the texts, `(n, length)` whole numbers, padded at the end; may be a memory-mapped file.
-        lengths: number of tokens in each text without padding, `(n,)`.
-        labels: class of each text, `(n,)` whole numbers.
+    `tokens`: tokens of the texts, `(n, length)` whole numbers, padded at the end; may be a memory-mapped file.
 
     Raises:
         BadInput: the shapes do not match.
@@ -70,10 +67,6 @@ class TensorTokens(GatherDataset):
 
 class TensorWindows(GatherDataset):
     """Windows of text for predicting each next token, every window from one speaker or file.
-
-    Args:
-        windows: tokens of each window, `(n, length + 1)` whole numbers.
-        speaker: speaker or file of each window, a column for partitions by owner.
 
     Raises:
         BadInput: the shapes do not match.
@@ -105,11 +98,6 @@ def windows_of(
 
     A window has ``length + 1`` tokens and shares one with the next window; tokens that fill no window are left out.
 
-    Args:
-        texts: speaker or file of each text, and the text's tokens.
-        length: number of tokens to predict in a window.
-        test_share: share of each text's windows that is held out, at least one.
-
     Returns:
         The training set and the test set.
     """
@@ -132,16 +120,12 @@ def _joined(parts: Sequence[tuple[str, torch.Tensor]]) -> TensorWindows:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Description of a tokenizer by its name; it is loaded when it is needed.
+    """Description of a tokenizer by its name; it is loaded when it is needed."""
 
-    Attributes:
-        name: `words`, or a tokenizer of transformers: name on the hub, folder, or `package:NAME/FOLDER` for a folder of
-            an installed Python package.
-        vocab_size: size of the vocabulary of `words`, including padding (0) and unknown words (1).
-    """
-
+    # `words`, or a tokenizer of transformers: name on the hub, folder, or `package:NAME/FOLDER` for a folder of
+    # an installed Python package
     name: str
-    vocab_size: int = 20000
+    vocab_size: int = 20000  # size of the vocabulary of `words`, including padding (0) and unknown words (1)
 
     def __post_init__(self) -> None:
         if self.vocab_size < 3:
@@ -159,11 +143,6 @@ class Tokenizer:
         self, texts: Sequence[str], max_length: int, training_texts: Callable[[], Sequence[str]]
     ) -> tuple[Ints, Ints]:
         """Convert texts to tokens of one length, cut or padded at the end; return them and each text's own length.
-
-        Args:
-            texts: texts to convert.
-            max_length: number of tokens in each row of the result, including special tokens.
-            training_texts: function that returns the texts from which the vocabulary of ``words`` is made.
 
         Raises:
             BadInput: the tokenizer does not exist.
@@ -190,10 +169,6 @@ def vocabulary(texts: Sequence[str], vocab_size: int) -> dict[str, int]:
 
 def package_folder(name: str, field: str = "tokenizer") -> str:
     """Return the path of the folder that `package:NAME/FOLDER` names in a Python package; return any other name unchanged.
-
-    Args:
-        name: name of a folder, tokenizer or file.
-        field: setting that gives it, for the error message.
 
     Raises:
         BadInput: the package is not installed or has no such folder.
@@ -230,9 +205,6 @@ def _padded(encoded: Sequence[Sequence[int]], max_length: int, padding: int) -> 
 
 def load_tokenizer(name: str) -> Any:  # a transformers.PreTrainedTokenizerBase
     """Load a tokenizer of transformers.
-
-    Args:
-        name: name on the hub, folder, `package:NAME/FOLDER`, or `bytes` for raafl's own tokenizer of bytes.
 
     Raises:
         BadInput: the tokenizer does not exist, or transformers is not installed.

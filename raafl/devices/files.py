@@ -137,11 +137,6 @@ def values(row: object, known: Iterable[str]) -> dict[str, Any]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], comment: str = "") -> None:
     """Write entries as a YAML device file; fields that are None are left out.
 
-    Args:
-        path: path of the file.
-        rows: entries to write.
-        comment: text to write at the top.
-
     Raises:
         OSError: the file cannot be written.
     """

@@ -40,10 +40,6 @@ def is_fleet(text: str) -> bool:
 def rows(text: str) -> Rows:
     """Return the devices of a fleet (named set of client devices), as entries of a device file.
 
-    Args:
-        text: `fleet:NAME`; `fleet:NAME/X` to divide all computing speeds by X; `fleet:NAME/X/Y` to divide all link
-            speeds by Y, too; or `flhetbench:DEVICES-STATES:FOLDER`, see `raafl.devices.flhetbench`.
-
     Raises:
         ValueError: there is no such fleet, a number is not above 0, or the folder has no copy of FLHetBench.
     """

@@ -58,24 +58,13 @@ def parse(text: str) -> tuple[Path, str, str]:
 
 
 def files(folder: Path, devices: str, states: str) -> list[Path]:
-    """Return the paths of the benchmark's three files: link speeds, hours of availability, and recorded times.
-
-    Args:
-        folder: folder with a copy of the benchmark FLHetBench.
-        devices: number, 1 to 4, of the benchmark's file with the phones' link speeds.
-        states: number, 1 to 4, of the benchmark's file with the hours in which the phones are available.
-    """
+    """Return the paths of the benchmark's three files: link speeds, hours of availability, and recorded times."""
     samples = folder / _SAMPLES
     return [samples / "device" / f"case{devices}.json", samples / "state" / f"case{states}.json", folder / _TIMERS]
 
 
 def rows(folder: Path, devices: str, states: str) -> list[dict[str, Any]]:
     """Return the phones of the benchmark FLHetBench, with their link speeds and hours, as entries of a device file.
-
-    Args:
-        folder: folder with a copy of the benchmark.
-        devices: number, 1 to 4, of the benchmark's file with the phones' link speeds; in file 1 all are alike.
-        states: number, 1 to 4, of the benchmark's file with the hours in which the phones are available.
 
     Raises:
         ValueError: a file is missing or has another form.

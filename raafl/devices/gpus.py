@@ -24,10 +24,9 @@ class Place:
     def here(cls, server_device: str | None, chosen: int | None = None) -> Place:
         """Read the rank of this process from the environment set by torchrun or `fit --local`.
 
-        Args:
-            server_device: device that holds the global model, if the process of rank 0 is only the server; None = rank 0
-                trains, too, or is on another machine.
-            chosen: index of the GPU that the user asked for; None = assigned by the rank.
+        `server_device`: device that holds the global model, if the process of rank 0 is only the server; None = rank
+        0 trains, too, or is on another machine.
+        `chosen`: index of the GPU that the user asked for; None = assigned by the rank.
         """
         import torch
 

@@ -91,11 +91,6 @@ def measure_link(address: str, duration_s: float = 2.0, deadline_s: float = DEAD
     Latency is half of the shortest of ten round trips. For each direction, transfers of growing size are timed, and the
     last one counts.
 
-    Args:
-        address: address of the other machine, ``HOST:PORT``.
-        duration_s: approximate duration of the whole measurement.
-        deadline_s: seconds after which to give up.
-
     Raises:
         BadInput: no raafl answers at the address.
     """

@@ -36,12 +36,8 @@ def measure_machine(
 ) -> Profile:
     """Measure a device profile of this machine: speed, memory traffic, kernel launches, memory, and the link to a server.
 
-    Args:
-        name: name of the profile.
-        device: device on which clients will train.
-        duration_s: approximate duration of each measurement.
-        address: ``HOST:PORT`` at which `raafl plan --answer` runs; None = do not measure the link; the profile then
-            has transfers that take no time.
+    `address`: ``HOST:PORT`` at which `raafl plan --answer` runs; None = do not measure the link; the profile then has
+    transfers that take no time.
 
     Raises:
         BadInput: no raafl answers at the address.
@@ -58,17 +54,12 @@ def measure_machine(
 
 @dataclass(frozen=True, slots=True)
 class MemoryRoom:
-    """Memory that a process can still allocate, and what limits it.
+    """Memory that a process can still allocate, and what limits it."""
 
-    Attributes:
-        num_bytes: number of bytes that can be allocated before the limit is reached.
-        limit: name of the limit, in words.
-        reserve_bytes: number of bytes reserved for libraries; a tenth of ``num_bytes`` is reserved, too, since memory
-            allocators waste some.
-    """
-
-    num_bytes: float
-    limit: str
+    num_bytes: float  # number of bytes that can be allocated before the limit is reached
+    limit: str  # name of the limit, in words
+    # number of bytes reserved for libraries; a tenth of ``num_bytes`` is reserved, too, since memory allocators
+    # waste some
     reserve_bytes: int = 64 * 2**20
 
     @property
@@ -88,10 +79,6 @@ def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Mem
     On a CPU the limits are those of the process (``RLIMIT_AS``, ``RLIMIT_DATA``), of its control groups, and the memory
     that the kernel reports as available. On a GPU the limit is the free memory of the device. The result is infinite if
     nothing limits it.
-
-    Args:
-        device: device on which the client will train.
-        num_sharing: number of processes that share the GPU, or this machine.
     """
     if str(device).startswith("cuda"):
         import torch

@@ -22,11 +22,10 @@ class Probes:
     The workloads are a matrix product (bound by FLOP/s); a layer of elementwise operations, forward and backward (bound
     by memory traffic); and many operations on a single row (bound by the time to launch a kernel).
 
-    Attributes:
-        best_s: shortest time of each workload so far, in seconds.
-        product: counts of the FLOPs, bytes and kernels of the matrix product.
-        layer: the same counts for the layer.
-        tiny: the same counts for the operations on a single row.
+    `best_s`: shortest time of each workload so far, in seconds.
+    `product`: counts of the FLOPs, bytes and kernels of the matrix product.
+    `layer`: the same counts for the layer.
+    `tiny`: the same counts for the operations on a single row.
     """
 
     def __init__(
@@ -38,12 +37,8 @@ class Probes:
     ) -> None:
         """Allocate the workloads.
 
-        Args:
-            device: where they run.
-            clock: returns seconds, after the device has finished.
-            num_samples: rows of 512 values in the layer; None = 4096; on a GPU, where that would be launch-bound, 32 times as many
-                and a product 64 times as large.
-            num_calls: calls timed together, since a single one may fall between two disturbances.
+        `num_samples`: rows of 512 values in the layer; None = 4096; on a GPU, where that would be launch-bound, 32
+        times as many and a product 64 times as large.
         """
         self._device = torch.device(device)
         wide = 4 if self._device.type == "cuda" else 1

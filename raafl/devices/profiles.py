@@ -33,15 +33,12 @@ _AS_NAMED = math.nan  # what the shipped profile of that name says, or else the 
 
 @dataclass(frozen=True, slots=True)
 class TaskTime:
-    """Duration of one task in seconds: download of the submodel, training, upload of the update.
-
-    Attributes:
-        latency_s: seconds of each transfer that do not depend on the link's speed; included in ``down_s`` and ``up_s``.
-    """
+    """Duration of one task in seconds: download of the submodel, training, upload of the update."""
 
     down_s: float
     compute_s: float
     up_s: float
+    # seconds of each transfer that do not depend on the link's speed; included in ``down_s`` and ``up_s``
     latency_s: float = 0.0
 
     @property
@@ -54,29 +51,16 @@ class TaskTime:
 class Profile:
     """Speed, memory, network links and hours of availability of a client's device.
 
-    Args:
-        name: name of the kind of device.
-        flops_per_s: FLOPs per second that the device reaches in training (not the peak in its data sheet).
-        down_bytes_per_s: link speed from the server to the client; infinite = transfers take no time.
-        up_bytes_per_s: link speed from the client to the server; infinite = transfers take no time.
-        latency_s: seconds added to each transfer, in either direction.
-        memory_bytes: memory available for training; a submodel that is predicted to need more is never assigned.
-        availability: time windows `[start, stop)` in seconds in which the client may work; None = always.
-        period_s: seconds after which the windows repeat (a day is 86400); None = they do not repeat.
-        bytes_per_s: memory traffic in bytes per second that the device reaches; its time is added to that of the FLOPs.
-            Small submodels need more traffic for each FLOP. None = ``flops_per_s`` covers both.
-        launch_s: seconds that each operation takes whatever its size, such as a kernel launch on a GPU; 0 = not
-            counted.
-        speed_changes: pairs of `[seconds, factor]`: from that time on the speed is multiplied by the factor, until the
-            next pair; None = no changes. Predicted times do not include this nor the following fields;
-            `raafl.devices.variation.real_time` does.
-        link_changes: pairs of `[seconds, factor]` for the link speed in both directions; None = no changes.
-        repeat_s: seconds after which both lists of changes start again; None = never.
-        speed_jitter: random factor of the speed for each task: standard deviation of its logarithm; 0 = none.
-        link_jitter: random factor of the link speed for each transfer: standard deviation of its logarithm; 0 = none.
-        speed_drift: random factor of the speed that changes slowly: standard deviation of its logarithm; 0 = none.
-        link_drift: random factor of the link speed that changes slowly: standard deviation of its logarithm; 0 = none.
-        drift_s: seconds after which a slowly changing factor is independent of its earlier value; None = no drift.
+    `availability`: time windows `[start, stop)` in seconds in which the client may work; None = always.
+    `period_s`: seconds after which the windows repeat (a day is 86400); None = they do not repeat.
+    `bytes_per_s`: memory traffic in bytes per second that the device reaches; its time is added to that of the FLOPs.
+    Small submodels need more traffic for each FLOP. None = ``flops_per_s`` covers both.
+    `speed_changes`: pairs of `[seconds, factor]`: from that time on the speed is multiplied by the factor, until the
+    next pair; None = no changes. Predicted times do not include this nor the following fields;
+    `raafl.devices.variation.real_time` does.
+    `link_changes`: pairs of `[seconds, factor]` for the link speed in both directions; None = no changes.
+    `repeat_s`: seconds after which both lists of changes start again; None = never.
+    `drift_s`: seconds after which a slowly changing factor is independent of its earlier value; None = no drift.
 
     Raises:
         ValueError: a field is out of range; the message says what to write instead.
@@ -122,19 +106,7 @@ class Profile:
         num_exchanges: int = 0,
         num_kernels: float = 0.0,
     ) -> TaskTime:
-        """Predict the duration of a task in seconds, from its FLOPs and the bytes sent and received.
-
-        Args:
-            flops: training FLOPs of the task.
-            down_bytes: number of bytes sent to the client.
-            up_bytes: number of bytes sent to the server.
-            moved_bytes: number of bytes that the operations read and write; counted if `bytes_per_s` is known.
-            padding_flops: FLOPs spent on padding; counted if `bytes_per_s` is known.
-            num_exchanges: number of messages and replies in the middle of the task; each adds the latency of two
-                transfers. Their bytes are part of ``down_bytes`` and ``up_bytes``.
-            num_kernels: number of kernel launches; each adds `launch_s`. A GPU launches one kernel while it runs
-                another, so the predicted ``compute_s`` may be up to twice the real one.
-        """
+        """Predict the duration of a task in seconds, from its FLOPs and the bytes sent and received."""
         latency_s = (1 + num_exchanges) * self.latency_s
         more_s = 0.0 if self.bytes_per_s is None else moved_bytes / self.bytes_per_s + padding_flops / self.flops_per_s
         return TaskTime(

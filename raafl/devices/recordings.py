@@ -26,23 +26,18 @@ _NEEDED = "time_s and any of speed, link and available (and device, of several)"
 
 @dataclass(slots=True)
 class Recording:
-    """Recorded changes of the speed, link and availability of one device.
+    """Recorded changes of the speed, link and availability of one device."""
 
-    Attributes:
-        last_s: time of the last row, in seconds.
-        series: changes of computing and link speed, as pairs `[seconds, factor]`, by name of the field of `Profile`.
-        states: changes of availability, as pairs `[seconds, whether the device is available]`.
-    """
-
-    last_s: float = -1.0
+    last_s: float = -1.0  # time of the last row, in seconds
+    # changes of computing and link speed, as pairs `[seconds, factor]`, by name of the field of `Profile`
     series: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    # changes of availability, as pairs `[seconds, whether the device is available]`
     states: list[tuple[float, bool]] = field(default_factory=list)
 
     def fields(self, repeat_s: float | None) -> dict[str, Any]:
         """Convert the recording to fields of `Profile`.
 
-        Args:
-            repeat_s: seconds after which the recording starts again; None = its last values stay.
+        `repeat_s`: seconds after which the recording starts again; None = its last values stay.
 
         Raises:
             ValueError: the recording is longer than ``repeat_s``, or the device is never available.

@@ -24,11 +24,7 @@ def _generator(seed: int, *numbers: int) -> np.random.Generator:
 
 
 def median(law: Mapping[str, Any]) -> dict[str, float]:
-    """Return the profile fields (speed, memory, link) of the median device of a random distribution of devices.
-
-    Args:
-        law: distributions of speed, memory and link speeds, from an entry of ``generators`` in raafl's device file.
-    """
+    """Return the profile fields (speed, memory, link) of the median device of a random distribution of devices."""
     return _device(law, law["score"]["mean_log"], (0.0, 0.0, 0.0))
 
 
@@ -37,11 +33,6 @@ def draw(law: Mapping[str, Any], seed: int, number: int) -> dict[str, float]:
 
     The benchmark score of the device is drawn from a truncated lognormal distribution; speed and memory follow from it.
     Link speeds are lognormal and correlated with the score.
-
-    Args:
-        law: distributions of speed, memory and link speeds, from an entry of ``generators`` in raafl's device file.
-        seed: seed of the config.
-        number: number of the device.
     """
     rng, score = _generator(seed, number), law["score"]
     least, most = math.log(score["least"]), math.log(score["most"])
@@ -72,14 +63,7 @@ def presence(
 
     Both are None if the device is always available.
 
-    Args:
-        kind: diurnal = available for ``on_s`` of every ``on_s + off_s`` seconds, from a random time of day; markov =
-            available and away for exponential times with means ``on_s`` and ``off_s``; leaves = available for an
-            exponential time with mean ``on_s``, then never again.
-        on_s: seconds for which the device is available, or their mean.
-        off_s: seconds for which it is away, or their mean; None for diurnal = the rest of a day.
-        seed: seed of the draw.
-        number: number of the device, so that each has its own pattern.
+    `off_s`: seconds for which it is away, or their mean; None for diurnal = the rest of a day.
     """
     if kind == "always" or on_s is None:
         return None, None
@@ -103,11 +87,8 @@ def presence(
 def presence_problems(kind: str, on_s: float | None, off_s: float | None, has_windows: bool) -> list[str]:
     """List the errors in the settings of random availability, one line each.
 
-    Args:
-        kind: kind of availability, such as diurnal.
-        on_s: mean seconds available; None = not given.
-        off_s: mean seconds away; None = not given.
-        has_windows: whether fixed hours are given, too.
+    `on_s`: mean seconds available; None = not given.
+    `off_s`: mean seconds away; None = not given.
     """
     if kind not in PRESENCES:
         return [f"presence is {kind!r}; write {', '.join(PRESENCES[:-1])} or {PRESENCES[-1]}"]

@@ -37,10 +37,8 @@ def long_series(profile: Mapping[str, Any], longer_than: int = MOST_PAIRS) -> di
 def shortened(profile: Mapping[str, Any], but: MutableMapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a copy of a device profile in which ``{"digest": HEX}`` stands for time series of over 100 pairs.
 
-    Args:
-        profile: fields of the profile, as a mapping.
-        but: series that were already written in full elsewhere, by digest. Only these are replaced; any other series
-            stays as it is and is added to this mapping. None = all long series are replaced.
+    `but`: series that were already written in full elsewhere, by digest. Only these are replaced; any other series
+    stays as it is and is added to this mapping. None = all long series are replaced.
     """
     short = dict(profile)
     for name in FIELDS:
@@ -70,10 +68,6 @@ def full_profile(profile: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
     Each digest is replaced by the server's time series with that digest. If the client sent no changes of computing or
     link speed, those of the server's profile are used.
 
-    Args:
-        profile: fields of the profile that the client sent, from `as_sent`.
-        own: fields of the profile that the server's config has for this client.
-
     Raises:
         ValueError: the server's profile has no time series with a digest that the client sent.
     """
@@ -85,10 +79,6 @@ def full_profile(profile: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
 
 def restored(profile: Mapping[str, Any], known: Known) -> dict[str, Any]:
     """Return a device profile with time series in place of their digests; the inverse of `shortened`.
-
-    Args:
-        profile: fields of the profile, as a mapping.
-        known: time series, by digest.
 
     Raises:
         ValueError: a digest is unknown.

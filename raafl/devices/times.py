@@ -10,12 +10,6 @@ def time_on(profile: Profile, cost: Cost, samples: float, tested: float = 0.0) -
     """Predict the time in which a device trains a task and then evaluates the result.
 
     A sample to evaluate counts as a third of a training sample, since it needs the forward pass only.
-
-    Args:
-        profile: profile of the device.
-        cost: cost of the submodel per sample and per task.
-        samples: number of samples to train on.
-        tested: number of samples to evaluate on.
     """
     passes = samples + tested / 3
     return profile.task_time(

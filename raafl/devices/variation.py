@@ -34,14 +34,6 @@ def real_time(
     """Compute how long a task takes on a device whose speeds vary over time, from its duration at constant speeds.
 
     Variation of the link affects the time for the bytes, but not the latency.
-
-    Args:
-        profile: profile of the device.
-        predicted: duration of the task at the constant speeds of the profile.
-        start_s: time of the assignment, in seconds on the run's clock.
-        task: number of the client's task, for random variation.
-        draw: function that returns seeds for random variation; the same for all tasks of a client.
-        up_from_s: time before which the upload cannot begin, since an earlier one takes the link.
     """
     speed, links = _rate(profile, "speed", task, draw), _rate(profile, "link", task, draw)
     if links is not None:
@@ -100,13 +92,7 @@ class _Rate:
     task: int
 
     def seconds(self, phase: str, start_s: float, work_s: float) -> float:
-        """Compute how many seconds some work takes on a device whose rate varies over time.
-
-        Args:
-            phase: name of the part of the task, which has its own random variation.
-            start_s: time at which the work begins, in seconds.
-            work_s: duration of the work in seconds at the constant rate of the profile.
-        """
+        """Compute how many seconds some work takes on a device whose rate varies over time."""
         if self.jitter:
             work_s /= math.exp(self.jitter * _normal(self.draw, "jitter", self.task, phase))
         now, left_s, done_s = start_s, work_s, 0.0

@@ -51,12 +51,7 @@ class ClientProcesses:
     ) -> None:
         """Prepare.
 
-        Args:
-            rank: of this process among them.
-            size: number of processes.
-            begin_sum: starts summing a tensor over processes; returns what waits for it.
-            announce: on the leader, makes the other processes begin a task; None on the others.
-            failed: called when a task has failed in this process: another may have died, and then ends this one, with a line.
+        `announce`: on the leader, makes the other processes begin a task; None on the others.
         """
         self.rank, self.size, self._begin_sum, self._announce = rank, size, begin_sum, announce
         self.failed = failed
@@ -65,13 +60,7 @@ class ClientProcesses:
         self._stepped = True
 
     def begin(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Share:
-        """Start a task in all processes of the client; return this process's share of the client's data.
-
-        Args:
-            assignment: assignment of the task.
-            received: values received from the server.
-            data: data of the client.
-        """
+        """Start a task in all processes of the client; return this process's share of the client's data."""
         self._announce(assignment, received)
         self._share, self._stepped = Share(data, self.rank, self.size), True
         return self._share
@@ -109,9 +98,6 @@ class ClientProcesses:
 
         If one does, the gradients are not changed.
 
-        Args:
-            stop: whether this process wants to stop the task.
-
         Raises:
             BadInput: the optimizer has not used the averaged gradients of the step before.
         """
@@ -142,11 +128,6 @@ class ClientProcesses:
     @torch.no_grad()
     def finish(self, module: nn.Module, loss: float, recorder: Recorder) -> float:
         """Finish a task in all processes; return the mean of their losses.
-
-        Args:
-            module: module that was trained.
-            loss: mean loss of this process.
-            recorder: recorder that receives the logged values of all processes.
 
         Raises:
             BadInput: the processes have ended with different parameters.
@@ -235,10 +216,6 @@ class Buckets:
         """Wait for all sums, and set each parameter's gradient to the mean over the processes.
 
         A parameter that has no gradient in any process keeps none.
-
-        Args:
-            size: number of processes.
-            used: number of processes in which a parameter has a gradient, for each parameter.
         """
         counts = dict(zip(self.parameters, used, strict=True))
         for bucket, (flat, wait) in zip(self._buckets, self._begun, strict=True):

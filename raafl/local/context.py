@@ -13,32 +13,23 @@ from raafl.local.client_group import ClientProcesses
 
 @dataclass(slots=True)
 class Progress:
-    """Position of a task in its data, for messages about failures.
+    """Position of a task in its data, for messages about failures."""
 
-    Attributes:
-        place: description of the current batch in words.
-    """
-
-    place: str = ""
+    place: str = ""  # description of the current batch in words
 
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
-    """Environment of a task; it does not influence the task's result.
+    """Environment of a task; it does not influence the task's result."""
 
-    Attributes:
-        stop: event that ends the task before its next batch, once it is set, with `Stopped`; None = the task cannot be
-            stopped.
-        link: connection over which the task exchanges messages with the server; None = there is none.
-        process_group: processes that train this client together; None = only this process.
-        progress: position of the task in its data, updated while it trains.
-        receive: function that waits for a task that was begun before it arrived; None = it has arrived (`Task.arrived`).
-    """
-
+    # event that ends the task before its next batch, once it is set, with `Stopped`; None = the task cannot be
+    # stopped
     stop: threading.Event | None = None
+    # connection over which the task exchanges messages with the server; None = there is none
     link: ClientLink | None = None
-    process_group: ClientProcesses | None = None
-    progress: Progress = field(default_factory=Progress)
+    process_group: ClientProcesses | None = None  # processes that train this client together; None = only this process
+    progress: Progress = field(default_factory=Progress)  # position of the task in its data, updated while it trains
+    # function that waits for a task that was begun before it arrived; None = it has arrived (`Task.arrived`)
     receive: Callable[[], Assignment] | None = None
 
     @property

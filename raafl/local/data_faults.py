@@ -19,9 +19,7 @@ def fault_in(data: FederatedData, client: int | None) -> str | None:
     The result is also None if the data cannot be read. This function must not fail, since any client can cause its call
     by sending a non-finite update.
 
-    Args:
-        data: data of all clients.
-        client: id of the client; None = search the data on which the run evaluates.
+    `client`: id of the client; None = search the data on which the run evaluates.
     """
     try:
         return _fault_in(data, client)

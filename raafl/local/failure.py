@@ -27,13 +27,6 @@ def attempt(
 ) -> Update:
     """Train a task and return its update. If memory runs out, free it, and return an empty update that says so.
 
-    Args:
-        trainer: trainer that runs the task.
-        assignment: assignment of the task.
-        received: values in the layout ``payload.layout(spec, "sent")``; not changed.
-        data: data of the client.
-        context: stop event, link to the server, and processes of the task.
-
     Raises:
         TaskFailed: the user's code, or a library that it calls, raised an error.
         GpuLost: the GPU had an error from which it cannot recover.
@@ -56,12 +49,7 @@ def attempt(
 
 
 def unanswered(assignment: Assignment, refusal: str) -> Update:
-    """Return an empty update, which tells the server why the client has not done a task.
-
-    Args:
-        assignment: assignment of the task.
-        refusal: reason, one of `UNANSWERED`, such as that memory ran out.
-    """
+    """Return an empty update, which tells the server why the client has not done a task."""
     nothing = FlatTensors.empty(Layout(()))
     return Update(assignment.id, assignment.client, assignment.incarnation, nothing, 0, refusal=refusal)
 
@@ -106,9 +94,7 @@ def measuring(version: int) -> Iterator[None]:
 def of_server(error: BaseException, client: int | None = None) -> CodeFailed:
     """Convert an error that the method's own code raised on the server to a `CodeFailed`.
 
-    Args:
-        error: error to convert.
-        client: client whose data was being processed; None = no single client's.
+    `client`: client whose data was being processed; None = no single client's.
     """
     if isinstance(error, CodeFailed):
         return error
@@ -129,13 +115,7 @@ def _in_words(spec: Spec) -> str:
 
 
 def leave_traceback(folder: Path, reason: str, error: BaseException) -> str | None:
-    """Append an error to the file failure.txt of the run folder; return the file's name, or None if that failed.
-
-    Args:
-        folder: run folder in which to write.
-        reason: heading of the entry in the file.
-        error: error, of which the traceback is written.
-    """
+    """Append an error to the file failure.txt of the run folder; return the file's name, or None if that failed."""
     try:
         with (folder / _FILE).open("a", encoding="utf-8", errors="replace") as file:
             file.write(f"{reason}\n\n{_in_full(error)}\n")

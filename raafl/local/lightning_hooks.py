@@ -40,13 +40,7 @@ _NEVER = {
 
 
 def uncalled(module: nn.Module, left_out: frozenset[str], method: str) -> list[str]:
-    """List the Lightning hooks that a module overrides but raafl never calls, one line of text each.
-
-    Args:
-        module: the user's module.
-        left_out: hooks that this method does not call (`Local.leaves_out`).
-        method: name of the method, for the text.
-    """
+    """List the Lightning hooks that a module overrides but raafl never calls, one line of text each."""
     kind = type(module).__name__
     lines = [
         f"{kind}.{name} is not called in a federated task: {remedy}"
@@ -81,10 +75,9 @@ class Transfer:
 class TaskHooks:
     """Caller of the Lightning hooks that a module overrides, around the steps of a task.
 
-    Attributes:
-        overridden: names of the hooks that the module overrides.
-        keeps_gradients: whether gradients are kept until the next backward pass, as in Lightning, since a hook may
-            read them.
+    `overridden`: names of the hooks that the module overrides.
+    `keeps_gradients`: whether gradients are kept until the next backward pass, as in Lightning, since a hook may read
+    them.
     """
 
     def __init__(self, module: nn.Module, overridden: frozenset[str]) -> None:
@@ -96,12 +89,7 @@ class TaskHooks:
 
     @classmethod
     def of(cls, module: nn.Module, left_out: frozenset[str] = frozenset()) -> TaskHooks | None:
-        """Return an object that calls the hooks of ``module``; None if it overrides none.
-
-        Args:
-            module: the user's module.
-            left_out: names of hooks that must not be called.
-        """
+        """Return an object that calls the hooks of ``module``; None if it overrides none."""
         found = frozenset(name for name in TASK_HOOKS if name not in left_out and overrides(module, name))
         return cls(module, found) if found else None
 
@@ -110,13 +98,7 @@ class TaskHooks:
         return getattr(self._module, name)(*args) if name in self.overridden else None
 
     def zero_grad(self, optimizer: Optimizer, epoch: int, batch_idx: int) -> None:
-        """Clear gradients before a backward pass, by the module's own hook if it has one.
-
-        Args:
-            optimizer: optimizer of the task.
-            epoch: index of the epoch, from 0.
-            batch_idx: index of the batch within the epoch, from 0.
-        """
+        """Clear gradients before a backward pass, by the module's own hook if it has one."""
         if not self.keeps_gradients:
             return
         self.call("on_before_zero_grad", optimizer)
@@ -129,14 +111,6 @@ class TaskHooks:
         self, optimizer: Optimizer, epoch: int, batch_idx: int, closure: Callable[[], Any], step: Callable[[], None]
     ) -> None:
         """Make an optimizer step by the module's own `optimizer_step`.
-
-        Args:
-            optimizer: optimizer of the task, which the hook gets as a LightningOptimizer.
-            epoch: index of the epoch in the task, from 0.
-            batch_idx: index of the batch within the epoch, from 0.
-            closure: function that computes the gradients and returns the loss.
-            step: function that updates the parameters, called when the hook calls ``optimizer.step``, after the
-                closure.
 
         Raises:
             BadInput: the hook does not call the closure.
@@ -163,9 +137,7 @@ class TaskHooks:
     def before_step(self, optimizer: Optimizer, clip_val: float | None) -> None:
         """Call the hooks that run between the backward pass and the optimizer step.
 
-        Args:
-            optimizer: optimizer of the task.
-            clip_val: largest gradient norm, to which a hook clips; None = no clipping.
+        `clip_val`: largest gradient norm, to which a hook clips; None = no clipping.
         """
         self.call("on_before_optimizer_step", optimizer)
         if "configure_gradient_clipping" in self.overridden:

@@ -19,9 +19,7 @@ def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[list[int]]:
     order; if all classes have samples, it stays empty and nothing changes. The module must return logits of shape
     (batch, num_classes), as a tensor or as the attribute ``logits``; other outputs stay unchanged.
 
-    Args:
-        module: module whose forward pass returns logits.
-        classes: classes of the client's samples; None = unknown, so nothing is masked.
+    `classes`: classes of the client's samples; None = unknown, so nothing is masked.
     """
     left: list[int] = []
     if not classes:

@@ -22,12 +22,7 @@ _FLAGS = (
 
 
 def set_numerics(threads: int, options: FabricOptions) -> None:
-    """Set all options of torch that influence the bits of a run; call it before the run computes anything.
-
-    Args:
-        threads: number of threads that torch uses.
-        options: options of local training.
-    """
+    """Set all options of torch that influence the bits of a run; call it before the run computes anything."""
     torch.set_num_threads(threads)
     if options.deterministic:
         os.environ.setdefault(_WORKSPACE, ":4096:8")  # cuBLAS reads it when it is first used

@@ -20,12 +20,7 @@ class ProximalTerm:
 
     @classmethod
     def towards(cls, received: FlatTensors, module: nn.Module) -> ProximalTerm:
-        """Return the proximal term for a module's trained parameters.
-
-        Args:
-            received: values that the client received.
-            module: module that trains.
-        """
+        """Return the proximal term for a module's trained parameters."""
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         return cls([p for _, p in trained], [received[name].to(p.device) for name, p in trained])
 

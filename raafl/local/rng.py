@@ -20,12 +20,7 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Seed every random generator that a module or data set may use, on the CPU and on a GPU in use.
-
-    Args:
-        seed: seed of the generators.
-        device: device that computes.
-    """
+    """Seed every random generator that a module or data set may use, on the CPU and on a GPU in use."""
     seeded(seed)
     if device.type == "cuda":
         with current(device):

@@ -35,13 +35,7 @@ _STEPS = ("training_step", "validation_step")
 
 
 def problem(local: Local, options: FabricOptions, submodels: Submodels) -> str | None:
-    """Explain why a client's submodel cannot be sharded over its processes; None = it can.
-
-    Args:
-        local: part of the algorithm that trains on clients.
-        options: options of local training.
-        submodels: submodels of the model.
-    """
+    """Explain why a client's submodel cannot be sharded over its processes; None = it can."""
     if not local.steps_are_plain or local.prox or local.down or local.up or local.exchange(submodels) is not None:
         return "the method works with whole parameters in its steps, or sends more than the model's values"
     if options.precision == "16-mixed":
@@ -55,11 +49,6 @@ def room_bytes(least_bytes: float, num_processes: int, whole_bytes: int) -> floa
 
     The first of the W processes also stores two whole models: the received one, and the one to send. So the size of
     two whole models is subtracted from the least memory that any process has, and the rest is multiplied by W.
-
-    Args:
-        least_bytes: memory of the process that has the least, in bytes.
-        num_processes: number W of processes.
-        whole_bytes: bytes of all values of the model.
 
     Raises:
         BadInput: two whole models do not fit into this memory.
@@ -77,9 +66,8 @@ def room_bytes(least_bytes: float, num_processes: int, whole_bytes: int) -> floa
 class Shards:
     """Processes over which a client's submodel is sharded (FSDP2): each has a part of every trained parameter.
 
-    Attributes:
-        mesh: device mesh of the processes.
-        leads: whether this process is the one that talks to the server.
+    `mesh`: device mesh of the processes.
+    `leads`: whether this process is the one that talks to the server.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -114,12 +102,7 @@ class Shards:
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0, group=self.mesh.get_group())
 
     def part(self, whole: Tensor, parameter: Any) -> Tensor:
-        """Return this process's part of a parameter.
-
-        Args:
-            whole: value of the whole parameter.
-            parameter: parameter that is sharded over the processes.
-        """
+        """Return this process's part of a parameter."""
         from torch.distributed.tensor import distribute_tensor
 
         made: Any = distribute_tensor(whole, self.mesh, parameter.placements, src_data_rank=None)
@@ -130,9 +113,8 @@ class Shards:
 class ShardedSubmodel(TrainableSubmodel):
     """A submodel's module whose parameters are sharded over the processes of a client.
 
-    Attributes:
-        present: tensors that are not sharded: buffers and frozen parameters.
-        trained: values to send, which `gather` collects in the leading process; empty before, and in other processes.
+    `present`: tensors that are not sharded: buffers and frozen parameters.
+    `trained`: values to send, which `gather` collects in the leading process; empty before, and in other processes.
     """
 
     def __init__(

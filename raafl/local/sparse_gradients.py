@@ -31,11 +31,7 @@ def _dense_by(local: Local, clip: float | None) -> str | None:
 def check_optimizer(optimizer: Optimizer, local: Local, clip: float | None, num_processes: int = 1) -> None:
     """Raise `BadInput` if `SparseAdam`, which accepts only sparse gradients, would get dense ones.
 
-    Args:
-        optimizer: optimizer of the module.
-        local: local part of the algorithm.
-        clip: largest gradient norm; None = no clipping.
-        num_processes: number of processes of one client.
+    `clip`: largest gradient norm; None = no clipping.
     """
     reader = _dense_by(local, clip) or ("a client of several processes" if num_processes > 1 else None)
     if isinstance(optimizer, SparseAdam) and reader is not None:
@@ -55,13 +51,8 @@ def backward_of(
 ) -> Callable[[Tensor], None]:
     """Return a function that runs the backward pass, and makes sparse gradients dense unless only the optimizer reads them.
 
-    Args:
-        run: backward pass of Fabric's strategy; its second argument is None.
-        module: module that trains.
-        optimizer: optimizer of the module.
-        local: local part of the algorithm.
-        clip: largest gradient norm; None = no clipping.
-        num_processes: number of processes of one client.
+    `run`: backward pass of Fabric's strategy; its second argument is None.
+    `clip`: largest gradient norm; None = no clipping.
 
     Raises:
         BadInput: the optimizer needs sparse gradients; see `check_optimizer`.

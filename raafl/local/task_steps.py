@@ -37,23 +37,14 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PreparedTask:
-    """A task together with the module that trains it.
+    """A task together with the module that trains it."""
 
-    Attributes:
-        assignment: assignment of the task.
-        received: values of the submodel's tensors, as the client received them; not changed.
-        down: tensors that the method sends in addition to the submodel, by name; not changed.
-        data: data of the client, or this process's share of it.
-        context: stop event, link to the server, and processes of the task.
-        built: module of the task's submodel, with its optimizer.
-    """
-
-    assignment: Assignment
-    received: FlatTensors
-    down: Bundles
-    data: ClientData
-    context: TaskContext
-    built: TrainableSubmodel
+    assignment: Assignment  # assignment of the task
+    received: FlatTensors  # values of the submodel's tensors, as the client received them; not changed
+    down: Bundles  # tensors that the method sends in addition to the submodel, by name; not changed
+    data: ClientData  # data of the client, or this process's share of it
+    context: TaskContext  # stop event, link to the server, and processes of the task
+    built: TrainableSubmodel  # module of the task's submodel, with its optimizer
 
 
 class TaskSteps:
@@ -78,11 +69,6 @@ class TaskSteps:
         """Set a task's length in the object that stands in for the module's Lightning Trainer.
 
         Call it before `TrainableSubmodel.reset`, which rebuilds an optimizer or scheduler that reads this length.
-
-        Args:
-            built: module that trains the task.
-            assignment: assignment of the task.
-            data: data of the client.
         """
         epochs, steps = self.length(assignment)
         per_epoch, accumulate = data.num_batches(self.training.batch_size), self.options.accumulate_grad_batches
@@ -198,16 +184,14 @@ class TaskSteps:
 class _Loop:
     """The batches of one task, with where it is among them.
 
-    Attributes:
-        hook: the method's.
-        per_epoch: batches of an epoch.
-        num_batches: done.
-        num_steps: optimizer steps made; a step all of whose batches were skipped is none.
-        mean_loss: over the batches that had one; None = there was none.
-        extra: what training_step returned beside the last loss.
+    `per_epoch`: batches of an epoch.
+    `num_batches`: done.
+    `num_steps`: optimizer steps made; a step all of whose batches were skipped is none.
+    `mean_loss`: over the batches that had one; None = there was none.
+    `extra`: what training_step returned beside the last loss.
     """
 
-    hook: Hook
+    hook: Hook  # the method's
 
     def __init__(self, steps: TaskSteps, task: PreparedTask, per_epoch: int, num_expected: int) -> None:
         self._steps, self._built, self._context = steps, task.built, task.context

@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 class TrainableSubmodel:
     """A submodel's module with its optimizer, reused from task to task: only its values change.
 
-    Attributes:
-        trainer: object that stands in for the module's Lightning Trainer.
-        hooks: object that calls the Lightning hooks which the module overrides; None = it overrides none.
-        transfer: function object that moves batches to its device.
-        state: record of the module's initial state other than the values that it receives.
+    `trainer`: object that stands in for the module's Lightning Trainer.
+    `hooks`: object that calls the Lightning hooks which the module overrides; None = it overrides none.
+    `transfer`: function object that moves batches to its device.
+    `state`: record of the module's initial state other than the values that it receives.
     """
 
     def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Fabric) -> None:
@@ -91,12 +90,7 @@ class TrainableSubmodel:
                 )
 
     def reset(self, received: FlatTensors, lr_scale: float = 1.0) -> None:
-        """Load the values for a new task and discard all results of the last one.
-
-        Args:
-            received: values that the client received.
-            lr_scale: factor on the module's own learning rates.
-        """
+        """Load the values for a new task and discard all results of the last one."""
         self.recorder.clear()  # of a task that was given up, maybe between two batches of a step
         self.load(received)
         for bundle in self.up.values():
@@ -143,11 +137,6 @@ def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) 
 
     A scheduler computes a rate from the previous one and from its own bounds, such as ``eta_min``. These are scaled,
     too, so that every later rate is scaled.
-
-    Args:
-        optimizer: optimizer to change in place.
-        schedulers: schedulers that have made no step yet; changed in place.
-        factor: factor on the learning rates.
     """
     for group in optimizer.param_groups:
         group.update({name: group[name] * factor for name in _RATES if name in group})

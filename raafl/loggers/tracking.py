@@ -135,13 +135,7 @@ def log(logger: Any, measured: Measurements) -> None:
 
 
 def histogram(values: Sequence[float], *, whole: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Compute a histogram, as counts and bin edges.
-
-    Args:
-        values: the values to count.
-        whole: whether the values are whole numbers, which get a bin each; else they are shares, counted in `BINS` bins
-            from 0 to 1.
-    """
+    """Compute a histogram, as counts and bin edges."""
     import numpy as np
 
     most = int(max(values)) + 1 if whole else 1
@@ -149,15 +143,7 @@ def histogram(values: Sequence[float], *, whole: bool) -> tuple[npt.NDArray[Any]
 
 
 def finish(logger: Any, folder: Path, summary: Summary, tables: Tables, *, with_model: bool = True) -> None:
-    """Log the tables, the summary and the final model at the end of a run.
-
-    Args:
-        logger: a Lightning logger.
-        folder: folder of the run.
-        summary: summary of the run.
-        tables: tables to log.
-        with_model: whether to log the model's files, too.
-    """
+    """Log the tables, the summary and the final model at the end of a run."""
     model = folder / summary["model"] if summary.get("model") and with_model else None
     if _is_a(logger, "WandbLogger"):
         _finish_wandb(logger, summary, tables, model)

@@ -38,10 +38,6 @@ class Reply:
 def listening_socket(field: str, address: str) -> socket.socket:
     """Return a socket that listens at ``HOST:PORT``.
 
-    Args:
-        field: name of the option that has the address, for messages.
-        address: ``HOST:PORT`` to listen at; port 0 = any free port.
-
     Raises:
         BadInput: this machine cannot listen at the address.
     """
@@ -67,17 +63,11 @@ def listening_socket(field: str, address: str) -> socket.socket:
 class Endpoint:
     """HTTP server for short requests: a listening socket, and the thread that answers.
 
-    Attributes:
-        address: ``HOST:PORT`` at which the server listens.
+    `address`: ``HOST:PORT`` at which the server listens.
     """
 
     def __init__(self, listener: socket.socket, routes: Mapping[str, Callable[[], Reply]]) -> None:
-        """Start to answer.
-
-        Args:
-            listener: closed by `close`.
-            routes: path -> returns the reply; called on this endpoint's thread.
-        """
+        """Start to answer."""
         host, port = listener.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._listener, self._routes = listener, routes

@@ -17,17 +17,11 @@ from raafl.monitoring.endpoint import Reply
 class Health(RunHooks):
     """Observer that records each iteration of the run's main loop, for a health check.
 
-    Attributes:
-        state: "starting" before the first iteration, then "running", and "ending" once the run has finished its work.
+    `state`: "starting" before the first iteration, then "running", and "ending" once the run has finished its work.
     """
 
     def __init__(self, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin as starting.
-
-        Args:
-            stall_s: seconds without an iteration of the main loop after which a run counts as stalled.
-            clock: seconds, monotonic.
-        """
+        """Begin as starting."""
         self._stall_s, self._clock = stall_s, clock
         self._version, self._turned_at = 0, clock()
         self.state: Literal["starting", "running", "ending"] = "starting"

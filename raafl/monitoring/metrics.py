@@ -48,8 +48,7 @@ class LabelValues:
 class RunMetrics(RunHooks):
     """Observer that computes a run's metrics for Prometheus; docs/monitoring.md lists them.
 
-    Attributes:
-        registry: Prometheus registry of the metrics; it can be read on any thread.
+    `registry`: Prometheus registry of the metrics; it can be read on any thread.
     """
 
     def __init__(
@@ -60,15 +59,7 @@ class RunMetrics(RunHooks):
         num_clients: int = 0,
         num_queued: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Begin with what the record of a resumed run has.
-
-        Args:
-            record: of the run.
-            health: of the run.
-            info: labels of ``raafl_run_info``.
-            num_clients: clients 1 to this number have series of their own; 0 = none.
-            num_queued: returns the number of events that wait for the loop.
-        """
+        """Begin with what the record of a resumed run has."""
         self.registry = registry = CollectorRegistry()
         self._record, self._num_clients = record, num_clients
         self._reasons, self._names = LabelValues(MAX_REASONS), LabelValues(MAX_METRICS)

@@ -25,21 +25,12 @@ EMPTY: Final = Reply(HTTPStatus.OK, b"")
 
 
 class Monitor:
-    """Monitoring of one run by Prometheus and OpenTelemetry; it does nothing unless the config or the environment asks for it.
+    """Monitoring of one run by Prometheus and OpenTelemetry; it does nothing unless the config or the environment asks for it."""
 
-    Attributes:
-        address: ``HOST:PORT`` that serves /metrics and /healthz; None = no port is open.
-    """
-
-    address: str | None = None
+    address: str | None = None  # ``HOST:PORT`` that serves /metrics and /healthz; None = no port is open
 
     def __init__(self, experiment: Experiment, num_queued: Callable[[], int] = lambda: 0) -> None:
-        """Prepare; the context opens the port.
-
-        Args:
-            experiment: of the run.
-            num_queued: returns the number of events that wait for the loop.
-        """
+        """Prepare; the context opens the port."""
         self._experiment, self._num_queued = experiment, num_queued
         self._health = Health(seconds("monitor_stall_s", experiment.monitor_stall_s) or 0.0)
         self._endpoint: Endpoint | None = None
@@ -67,14 +58,7 @@ class Monitor:
     def observers(
         self, record: RunRecord, runtime: str, info: Mapping[str, str], warn: Callable[[str], None]
     ) -> list[RunHooks]:
-        """Create the observers that compute metrics, health and trace spans of a run.
-
-        Args:
-            record: record of the run; its counts continue if the run was resumed.
-            runtime: "simulated" or "distributed"; only a distributed run has trace spans, since its clock is real.
-            info: labels that identify the run.
-            warn: function called with a message about each package that is missing.
-        """
+        """Create the observers that compute metrics, health and trace spans of a run."""
         made: list[RunHooks] = []
         if self._endpoint is not None:
             from raafl.monitoring.metrics import RunMetrics

@@ -37,15 +37,10 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class SpanSink:
-    """Destination to which OpenTelemetry's trace spans are sent.
+    """Destination to which OpenTelemetry's trace spans are sent."""
 
-    Attributes:
-        provider: tracer provider of OpenTelemetry's SDK.
-        is_own: whether raafl created the provider, so that raafl also shuts it down.
-    """
-
-    provider: TracerProvider
-    is_own: bool
+    provider: TracerProvider  # tracer provider of OpenTelemetry's SDK
+    is_own: bool  # whether raafl created the provider, so that raafl also shuts it down
 
     def close(self) -> None:
         """Export the remaining spans; give up after a few seconds."""
@@ -60,9 +55,6 @@ def find_sink(warn: Callable[[str], None]) -> SpanSink | None:
 
     They go to the OpenTelemetry tracer provider that the program has set, or else to the exporters that the environment
     variable OTEL_TRACES_EXPORTER names.
-
-    Args:
-        warn: function called with a message about each exporter that cannot be used.
     """
     if "opentelemetry.sdk.trace" in sys.modules:
         from opentelemetry import trace

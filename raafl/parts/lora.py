@@ -47,12 +47,9 @@ def with_lora(
 ) -> Algorithm:
     """Return ``algorithm`` with a published method for merging LoRA adapters.
 
-    Args:
-        algorithm: algorithm whose merge is a mean of updates.
-        lora: name of the method; None = average the matrices A and B separately, rank by rank.
-        prune_share: share of its ranks that a client keeps when its ranks are pruned (`raafl.parts.rank_pruning`), for
-            hetlora; None = no pruning.
-        prune_penalty: weight of the loss that shrinks the ranks to be pruned.
+    `lora`: name of the method; None = average the matrices A and B separately, rank by rank.
+    `prune_share`: share of its ranks that a client keeps when its ranks are pruned (`raafl.parts.rank_pruning`), for
+    hetlora; None = no pruning.
 
     Raises:
         BadInput: ``lora`` is unknown, or the algorithm's merge is not a mean; or ranks are to be pruned by a method
@@ -101,13 +98,9 @@ def _check_pruning(lora: str | None, share: float | None, penalty: float) -> Non
 
 @dataclass(frozen=True)
 class Adapted(Local):
-    """Local training of LoRA adapters.
+    """Local training of LoRA adapters."""
 
-    Attributes:
-        lora: name of the method that merges the adapters.
-    """
-
-    lora: LoRAMerge
+    lora: LoRAMerge  # name of the method that merges the adapters
 
     def prepare(self, module: Any) -> Any:
         """Prepare the model in place: freeze A for the method "ffa", and mark base weights that the merge changes.
@@ -154,15 +147,10 @@ class Adapted(Local):
 
 @dataclass(frozen=True)
 class PrunedAdapted(Adapted):
-    """Local training of LoRA adapters with a loss that shrinks the ranks to be pruned.
+    """Local training of LoRA adapters with a loss that shrinks the ranks to be pruned."""
 
-    Attributes:
-        share: share of the ranks that pruning would keep; the loss does not affect them.
-        penalty: weight of that loss.
-    """
-
-    share: float = 1.0
-    penalty: float = 0.0
+    share: float = 1.0  # share of the ranks that pruning would keep; the loss does not affect them
+    penalty: float = 0.0  # weight of that loss
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that adds to the loss a penalty on the ranks to be pruned."""

@@ -30,25 +30,17 @@ from raafl.submodel.lora import LoraPair, pairs_of
 
 @dataclass
 class RankMemory(MergeMemory):
-    """Record of the clients whose LoRA ranks were pruned.
-
-    Attributes:
-        pruned: number of times that each client's ranks were pruned, by client.
-        tails: norm of the ranks that pruning would remove next, in the values that a client received, by client.
-    """
+    """Record of the clients whose LoRA ranks were pruned."""
 
     key = "lora ranks"
+    # number of times that each client's ranks were pruned, by client
     pruned: dict[int, int] = field(default_factory=dict)
+    # norm of the ranks that pruning would remove next, in the values that a client received, by client
     tails: dict[int, float] = field(default_factory=dict)
 
 
 def kept(num_ranks: int, share: float) -> int:
-    """Return the number k of ranks that remain when a client's ranks are pruned once.
-
-    Args:
-        num_ranks: number of ranks before.
-        share: share of the ranks that remain.
-    """
+    """Return the number k of ranks that remain when a client's ranks are pruned once."""
     return max(1, int(share * num_ranks))
 
 
@@ -56,10 +48,6 @@ def tail(adapters: Iterable[tuple[Tensor, Tensor]], share: float) -> Tensor:
     """Return the size of the ranks that pruning would remove: the sum over layers of ``||B[:, k:]|| ||A[k:]||``, a scalar.
 
     Pruning keeps the first k ranks of a layer (`kept`).
-
-    Args:
-        adapters: matrices B and A of each adapted layer.
-        share: share of the ranks that pruning keeps.
     """
     norms = []
     for b, a in adapters:
@@ -86,15 +74,10 @@ class Penalised(Hook):
 
 @dataclass(frozen=True)
 class PrunedRanks(WrappedSelect):
-    """Wrapper of a select part (choice of submodels) that gives a client only the first LoRA ranks, fewer after each pruning.
+    """Wrapper of a select part (choice of submodels) that gives a client only the first LoRA ranks, fewer after each pruning."""
 
-    Attributes:
-        adapters: function that returns the LoRA adapters of a model.
-        share: share of its ranks that a client keeps at each pruning.
-    """
-
-    adapters: Callable[[Submodels], tuple[LoraPair, ...]]
-    share: float
+    adapters: Callable[[Submodels], tuple[LoraPair, ...]]  # function that returns the LoRA adapters of a model
+    share: float  # share of its ranks that a client keeps at each pruning
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the wrapped select part's work with fewer ranks, and note the tail of what is sent."""
@@ -129,14 +112,7 @@ def _axis_of(pair: LoraPair, state: GlobalState) -> str | None:
 
 
 def prune_if_shrunk(state: GlobalState, update: Update, pairs: Iterable[LoraPair], share: float) -> None:
-    """Let a client have fewer LoRA ranks from its next task on if training has shrunk its last ranks (`tail`).
-
-    Args:
-        state: the global model, whose memory counts the prunings.
-        update: update with the client's values.
-        pairs: names of the model's adapters.
-        share: share of the ranks that pruning keeps.
-    """
+    """Let a client have fewer LoRA ranks from its next task on if training has shrunk its last ranks (`tail`)."""
     memory = state.memory.of(RankMemory)
     if update.client not in memory.tails:
         return

@@ -43,22 +43,14 @@ class EachArrival(Trigger):
 
 @dataclass
 class BufferMemory(MergeMemory):
-    """State of a trigger whose buffer size follows the number of clients at work.
-
-    Attributes:
-        size: number of updates in a merge at present.
-        since_s: start of the current measurement of clients at work, in seconds on the run's clock.
-        until_s: time of the latest update.
-        num_updates: number of updates that have arrived since ``since_s``.
-        work_s: total seconds that clients were at work since ``since_s``, summed over clients.
-    """
+    """State of a trigger whose buffer size follows the number of clients at work."""
 
     key = "buffer"
-    size: int
-    since_s: float = 0.0
-    until_s: float = 0.0
-    num_updates: int = 0
-    work_s: float = 0.0
+    size: int  # number of updates in a merge at present
+    since_s: float = 0.0  # start of the current measurement of clients at work, in seconds on the run's clock
+    until_s: float = 0.0  # time of the latest update
+    num_updates: int = 0  # number of updates that have arrived since ``since_s``
+    work_s: float = 0.0  # total seconds that clients were at work since ``since_s``, summed over clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,10 +235,6 @@ class MinRatio(Trigger):
 
 def all_or_each(name: str, staleness: str = "constant") -> Trigger:
     """Return the trigger with a given name: "all" (synchronous rounds) or "each" (asynchronous arrivals).
-
-    Args:
-        name: name of the trigger, "all" or "each".
-        staleness: form of the staleness function, which must be constant in rounds.
 
     Raises:
         BadInput: the name is unknown, or the staleness function is not constant in rounds.

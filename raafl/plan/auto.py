@@ -14,12 +14,9 @@ NAME = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Unchosen(Full):
-    """Placeholder for the select part (choice of submodels), until `auto` has chosen a method.
+    """Placeholder for the select part (choice of submodels), until `auto` has chosen a method."""
 
-    Attributes:
-        methods: names of the methods among which to choose; None = all that raafl has measurements of.
-    """
-
+    # names of the methods among which to choose; None = all that raafl has measurements of
     methods: tuple[str, ...] | None = None
 
     def check(self, fleet: SelectContext) -> list[str]:

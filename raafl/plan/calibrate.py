@@ -39,24 +39,15 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TimedTask:
-    """One finished task of a real run, with its real and predicted times.
+    """One finished task of a real run, with its real and predicted times."""
 
-    Attributes:
-        client: id of the client.
-        incarnation: number of times that the client had joined before.
-        assigned_s, arrived_s: times of assignment and of the update's arrival, in seconds on the run's clock.
-        compute_s: predicted seconds of computation, by the client's device profile before calibration.
-        link_s: predicted seconds of its transfers, by the same profile.
-        pace_s: minimum duration in seconds, if the task was slowed down to emulate a device; 0 = it was not.
-    """
-
-    client: int
-    incarnation: int
-    assigned_s: float
+    client: int  # id of the client
+    incarnation: int  # number of times that the client had joined before
+    assigned_s: float  # times of assignment and of the update's arrival, in seconds on the run's clock
     arrived_s: float
-    compute_s: float
-    link_s: float
-    pace_s: float = 0.0
+    compute_s: float  # predicted seconds of computation, by the client's device profile before calibration
+    link_s: float  # predicted seconds of its transfers, by the same profile
+    pace_s: float = 0.0  # minimum duration in seconds, if the task was slowed down to emulate a device; 0 = it was not
 
     @property
     def seconds(self) -> float:
@@ -66,29 +57,19 @@ class TimedTask:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Correction of a device profile for one client, fitted to the durations of its tasks.
+    """Correction of a device profile for one client, fitted to the durations of its tasks."""
 
-    Attributes:
-        client: id of the client.
-        slowdown: factor by which computation takes longer than predicted.
-        overhead_s: seconds that each task takes in addition, whatever its size.
-        jitter: standard deviation of the logarithm of a task's speed.
-        num_fitted: number of tasks used for the fit.
-        num_held_out: number of tasks used to check the fit.
-        task_error: median relative error of the predicted duration over the tasks used to check; None = there are none.
-        sum_error: relative error of the predicted total duration of the tasks used to check; None = there are none.
-        warm_up_s: seconds by which the first task took longer than the fit predicts; None = unknown.
-    """
-
-    client: int
-    slowdown: float
-    overhead_s: float
-    jitter: float
-    num_fitted: int
-    num_held_out: int = 0
+    client: int  # id of the client
+    slowdown: float  # factor by which computation takes longer than predicted
+    overhead_s: float  # seconds that each task takes in addition, whatever its size
+    jitter: float  # standard deviation of the logarithm of a task's speed
+    num_fitted: int  # number of tasks used for the fit
+    num_held_out: int = 0  # number of tasks used to check the fit
+    # median relative error of the predicted duration over the tasks used to check; None = there are none
     task_error: float | None = None
+    # relative error of the predicted total duration of the tasks used to check; None = there are none
     sum_error: float | None = None
-    warm_up_s: float | None = None
+    warm_up_s: float | None = None  # seconds by which the first task took longer than the fit predicts; None = unknown
 
     def expected_s(self, task: TimedTask) -> float:
         """Return the predicted duration of a task in seconds, including the average effect of jitter."""
@@ -119,9 +100,6 @@ class Fit:
         """Return a device profile that shows methods the declared speeds, while tasks take as long as the fit predicts.
 
         So a simulation repeats a real run in which methods chose tasks by the declared speeds.
-
-        Args:
-            declared: device profile with the declared speeds.
         """
         return replace(
             declared,
@@ -182,10 +160,7 @@ class RealRun:
 def read_real(folder: Path, experiment: Experiment, base: Profile | None = None) -> RealRun:
     """Read the tasks of a run folder, and predict the duration of each from its client's device profile.
 
-    Args:
-        folder: folder of the run.
-        experiment: settings of the run, from its config.
-        base: device profile for the predictions; None = the profile with which each client joined.
+    `base`: device profile for the predictions; None = the profile with which each client joined.
 
     Raises:
         BadInput: the folder has no run on the wall clock, or no task of the run arrived.
@@ -233,10 +208,6 @@ def calibrate(run: RealRun, most: int = MOST_FITTED) -> dict[int, Fit]:
 
     A client's first task is left out if there are others. At least half of the others are used to check the fit.
 
-    Args:
-        run: the real run.
-        most: largest number of tasks of a client to use for the fit.
-
     Raises:
         BadInput: a client's profile has no speed, so that its computation time cannot be predicted.
     """
@@ -268,10 +239,6 @@ def fit_tasks(client: int, tasks: Sequence[TimedTask]) -> Fit:
 
     An overhead is fitted only if the tasks differ enough in size; otherwise the whole difference counts as slower
     computation.
-
-    Args:
-        client: id of the client.
-        tasks: tasks of the client; at least one.
 
     Raises:
         BadInput: a task has no predicted computation time.
@@ -310,11 +277,6 @@ def check(run: RealRun, fits: Mapping[int, Fit]) -> Check:
 
     Methods see the same device profiles as in the real run, so that each client gets the same tasks. The profiles corrected by
     ``fits`` determine how long these take.
-
-    Args:
-        run: the real run.
-        fits: correction of each client's device profile, by client id; a client without one takes the time that its
-            profile predicts.
     """
     last, real_s = (
         run.num_merged,

@@ -42,21 +42,14 @@ _MOST_SLACK = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A method with settings that may be chosen.
+    """A method with settings that may be chosen."""
 
-    Attributes:
-        label: name of the method and its settings in the table of measured runs.
-        method: name of the algorithm.
-        settings: arguments of the algorithm's factory; ``submodel`` has the arguments of `raafl.parts.RateSelect`.
-        num_clients: number of clients in the measured runs.
-        steps: number of local steps per task in the measured runs.
-    """
-
-    label: str
-    method: str
+    label: str  # name of the method and its settings in the table of measured runs
+    method: str  # name of the algorithm
+    # arguments of the algorithm's factory; ``submodel`` has the arguments of `raafl.parts.RateSelect`
     settings: Mapping[str, Any] = field(default_factory=dict)
-    num_clients: int = 1
-    steps: int = 1
+    num_clients: int = 1  # number of clients in the measured runs
+    steps: int = 1  # number of local steps per task in the measured runs
 
     def for_fleet(self, fleet: FleetSummary) -> Candidate:
         """Adapt the settings to another fleet; return the adapted candidate.
@@ -118,18 +111,13 @@ def _submodels(settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Measured runs of all candidate methods on one fleet (set of client devices) and one learning task.
+    """Measured runs of all candidate methods on one fleet (set of client devices) and one learning task."""
 
-    Attributes:
-        fleet, task: names of the fleet's and the task's files.
-        features: description of the fleet by numbers.
-        updates: number of updates until the target was reached, median over seeds, by the candidate's label; see
-            `NOT_REACHED`.
-    """
-
-    fleet: str
+    fleet: str  # names of the fleet's and the task's files
     task: str
-    features: Features
+    features: Features  # description of the fleet by numbers
+    # number of updates until the target was reached, median over seeds, by the candidate's label; see
+    # `NOT_REACHED`
     updates: Mapping[str, float]
 
 
@@ -227,22 +215,14 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen method, and the reasons for the choice.
+    """The chosen method, and the reasons for the choice."""
 
-    Attributes:
-        candidate: the chosen method, with settings for this fleet.
-        scores: expected time of each candidate until a target is reached, divided by that of the chosen one; best
-            first.
-        problems: reason why each of the other candidates cannot be run, by the candidate's label.
-        reasons: two lines of explanation for the user.
-        features: description of the fleet by numbers.
-    """
-
-    candidate: Candidate
+    candidate: Candidate  # the chosen method, with settings for this fleet
+    # expected time of each candidate until a target is reached, divided by that of the chosen one; best first
     scores: Mapping[str, float]
-    problems: Mapping[str, str]
-    reasons: tuple[str, str]
-    features: Features
+    problems: Mapping[str, str]  # reason why each of the other candidates cannot be run, by the candidate's label
+    reasons: tuple[str, str]  # two lines of explanation for the user
+    features: Features  # description of the fleet by numbers
 
     def to_json(self) -> dict[str, Any]:
         """Convert the choice to plain data, for the journal."""
@@ -260,9 +240,7 @@ class Choice:
 def choose(experiment: Experiment, table: Table | None = None) -> Choice:
     """Choose a method for an experiment with `algorithm: auto`; the same experiment always gets the same method.
 
-    Args:
-        experiment: settings of the run.
-        table: table of measured runs; None = the table that raafl contains.
+    `table`: table of measured runs; None = the table that raafl contains.
 
     Raises:
         BadInput: no candidate can be run, or the user asked for a method that is not in the table.

@@ -34,43 +34,28 @@ MOST_UPDATES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted figures of a run with one algorithm; None where no update would be merged.
+    """Predicted figures of a run with one algorithm; None where no update would be merged."""
 
-    Attributes:
-        name: name of the algorithm.
-        updates: number of updates merged in the dry run.
-        time_s: duration of the dry run in virtual seconds.
-        version_s: seconds per version of the global model.
-        update_s: seconds per merged update, counting all clients together.
-        utilisation: share of the clients' time spent on tasks.
-        staleness: mean staleness of the merged updates.
-        bytes_per_update: bytes sent and received for one update.
-        run_s: virtual seconds until the run has merged as many updates as the config asks for (``max_updates``).
-        least, most: smallest and largest number of merged updates of any client.
-        problem: reason why the algorithm cannot be run; the figures are then None or 0.
-        note: reason why the algorithm will not learn with this staleness.
-        bases: precision of the frozen parameters of each client in its last task, by client id, if there are several.
-        here_s: seconds in which one process of a given machine would train these tasks; None = no machine was given.
-        at_work: mean number of clients at work.
-    """
-
-    name: str
-    updates: int = 0
+    name: str  # name of the algorithm
+    updates: int = 0  # number of updates merged in the dry run
     versions: int = 0
-    time_s: float = 0.0
-    version_s: float | None = None
-    update_s: float | None = None
-    utilisation: float | None = None
-    staleness: float | None = None
-    bytes_per_update: float | None = None
+    time_s: float = 0.0  # duration of the dry run in virtual seconds
+    version_s: float | None = None  # seconds per version of the global model
+    update_s: float | None = None  # seconds per merged update, counting all clients together
+    utilisation: float | None = None  # share of the clients' time spent on tasks
+    staleness: float | None = None  # mean staleness of the merged updates
+    bytes_per_update: float | None = None  # bytes sent and received for one update
+    # virtual seconds until the run has merged as many updates as the config asks for (``max_updates``)
     run_s: float | None = None
-    least: int = 0
+    least: int = 0  # smallest and largest number of merged updates of any client
     most: int = 0
-    problem: str | None = None
-    note: str | None = None
+    problem: str | None = None  # reason why the algorithm cannot be run; the figures are then None or 0
+    note: str | None = None  # reason why the algorithm will not learn with this staleness
+    # precision of the frozen parameters of each client in its last task, by client id, if there are several
     bases: Mapping[int, str] = field(default_factory=dict)
+    # seconds in which one process of a given machine would train these tasks; None = no machine was given
     here_s: float | None = None
-    at_work: float = 0.0
+    at_work: float = 0.0  # mean number of clients at work
 
 
 class World:
@@ -114,10 +99,7 @@ class World:
     def coordinator(self, algorithm: Algorithm, max_updates: int | None, *, real: bool = False) -> Coordinator:
         """Build the coordinator of a run with the experiment's clients and model.
 
-        Args:
-            algorithm: algorithm of the run.
-            max_updates: number of merged updates after which the run ends; None = no limit.
-            real: whether the model has parameter values; else it is on the meta device.
+        `max_updates`: number of merged updates after which the run ends; None = no limit.
 
         Raises:
             BadInput: a client has too little memory for every submodel.
@@ -205,13 +187,10 @@ def predict(
 ) -> Prediction:
     """Simulate a run with one algorithm without training, and return its predicted figures.
 
-    Args:
-        world: shared data, clients and costs.
-        algorithm: algorithm of the run.
-        name: name of the algorithm, for the result.
-        max_updates: number of merged updates after which the run ends; None = as in the config, at most `MOST_UPDATES`
-            or 20 per client.
-        machine: device profile for predicting the time that the run would take on this machine; None = do not predict it.
+    `max_updates`: number of merged updates after which the run ends; None = as in the config, at most `MOST_UPDATES`
+    or 20 per client.
+    `machine`: device profile for predicting the time that the run would take on this machine; None = do not predict
+    it.
     """
     name, wanted = name or algorithm.name, world.experiment.max_updates
     if max_updates is None:

@@ -49,19 +49,12 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class FleetSummary:
-    """Properties of an experiment's fleet (all clients' devices), from which a method is chosen.
+    """Properties of an experiment's fleet (all clients' devices), from which a method is chosen."""
 
-    Attributes:
-        features: description of the fleet by numbers.
-        num_clients: number of clients (N).
-        median_s: seconds of a task with the whole model on the median client.
-        steps: number of local steps of a task on the median client.
-    """
-
-    features: Features
-    num_clients: int
-    median_s: float
-    steps: int
+    features: Features  # description of the fleet by numbers
+    num_clients: int  # number of clients (N)
+    median_s: float  # seconds of a task with the whole model on the median client
+    steps: int  # number of local steps of a task on the median client
 
     @classmethod
     def of(cls, world: World) -> FleetSummary:

@@ -25,15 +25,7 @@ from raafl.submodel.prove.narrow import num_values
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Predicted time, memory and bytes of a run.
-
-    Attributes:
-        algorithms: predictions for each algorithm, the config's own first.
-        axes: findings about the axes (dimensions that shrink together) of the model.
-        by_the_loop: reason why clients cannot be trained together as one batch; None = they can, as far as is known.
-        guessed: part of the model's cost that could only be guessed, with the reason; "" = none.
-        chosen: explanation of why raafl has chosen the algorithm; None = the user has chosen it.
-    """
+    """Predicted time, memory and bytes of a run."""
 
     name: str
     num_clients: int
@@ -42,10 +34,12 @@ class Plan:
     submodels: list[SubmodelRow]
     devices: list[DeviceRow]
     advice: Advice
-    algorithms: list[Prediction]
-    axes: dict[str, Any]
+    algorithms: list[Prediction]  # predictions for each algorithm, the config's own first
+    axes: dict[str, Any]  # findings about the axes (dimensions that shrink together) of the model
+    # reason why clients cannot be trained together as one batch; None = they can, as far as is known
     by_the_loop: str | None = None
-    guessed: str = ""
+    guessed: str = ""  # part of the model's cost that could only be guessed, with the reason; "" = none
+    # explanation of why raafl has chosen the algorithm; None = the user has chosen it
     chosen: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -68,12 +62,9 @@ def make_plan(
 ) -> Plan:
     """Predict times, memory and bytes of an experiment, without training; its data are loaded and divided among clients.
 
-    Args:
-        experiment: settings of the run, which are checked here.
-        algorithms: names of further algorithms to predict; ["all"] = all. None = all for a model of up to `MOST_VALUES`
-            parameters, none for a larger one.
-        max_updates: number of merged updates of each dry run; None = see `raafl.plan.dry.predict`.
-        more: further device profiles to show in the table, such as this machine's.
+    `algorithms`: names of further algorithms to predict; ["all"] = all. None = all for a model of up to `MOST_VALUES`
+    parameters, none for a larger one.
+    `max_updates`: number of merged updates of each dry run; None = see `raafl.plan.dry.predict`.
 
     Raises:
         BadInput: the experiment is invalid, or an algorithm is unknown.

@@ -26,13 +26,7 @@ Table = tuple[str, list[str], list[list[str]]]
 
 
 def text(plan: Plan, width: int, *, terminal: bool) -> str:
-    """Format a plan (the predictions for a run) as text.
-
-    Args:
-        plan: plan to format.
-        width: number of columns of the terminal.
-        terminal: whether to wrap lines at ``width``.
-    """
+    """Format a plan (the predictions for a run) as text."""
     shown = [table(*one, width, terminal=terminal) for one in (_submodels(plan), _devices(plan), _algorithms(plan))]
     shown.insert(2, "\n".join(_advice(plan)))
     shown.insert(0, axes_text(plan.axes, width, terminal=terminal, most=_MOST_AXES))
@@ -52,11 +46,7 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
 def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int | None = None) -> str:
     """Format the findings about a model's axes (dimensions that shrink together) as text.
 
-    Args:
-        facts: findings from `raafl.parts.select.axis_report.facts`.
-        width: number of columns of the terminal.
-        terminal: whether to wrap lines at ``width``.
-        most: largest number of rows of a table; None = all rows.
+    `most`: largest number of rows of a table; None = all rows.
     """
     axes = [[one["name"], str(one["size"]), ", ".join(one["parameters"])] for one in facts["axes"]]
     rates = [[rate, share(one["parameters"]), share(one["flops"])] for rate, one in facts["rates"].items()]
@@ -92,16 +82,7 @@ def table(
     terminal: bool,
     widest: int = _NO_END,
 ) -> str:
-    """Format a table as text, with a title and numbers aligned to the right.
-
-    Args:
-        title: text above the table.
-        names: names of the columns.
-        rows: cells of each row, as text.
-        width: number of characters in a line of the terminal; ignored for files and pipes.
-        terminal: whether to format for a terminal; False = for a file or pipe.
-        widest: largest number of characters in a line, for terminals, files and pipes alike.
-    """
+    """Format a table as text, with a title and numbers aligned to the right."""
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text

@@ -40,29 +40,20 @@ class SubmodelRow:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """Clients with one kind of device, and the times of their tasks.
+    """Clients with one kind of device, and the times of their tasks."""
 
-    Attributes:
-        name: name of the device profile.
-        clients: ids of the clients with such a device.
-        num_samples: number of training samples of the median client.
-        flops_per_s, memory_bytes: speed and memory of the median client.
-        seconds: seconds of a task with each submodel on the median client; None = the submodel does not fit into its
-            memory.
-        seconds_range: smallest and largest seconds over the clients for the whole model, even if it does not fit.
-        stragglers: ids of the clients that are much slower than the median; see `Advice`.
-        varies: description of how the speed of the device varies, which predicted times do not include; empty if it is
-            constant.
-    """
-
-    name: str
-    clients: list[int]
-    num_samples: int
-    flops_per_s: float
+    name: str  # name of the device profile
+    clients: list[int]  # ids of the clients with such a device
+    num_samples: int  # number of training samples of the median client
+    flops_per_s: float  # speed and memory of the median client
     memory_bytes: float
+    # seconds of a task with each submodel on the median client; None = the submodel does not fit into its memory
     seconds: list[float | None]
+    # smallest and largest seconds over the clients for the whole model, even if it does not fit
     seconds_range: tuple[float, float]
-    stragglers: list[int]
+    stragglers: list[int]  # ids of the clients that are much slower than the median; see `Advice`
+    # description of how the speed of the device varies, which predicted times do not include; empty if it is
+    # constant
     varies: str
 
 
@@ -121,13 +112,7 @@ def submodel_rows(fleet: SelectContext, select: object = None) -> list[SubmodelR
 def device_rows(
     fleet: SelectContext, clients: Iterable[ClientInfo], submodels: Sequence[SubmodelRow]
 ) -> list[DeviceRow]:
-    """Compute the task times of each kind of device, in the order of the clients.
-
-    Args:
-        fleet: context for predicting costs.
-        clients: clients, in the order of the rows.
-        submodels: costs of the submodels.
-    """
+    """Compute the task times of each kind of device, in the order of the clients."""
     kinds: dict[str, list[ClientInfo]] = {}
     everyone = list(clients)
     for client in everyone:

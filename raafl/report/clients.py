@@ -31,23 +31,14 @@ Classes = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A client of a run in a chart.
+    """A client of a run in a chart."""
 
-    Attributes:
-        name: label of the client.
-        tasks: number of tasks that the client ended.
-        flops_per_s: FLOP/s of the client's device.
-        task_s: median seconds of a task.
-        merged: number of the client's updates that were merged.
-        share: share of the global model's versions, 0 to 1, that include an update of the client.
-    """
-
-    name: str
-    tasks: int
-    flops_per_s: float
-    task_s: float
-    merged: int
-    share: float
+    name: str  # label of the client
+    tasks: int  # number of tasks that the client ended
+    flops_per_s: float  # FLOP/s of the client's device
+    task_s: float  # median seconds of a task
+    merged: int  # number of the client's updates that were merged
+    share: float  # share of the global model's versions, 0 to 1, that include an update of the client
 
 
 def participation_chart(groups: Sequence[Group]) -> Chart:
@@ -198,13 +189,7 @@ def classes_of(run: RecordedRun, deal_out: Callable[[RecordedRun], FederatedData
 def partition(
     runs: Sequence[tuple[str, RecordedRun]], classes: Mapping[int, Classes | str], left_out: int = 0
 ) -> Chart:
-    """Return a chart of each client's number of samples, divided by class if the classes are known.
-
-    Args:
-        runs: runs with their names.
-        classes: number of samples of each class by client, or the reason why it is unknown; for each run, by `id(run)`.
-        left_out: number of further runs that are not shown.
-    """
+    """Return a chart of each client's number of samples, divided by class if the classes are known."""
     views: dict[tuple[str, ...], View] = {}
     tables, reasons, grouped = [], [], False
     for name, run in runs:

@@ -29,9 +29,7 @@ _TABLE_ROWS = 30
 def curves(groups: Sequence[Group], first: str | None = None) -> Chart:
     """Return a chart of every metric against time, updates, versions or bytes, as the reader selects.
 
-    Args:
-        groups: runs to draw.
-        first: metric that the chart shows at first; None = the most important by its name.
+    `first`: metric that the chart shows at first; None = the most important by its name.
     """
     metrics = metric_names(groups, first)
     choices = {"Metric": metrics, "Against": list(AXES)}
@@ -91,12 +89,7 @@ def metric_names(groups: Sequence[Group], first: str | None = None) -> list[str]
 
 
 def x_values(run: RecordedRun, against: str) -> Numbers:
-    """Return the x values of a run's evaluations; NaN if unknown.
-
-    Args:
-        run: run, read from its folder.
-        against: name of the quantity on the x axis.
-    """
+    """Return the x values of a run's evaluations; NaN if unknown."""
     metrics = run.metrics
     missing = np.full(len(metrics.get("version", ())), np.nan)
     if against == TIME:
@@ -113,13 +106,7 @@ def x_values(run: RecordedRun, against: str) -> Numbers:
 
 
 def curve(run: RecordedRun, metric: str, against: str) -> tuple[Numbers, Numbers]:
-    """Return x (ascending) and y values of a metric in a run; incomplete rows are left out.
-
-    Args:
-        run: run, as recorded.
-        metric: name of the metric on the y axis.
-        against: name of the quantity on the x axis.
-    """
+    """Return x (ascending) and y values of a metric in a run; incomplete rows are left out."""
     if metric not in run.metrics:
         return np.empty(0), np.empty(0)
     x, y = x_values(run, against), run.metrics[metric]

@@ -38,23 +38,17 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart on a report page, with one or more plots (views) among which the reader selects.
+    """A chart on a report page, with one or more plots (views) among which the reader selects."""
 
-    Attributes:
-        name: id of the chart in the page, of the form `[a-z-]+`.
-        note: explanation of how to read the chart, and what it leaves out.
-        choices: options of each selector above the chart, by the selector's name; may be empty.
-        views: views by the selected options; empty if there is nothing to show, as the note explains.
-        height: height of the chart in pixels.
-    """
-
-    name: str
+    name: str  # id of the chart in the page, of the form `[a-z-]+`
     title: str
-    note: str
+    note: str  # explanation of how to read the chart, and what it leaves out
+    # views by the selected options; empty if there is nothing to show, as the note explains
     views: Mapping[tuple[str, ...], View]
     tables: Sequence[Table] = ()
+    # options of each selector above the chart, by the selector's name; may be empty
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    height: int = 380
+    height: int = 380  # height of the chart in pixels
 
 
 def rounded(values: Sequence[float] | Numbers | npt.NDArray[Any], digits: int = 5) -> list[float | None]:

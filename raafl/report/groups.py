@@ -47,18 +47,12 @@ COLOURS = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs that differ only by seed and ended at the same limit; an interrupted run forms a group of its own.
+    """Runs that differ only by seed and ended at the same limit; an interrupted run forms a group of its own."""
 
-    Attributes:
-        label: short description of how the group differs from other groups.
-        colour: colour of the group's lines.
-        differs: config fields in which the groups differ, with this group's values.
-    """
-
-    label: str
-    colour: str
+    label: str  # short description of how the group differs from other groups
+    colour: str  # colour of the group's lines
     runs: tuple[RecordedRun, ...]
-    differs: Mapping[str, str]
+    differs: Mapping[str, str]  # config fields in which the groups differ, with this group's values
 
 
 def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:

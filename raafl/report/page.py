@@ -138,16 +138,7 @@ def plotly_js() -> str:
 
 
 def page(title: str, subtitle: str, top: str, charts: Sequence[Chart], bottom: str, links: Mapping[str, str]) -> str:
-    """Return the complete HTML of the report page.
-
-    Args:
-        title: title of the page, as plain text.
-        subtitle: subtitle of the page, as plain text.
-        top: HTML to put before the charts.
-        charts: charts, in the order of the page.
-        bottom: HTML to put after the charts.
-        links: names of further sections, by the id of the section.
-    """
+    """Return the complete HTML of the report page."""
     files = resources.files("raafl.report")
     style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     links = {chart.name: chart.title for chart in charts} | dict(links)

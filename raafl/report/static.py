@@ -35,10 +35,6 @@ def draw(groups: Sequence[Group], suffix: str) -> bytes:
 
     Runs that differ only by seed become one line, their mean, with a band from the smallest to the largest value.
 
-    Args:
-        groups: groups of runs.
-        suffix: suffix of the file format, one of `FORMATS`.
-
     Raises:
         BadInput: no run has an evaluation.
     """

@@ -30,21 +30,13 @@ TRAIN, TRANSFER, TASK, NOTHING, WAIT, AWAY = USES = (
 
 @dataclass(frozen=True, slots=True)
 class TaskIntervals:
-    """Time intervals of the tasks of a run, one entry per task.
+    """Time intervals of the tasks of a run, one entry per task."""
 
-    Attributes:
-        client: id of the client that had the task.
-        start_s: start of the task, in seconds on the run's clock.
-        stop_s: end of the task, in seconds on the run's clock.
-        kind: index of the task's outcome, such as merged or lost, in `KIND_NAMES`.
-        row: index of the task in the run's table of tasks; -1 if the table lacks it.
-    """
-
-    client: npt.NDArray[np.int64]
-    start_s: Numbers
-    stop_s: Numbers
-    kind: npt.NDArray[np.int64]
-    row: npt.NDArray[np.int64]
+    client: npt.NDArray[np.int64]  # id of the client that had the task
+    start_s: Numbers  # start of the task, in seconds on the run's clock
+    stop_s: Numbers  # end of the task, in seconds on the run's clock
+    kind: npt.NDArray[np.int64]  # index of the task's outcome, such as merged or lost, in `KIND_NAMES`
+    row: npt.NDArray[np.int64]  # index of the task in the run's table of tasks; -1 if the table lacks it
 
 
 def task_intervals(run: RecordedRun) -> TaskIntervals:
@@ -150,13 +142,7 @@ def _link(client: ClientRecord, is_simulated: bool) -> tuple[float, float, float
 
 
 def busy_share(intervals: TaskIntervals, clients: Sequence[Sequence[int]], edges: Numbers) -> npt.NDArray[np.float64]:
-    """Compute the share, 0 to 1, of each time interval that a group of clients spent in tasks, `(groups, len(edges) - 1)`.
-
-    Args:
-        intervals: time intervals of the tasks.
-        clients: ids of the clients in each group.
-        edges: boundaries in seconds between consecutive time intervals, ascending.
-    """
+    """Compute the share, 0 to 1, of each time interval that a group of clients spent in tasks, `(groups, len(edges) - 1)`."""
     band_of = {client: band for band, members in enumerate(clients) for client in members}
     bands = np.array([band_of.get(client, -1) for client in intervals.client.tolist()], np.int64)
     shares = np.zeros((len(clients), len(edges) - 1))

@@ -35,9 +35,8 @@ _log = logging.getLogger(__name__)
 class AppendFile(Generic[Item]):
     """File, such as CSV or JSON lines, to which complete rows are appended; there is one writer.
 
-    Attributes:
-        num_rows: number of rows that were written.
-        num_dropped: number of rows that will never be written.
+    `num_rows`: number of rows that were written.
+    `num_dropped`: number of rows that will never be written.
     """
 
     def __init__(
@@ -51,14 +50,6 @@ class AppendFile(Generic[Item]):
         consequence: str = LOST,
     ) -> None:
         """Open the file.
-
-        Args:
-            path: of the file.
-            encode: returns the bytes of an item's row, line end included.
-            warn: is called once when rows can no longer be written.
-            new: the file must not exist; else rows are appended.
-            remake: recreates the folder if it was deleted.
-            consequence: end of the warning, which says what becomes of rows that cannot be written.
 
         Raises:
             OSError: the file cannot be opened.

@@ -24,33 +24,21 @@ SIGNED: Final = "signed"
 
 @dataclass
 class Books:
-    """Result of checking the records of a run against their hashes and signatures.
+    """Result of checking the records of a run against their hashes and signatures."""
 
-    Attributes:
-        findings: descriptions of records that were changed, removed or added, a line each; empty = none.
-        notes: descriptions of what cannot be checked, a line each.
-        unsealed: descriptions of rows that follow the last seal of a run that has not ended, a line for each file.
-        num_rows: number of rows in the journal.
-        num_signed: number of journal rows that are protected by a signature.
-        head: hash of the journal's last row.
-        has_chain: whether rows of the journal have hashes.
-        heads: hashes of all rows of the journal, if asked for.
-        key: public key of the signatures; None = nothing is signed.
-        num_seals: number of seals, which are signed entries with hashes of all files.
-        final: whether there is a seal for the end of the run.
-    """
-
+    # descriptions of records that were changed, removed or added, a line each; empty = none
     findings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # descriptions of what cannot be checked, a line each
+    # descriptions of rows that follow the last seal of a run that has not ended, a line for each file
     unsealed: list[str] = field(default_factory=list)
-    num_rows: int = 0
-    num_signed: int = 0
-    head: str = ""
-    has_chain: bool = False
-    heads: set[str] = field(default_factory=set)
-    key: str | None = None
-    num_seals: int = 0
-    final: bool = False
+    num_rows: int = 0  # number of rows in the journal
+    num_signed: int = 0  # number of journal rows that are protected by a signature
+    head: str = ""  # hash of the journal's last row
+    has_chain: bool = False  # whether rows of the journal have hashes
+    heads: set[str] = field(default_factory=set)  # hashes of all rows of the journal, if asked for
+    key: str | None = None  # public key of the signatures; None = nothing is signed
+    num_seals: int = 0  # number of seals, which are signed entries with hashes of all files
+    final: bool = False  # whether there is a seal for the end of the run
 
     @property
     def state(self) -> str:
@@ -72,10 +60,6 @@ def signature_warning(folder: Path, *, unsealed: bool = False) -> str | None:
     """Return a line about a run whose records are unsigned or changed; None if they are signed, or there are none yet.
 
     Large files (checkpoints, model, config and summary) are not read.
-
-    Args:
-        folder: folder of the run.
-        unsealed: whether to return a line, too, if rows follow the last seal, as in each run in progress.
     """
     try:
         if not any((folder / name).is_file() for name in (JOURNAL, SEALS)):
@@ -88,12 +72,6 @@ def signature_warning(folder: Path, *, unsealed: bool = False) -> str | None:
 
 def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool = True, heads: bool = False) -> Books:
     """Check the records of a run, which may still be in progress.
-
-    Args:
-        folder: folder of the run.
-        keys: accepted public keys; empty = any key is accepted, but only one per run.
-        whole_files: whether to check checkpoints, model, config and summary, too; this reads all of these files.
-        heads: whether to collect the hashes of all rows of the journal.
 
     Raises:
         OSError: a file cannot be read.
@@ -188,10 +166,7 @@ def _check_seals(books: Books, seals: list[tuple[int, Seal]], heads: Mapping[int
 def _problem_of_signature(seal: Seal, before: str | None, keys: Collection[str]) -> str:
     """Describe a fault in a seal's signature or key; empty if there is none.
 
-    Args:
-        seal: the seal.
-        before: the key of the seals before it; None = they are unsigned.
-        keys: that may sign; empty = any one key.
+    `before`: the key of the seals before it; None = they are unsigned.
     """
     key = seal.data.get("key")
     if key is None:
@@ -229,14 +204,7 @@ def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: 
 
 
 def _check_tail(folder: Path, books: Books, name: str, num_rows: int) -> None:
-    """Report what follows the last seal in a file: after the end of a run nothing may, before it rows are unsealed.
-
-    Args:
-        folder: folder of the run.
-        books: result of the check so far; gets the description.
-        name: name of the file.
-        num_rows: number of complete rows that follow the last seal; negative = rows are missing.
-    """
+    """Report what follows the last seal in a file: after the end of a run nothing may, before it rows are unsealed."""
     if num_rows < 0 or not (folder / name).is_file():
         return
     num_bytes = measure(folder / name)[1]
@@ -279,10 +247,6 @@ def _check_cells(path: Path, lines: int) -> tuple[list[str], int]:
     """Return a table's header, and the number of the first line after it with more or fewer cells; 0 if there is none.
 
     The digest of a table leaves out empty cells at the ends of rows, so it does not show how many there are.
-
-    Args:
-        path: of the table.
-        lines: number of lines after the header to check.
     """
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         header = next(csv.reader(file), [])

@@ -25,12 +25,7 @@ _LENGTH: Final = len(_FIELD) + 64 + len(_END)
 
 
 def link(head: str, row: bytes) -> tuple[bytes, str]:
-    """Compute a journal row's hash, which depends on all rows before; return the row with its hash, and the hash alone.
-
-    Args:
-        head: hash of the row before.
-        row: row to add, as compact JSON with at least one field, and a line end.
-    """
+    """Compute a journal row's hash, which depends on all rows before; return the row with its hash, and the hash alone."""
     new = hashlib.sha256(head.encode() + row).hexdigest()
     return b"".join((row[:-2], _FIELD, new.encode(), _END)), new
 
@@ -48,20 +43,14 @@ class ChainCheck:
     """Checker of a journal's hash chain; it gets the lines one by one.
 
     After a row with a wrong hash, the check continues from that hash, so that every wrong row is found.
-
-    Attributes:
-        num_rows: number of lines checked so far.
-        num_unlinked: number of rows at the beginning without a hash, written by an earlier version of raafl.
-        head: hash of the last row; `START` before the first row.
-        broken: numbers of the rows with a wrong hash, from 1; at most `MAX_NAMED` of them.
-        num_broken: number of rows with a wrong hash.
     """
 
-    num_rows: int = 0
-    num_unlinked: int = 0
-    head: str = START
+    num_rows: int = 0  # number of lines checked so far
+    num_unlinked: int = 0  # number of rows at the beginning without a hash, written by an earlier version of raafl
+    head: str = START  # hash of the last row; `START` before the first row
+    # numbers of the rows with a wrong hash, from 1; at most `MAX_NAMED` of them
     broken: list[int] = field(default_factory=list)
-    num_broken: int = 0
+    num_broken: int = 0  # number of rows with a wrong hash
 
     def __post_init__(self) -> None:
         """Begin the digest of rows without a chain, from which the chain behind them starts."""

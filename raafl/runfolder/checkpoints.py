@@ -38,23 +38,14 @@ _READABLE: Final = (*_PLAIN, complex, bytes, bytearray, torch.Size, torch.dtype,
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """Content of a checkpoint file.
+    """Content of a checkpoint file."""
 
-    Attributes:
-        path: path of the file.
-        version: version of the global model.
-        state_dict: state dict as the module itself saves it, with tensors on the CPU.
-        hyper_parameters: arguments of the module.
-        raafl: everything else that is needed to resume the run.
-        values: tensors of the global model by name.
-    """
-
-    path: Path
-    version: int
-    state_dict: dict[str, Any]
-    hyper_parameters: dict[str, Any]
-    raafl: dict[str, Any]
-    values: dict[str, torch.Tensor]
+    path: Path  # path of the file
+    version: int  # version of the global model
+    state_dict: dict[str, Any]  # state dict as the module itself saves it, with tensors on the CPU
+    hyper_parameters: dict[str, Any]  # arguments of the module
+    raafl: dict[str, Any]  # everything else that is needed to resume the run
+    values: dict[str, torch.Tensor]  # tensors of the global model by name
 
 
 def contents(
@@ -68,14 +59,9 @@ def contents(
 ) -> dict[str, Any]:
     """Return the contents of a checkpoint file, as Lightning's Trainer would save the module, and what raafl needs beside.
 
-    Args:
-        version: version of the global model.
-        state_dict: result of the module's `state_dict()`, or tensors of the global model by name.
-        module: LightningModule whose `hparams` are stored, and whose `on_save_checkpoint` is called.
-        raafl: plain data (strings, numbers, None, tensors, and dicts, lists and tuples of them) for resuming.
-        values: tensors of the global model by name, for resuming; those that ``state_dict`` has are not stored twice.
-        left_out: function that is called with a sentence about each part that is not plain data, and so is left out;
-            None = log it once.
+    `raafl`: plain data (strings, numbers, None, tensors, and dicts, lists and tuples of them) for resuming.
+    `left_out`: function that is called with a sentence about each part that is not plain data, and so is left out;
+    None = log it once.
 
     Raises:
         TypeError: `raafl` has a value that is not plain data.
@@ -114,11 +100,7 @@ def write(
 ) -> Path:
     """Write the result of `contents` to `RUN_FOLDER/checkpoints/version-000123.ckpt` and return its path.
 
-    Args:
-        run_folder: folder of the run; its subfolder `checkpoints/` is created if missing.
-        content: contents of the file; a checkpoint of the same version is replaced.
-        keep_last: number of checkpoints to keep, including this one; None = all.
-        name: file name in place of the usual one, such as best.ckpt; runs are never resumed from such a file.
+    `keep_last`: number of checkpoints to keep, including this one; None = all.
 
     Raises:
         OSError, RuntimeError: the checkpoint cannot be written; existing files stay as they were.
@@ -145,14 +127,7 @@ def save(
 ) -> Path:
     """Write a checkpoint and return its path; see `contents` and `write`.
 
-    Args:
-        run_folder: folder of the run.
-        version: version of the global model.
-        state_dict: result of the module's `state_dict()`, or tensors of the global model by name.
-        module: LightningModule whose `hparams` are stored.
-        raafl: plain data for resuming.
-        keep_last: number of checkpoints to keep, including this one; None = all.
-        name: file name in place of the usual one.
+    `keep_last`: number of checkpoints to keep, including this one; None = all.
     """
     return write(run_folder, contents(version, state_dict, module=module, raafl=raafl), keep_last=keep_last, name=name)
 
@@ -298,13 +273,7 @@ def _is_same(saved: Any, value: torch.Tensor) -> bool:
 
 
 def _not_plain(value: Any, where: str, types: tuple[type, ...] = _PLAIN) -> Iterable[tuple[str, Any]]:
-    """Yield each place in `value` whose content `torch.load(weights_only=True)` would refuse.
-
-    Args:
-        value: value to look through.
-        where: name of the value.
-        types: types of single values that are allowed.
-    """
+    """Yield each place in `value` whose content `torch.load(weights_only=True)` would refuse."""
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
             yield from (

@@ -47,12 +47,7 @@ class RolledBackLines:
         self._ranges: list[range] = []
 
     def add(self, kind: str | None, kept: int | None = None) -> None:
-        """Process the next line of the journal.
-
-        Args:
-            kind: field ``event`` of the line.
-            kept: field ``kept`` of a line "resumed": number of earlier events that still count.
-        """
+        """Process the next line of the journal."""
         number, self.num_lines = self.num_lines, self.num_lines + 1
         if kind in EVENTS:
             self._events.append(number)
@@ -73,8 +68,7 @@ class RolledBackLines:
 class JournalReader:
     """Reader of a journal. Each iteration reads the file again, and skips rows that no longer count since the run was resumed.
 
-    Attributes:
-        path: path of the file.
+    `path`: path of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -18,9 +18,8 @@ from raafl.runfolder.seals import TableDigest, TableSeal
 class JournalFile(AppendFile[bytes]):
     """Journal file: one JSON object per line, and a `gap` row where rows are missing.
 
-    Attributes:
-        head: hash of the last row in the file; rows that could not be written yet have no hash.
-        length: number of rows in the file, including those from before the run was resumed.
+    `head`: hash of the last row in the file; rows that could not be written yet have no hash.
+    `length`: number of rows in the file, including those from before the run was resumed.
     """
 
     def __init__(

@@ -59,22 +59,13 @@ _log = logging.getLogger(__name__)
 class RunFolder:
     """The files of a run, opened for writing.
 
-    Attributes:
-        reader: object that also gets each row, such as the progress display; None = none.
-        signer: holder of the key that signs the records; None = they are unsigned.
-
-    Args:
-        path: path of the folder, which is created if missing.
-        config_yaml: text of `config.yaml`.
-        warn: function called with a warning, once for each file that cannot be written; by default a logger's method.
-
     Raises:
         BadInput: the folder is not empty, another process writes a run there, or `path` is not a folder.
         OSError: the folder cannot be created; nothing is left behind.
     """
 
-    reader: Reader | None = None
-    signer: Signer | None = None
+    reader: Reader | None = None  # object that also gets each row, such as the progress display; None = none
+    signer: Signer | None = None  # holder of the key that signs the records; None = they are unsigned
     _seals: SealFile | None = None
     _lock: FolderLock | None = None
 
@@ -233,14 +224,7 @@ class RunFolder:
             file.write(text.encode())
 
     def finish(self, summary: Summary, num_checkpoints: int, warnings: list[str]) -> None:
-        """Write the summary of a run that ended, with its warnings and the number of rows that could not be written.
-
-        Args:
-            summary: summary of the run; gets ``unwritten`` (number of missing rows, or of missing files, by file name)
-                and ``warnings``.
-            num_checkpoints: number of checkpoints that could not be written.
-            warnings: warnings of the run; one is added if the summary cannot be written.
-        """
+        """Write the summary of a run that ended, with its warnings and the number of rows that could not be written."""
         self.flush()
         summary["unwritten"] = self.unwritten | ({"checkpoints": num_checkpoints} if num_checkpoints else {})
         summary["warnings"] = warnings
@@ -265,15 +249,7 @@ class RunFolder:
     def seal(
         self, sealed: Sealed, version: int, names: Iterable[str], *, final: bool = False, altered: Iterable[str] = ()
     ) -> None:
-        """Write a seal: an entry, signed if there is a signer, with hashes of the run's files. Callable from any thread.
-
-        Args:
-            sealed: state of journal and tables, from `sealed`.
-            version: version of the global model.
-            names: further files to hash, by their paths in the folder.
-            final: whether the run has ended, so that all files are hashed.
-            altered: descriptions of files that were changed before the run was resumed.
-        """
+        """Write a seal: an entry, signed if there is a signer, with hashes of the run's files. Callable from any thread."""
         if final:
             names = [SUMMARY, CONFIG, MODEL, *self._checkpoints()]
         files = digests(self.path, (name for name in names if not final or name not in self._sealed_files))

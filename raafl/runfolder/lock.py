@@ -30,10 +30,6 @@ class FolderLock:
     def __init__(self, folder: Path, field: str) -> None:
         """Take the lock; do not wait for it.
 
-        Args:
-            folder: run folder, which exists.
-            field: setting that names the folder, for the message.
-
         Raises:
             BadInput: another process, or another run of this process, has the lock.
         """

@@ -60,13 +60,7 @@ class LoggedMeans:
         self._names |= {sanitize_text(name, MAX_NAME): True for name in names}
 
     def add(self, client: int, values: Mapping[str, float], num_samples: int) -> None:
-        """Add the values logged in a merged task.
-
-        Args:
-            client: id of the client that logged them.
-            values: values by name.
-            num_samples: number of the task's samples, by which its values are weighted.
-        """
+        """Add the values logged in a merged task."""
         for name, value in values.items():
             if not self._admits(client, name):
                 continue

@@ -45,17 +45,13 @@ _TASK_NUMBERS = tuple(name for name in (*CLIENT_COLUMNS, *MEMORY_COLUMNS) if nam
 
 @dataclass(slots=True)
 class ClientRecord:
-    """Information about a client from the journal of a run.
-
-    Attributes:
-        profile: fields of its device profile; infinite speeds are None.
-        spells: `(from, to)` times in seconds between which it was connected; `to` is infinite if it has not left.
-    """
+    """Information about a client from the journal of a run."""
 
     id: int
     num_samples: int = 0
     own_data: bool = False
-    profile: Mapping[str, Any] = field(default_factory=dict)
+    profile: Mapping[str, Any] = field(default_factory=dict)  # fields of its device profile; infinite speeds are None
+    # `(from, to)` times in seconds between which it was connected; `to` is infinite if it has not left
     spells: list[tuple[float, float]] = field(default_factory=list)
 
     @property
@@ -108,34 +104,28 @@ class Tasks:
 
 @dataclass(slots=True)
 class RecordedRun:
-    """Content of a run folder, as far as it could be read.
-
-    Attributes:
-        metrics: columns of metrics.csv, by name; cells that are not numbers are NaN.
-        summary: content of summary.json; None = the run has not ended.
-        open_tasks: client and start time of each task that was in progress when the files end.
-        num_exchanges: number of messages and replies in the middle of a task, by task id.
-        lost_at: times at which each client was lost, by client.
-        goals: limits given when the run was resumed, which are not in its config; empty if there are none.
-        notes: descriptions for readers of what is missing or damaged.
-    """
+    """Content of a run folder, as far as it could be read."""
 
     path: Path
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
+    # columns of metrics.csv, by name; cells that are not numbers are NaN
     metrics: dict[str, Numbers] = field(default_factory=dict)
     tasks: Tasks = field(default_factory=lambda: _tasks([], []))
-    summary: Summary | None = None
+    summary: Summary | None = None  # content of summary.json; None = the run has not ended
     clients: dict[int, ClientRecord] = field(default_factory=dict)
+    # client and start time of each task that was in progress when the files end
     open_tasks: list[tuple[int, float]] = field(default_factory=list)
+    # number of messages and replies in the middle of a task, by task id
     num_exchanges: dict[int, int] = field(default_factory=dict)
-    lost_at: dict[int, list[float]] = field(default_factory=dict)
+    lost_at: dict[int, list[float]] = field(default_factory=dict)  # times at which each client was lost, by client
+    # limits given when the run was resumed, which are not in its config; empty if there are none
     goals: Mapping[str, Any] = field(default_factory=dict)
     runtime: str = ""
     last_event_s: float = 0.0
     has_journal: bool = False
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # descriptions for readers of what is missing or damaged
 
     @property
     def is_simulated(self) -> bool:

@@ -108,12 +108,7 @@ class RunRecord:
             self.folder.event(cast(JournalRow, row))
 
     def link(self, row: Mapping[str, Any], now: float) -> None:
-        """Write to the journal that a client's connection broke or was restored; replays ignore such rows.
-
-        Args:
-            row: fields of the row.
-            now: seconds on the run's clock.
-        """
+        """Write to the journal that a client's connection broke or was restored; replays ignore such rows."""
         if self.folder is not None:
             self.folder.event(cast(JournalRow, {"time_s": now, **row}))
 
@@ -180,13 +175,7 @@ class RunRecord:
         return row
 
     def due(self, version: int, now: float, more: Mapping[str, float | None] | None = None) -> None:
-        """Store the run's counters for the moment at which a version is queued for evaluation; its metrics come later.
-
-        Args:
-            version: version of the global model to be evaluated.
-            now: time in seconds on the run's clock.
-            more: further numbers to record with this evaluation, by name.
-        """
+        """Store the run's counters for the moment at which a version is queued for evaluation; its metrics come later."""
         self._due[version] = {**self._figures(version, now), **(more or {})}
         self.figures.logged.close(version)
 
@@ -218,13 +207,7 @@ class RunRecord:
         return {name: value for name, value in self.row.items() if name.startswith(CLIENT) and value is not None}
 
     def evaluated(self, version: int, now: float, metrics: dict[str, float]) -> bool:
-        """Record the metrics of the global model; return whether the run is to end, since all its targets are reached.
-
-        Args:
-            version: version that was evaluated.
-            now: time in seconds on the run's clock.
-            metrics: metrics by name.
-        """
+        """Record the metrics of the global model; return whether the run is to end, since all its targets are reached."""
         self.metrics, self.evaluated_version = metrics, version
         if version not in self._due:
             self.due(version, now)
@@ -289,17 +272,7 @@ class RunRecord:
     def summary(
         self, *, algorithm: str, runtime: str, seed: int, version: int, values: FlatTensors, time_s: float, reason: str
     ) -> Summary:
-        """Return the summary of the run, whose fields scripts may rely on.
-
-        Args:
-            algorithm: name of the algorithm.
-            runtime: kind of the run, "simulated" or "distributed".
-            seed: seed of the run.
-            version: version of the final model.
-            values: values of the final model.
-            time_s: duration of the run in seconds on its clock.
-            reason: reason for which the run ended.
-        """
+        """Return the summary of the run, whose fields scripts may rely on."""
         merged = self.outcomes[MERGED]
 
         def by_reason(kind: str) -> dict[str, int]:

@@ -267,12 +267,7 @@ class Summary(TypedDict, total=False):
 
 
 def wrong_fields(row: Mapping[str, Any], kind: type) -> list[str]:
-    """Return the names of a row's fields whose values have the wrong type; unknown fields are ignored.
-
-    Args:
-        row: row, as read from a file.
-        kind: class of this module that declares the right types, such as `JournalRow`.
-    """
+    """Return the names of a row's fields whose values have the wrong type; unknown fields are ignored."""
     hints = _hints(kind)
     return [name for name, value in row.items() if name in hints and not _fits(value, hints[name])]
 

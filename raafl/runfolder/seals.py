@@ -35,25 +35,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TableSeal:
-    """Digest of the rows of a table, with their number and the columns.
+    """Digest of the rows of a table, with their number and the columns."""
 
-    Attributes:
-        lines: number of lines after the header.
-        columns: columns of the header; later rows may add more.
-        sha256: digest of the rows without empty cells at their ends, so that new columns do not change it.
-    """
-
-    lines: int
-    columns: Sequence[str]
-    sha256: str
+    lines: int  # number of lines after the header
+    columns: Sequence[str]  # columns of the header; later rows may add more
+    sha256: str  # digest of the rows without empty cells at their ends, so that new columns do not change it
 
 
 class TableDigest:
     """Digest of the rows of a table, computed as rows are added; the header is left out.
 
-    Attributes:
-        lines: number of lines in the digest.
-        more_lines: number of complete lines of the file that follow them.
+    `lines`: number of lines in the digest.
+    `more_lines`: number of complete lines of the file that follow them.
     """
 
     def __init__(self) -> None:
@@ -91,32 +84,20 @@ class TableDigest:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """State of journal and tables at one moment, for a seal (a signed entry with their hashes).
+    """State of journal and tables at one moment, for a seal (a signed entry with their hashes)."""
 
-    Attributes:
-        rows: number of rows in the journal.
-        head: hash of the journal's last row.
-        tables: digest of each table, by file name.
-    """
-
-    rows: int
-    head: str
-    tables: Mapping[str, TableSeal]
+    rows: int  # number of rows in the journal
+    head: str  # hash of the journal's last row
+    tables: Mapping[str, TableSeal]  # digest of each table, by file name
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """A seal, read from the file of seals: a signed entry with hashes of the run's files.
+    """A seal, read from the file of seals: a signed entry with hashes of the run's files."""
 
-    Attributes:
-        data: fields of the seal, by name.
-        text: text that was signed.
-        signature: signature of the text; None = unsigned.
-    """
-
-    data: Mapping[str, Any]
-    text: str
-    signature: str | None = field(default=None)
+    data: Mapping[str, Any]  # fields of the seal, by name
+    text: str  # text that was signed
+    signature: str | None = field(default=None)  # signature of the text; None = unsigned
 
 
 class SealFile:
@@ -135,11 +116,7 @@ class SealFile:
     ) -> None:
         """Open the file, or go on with one that is there.
 
-        Args:
-            path: of the file.
-            signer: signs each seal; None = seals are unsigned.
-            warn: is called once when seals can no longer be written.
-            remake: recreates the folder if it was deleted.
+        `signer`: signs each seal; None = seals are unsigned.
 
         Raises:
             OSError: the file cannot be opened.
@@ -157,15 +134,7 @@ class SealFile:
         final: bool = False,
         altered: Iterable[str] = (),
     ) -> None:
-        """Write a seal (signed entry with hashes), after making sure that the rows that it describes are on the disk.
-
-        Args:
-            sealed: state of journal and tables.
-            version: version of the global model.
-            files: SHA-256 digests of further files, by their paths in the folder.
-            final: whether the run has ended, so that ``files`` contains all files.
-            altered: descriptions of files that were changed before the run was resumed.
-        """
+        """Write a seal (signed entry with hashes), after making sure that the rows that it describes are on the disk."""
         if version:
             self._sync()
         data: dict[str, Any] = {
@@ -210,9 +179,6 @@ def read_seals(path: Path) -> list[Seal | None]:
     """Read the seals (signed entries with hashes of a run's files) of a file, one a line, in order.
 
     An invalid line gives None in its place; an incomplete last line is left out.
-
-    Args:
-        path: the file, `seals.jsonl` of a run folder.
 
     Raises:
         OSError: the file cannot be read.

@@ -30,14 +30,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Signer:
-    """A private key that signs the records of runs.
-
-    Attributes:
-        public: public key, in base64 (DER).
-    """
+    """A private key that signs the records of runs."""
 
     key: Ed25519PrivateKey | EllipticCurvePrivateKey
-    public: str
+    public: str  # public key, in base64 (DER)
 
     @classmethod
     def load(cls, path: Path) -> Signer:
@@ -77,8 +73,8 @@ class Signer:
     def choose(cls, path: Path | None) -> Signer | None:
         """Return a signer with the key in a file, or with this user's own key.
 
-        Args:
-            path: file of a private key; None, or a file that cannot be used (missing, damaged, RSA) = the user's own key.
+        `path`: file of a private key; None, or a file that cannot be used (missing, damaged, RSA) = the user's own
+        key.
         """
         if path is None:
             return cls.own()
@@ -123,13 +119,7 @@ def read_public_key(text: str) -> str:
 
 
 def is_signed(text: str, signature: object, public: object) -> bool:
-    """Check whether a text was signed with the private key that belongs to ``public``; False for malformed arguments, too.
-
-    Args:
-        text: text that was signed.
-        signature: signature in base64, from `Signer.sign`.
-        public: public key in base64, from `Signer.public`.
-    """
+    """Check whether a text was signed with the private key that belongs to ``public``; False for malformed arguments, too."""
     from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

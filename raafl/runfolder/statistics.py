@@ -66,9 +66,8 @@ class RunStatistics:
     def __init__(self, coverage: Coverage | None = None, peak_bytes: Callable[[Assignment], int] | None = None) -> None:
         """Start at zero.
 
-        Args:
-            coverage: of the model; None = not counted.
-            peak_bytes: returns the predicted memory of a task; None = not counted.
+        `coverage`: of the model; None = not counted.
+        `peak_bytes`: returns the predicted memory of a task; None = not counted.
         """
         self._coverage, self._peak_bytes = coverage, peak_bytes
         self._open: tuple[int, set[Spec]] = (0, set())  # the version that is being made, and what it trains
@@ -92,21 +91,11 @@ class RunStatistics:
         return assignment in self._since
 
     def trained(self, assignment: int, now: float) -> float:
-        """Count the end of a task's training, when the update is about to be sent; return the seconds that the task took.
-
-        Args:
-            assignment: id of the task.
-            now: time in seconds on the run's clock.
-        """
+        """Count the end of a task's training, when the update is about to be sent; return the seconds that the task took."""
         return now - self._since.pop(assignment, now)
 
     def settled(self, settled: Settled, known: Mapping[str, float]) -> dict[str, Any]:
-        """Count the end of a task; return the cells of its row in clients.csv.
-
-        Args:
-            settled: the task and its outcome.
-            known: metrics that the server evaluates; other metrics of a client are dropped.
-        """
+        """Count the end of a task; return the cells of its row in clients.csv."""
         assignment, update = settled.assignment, settled.update
         cells: dict[str, Any] = {}
         if assignment is not None:

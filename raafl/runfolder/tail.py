@@ -81,11 +81,10 @@ R = TypeVar("R", bound=Reader)
 class RunTail(Generic[R]):
     """Follower of a run folder that grows, which passes each new row to a reader; the folder need not exist yet.
 
-    Attributes:
-        state: object to which rows are passed. If a file is replaced, or the run is resumed from an earlier point, a
-            new object gets all rows again.
-        begun: whether the folder has rows or a summary.
-        num_damaged: number of invalid lines.
+    `state`: object to which rows are passed. If a file is replaced, or the run is resumed from an earlier point, a
+    new object gets all rows again.
+    `begun`: whether the folder has rows or a summary.
+    `num_damaged`: number of invalid lines.
     """
 
     def __init__(self, path: Path, make: Callable[[], R], clock: Callable[[], float] = time.time) -> None:

@@ -29,15 +29,7 @@ class EarlySteps:
     def saved_s(
         self, assignment: Assignment, client: ClientInfo, fleet: SelectContext, received_s: float, compute_s: float
     ) -> float:
-        """Return the seconds of a task's computing that are over when it is received.
-
-        Args:
-            assignment: assignment of the task.
-            client: client that trains it.
-            fleet: context that knows how much of a task may precede its arrival.
-            received_s: time at which the client has received the task.
-            compute_s: seconds of all of its computing.
-        """
+        """Return the seconds of a task's computing that are over when it is received."""
         since_s, expected = self._since.pop(assignment.client, (received_s, None))
         if expected is None or not begins_alike(expected, assignment):
             return 0.0

@@ -111,13 +111,7 @@ class ClientSide(Questions):
     """Client's side of tasks that are split between client and server, as in split learning."""
 
     def __init__(self, pair: Connection, whole: LocalTrainer, wait_s: float) -> None:
-        """Prepare.
-
-        Args:
-            pair: connection to the server.
-            whole: trainer of whole tasks, whose settings count.
-            wait_s: seconds to wait for a reply.
-        """
+        """Prepare."""
         super().__init__(pair, whole.fabric.device, wait_s)
         self._whole = whole
         self._built: tuple[Exchange, LocalTrainer] | None = None
@@ -146,11 +140,6 @@ class ClientSide(Questions):
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
         """Send a question to the server and wait for its reply; see `ClientLink.ask`.
 
-        Args:
-            meta: plain data of the question.
-            tensors: tensors of the question, by name.
-            answer: layout of the reply.
-
         Raises:
             Stopped: the server has ended the task, or the connection is lost.
         """
@@ -167,12 +156,11 @@ class ClientSide(Questions):
 class Conversation:
     """Messages between server and client during one task, with their bytes and times.
 
-    Attributes:
-        down_bytes: number of bytes sent.
-        up_bytes: number of bytes received.
-        down_s: seconds that sending took.
-        up_s: seconds spent receiving, from the first byte of each message to its last.
-        stopping: function that returns whether the run no longer needs the task.
+    `down_bytes`: number of bytes sent.
+    `up_bytes`: number of bytes received.
+    `down_s`: seconds that sending took.
+    `up_s`: seconds spent receiving, from the first byte of each message to its last.
+    `stopping`: function that returns whether the run no longer needs the task.
     """
 
     def __init__(
@@ -183,15 +171,7 @@ class Conversation:
         send: Callable[[Message], int],
         stopping: Callable[[], bool],
     ) -> None:
-        """Prepare.
-
-        Args:
-            pair: connection to the client.
-            assignment: the task.
-            task_s: seconds that the client may take in total.
-            send: sends a message and returns its bytes.
-            stopping: returns whether the run no longer needs the task.
-        """
+        """Prepare."""
         self._pair, self._assignment, self._left_s, self._send = pair, assignment, task_s, send
         self.stopping = stopping
         self.down_bytes = self.up_bytes = 0
@@ -200,10 +180,7 @@ class Conversation:
     def send(self, kind: Kind, meta: dict[str, Any], tensors: FlatTensors | None = None) -> None:
         """Send a message of this task.
 
-        Args:
-            kind: kind of the message.
-            meta: plain data of the message.
-            tensors: payload of the message; None = none.
+        `tensors`: payload of the message; None = none.
         """
         number, incarnation, since = self._assignment.id, self._assignment.incarnation, time.monotonic()
         self.down_bytes += self._send(Message(kind, number, incarnation, meta, tensors))
@@ -214,12 +191,7 @@ class Conversation:
         self._pair.check()
 
     def recv(self, wanted: Kind, into: Callable[[dict[str, Any]], FlatTensors]) -> Message:
-        """Receive a message of this task; raises the same errors as `Connection.recv`.
-
-        Args:
-            wanted: type of message to accept; others are refused.
-            into: function that gets the fields of the message and returns the storage for its tensors.
-        """
+        """Receive a message of this task; raises the same errors as `Connection.recv`."""
         begun: float | None = None  # when the message's header was here: the client may have trained for long before
 
         def expect(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors:
@@ -259,12 +231,6 @@ class ServerSide:
 
         Its tensors are valid until the next task.
 
-        Args:
-            exchange: description of the split task.
-            assignment: assignment of the task.
-            snapshot: parameter values of the server's part.
-            talk: messages to and from the client during the task.
-
         Raises:
             Refused: a message of the client was invalid, or no training step can be made with it.
             Stopped: the run has ended.
@@ -295,9 +261,8 @@ class ServerSide:
 class _SessionLink:
     """A `ServerLink`.
 
-    Attributes:
-        terms: precision, batches to a step, and what the client sends, as its questions say.
-        stream: what the server's side draws from; while it waits for the client, others draw.
+    `terms`: precision, batches to a step, and what the client sends, as its questions say.
+    `stream`: what the server's side draws from; while it waits for the client, others draw.
     """
 
     def __init__(self, talk: Conversation, device: torch.device) -> None:

@@ -26,11 +26,6 @@ HEAD_FIELDS: Final = ("head", "head_signature", "head_key")
 def count_of(meta: Meta, name: str, least: int = 0) -> int:
     """Read a field of a message that must be a whole number below 2**53.
 
-    Args:
-        meta: plain data of a message.
-        name: name of the field.
-        least: smallest allowed value.
-
     Raises:
         Refused: the field is missing, or has another value.
     """
@@ -42,11 +37,6 @@ def count_of(meta: Meta, name: str, least: int = 0) -> int:
 
 def text_of(meta: Meta, name: str, longest: int = 1000) -> str:
     """Read an optional text field of a message; return "" if it is missing.
-
-    Args:
-        meta: plain data of a message.
-        name: name of the field.
-        longest: largest number of characters.
 
     Raises:
         Refused: the field is no text, is too long, or has unusual characters.
@@ -98,15 +88,10 @@ def check_assignment(assignment: Assignment) -> Assignment:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A log message of a client, as sent to the server.
+    """A log message of a client, as sent to the server."""
 
-    Attributes:
-        level: one of `LOG_LEVELS`.
-        text: one line of at most `MAX_LOG_TEXT` characters that are safe to print.
-    """
-
-    level: LogLevel
-    text: str
+    level: LogLevel  # one of `LOG_LEVELS`
+    text: str  # one line of at most `MAX_LOG_TEXT` characters that are safe to print
 
 
 def level_of(number: int) -> LogLevel:
@@ -134,25 +119,17 @@ class SignedHead:
     """Hash of the server's journal (its log of all events), signed by the server when it assigns a task.
 
     A client can keep it as evidence against later changes of the journal.
-
-    Attributes:
-        head: hash of the last row and all rows before it; see `raafl.runfolder.chain`.
-        signature: signature of hash and task id; "" = unsigned.
-        key: public key of the signature; "" = unsigned.
     """
 
-    head: str
-    signature: str = ""
-    key: str = ""
+    head: str  # hash of the last row and all rows before it; see `raafl.runfolder.chain`
+    signature: str = ""  # signature of hash and task id; "" = unsigned
+    key: str = ""  # public key of the signature; "" = unsigned
 
     @classmethod
     def sign(cls, head: str, assignment: int, signer: Signer | None) -> Self:
         """Sign the journal's hash, which is sent with a task.
 
-        Args:
-            head: hash of the journal's last row.
-            assignment: id of the task.
-            signer: holder of the server's key; None = do not sign.
+        `signer`: holder of the server's key; None = do not sign.
         """
         return cls(head) if signer is None else cls(head, signer.sign(_signed(head, assignment)), signer.public)
 

@@ -12,13 +12,7 @@ from raafl.runfolder.schema import CLIENT
 
 
 def check_goals(experiment: Experiment, metrics: Mapping[str, float], *, has_client_tests: bool) -> None:
-    """Raise `BadInput` if a target or `keep_best` names an unknown metric, or one of which no direction is known.
-
-    Args:
-        experiment: settings of the run.
-        metrics: metrics of the initial model.
-        has_client_tests: whether clients evaluate on test samples of their own, so that averages over them are recorded.
-    """
+    """Raise `BadInput` if a target or `keep_best` names an unknown metric, or one of which no direction is known."""
     known = [*metrics, *(CLIENT + name for name in metrics if has_client_tests)]
     for target in experiment.targets():
         name, value = target.metric, f"{target.value:g}"
@@ -45,12 +39,7 @@ def check_goals(experiment: Experiment, metrics: Mapping[str, float], *, has_cli
 
 
 def met_at_once(experiment: Experiment, metrics: Mapping[str, float]) -> list[Warn]:
-    """Return a warning if the initial model meets all targets, so that the run will end before it trains.
-
-    Args:
-        experiment: settings of the run.
-        metrics: metrics of the initial model; empty for a run that is resumed.
-    """
+    """Return a warning if the initial model meets all targets, so that the run will end before it trains."""
     targets = experiment.targets()
     if not targets or not all(target.met(metrics) for target in targets):
         return []

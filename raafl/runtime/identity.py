@@ -79,11 +79,6 @@ def agree(ours: Identity, theirs: Identity, *, same_package: bool = False) -> Di
 
     The protocol version is compared first, since other versions may have other fields. If the peer trains on data of
     its own, the config section ``data`` is not compared.
-
-    Args:
-        ours: fingerprints of this process's model and config, and its version.
-        theirs: those of the peer.
-        same_package: whether the package's version must be equal, too; for processes that train one task together.
     """
     if ours.protocol != theirs.protocol:
         return _difference("protocol", ours.protocol, theirs.protocol)
@@ -105,12 +100,7 @@ def _difference(name: str, ours: object, theirs: object) -> Difference:
 
 
 def in_words(different: Difference, client: int) -> str:
-    """Return a message for a client whose model, config or version differs from the server's.
-
-    Args:
-        different: the first difference between client and server.
-        client: id of the client.
-    """
+    """Return a message for a client whose model, config or version differs from the server's."""
     if different.field == "config":
         return "the client sent no config"
     if different.field.startswith("config."):
@@ -127,13 +117,6 @@ def client_info(
     hello: Mapping[str, Any], num_samples: int, known: ClientInfo, incarnation: int, *, own_data: bool = True
 ) -> ClientInfo:
     """Check the fields of a client's first message (HELLO), and build the coordinator's description of the client from it.
-
-    Args:
-        hello: fields of the HELLO.
-        num_samples: number of training samples that the client claims.
-        known: description of the client on the server: its id, number of samples (0 = unknown), and device profile.
-        incarnation: number of times that the client has joined.
-        own_data: whether the client may train on its own data.
 
     Raises:
         Refused: the description is invalid, or claims more than it may; the client gets the reason.

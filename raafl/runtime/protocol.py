@@ -92,28 +92,19 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a client, or of a rank that trains: it describes the sender, after it has built its model.
+    """First message of a client, or of a rank that trains: it describes the sender, after it has built its model."""
 
-    Attributes:
-        identity: fingerprints of model, config and version, which must be equal on both sides.
-        unsent: id of a task whose result could not be sent on an earlier connection; None = none.
-        client: description of a client (`client_to_json`), such as samples and device profile; empty under torchrun.
-        memory_bytes: number of bytes of memory that a process of a client may use; None = no limit.
-    """
-
-    identity: Identity
-    unsent: int | None = None
+    identity: Identity  # fingerprints of model, config and version, which must be equal on both sides
+    unsent: int | None = None  # id of a task whose result could not be sent on an earlier connection; None = none
+    # description of a client (`client_to_json`), such as samples and device profile; empty under torchrun
     client: Meta = field(default_factory=dict)
-    memory_bytes: float | None = None
+    memory_bytes: float | None = None  # number of bytes of memory that a process of a client may use; None = no limit
 
     @classmethod
     def of_client(cls, identity: Identity, info: ClientInfo, unsent: int | None = None) -> Self:
         """Build a client's first message; if the device's speed varies over time, the message contains a digest of the speeds.
 
-        Args:
-            identity: fingerprints of this process's model and config, and its version.
-            info: description of the client.
-            unsent: id of a task whose update could not be sent on an earlier connection; None = none.
+        `unsent`: id of a task whose update could not be sent on an earlier connection; None = none.
         """
         data = client_to_json(info)
         return cls(identity, unsent, {**data, "profile": as_sent(data["profile"])})
@@ -144,15 +135,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Message in which the server admits a client or a rank.
+    """Message in which the server admits a client or a rank."""
 
-    Attributes:
-        kept_whole: names of the axes (dimensions that shrink together) that must not be cut, since that may be unsafe.
-        client: id of the client; None for a rank that only trains.
-    """
-
+    # names of the axes (dimensions that shrink together) that must not be cut, since that may be unsafe
     kept_whole: tuple[str, ...] = ()
-    client: int | None = None
+    client: int | None = None  # id of the client; None for a rank that only trains
 
     def to_meta(self) -> dict[str, Any]:
         """Convert the message to its JSON fields."""
@@ -285,21 +272,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Message that a task failed: too little memory, the site does not allow it, or the code raised an error.
+    """Message that a task failed: too little memory, the site does not allow it, or the code raised an error."""
 
-    Attributes:
-        reason: reason code, one of `UNANSWERED`, `GPU_LOST`, `POLICY` or `DRY_RUN`; "" = the code raised an error.
-        where: task and line of code, as described by the client.
-        error: the error as one line of text.
-        traceback: full traceback of at most `MAX_TRACEBACK` characters; "" if the client's data are private.
-        logs: log lines of the client that its site allows to be sent.
-    """
-
+    # reason code, one of `UNANSWERED`, `GPU_LOST`, `POLICY` or `DRY_RUN`; "" = the code raised an error
     reason: str = ""
-    where: str = ""
-    error: str = ""
-    traceback: str = ""
-    logs: tuple[LogLine, ...] = ()
+    where: str = ""  # task and line of code, as described by the client
+    error: str = ""  # the error as one line of text
+    traceback: str = ""  # full traceback of at most `MAX_TRACEBACK` characters; "" if the client's data are private
+    logs: tuple[LogLine, ...] = ()  # log lines of the client that its site allows to be sent
 
     @classmethod
     def of(cls, failure: TaskFailed, *, private: bool) -> Self:
@@ -357,16 +337,11 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Training settings that a client adds to each message which it sends during a task split with the server.
+    """Training settings that a client adds to each message which it sends during a task split with the server."""
 
-    Attributes:
-        precision: numeric precision, one of `PRECISIONS`.
-        accumulate: number of batches per optimiser step, at least 1.
-        sends: content of the client's update: parameter values, or their difference from the received ones.
-    """
-
-    precision: str
-    accumulate: int
+    precision: str  # numeric precision, one of `PRECISIONS`
+    accumulate: int  # number of batches per optimiser step, at least 1
+    # content of the client's update: parameter values, or their difference from the received ones
     sends: Literal["values", "delta"]
 
     def to_meta(self) -> dict[str, Any]:
@@ -386,17 +361,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Message that asks a rank to evaluate a range of test batches.
+    """Message that asks a rank to evaluate a range of test batches."""
 
-    Attributes:
-        start: index of the first batch.
-        stop: index after the last one.
-        has_values: whether the message contains the model's values; else the rank uses those of the last message.
-    """
-
-    start: int
-    stop: int
-    has_values: bool
+    start: int  # index of the first batch
+    stop: int  # index after the last one
+    has_values: bool  # whether the message contains the model's values; else the rank uses those of the last message
 
     def to_meta(self) -> dict[str, Any]:
         """Convert the message to its JSON fields."""

@@ -28,19 +28,12 @@ from raafl.submodel import FlatTensors
 
 @dataclass
 class FirstDifference:
-    """The first difference between a replay and its recording.
+    """The first difference between a replay and its recording."""
 
-    Attributes:
-        number: number of the event in the journal, from 1.
-        what: description of the difference.
-        recorded: value in the journal.
-        replayed: value in the replay.
-    """
-
-    number: int
-    what: str
-    recorded: object
-    replayed: object
+    number: int  # number of the event in the journal, from 1
+    what: str  # description of the difference
+    recorded: object  # value in the journal
+    replayed: object  # value in the replay
 
     def to_json(self) -> dict[str, Any]:
         """Return the difference as plain data."""
@@ -49,11 +42,6 @@ class FirstDifference:
 
 def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
     """Convert a row of the journal to an event; an `Arrived` event has no tensors yet.
-
-    Args:
-        row: row of the journal.
-        series: lists that earlier rows contain in full, such as a device's speeds over time, by digest. Later rows
-            contain only the digest. Full lists in this row are added to ``series``.
 
     Returns:
         The event; None if the row is not an event.

@@ -12,8 +12,7 @@ from raafl.transport.tcp.resumable import Position
 class ToldToStop(Exception):
     """Raised if a client asks for a config or wants to continue its session, and is told that the run has ended or it must stop.
 
-    Attributes:
-        reason: reason given by the server.
+    `reason`: reason given by the server.
     """
 
     def __init__(self, reason: str) -> None:

@@ -30,15 +30,10 @@ UNCERTIFIED = (
 
 @dataclass(frozen=True)
 class SecureGroups:
-    """Rules by which clients form groups for secure aggregation: only the sum of a group's updates becomes known.
+    """Rules by which clients form groups for secure aggregation: only the sum of a group's updates becomes known."""
 
-    Attributes:
-        coordinator: coordinator of the run; read only.
-        merge: merge of the run, which merges sums of updates.
-    """
-
-    coordinator: Coordinator
-    merge: SecureSum
+    coordinator: Coordinator  # coordinator of the run; read only
+    merge: SecureSum  # merge of the run, which merges sums of updates
 
     @classmethod
     def of(cls, coordinator: Coordinator) -> Self | None:
@@ -52,11 +47,7 @@ class SecureGroups:
         return max(self.merge.min_cover, 3)
 
     def is_complete(self, ready: Collection[int]) -> bool:
-        """Check whether a group is complete, so that its updates are summed now instead of waiting for more clients.
-
-        Args:
-            ready: task ids of the clients that have finished training.
-        """
+        """Check whether a group is complete, so that its updates are summed now instead of waiting for more clients."""
         trigger, num_out = self.coordinator.algorithm.trigger, self.coordinator.roster.num_out
         if not ready:
             return False
@@ -73,13 +64,7 @@ class SecureGroups:
         return max((self._product(one, clients[one.client].num_samples) for one in assignments), default=1.0) or 1.0
 
     def share(self, assignment: Assignment, num_samples: int, scale: float) -> float:
-        """Return the factor, from 0 to 1, by which a client multiplies its update before masking.
-
-        Args:
-            assignment: task of the client.
-            num_samples: number of samples on which it trained; at most the number that it reported when it joined.
-            scale: largest weight in its group, from `scale`.
-        """
+        """Return the factor, from 0 to 1, by which a client multiplies its update before masking."""
         return min(self._product(assignment, num_samples) / scale, 1.0)
 
     def _product(self, assignment: Assignment, num_samples: int) -> float:
@@ -92,12 +77,6 @@ class SecureGroups:
         """Replace a trained update by the whole numbers that a real client would mask and send in its place.
 
         The update is refused if a value is too large to be encoded.
-
-        Args:
-            assignment: task of the client.
-            update: trained update, changed in place; its metrics and extra data are removed, since they stay with the
-                client.
-            scale: largest weight in its group, from `scale`.
         """
         update.metrics, update.extra = {}, {}
         if update.refusal is not None:
@@ -113,10 +92,6 @@ class SecureGroups:
         """Put encoded updates into one group whose sum is merged; refuse them if there are too few to hide each other.
 
         With the option ``simulate_masks`` the masks are added and removed, as in a run with real clients.
-
-        Args:
-            pairs: task and update of each client that `encode` did not refuse.
-            scale: largest weight in the group, from `scale`.
         """
         masked, opened = self.merge.options.simulate_masks, len(pairs) >= self.least
         if masked and opened:

@@ -44,15 +44,11 @@ MAX_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class KeyProof:
-    """Proof that a client's keys, and what it says of its task, are a site's; both are empty without certificates.
+    """Proof that a client's keys, and what it says of its task, are a site's; both are empty without certificates."""
 
-    Attributes:
-        certificate: the site's certificate and any intermediate ones; each is base64 of DER, separated by spaces.
-        signature: signature of `Group.statement` by the site's key, in base64.
-    """
-
+    # the site's certificate and any intermediate ones; each is base64 of DER, separated by spaces
     certificate: str = ""
-    signature: str = ""
+    signature: str = ""  # signature of `Group.statement` by the site's key, in base64
 
     def to_meta(self) -> dict[str, Any]:
         """Convert the proof to JSON fields of a message."""
@@ -66,21 +62,13 @@ class KeyProof:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Statement of a client about itself before its group is formed, beside its keys and its answer.
+    """Statement of a client about itself before its group is formed, beside its keys and its answer."""
 
-    Attributes:
-        run: digest of the client's config and model.
-        start: digest of what the client received for the task; "" = not stated.
-        site: name of the client's site; "" = it has no certificate.
-        max_share: largest share of an opened sum that the client's site lets one site have.
-        proof: signature of the client's site, with its certificate.
-    """
-
-    run: str = ""
-    start: str = ""
-    site: str = ""
-    max_share: float = 1.0
-    proof: KeyProof = field(default_factory=KeyProof)
+    run: str = ""  # digest of the client's config and model
+    start: str = ""  # digest of what the client received for the task; "" = not stated
+    site: str = ""  # name of the client's site; "" = it has no certificate
+    max_share: float = 1.0  # largest share of an opened sum that the client's site lets one site have
+    proof: KeyProof = field(default_factory=KeyProof)  # signature of the client's site, with its certificate
 
     def to_meta(self) -> dict[str, Any]:
         """Convert the claim to JSON fields of a message."""
@@ -96,11 +84,7 @@ class Claim:
     def member(self, assignment: Assignment, keys: bytes, answer: Answer, counted: int | None = None) -> GroupMember:
         """Return the client as a member of a group.
 
-        Args:
-            assignment: task of the client.
-            keys: three public keys of the client, joined.
-            answer: answer of the client, with its numbers of samples and steps.
-            counted: number of samples by which it is weighted; None = all.
+        `counted`: number of samples by which it is weighted; None = all.
         """
         mask, share, sign = (keys[place : place + KEY_BYTES] for place in range(0, 3 * KEY_BYTES, KEY_BYTES))
         counted = answer.num_samples if counted is None else counted
@@ -122,14 +106,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """Message that tells a client which group it belongs to.
+    """Message that tells a client which group it belongs to."""
 
-    Attributes:
-        group: the group and all its members.
-        proofs: proof of each member's keys, by member; members without certificates are left out.
-    """
-
-    group: Group
+    group: Group  # the group and all its members
+    # proof of each member's keys, by member; members without certificates are left out
     proofs: Mapping[int, KeyProof] = field(default_factory=dict)
 
     def to_meta(self) -> dict[str, Any]:
@@ -271,13 +251,9 @@ class Signed:
 
 @dataclass(frozen=True, slots=True)
 class Signatures:
-    """Message that passes the members' signatures on: of the senders by those that survive, or of both lists.
+    """Message that passes the members' signatures on: of the senders by those that survive, or of both lists."""
 
-    Attributes:
-        by_member: signature of each member that sent one, by its task's id, ascending.
-    """
-
-    by_member: Mapping[int, bytes]
+    by_member: Mapping[int, bytes]  # signature of each member that sent one, by its task's id, ascending
 
     def to_meta(self) -> dict[str, Any]:
         """Convert the message to its JSON fields."""
@@ -307,11 +283,7 @@ def _signature(text: object) -> bytes:
 
 
 def layout_of(**sizes: int) -> Layout:
-    """Return the tensor layout in which byte strings are sent.
-
-    Args:
-        sizes: length of each byte string, by name; an empty one takes one byte, since a message may not lack tensors.
-    """
+    """Return the tensor layout in which byte strings are sent."""
     return Layout.pack((name, (max(size, 1),), torch.uint8) for name, size in sizes.items())
 
 
@@ -336,24 +308,12 @@ def split(text: bytes, sizes: Mapping[int, int]) -> dict[int, bytes]:
 
 
 def sizes_from(coverage: Coverage, sender: int, receivers: Iterable[int]) -> dict[int, int]:
-    """Return the number of bytes that a member sends to each other member in secret shares.
-
-    Args:
-        coverage: cells (pieces of the model) that each member's submodel covers.
-        sender: task id of the member that sends.
-        receivers: task ids of members; the sender itself is left out.
-    """
+    """Return the number of bytes that a member sends to each other member in secret shares."""
     return dict.fromkeys((key for key in receivers if key != sender), share_bytes(coverage, sender))
 
 
 def sizes_for(coverage: Coverage, receiver: int, senders: Iterable[int]) -> dict[int, int]:
-    """Return the number of bytes that a member receives from each other member in secret shares.
-
-    Args:
-        coverage: cells (pieces of the model) that each member's submodel covers.
-        receiver: task id of the member that receives.
-        senders: task ids of members; the receiver itself is left out.
-    """
+    """Return the number of bytes that a member receives from each other member in secret shares."""
     return {key: share_bytes(coverage, key) for key in senders if key != receiver}
 
 
@@ -361,23 +321,11 @@ def reveal_sizes(coverage: Coverage, senders: Iterable[int], arrived: frozenset[
     """Return the number of bytes that a member sends to the server about each member of its group at the end.
 
     These bytes are secret shares, from which the server removes the masks from the sum of the updates.
-
-    Args:
-        coverage: cells (pieces of the model) that each member's submodel covers.
-        senders: task ids of the members that sent shares.
-        arrived: task ids of the members whose masked updates arrived.
-        min_cover: smallest number of members that must cover a cell whose sum is revealed.
     """
     return {key: reveal_bytes(coverage, key, arrived, min_cover) for key in senders}
 
 
 def shares_layout(coverage: Coverage, sender: int, receivers: Iterable[int]) -> Layout:
-    """Return the tensor layout of the message in which a member sends its secret shares.
-
-    Args:
-        coverage: cells (pieces of the model) that each member's submodel covers.
-        sender: task id of the member.
-        receivers: task ids of all members.
-    """
+    """Return the tensor layout of the message in which a member sends its secret shares."""
     total = sum(sizes_from(coverage, sender, receivers).values())
     return layout_of(shares=total, commitments=COMMITMENT_BYTES * len(coverage.cells_in(sender)))

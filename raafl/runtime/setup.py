@@ -113,11 +113,7 @@ def _prepared(experiment: Experiment) -> LightningModule:
 
 
 def _misfit(error: BaseException) -> str:
-    """Name an argument of the model's constructor that has another type than its default; empty if there is none.
-
-    Args:
-        error: error that the constructor raised, or what it called.
-    """
+    """Name an argument of the model's constructor that has another type than its default; empty if there is none."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if frame.f_code.co_name != "__init__" or not isinstance(module, torch.nn.Module):
@@ -144,10 +140,7 @@ _KINDS = {
 def submodels_of(options: SubmodelOptions, module: nn.Module, example_batch: object = None) -> Submodels:
     """Find which parts of a module can be cut; return its submodels. Server and clients must get equal results.
 
-    Args:
-        options: section ``submodels`` of the config.
-        module: model to be cut.
-        example_batch: batch of the model's data; None = no batch is available.
+    `example_batch`: batch of the model's data; None = no batch is available.
     """
     return Submodels(module, example_batch, residual_width=options.residual_width, batch_norm=options.batch_norm)
 
@@ -166,14 +159,8 @@ def proven_submodels(
     An axis is a set of tensor dimensions that shrink together. Only the server needs this check. It is skipped if
     ``select`` gives every client the whole model.
 
-    Args:
-        options: section ``submodels`` of the config.
-        module: model in the form in which it is trained.
-        batch: batch of real data for the model.
-        select: part of the algorithm that chooses submodels.
-        plain: function that builds the user's original model, to be checked in place of ``module``; None = check
-            ``module``.
-        measures_rounding: whether the check allows for rounding as it measures it, see `refuted`.
+    `plain`: function that builds the user's original model, to be checked in place of ``module``; None = check
+    ``module``.
     """
     submodels = submodels_of(options, module, batch)
     if type(select) is not Full:
@@ -189,11 +176,6 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
 
     Return the submodels of the model, in which only the axes (sets of tensor dimensions that shrink together) that
     passed the check are cut.
-
-    Args:
-        experiment: settings of the run.
-        module: model of the run.
-        data: data of the run.
     """
 
     def plain() -> LightningModule:
@@ -226,12 +208,8 @@ def build(
 ) -> ServerSetup:
     """Build and check all parts of a run that the server needs.
 
-    Args:
-        experiment: settings of the run, already checked by `Experiment.check`.
-        pace: whether clients on the wall clock are slowed down to the speed of their device profiles.
-        min_clients: number of clients that must have joined before the run starts; None = all that are available at the
-            start.
-        count_lost: whether clients that were lost before the start count as joined.
+    `min_clients`: number of clients that must have joined before the run starts; None = all that are available at the
+    start.
 
     Raises:
         BadInput: the data do not fit the clients, or a client has too little memory for every submodel.
@@ -289,13 +267,7 @@ def max_norm_ratio(experiment: Experiment) -> float | None:
 
 
 def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True) -> Limits:
-    """Return the limits of the run that the coordinator observes, such as its number of updates.
-
-    Args:
-        experiment: settings of the run.
-        min_clients: number of clients that must have joined before the run starts.
-        count_lost: whether clients that were lost before the start count as joined.
-    """
+    """Return the limits of the run that the coordinator observes, such as its number of updates."""
     trigger, clients = experiment.algorithm.trigger, experiment.clients
     about_n = 1 if trigger.restart == "merge" else max(1, clients // int(getattr(trigger, "size", 1)))
     every = distance("eval_every", experiment.eval_every) or Distance(about_n, "versions")
@@ -342,16 +314,7 @@ def coordinator_of(
     *,
     pace: bool = False,
 ) -> Coordinator:
-    """Build the coordinator of a run.
-
-    Args:
-        experiment: settings of the run.
-        data: data of the run.
-        algorithm: algorithm of the run.
-        state: the global model.
-        limits: limits of the run, such as its number of updates.
-        pace: whether clients are slowed down to the speed of their device profiles.
-    """
+    """Build the coordinator of a run."""
     return Coordinator(
         algorithm,
         state,
@@ -379,14 +342,7 @@ def own_tests(experiment: Experiment, data: FederatedData) -> OwnTests:
 
 
 def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
-    """Build the trainer that runs the tasks of an experiment.
-
-    Args:
-        experiment: settings of the run.
-        submodels: submodels of the model.
-        options: options of Lightning Fabric, such as device and precision.
-        max_built: number of built submodels that are kept for reuse.
-    """
+    """Build the trainer that runs the tasks of an experiment."""
     algorithm = experiment.algorithm
     if (problem := device_problem(options)) is not None:
         raise BadInput(problem)
@@ -410,14 +366,7 @@ def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricO
 def client_parts(
     experiment: Experiment, data: FederatedData, options: FabricOptions, max_built: int = 1
 ) -> tuple[Submodels, LocalTrainer]:
-    """Build the parts of the model that a client's own process needs: its structure and the values of frozen parameters.
-
-    Args:
-        experiment: settings of the run.
-        data: data of the run.
-        options: options of Lightning Fabric, such as device and precision.
-        max_built: number of built submodels that are kept for reuse.
-    """
+    """Build the parts of the model that a client's own process needs: its structure and the values of frozen parameters."""
     drawn = generators()
     with skeleton():
         module = _prepared(experiment)
@@ -439,11 +388,7 @@ def make_executor(
 ) -> Executor:
     """Build the executor, which trains the tasks of a simulation or a replay.
 
-    Args:
-        parts: parts of the run, from `build`.
-        workers: number of processes that train.
-        own: data of each client that trains on its own data instead of a share of the run's; None = no such client.
-        ranks: whether other ranks train, too.
+    `own`: data of each client that trains on its own data instead of a share of the run's; None = no such client.
     """
     own, max_built = own or {}, min(MAX_BUILT, 2 * len(parts.clients))
     options = parts.experiment.fabric.at(Place.here(None)) if ranks else parts.experiment.fabric
@@ -468,13 +413,7 @@ def make_executor(
 
 
 def within_process(experiment: Experiment, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> Executor:
-    """Build the executor that trains tasks in this process, one by one or as batches.
-
-    Args:
-        experiment: settings of the run.
-        trainer: trainer of this process.
-        data: function that returns the data of a client; its argument is the client's id.
-    """
+    """Build the executor that trains tasks in this process, one by one or as batches."""
     from raafl.runtime.executors import Inline
 
     if experiment.batch_clients == 1:

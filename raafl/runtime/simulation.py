@@ -50,18 +50,12 @@ LOST_FOR_EACH_CLIENT = 100
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """A task's answer, due at the far end of its simulated time.
+    """A task's answer, due at the far end of its simulated time."""
 
-    Attributes:
-        assignment: assignment of the task.
-        time: durations of its parts.
-        more_bytes: number of bytes sent to the client beyond the prediction.
-        waited_s: seconds for which the trained update waited for its client's uplink, which an earlier update took.
-    """
-
-    assignment: Assignment
-    time: TaskTime
-    more_bytes: int = 0
+    assignment: Assignment  # assignment of the task
+    time: TaskTime  # durations of its parts
+    more_bytes: int = 0  # number of bytes sent to the client beyond the prediction
+    # seconds for which the trained update waited for its client's uplink, which an earlier update took
     waited_s: float = 0.0
 
 

@@ -34,11 +34,6 @@ def server_keys(receipts: Sequence[Receipt]) -> list[str]:
 def compare(site: SiteReceipts, run: Path, books: Books) -> tuple[list[str], list[str]]:
     """Compare a site's receipts with the journal of a run; return errors found, and remarks on what cannot be checked.
 
-    Args:
-        site: receipts of the site.
-        run: folder of the run.
-        books: result of reading the run's journal, with all its hashes.
-
     Raises:
         ValueError: the journal has an invalid line.
     """
@@ -97,27 +92,15 @@ def _head_problems(receipt: Receipt, books: Books) -> list[str]:
 
 @dataclass(frozen=True)
 class Retrained:
-    """Result of repeating training tasks at a site.
+    """Result of repeating training tasks at a site."""
 
-    Attributes:
-        num_tasks: number of tasks that were repeated.
-        num_receipts: number of tasks whose results the site had sent.
-        findings: description of each task with a different result, a line each.
-    """
-
-    num_tasks: int
-    num_receipts: int
-    findings: list[str]
+    num_tasks: int  # number of tasks that were repeated
+    num_receipts: int  # number of tasks whose results the site had sent
+    findings: list[str]  # description of each task with a different result, a line each
 
 
 def retrain(site: SiteReceipts, setup: ClientSetup, share: float) -> Retrained:
-    """Repeat some of a site's training tasks from the inputs that it stored, and compare the results.
-
-    Args:
-        site: receipts of the site.
-        setup: parts of the client, with the same data as in the run.
-        share: share of all tasks to repeat; drawn at random if the inputs of more tasks are stored.
-    """
+    """Repeat some of a site's training tasks from the inputs that it stored, and compare the results."""
     kept = list(site.inputs())
     most = math.ceil(share * len(site.receipts))
     chosen = random.SystemRandom().sample(kept, min(most, len(kept)))

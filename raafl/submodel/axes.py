@@ -19,18 +19,12 @@ class Member:
     """One tensor dimension of an axis (a group of dimensions that shrink together when units, such as neurons, are dropped).
 
     Unit i of the axis covers the elements ``offset + [i * unit, (i + 1) * unit)`` of the dimension.
-
-    Attributes:
-        name: name of the parameter or buffer that has the dimension.
-        dim: index of the dimension, from 0.
-        unit: number of elements for each unit of the axis, such as the width of an attention head.
-        offset: element at which unit 0 begins, such as the beginning of k in a fused qkv tensor.
     """
 
-    name: str
-    dim: int
-    unit: int = 1
-    offset: int = 0
+    name: str  # name of the parameter or buffer that has the dimension
+    dim: int  # index of the dimension, from 0
+    unit: int = 1  # number of elements for each unit of the axis, such as the width of an attention head
+    offset: int = 0  # element at which unit 0 begins, such as the beginning of k in a fused qkv tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +98,7 @@ class AxisTable:
                 )
 
     def is_whole(self, name: str, kept: Kept) -> bool:
-        """Check whether ``kept`` contains all units of the axis.
-
-        Args:
-            name: name of the axis.
-            kept: indices of the kept units.
-        """
+        """Check whether ``kept`` contains all units of the axis."""
         return len(kept) == self.axes[name].size
 
     def lengths(self, spec: Spec) -> dict[str, dict[int, int]]:
@@ -181,12 +170,10 @@ def _check(axis: Axis, member: Member, shapes: Shapes) -> None:
 def declared_axes(declaration: Mapping[str, Any], shapes: Shapes, aliases: Mapping[str, str]) -> list[Axis]:
     """Read the axes that a model declares in `submodel_axes`, as plain data.
 
-    Args:
-        declaration: tensor dimensions of each axis, by the axis's name: ``(name, dim)``, ``(name, dim, unit)`` or
-            ``(name, dim, unit, offset)``. The size of the axis follows from the shapes. `Axis` objects are taken as
-            they are.
-        shapes: shape of every parameter and buffer.
-        aliases: names of tied tensors, each mapped to the tensor's name in ``shapes``.
+    `declaration`: tensor dimensions of each axis, by the axis's name: ``(name, dim)``, ``(name, dim, unit)`` or
+    ``(name, dim, unit, offset)``. The size of the axis follows from the shapes. `Axis` objects are taken as they are.
+    `shapes`: shape of every parameter and buffer.
+    `aliases`: names of tied tensors, each mapped to the tensor's name in ``shapes``.
 
     Raises:
         SpecError: an entry has another form or names an unknown tensor, or the dimensions of an axis have different

@@ -18,8 +18,7 @@ class Bases:
 
     Each machine computes them itself, so they are never sent.
 
-    Attributes:
-        names: names of the precisions, from the highest, the module's own, to the lowest; empty if there is only one.
+    `names`: names of the precisions, from the highest, the module's own, to the lowest; empty if there is only one.
     """
 
     def __init__(self, module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
@@ -45,9 +44,7 @@ class Bases:
     def module(self, name: str, values: Mapping[str, Tensor] | None = None) -> Any:
         """Return a copy of the module with its frozen parameters in another precision.
 
-        Args:
-            name: name of the precision.
-            values: frozen parameters in the module's own precision, to be converted; None = leave out all values.
+        `values`: frozen parameters in the module's own precision, to be converted; None = leave out all values.
         """
         memo = {id(self._frozen[n]): nn.Parameter(value, requires_grad=False) for n, value in (values or {}).items()}
         module: Any = copy_structure(self._module, memo)
@@ -57,10 +54,8 @@ class Bases:
     def take(self, own: FrozenBase, rebuild: Callable[[], nn.Module] | None = None) -> None:
         """Store the frozen parameters in the module's own precision, from which those in other precisions are converted.
 
-        Args:
-            own: values of the frozen parameters.
-            rebuild: function that builds the model anew, so that memory needs to hold only the precision of the latest
-                task; None = keep all precisions in memory.
+        `rebuild`: function that builds the model anew, so that memory needs to hold only the precision of the latest
+        task; None = keep all precisions in memory.
         """
         self._own, self._rebuild = own, rebuild if self.names else None
         self._made, self._digests = {}, {}

@@ -53,13 +53,6 @@ def still_buffers(
 
     These are running statistics that are static (see `keep_static`) or of a batch norm in eval mode, and the buffers of layers
     whose parameters are all frozen.
-
-    Args:
-        module: model to which the buffers belong.
-        trains: names of the parameters that are trained.
-        buffers: names of all buffers.
-        static: whether the running statistics of batch norms are static in this run.
-        frozen: whether the submodel freezes some parameters.
     """
     paths = [path for path, norm in _norms(module) if static or not norm.training]
     still = {name for path in paths for name in _statistics_at(path)}
@@ -143,21 +136,14 @@ class Pooling:
 
     @classmethod
     def of(cls, module: nn.Module, batch_norm: BatchNorm) -> Pooling | None:
-        """Return a `Pooling` for a model; None if the model has no running statistics to merge.
-
-        Args:
-            module: model with batch norms.
-            batch_norm: the run's setting for batch norm.
-        """
+        """Return a `Pooling` for a model; None if the model has no running statistics to merge."""
         pooling = cls(module) if batch_norm == "merged" else None
         return pooling if pooling is not None and pooling.pairs else None
 
     def to_moments_(self, tensors: FlatTensors, half: bool | None = None) -> FlatTensors:
         """Convert the variances in ``tensors`` to second moments, in place.
 
-        Args:
-            tensors: tensors of a submodel or of the whole model; variances that they lack are skipped.
-            half: selection of variances to convert: True = those in half precision, False = all others, None = all.
+        `half`: selection of variances to convert: True = those in half precision, False = all others, None = all.
         """
         pairs = [pair for pair in self.pairs if half is None or (pair[1] in self._half) is half]
         means, variances = _of(pairs, tensors)

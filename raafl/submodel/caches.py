@@ -24,13 +24,7 @@ class Caches:
         self._lock = threading.Lock()
 
     def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return a cached result; compute and store it if it is missing.
-
-        Args:
-            kind: kind of the result.
-            key: key of the result among those of its kind.
-            make: function that computes the result.
-        """
+        """Return a cached result; compute and store it if it is missing."""
         cache = self._kept.setdefault(kind, OrderedDict())
         found: T = cache.get(key, _MISSING)
         if found is _MISSING:

@@ -52,12 +52,7 @@ def join(*parts: str) -> str:
 
 
 def within(name: str, paths: Iterable[str]) -> bool:
-    """Check whether a tensor or module is one of ``paths`` or inside one of them; the path '' contains all.
-
-    Args:
-        name: name of the tensor or module.
-        paths: paths of modules or tensors.
-    """
+    """Check whether a tensor or module is one of ``paths`` or inside one of them; the path '' contains all."""
     return any(not path or name == path or name.startswith(f"{path}.") for path in paths)
 
 
@@ -68,12 +63,7 @@ def above(name: str) -> list[str]:
 
 
 def declarations(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each module that declares ``attribute``, outermost first: its path and its declaration.
-
-    Args:
-        module: model to search.
-        attribute: name of the method or attribute that declares something, such as `submodel_axes`.
-    """
+    """Yield each module that declares ``attribute``, outermost first: its path and its declaration."""
     for path, part in module.named_modules():
         value = getattr(part, attribute, None)
         if value is not None:
@@ -160,15 +150,7 @@ def find_exits(module: nn.Module) -> dict[str, Exit]:
 def check_names(
     spec: Spec, names: Sequence[str], aliases: Mapping[str, str], stacks: Mapping[str, Stack], exits: Mapping[str, Exit]
 ) -> None:
-    """Raise `SpecError` if ``spec`` names something that the model lacks, or leaves out a tensor that kept modules share.
-
-    Args:
-        spec: submodel to check.
-        names: names of all parameters.
-        aliases: further names of shared tensors, each mapped to the first one.
-        stacks: stacks of blocks, by name.
-        exits: exits, by name.
-    """
+    """Raise `SpecError` if ``spec`` names something that the model lacks, or leaves out a tensor that kept modules share."""
     for name, indices in spec.blocks:
         if name not in stacks:
             known = nearest(name, stacks, "it declares none (`submodel_blocks`)")
@@ -198,23 +180,13 @@ def stand_ins(spec: Spec, exits: Mapping[str, Exit]) -> dict[str, str]:
     """Map the path of each module that a kept exit replaces to the path of the exit's module that replaces it.
 
     If several kept exits replace a module, the last one counts.
-
-    Args:
-        spec: submodel, which names the exits that are kept.
-        exits: exits of the model, by name.
     """
     kept = [one for name, one in exits.items() if name in (spec.exits or ())]
     return {place: path for one in kept for place, path in zip(one.instead_of, one.paths, strict=False)}
 
 
 def absent(spec: Spec, stacks: Mapping[str, Stack], exits: Mapping[str, Exit]) -> tuple[str, ...]:
-    """Return the paths of the modules that the submodel leaves out.
-
-    Args:
-        spec: spec of the submodel.
-        stacks: stacks of blocks, by name.
-        exits: exits, by name.
-    """
+    """Return the paths of the modules that the submodel leaves out."""
     gone = []
     for name, kept in spec.blocks:
         stack = stacks[name]

@@ -74,10 +74,8 @@ class _Indexed:
     def put(self, region: Tensor, values: Tensor, dims: tuple[int, ...] | None = None) -> None:
         """Write a submodel's values to the elements that it keeps, in place.
 
-        Args:
-            region: view of the full tensor, from `region`.
-            values: values to write, in the submodel's shape.
-            dims: dimensions that are still to be indexed, in a recursive call; None = all that have a list of indices.
+        `values`: values to write, in the submodel's shape.
+        `dims`: dimensions that are still to be indexed, in a recursive call; None = all that have a list of indices.
         """
         dim, *rest = dims if dims is not None else tuple(self.indices)
         index = self.index(dim, region.device)
@@ -88,12 +86,7 @@ class _Indexed:
         region.index_copy_(dim, index, values)
 
     def index(self, dim: int, device: torch.device) -> Tensor:
-        """Return the list of kept indices of a dimension as a tensor on ``device``; cached.
-
-        Args:
-            dim: index of the dimension.
-            device: device of the result.
-        """
+        """Return the list of kept indices of a dimension as a tensor on ``device``; cached."""
         index = self.indices[dim]
         if index.device != device:
             index = self.indices[dim] = index.to(device)
@@ -106,10 +99,9 @@ class CopyPlan:
     Contiguous ranges are copied through views, a whole model by one copy per dtype. Elements at other indices are
     gathered, changed and written back. A plan is immutable, except for its caches.
 
-    Attributes:
-        spec: spec of the submodel.
-        full_layout: layout of the whole model's tensors.
-        layout: layout of the submodel's tensors.
+    `spec`: spec of the submodel.
+    `full_layout`: layout of the whole model's tensors.
+    `layout`: layout of the submodel's tensors.
     """
 
     def __init__(
@@ -184,12 +176,7 @@ class CopyPlan:
     def apply_(self, full: FlatTensors, small: FlatTensors, fn: Update, lists: ListUpdate | None = None) -> None:
         """Call ``fn(target, source)`` on each block of elements of the whole model and the same block of the submodel.
 
-        Args:
-            full: values of the whole model; changed in place.
-            small: values of the submodel.
-            fn: function that changes ``target`` (a block of the whole model) in place; ``source`` is the submodel's
-                block.
-            lists: function that does the same to lists of blocks, which is faster for several; None = ``fn`` for each.
+        `lists`: function that does the same to lists of blocks, which is faster for several; None = ``fn`` for each.
         """
         for targets, sources in self._pairs(full, small):
             _call(fn, lists, targets, sources)
@@ -202,9 +189,7 @@ class CopyPlan:
     def gather(self, full: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
         """Copy the submodel's values out of the whole model, and return them.
 
-        Args:
-            full: values of the whole model.
-            out: storage for the result; None = new storage on the same device.
+        `out`: storage for the result; None = new storage on the same device.
         """
         if out is None:
             out = FlatTensors.empty(self.layout, full.device)
@@ -215,46 +200,24 @@ class CopyPlan:
         return out
 
     def scatter_(self, full: FlatTensors, small: FlatTensors) -> None:
-        """Write the submodel's values into the whole model, in place; all other values stay unchanged.
-
-        Args:
-            full: values of the whole model; changed in place.
-            small: values of the submodel.
-        """
+        """Write the submodel's values into the whole model, in place; all other values stay unchanged."""
         for targets, sources in self._pairs(full, small):
             _call(Tensor.copy_, torch._foreach_copy_, targets, sources)
         for piece in self._indexed:
             piece.put(piece.region(full), small.view(piece.small).to(full.device))
 
     def add_(self, full: FlatTensors, small: FlatTensors, alpha: float = 1.0) -> None:
-        """Add ``alpha * small`` to the whole model, in place.
-
-        Args:
-            full: values of the whole model; changed in place.
-            small: values of the submodel.
-            alpha: factor on ``small``.
-        """
+        """Add ``alpha * small`` to the whole model, in place."""
         one, several = partial(Tensor.add_, alpha=alpha), partial(torch._foreach_add_, alpha=alpha)
         self.apply_(full, small, one, several)
 
     def lerp_(self, full: FlatTensors, small: FlatTensors, weight: float) -> None:
-        """Move the whole model's values, in place, part of the way to the submodel's values.
-
-        Args:
-            full: values of the whole model; changed in place.
-            small: values of the submodel.
-            weight: fraction of the way, from 0 (no change) to 1 (take the submodel's values).
-        """
+        """Move the whole model's values, in place, part of the way to the submodel's values."""
         one, several = partial(Tensor.lerp_, weight=weight), partial(torch._foreach_lerp_, weight=weight)
         self.apply_(full, small, one, several)
 
     def cover_(self, count: FlatTensors, weight: float = 1.0) -> None:
-        """Add ``weight`` to every element that the submodel has, to count how often elements are trained.
-
-        Args:
-            count: numbers in the layout of the whole model; changed in place.
-            weight: number to add.
-        """
+        """Add ``weight`` to every element that the submodel has, to count how often elements are trained."""
         self._check(count)
         for targets in self._cached(count, self._full_side):
             _call(lambda one: one.add_(weight), lambda several: torch._foreach_add_(several, weight), targets)

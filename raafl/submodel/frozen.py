@@ -22,8 +22,7 @@ Selections = Mapping[str, Mapping[int, Runs]]
 class FrozenBase:
     """Values of a model's frozen parameters, which the modules of all submodels on this machine share; nothing may change them.
 
-    Attributes:
-        tensors: frozen parameters by name, in their full shapes.
+    `tensors`: frozen parameters by name, in their full shapes.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -33,12 +32,7 @@ class FrozenBase:
         self._digests: dict[str, str] = {}
 
     def idle_bytes(self, layout: Layout, selections: Selections) -> int:
-        """Return the bytes of frozen parameters that are stored, but that a submodel lacks or uses only in part.
-
-        Args:
-            layout: layout of the frozen parameters in the submodel.
-            selections: elements that the submodel keeps, by tensor and dimension.
-        """
+        """Return the bytes of frozen parameters that are stored, but that a submodel lacks or uses only in part."""
         return sum(t.nbytes for n, t in self.tensors.items() if n not in layout.by_name or n in selections)
 
     def note(self) -> None:
@@ -63,13 +57,7 @@ class FrozenBase:
         self._on.clear()
 
     def selected(self, layout: Layout, selections: Selections, device: torch.device) -> dict[str, Tensor]:
-        """Return the frozen parameters that a submodel uses, by name: whole tensors are shared, cut ones are copied.
-
-        Args:
-            layout: layout of the frozen parameters in the submodel.
-            selections: elements that the submodel keeps, by tensor and dimension.
-            device: device of the result.
-        """
+        """Return the frozen parameters that a submodel uses, by name: whole tensors are shared, cut ones are copied."""
         self.note()
         here, part = self._on.setdefault(device, {}), {}
         for name in (entry.name for entry in layout.entries if entry.name in self.tensors):
@@ -90,12 +78,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def select(tensor: Tensor, selection: Mapping[int, Runs]) -> Tensor:
-    """Return a copy of the elements of a tensor that ``selection`` keeps.
-
-    Args:
-        tensor: tensor to cut.
-        selection: ranges of elements to keep, by dimension.
-    """
+    """Return a copy of the elements of a tensor that ``selection`` keeps."""
     for dim, runs in selection.items():
         tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
     return tensor

@@ -25,11 +25,7 @@ Note = Callable[[str, list[Tensor]], None]
 
 @contextmanager
 def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
-    """Return a context that restores the state of all random generators at its end.
-
-    Args:
-        gpus: indices of the GPUs whose generators are restored, too.
-    """
+    """Return a context that restores the state of all random generators at its end."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(list(gpus)):
@@ -80,12 +76,7 @@ def _ignore(*args: object, **kwargs: object) -> None:
 
 
 def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
-    """Call ``note`` with the outputs of all modules that the training step calls directly; return the hooks' handles.
-
-    Args:
-        module: module whose parts are watched.
-        note: function that receives the outputs.
-    """
+    """Call ``note`` with the outputs of all modules that the training step calls directly; return the hooks' handles."""
     depth = [0]
 
     def begin(layer: nn.Module, args: object) -> None:
@@ -144,10 +135,7 @@ def call(module: nn.Module, batch: Any) -> Any:
 def draw_(name: str, value: Tensor, noise: Tensor) -> None:
     """Set a parameter to values like those of freshly initialised layers.
 
-    Args:
-        name: name of the parameter.
-        value: parameter to change in place.
-        noise: standard normal numbers in the shape of ``value``.
+    `noise`: standard normal numbers in the shape of ``value``.
     """
     if value.dim() > 1:
         value.copy_(noise / math.sqrt(max(value.numel() // max(len(value), 1), 1)))
@@ -158,9 +146,7 @@ def draw_(name: str, value: Tensor, noise: Tensor) -> None:
 def noise_like(value: Tensor, generator: torch.Generator) -> Tensor:
     """Return standard normal numbers in the shape of ``value``; for complex values, in both parts.
 
-    Args:
-        value: tensor whose shape is used.
-        generator: random generator to draw from.
+    `value`: tensor whose shape is used.
     """
     noise = torch.randn(reals(value).shape, generator=generator)
     return torch.view_as_complex(noise) if value.is_complex() else noise

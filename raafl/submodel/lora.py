@@ -63,17 +63,11 @@ def unscaled(module: nn.Module) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """Names of the tensors of one LoRA adapter, which adds ``scaling * B A`` to the weight of a linear layer.
+    """Names of the tensors of one LoRA adapter, which adds ``scaling * B A`` to the weight of a linear layer."""
 
-    Attributes:
-        a: name of the matrix A, of shape (rank, in).
-        b: name of the matrix B, of shape (out, rank).
-        base: name of the layer's own weight, of shape (out, in), or (in, out) if it is ``transposed``.
-    """
-
-    a: str
-    b: str
-    base: str
+    a: str  # name of the matrix A, of shape (rank, in)
+    b: str  # name of the matrix B, of shape (out, rank)
+    base: str  # name of the layer's own weight, of shape (out, in), or (in, out) if it is ``transposed``
     scaling: float
     transposed: bool
 

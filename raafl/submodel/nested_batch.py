@@ -23,14 +23,10 @@ def mapped(
 ) -> object:
     """Apply a function to every tensor of a batch; return a batch of the same structure, and leave ``batch`` unchanged.
 
-    Args:
-        batch: tensors nested in lists, tuples, mappings and dataclasses, or in attributes of an object.
-        change: function that is called with each tensor; not with `batch_sizes` of a packed sequence, which torch needs
-            on the CPU.
-        packed: function that is called with each packed sequence as a whole; None = ``change`` is called with its
-            tensors.
-        movable: function that is called with each other object that has a method ``to``, such as a graph; None =
-            ``change`` is called with its tensors.
+    `packed`: function that is called with each packed sequence as a whole; None = ``change`` is called with its
+    tensors.
+    `movable`: function that is called with each other object that has a method ``to``, such as a graph; None =
+    ``change`` is called with its tensors.
     """
 
     def walk(item: object, is_inside: bool) -> object:
@@ -81,9 +77,7 @@ def to_device(batch: object, device: torch.device) -> object:
 def meta_batch(batch: object, batch_size: int | None = None) -> object:
     """Return the batch on the meta device, where tensors have no values.
 
-    Args:
-        batch: batch of data.
-        batch_size: number of samples of the result; None = as many as ``batch`` has.
+    `batch_size`: number of samples of the result; None = as many as ``batch`` has.
     """
     samples = num_samples(batch)
 

@@ -9,12 +9,7 @@ TORCHVISION = "torchvision.models.vision_transformer.VisionTransformer"
 
 
 def hugging_face(names: str) -> list[str]:
-    """Return the full names of types in transformers, which the user need not have installed.
-
-    Args:
-        names: pairs of family and type, separated by spaces: "bert.BertModel" becomes
-            "transformers.models.bert.modeling_bert.BertModel".
-    """
+    """Return the full names of types in transformers, which the user need not have installed."""
     split = [name.split(".") for name in names.split()]
     return [f"transformers.models.{family}.modeling_{family}.{kind}" for family, kind in split]
 

@@ -29,17 +29,11 @@ GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 
 @dataclass(slots=True)
 class CachedResult:
-    """Cached outcome of an operation on the meta device (on tensors without values), used again for equal arguments.
+    """Cached outcome of an operation on the meta device (on tensors without values), used again for equal arguments."""
 
-    Attributes:
-        key: key of the entry: the operation, the default dtype, and shapes and dtypes of the arguments.
-        result: shapes and dtypes of the result; None = unknown, or the key does not determine them.
-        cost: FLOPs and bytes of the operation; None = unknown.
-    """
-
-    key: Any
-    result: Any = None
-    cost: Any = None
+    key: Any  # key of the entry: the operation, the default dtype, and shapes and dtypes of the arguments
+    result: Any = None  # shapes and dtypes of the result; None = unknown, or the key does not determine them
+    cost: Any = None  # FLOPs and bytes of the operation; None = unknown
 
     def remember(self) -> None:
         """Store this entry in the cache, for later calls with equal arguments."""
@@ -60,23 +54,12 @@ def result_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mappin
     """Return the result of an operation on tensors without values (on the meta device), from a cache if possible.
 
     An earlier call whose arguments had the same shapes and dtypes has the same result, so the operation need not run.
-
-    Args:
-        func: operation of ATen, torch's tensor library.
-        args: positional arguments of the operation.
-        kwargs: keyword arguments of the operation.
     """
     return run(func, args, kwargs, cached_result(func, args, kwargs) if _is_functional(func) else None)
 
 
 def cached_result(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CachedResult | None:
-    """Return the cache entry of an operation's call, new if need be; None if shapes and dtypes do not determine its result.
-
-    Args:
-        func: operation of ATen, torch's tensor library.
-        args: positional arguments of the operation.
-        kwargs: keyword arguments of the operation.
-    """
+    """Return the cache entry of an operation's call, new if need be; None if shapes and dtypes do not determine its result."""
     tensors: list[Tensor] = []
     try:
         with torch._C.DisableTorchFunction():  # or each attribute that is read goes through all modes
@@ -96,11 +79,7 @@ def run(
 ) -> object:
     """Run an operation, or create its result from the cache entry ``form`` if that has the result's shapes.
 
-    Args:
-        func: operation of ATen, torch's tensor library.
-        args: positional arguments of the operation.
-        kwargs: keyword arguments of the operation.
-        form: cache entry from `cached_result`; None = run the operation.
+    `form`: cache entry from `cached_result`; None = run the operation.
     """
     if form is not None and form.result is not None:
         return _made(form.result)

@@ -34,14 +34,10 @@ class PayloadRoom:
     """Allocator of storage for payloads (the tensors of one task): in memory, or for large ones in files.
 
     A file's content need not stay in memory: the operating system can write it to disk and free the memory.
-
-    Attributes:
-        folder: folder of the files; None = store all payloads in memory.
-        most_bytes: size of the largest payload to store in memory.
     """
 
-    folder: str | None = None
-    most_bytes: int = 0
+    folder: str | None = None  # folder of the files; None = store all payloads in memory
+    most_bytes: int = 0  # size of the largest payload to store in memory
 
     def __call__(self, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
         """Return storage for ``layout``, whose content is undefined.
@@ -139,13 +135,7 @@ def check_folder(folder: str) -> None:
 
 
 def check_room(folder: str, num_bytes: int, what: str) -> None:
-    """Raise `BadInput` if the disk of ``folder`` has too little free space.
-
-    Args:
-        folder: folder for the files.
-        num_bytes: number of bytes needed.
-        what: description of the files, for the error message.
-    """
+    """Raise `BadInput` if the disk of ``folder`` has too little free space."""
     if (free := shutil.disk_usage(folder).free) < num_bytes:
         raise BadInput(
             f"memory_folder is '{folder}', which has {free:,} bytes free, but {num_bytes:,} are needed: {what}; "

@@ -31,12 +31,9 @@ _NOT_THEIRS = frozenset(
 
 @dataclass
 class Hidden:
-    """Outcome of hiding what is cached, for a context of `uncached`.
+    """Outcome of hiding what is cached, for a context of `uncached`."""
 
-    Attributes:
-        any: whether there was anything to hide: code that fails now may need it, such as a table of constant tensors.
-    """
-
+    # whether there was anything to hide: code that fails now may need it, such as a table of constant tensors
     any: bool = False
 
 
@@ -46,11 +43,6 @@ def uncached(module: nn.Module, *, is_cold: bool = True) -> Iterator[Hidden]:
 
     The caches are functions with `functools.lru_cache`, which are emptied; and dictionaries in modules and classes, from which
     entries are taken that have tensors, and a key that is or contains an integer. At the end these are there again.
-
-    Args:
-        module: model whose code runs; dictionaries are looked for in the Python modules of its parts, and in those that
-            are not installed.
-        is_cold: whether tensors in caches are hidden; False = the code finds them.
     """
     spaces = list(_namespaces(module))
     functions = {*_functions_with_a_cache(), *(x for space in spaces for x in space.values() if type(x) is _CACHED)}

@@ -82,21 +82,14 @@ GIVEN_UP = "given-up"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message, sent or received.
+    """One message, sent or received."""
 
-    Attributes:
-        kind: type of the message.
-        assignment: id of the task that the message belongs to; 0 = none.
-        incarnation: number of times that the client has joined; by it, messages of an earlier connection are
-            recognised.
-        meta: a JSON object with string keys and finite numbers.
-        tensors: tensors of the message; in a received message, the storage that `Expect` returned.
-    """
-
-    kind: Kind
-    assignment: int = 0
+    kind: Kind  # type of the message
+    assignment: int = 0  # id of the task that the message belongs to; 0 = none
+    # number of times that the client has joined; by it, messages of an earlier connection are recognised
     incarnation: int = 0
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)  # a JSON object with string keys and finite numbers
+    # tensors of the message; in a received message, the storage that `Expect` returned
     tensors: FlatTensors | None = None
 
 
@@ -283,11 +276,6 @@ def decode_body(header: Header, data: bytes | memoryview) -> Body:
 def accept(header: Header, body: Body, expect: Expect) -> FlatTensors | None:
     """Get the storage for a message's tensors from ``expect``, and check that the tensors fit into it.
 
-    Args:
-        header: header of the message.
-        body: decoded JSON section of the message.
-        expect: callback that returns the storage.
-
     Raises:
         Refused: the tensors are not wanted or do not fit; the error has the message without tensors.
     """
@@ -304,23 +292,13 @@ def accept(header: Header, body: Body, expect: Expect) -> FlatTensors | None:
 def finish(header: Header, meta: dict[str, Any], tensors: FlatTensors | None) -> Message:
     """Build the message from its decoded parts.
 
-    Args:
-        header: header of the message.
-        meta: JSON object of the message.
-        tensors: tensors of the message; None = none.
+    `tensors`: tensors of the message; None = none.
     """
     return Message(header.kind, header.assignment, header.incarnation, meta, tensors)
 
 
 def read_payload(header: Header, body: Body, data: memoryview, target: FlatTensors) -> None:
-    """Verify a received payload and its checksum, then copy it into ``target``, which may be on any device.
-
-    Args:
-        header: header of the message.
-        body: decoded JSON section of the message.
-        data: received bytes: the payload, followed by the checksum.
-        target: storage for the payload, on any device.
-    """
+    """Verify a received payload and its checksum, then copy it into ``target``, which may be on any device."""
     end = header.payload_bytes
     if _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data[:end])) != data[end:]:
         raise Refused("bad-checksum", "payload", finish(header, body.meta, None))

@@ -15,9 +15,7 @@ DRAIN_BYTES = 1 << 30
 class PeerLost(ConnectionError):
     """Raised if the peer is gone, or this side has closed the connection; the connection cannot be used any more.
 
-    Attributes:
-        reason: reason code: connection-closed, connection-reset, connection-broken, connection-refused, or
-            closed-here.
+    `reason`: reason code: connection-closed, connection-reset, connection-broken, connection-refused, or closed-here.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:

@@ -55,10 +55,9 @@ class Partial:
 class Frames:
     """Reader and writer of messages on a byte stream; one message is sent and one received at a time.
 
-    Attributes:
-        in_step: whether the next byte to read is the first of a message; if not, nothing more can be read.
-        staging: pinned host memory through which tensors on another device pass.
-        partial: message that is being received; a new stream can continue it after this one breaks. None = none.
+    `in_step`: whether the next byte to read is the first of a message; if not, nothing more can be read.
+    `staging`: pinned host memory through which tensors on another device pass.
+    `partial`: message that is being received; a new stream can continue it after this one breaks. None = none.
     """
 
     def __init__(self, stream: Stream, partial: Partial | None = None) -> None:
@@ -71,10 +70,7 @@ class Frames:
     def send(self, head: bytes, tensors: FlatTensors | None, first_chunk: int = 0) -> int:
         """Send a message; return the number of bytes sent.
 
-        Args:
-            head: header and JSON section, encoded by `codec.encode_head`.
-            tensors: payload of the message; None = none.
-            first_chunk: index of the first chunk to send; the receiver has all earlier chunks.
+        `tensors`: payload of the message; None = none.
         """
         before = self._stream.num_written
         has_payload = tensors is not None and codec.declared(tensors)

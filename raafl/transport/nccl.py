@@ -85,14 +85,7 @@ def connect(
 
     Both sides must call this with the same ``nccl``.
 
-    Args:
-        store: store shared with the peer; see `GlooConnection.connect`.
-        prefix: name of the connection in the store.
-        server: whether this side is rank 0.
-        timeout_s: seconds to wait for the peer; later, for each piece of a long message.
-        hostname: network address to listen on; None = the default.
-        device: device of this side's tensors.
-        nccl: whether to try NCCL; a warning explains why it is not used.
+    `hostname`: network address to listen on; None = the default.
     """
     pair = GlooConnection.connect(store, prefix, server, timeout_s, hostname)
     if not nccl:
@@ -156,14 +149,7 @@ def opened(make: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
 
 
 def new_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    """Create a ProcessGroupNCCL whose watchdog does not end the process after an error.
-
-    Args:
-        store: store by which the ranks find each other.
-        rank: rank of this process in the group.
-        size: number of ranks in the group.
-        timeout_s: seconds that each operation may take.
-    """
+    """Create a ProcessGroupNCCL whose watchdog does not end the process after an error."""
     for name, value in WATCHDOG.items():
         os.environ.setdefault(name, value)
     options = dist.ProcessGroupNCCL.Options()
@@ -175,13 +161,6 @@ def checked_group(store: Store, rank: int, size: int, timeout_s: float, check: C
     """Create an NCCL group and check it; abort the group if the check fails.
 
     NCCL connects the ranks only at the first operation, which the check performs.
-
-    Args:
-        store: store by which the ranks find each other.
-        rank: rank of this process in the group.
-        size: number of ranks in the group.
-        timeout_s: seconds that each operation may take.
-        check: function that performs an operation with the group, and raises an error if its result is wrong.
     """
     group = new_group(store, rank, size, timeout_s)
     try:

@@ -56,12 +56,7 @@ def is_sound(piece: Tensor) -> bool:
 
 
 def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
-    """Check received values; return a reason code and detail if they must be refused, else None.
-
-    Args:
-        piece: values that were received.
-        finite: whether to refuse NaN and infinity.
-    """
+    """Check received values; return a reason code and detail if they must be refused, else None."""
     if not is_sound(piece):
         return "bad-value", "a bool is neither 0 nor 1"
     if finite and not is_finite(piece):
@@ -166,10 +161,6 @@ class StagingRings:
         """Return a context for transferring one payload; it yields the ring of host buffers through which the tensors pass.
 
         It yields None if the tensors are in host memory and need no ring.
-
-        Args:
-            way: direction of the transfer.
-            tensors: tensors to be sent, or storage to receive into.
         """
         if not self.are_needed(tensors):
             return nullcontext()

@@ -42,16 +42,7 @@ class TorchrunTransport(Transport):
     def __init__(
         self, rank: int, num_clients: int, store: Store, wait_s: float, *, local: bool, nccl: bool = False
     ) -> None:
-        """Meet at a store that all ranks share.
-
-        Args:
-            rank: of this process.
-            num_clients: N.
-            store: shared by all ranks.
-            wait_s: seconds to wait for the other end.
-            local: all ranks are on this machine.
-            nccl: see `ConnectOptions`.
-        """
+        """Meet at a store that all ranks share."""
         self.client, self.store, self.local, self._nccl = rank, store, local, nccl
         self._num_clients, self._wait_s = num_clients, wait_s
         self._prepared, self._let_go = threading.Event(), set[int | None]()

@@ -61,12 +61,7 @@ class Marks:
     marks: deque[Mark] = field(default_factory=lambda: deque([Mark()], MERGES + 1))
 
     def merged(self, mark: Mark, *, replaces: bool) -> None:
-        """Record a run's progress after a merge.
-
-        Args:
-            mark: progress of the run now.
-            replaces: whether ``mark`` describes the same merge as the mark recorded last, which it then replaces.
-        """
+        """Record a run's progress after a merge."""
         if replaces and len(self.marks) > 1:
             last = self.marks.pop()
             mark = Mark(max(mark.time_s, last.time_s), mark.updates, mark.num_bytes)
@@ -121,17 +116,7 @@ def etas(
     evaluations: Sequence[Mapping[str, float]],
     reached: Container[Target] = (),
 ) -> tuple[Eta, ...]:
-    """Estimate the seconds until each goal of a run is met.
-
-    Args:
-        goals: goals of the run.
-        now_s: present time in seconds on the run's clock.
-        updates: number of updates merged so far.
-        updates_per_s: present rate of merged updates.
-        evaluations: evaluations of the global model, oldest first, each with ``time_s`` and metrics. When a target will
-            be met is estimated by a least-squares line through the last `EVALUATIONS` of them.
-        reached: targets that are already met.
-    """
+    """Estimate the seconds until each goal of a run is met."""
     found = []
     if goals.max_updates is not None:
         left = max(goals.max_updates - updates, 0)

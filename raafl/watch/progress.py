@@ -40,18 +40,13 @@ class Progress:
     All output except the live table goes through `logging`: if the logger "raafl" has a handler, that handler gets the
     lines of `plain`, and nothing is printed.
 
-    Args:
-        mode: one of the five modes.
-        file: stream to write to; None = standard output.
-        clock: function that returns monotonic seconds.
-
-    Attributes:
-        stamped: whether each line of `plain` begins with date and time.
-        warnings: texts of the warnings logged so far, in order.
-        verbose: whether to pass a line for each task to `note`.
-        source: function that returns a snapshot of the run; called if `update` gets no snapshot.
+    `file`: stream to write to; None = standard output.
+    `stamped`: whether each line of `plain` begins with date and time.
+    `warnings`: texts of the warnings logged so far, in order.
+    `verbose`: whether to pass a line for each task to `note`.
     """
 
+    # function that returns a snapshot of the run; called if `update` gets no snapshot
     source: Callable[[], ProgressState] | None = None
     stamped = False
 
@@ -89,10 +84,8 @@ class Progress:
     ) -> None:
         """Show a snapshot of the run if enough time has passed since the last one.
 
-        Args:
-            snapshot: snapshot to show, or a function that returns one; the function is called only if something will be
-                shown. None = call the attribute `source`.
-            evaluated: whether an evaluation has just ended; the snapshot is then shown at once.
+        `snapshot`: snapshot to show, or a function that returns one; the function is called only if something will be
+        shown. None = call the attribute `source`.
         """
         now, snapshot = self._clock(), snapshot or self.source
         if snapshot is None or self._due_at == float("inf"):

@@ -58,14 +58,13 @@ class _Client:
 class RunState:
     """Progress of a run, computed from the rows of its files; `snapshot` returns it for display.
 
-    Attributes:
-        runtime: kind of the run, "simulated" or "distributed"; empty until it is known.
-        time_s: time of the last row, in seconds on the run's clock.
-        say: function called with a line of text for each event.
-        how: function that returns three numbers of a simulation: its processes; the share of its tasks that are trained
-            in one operation with other clients' tasks; and the mean number of clients in such an operation.
+    `runtime`: kind of the run, "simulated" or "distributed"; empty until it is known.
+    `time_s`: time of the last row, in seconds on the run's clock.
+    `say`: function called with a line of text for each event.
     """
 
+    # function that returns three numbers of a simulation: its processes; the share of its tasks that are trained
+    # in one operation with other clients' tasks; and the mean number of clients in such an operation
     how: Callable[[], tuple[int | None, float | None, float | None]] | None = None
 
     def __init__(self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -299,12 +298,7 @@ class RunState:
 
 
 def follow(path: Path, clock: Callable[[], float] = time.time) -> RunTail[RunState]:
-    """Return a follower of a run folder, which computes the run's progress as the files grow; the folder need not exist yet.
-
-    Args:
-        path: folder of the run.
-        clock: function that returns the present time in seconds, as in the files' modification times.
-    """
+    """Return a follower of a run folder, which computes the run's progress as the files grow; the folder need not exist yet."""
     return RunTail(path, lambda: RunState(clock=clock), clock)
 
 

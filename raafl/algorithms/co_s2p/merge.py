@@ -182,9 +182,8 @@ elements are in the same."""
 class _Table:
     """Numbering of all trained segments, consecutive over axes and tensors.
 
-    Attributes:
-        num: number of segments.
-        num_scored: number of segments that hold parameters; the one after them holds all running statistics.
+    `num`: number of segments.
+    `num_scored`: number of segments that hold parameters; the one after them holds all running statistics.
     """
 
     def __init__(self, submodels: Submodels, number: int) -> None:
@@ -232,12 +231,7 @@ class _Table:
         return places
 
     def norms(self, tensors: FlatTensors, places: dict[str, Place]) -> Tensor:
-        """Compute the L2 norm of each segment, over the elements that a submodel has; float64 on the CPU, shape (segments,).
-
-        Args:
-            tensors: values of a submodel.
-            places: result of the method `places` for this submodel.
-        """
+        """Compute the L2 norm of each segment, over the elements that a submodel has; float64 on the CPU, shape (segments,)."""
         squares = torch.zeros(self.num, dtype=torch.float64)
         for name, tensor in tensors.items():
             dim, ids = places[name]

@@ -88,15 +88,7 @@ def _drift(state: GlobalState, client: int, spec: Spec) -> float:
 
 
 def _forget_absent(state: GlobalState, spec: Spec, present: FlatTensors, total: FlatTensors, gamma: float) -> None:
-    """Add ``-gamma theta`` to ``total`` at columns that a client does not hold, in the rows that it holds.
-
-    Args:
-        state: the global model.
-        spec: of the client.
-        present: names of the tensors that it trains.
-        total: sum of the merge, changed in place.
-        gamma: the client's weight.
-    """
+    """Add ``-gamma theta`` to ``total`` at columns that a client does not hold, in the rows that it holds."""
     for name, dims in state.submodels.selections(state.submodels.normal(spec)).items():
         if 1 not in dims or name not in present:
             continue

@@ -64,12 +64,7 @@ class Expected(OneValue[dict[int, int]]):
 
 
 def _step_seed(seed: int, step: int) -> int:
-    """Return the seed of the random perturbation z_t in step t of a task.
-
-    Args:
-        seed: seed of the assignment.
-        step: number t of the step, counted from 0.
-    """
+    """Return the seed of the random perturbation z_t in step t of a task."""
     return derive_seed(seed, "perturbation", step)
 
 
@@ -102,15 +97,7 @@ def _noise(piece: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _replay_(tensors: Sequence[Tensor], seed: int, scalars: Sequence[float], lr: float, epsilon: float) -> None:
-    """Repeat all steps of a client's task on ``tensors``, in place, from its seed and scalars.
-
-    Args:
-        tensors: values from which the task started, in the order of `parameters_of`.
-        seed: seed of the assignment.
-        scalars: scalar g_t of each step, the gradient along its perturbation.
-        lr: learning rate eta.
-        epsilon: size of the perturbations.
-    """
+    """Repeat all steps of a client's task on ``tensors``, in place, from its seed and scalars."""
     for step, scalar in enumerate(scalars):
         add_noise_(tensors, _step_seed(seed, step), epsilon, -2 * epsilon, epsilon - lr * scalar)
 

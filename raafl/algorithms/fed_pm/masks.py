@@ -64,12 +64,7 @@ def scale(shape: tuple[int, ...]) -> float:
 
 
 def _scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
-    """Return the absolute value sigma of each masked tensor in a submodel, by name; it equals that in the whole model.
-
-    Args:
-        submodels: submodels of the model.
-        layout: trained layout of the submodel whose tensors are masked.
-    """
+    """Return the absolute value sigma of each masked tensor in a submodel, by name; it equals that in the whole model."""
     whole, names = submodels.layout().by_name, submodels.parameter_names
     return {entry.name: scale(whole[entry.name].shape) for entry in layout.entries if entry.name in names}
 
@@ -288,18 +283,12 @@ def _check_floor(floor: float) -> None:
 
 @dataclass
 class _CountsMemory(MergeMemory):
-    """Number of ones in the masks of clients since the last reset.
-
-    Attributes:
-        ones: number of received masks that use a weight, for each element.
-        all: number of received masks for each element.
-        merges: number of merges since the start of the run.
-    """
+    """Number of ones in the masks of clients since the last reset."""
 
     key = "probabilistic_masks"
-    ones: FlatTensors
-    all: FlatTensors
-    merges: int = 0
+    ones: FlatTensors  # number of received masks that use a weight, for each element
+    all: FlatTensors  # number of received masks for each element
+    merges: int = 0  # number of merges since the start of the run
 
 
 @dataclass(frozen=True)

@@ -154,10 +154,6 @@ def _members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member
     """Yield each axis that can be pruned, with each tensor that has it as a dimension, and its number of kept units.
 
     Positions within a tensor are those in the submodel: units that were dropped before them do not count.
-
-    Args:
-        submodels: submodels of the model.
-        spec: submodel whose tensors are described.
     """
     num_kept = {axis.name: len(spec.indices(axis.name) or range(axis.size)) for axis in submodels.axes.values()}
     dropped: dict[tuple[str, int], list[tuple[int, int]]] = {}

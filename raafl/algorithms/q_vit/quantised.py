@@ -62,15 +62,10 @@ def _damped(x: Tensor, factor: Tensor | float) -> Tensor:
 
 
 class _Layer:
-    """Base of the quantised layers; precedes a layer of torch among the bases.
+    """Base of the quantised layers; precedes a layer of torch among the bases."""
 
-    Attributes:
-        fixed_bits: bit width of weight and input; None = it is learned.
-        sees_first: whether the next input initialises unknown step sizes.
-    """
-
-    fixed_bits: int | None
-    sees_first: bool
+    fixed_bits: int | None  # bit width of weight and input; None = it is learned
+    sees_first: bool  # whether the next input initialises unknown step sizes
     weight: Any
     weight_step: Tensor
     weight_bits: Tensor
@@ -103,12 +98,7 @@ class _Layer:
 
     @torch.no_grad()
     def set_steps(self, kind: str, x: Tensor) -> None:
-        """Initialise the step size for each possible bit width b to ``2 mean |x| / sqrt(2^(b-1) - 1)``.
-
-        Args:
-            kind: tensor whose step sizes are set, "weight" or "input".
-            x: values from which the mean is computed.
-        """
+        """Initialise the step size for each possible bit width b to ``2 mean |x| / sqrt(2^(b-1) - 1)``."""
         widths = range(LEAST, MOST + 1) if self.fixed_bits is None else [self.fixed_bits]
         # through `.data`: all parameters share one storage, and a write that autograd sees would invalidate the running
         # forward pass

@@ -258,14 +258,7 @@ class Regions(Select):
 
 
 def _of_round(fleet: SelectContext, name: str, round: int, draw: Callable[[], Value]) -> Value:
-    """Return the value that is drawn once for a round, from the cache entry ``name`` after the first call.
-
-    Args:
-        fleet: context, whose cache stores recent rounds.
-        name: of the entry.
-        round: number of the round, q.
-        draw: is called for a round that is not in the cache.
-    """
+    """Return the value that is drawn once for a round, from the cache entry ``name`` after the first call."""
     rounds: dict[int, Value] = fleet.cache.setdefault(name, {})
     if round not in rounds:
         if len(rounds) >= 64:  # asynchronous clients are in different rounds, so one entry does not suffice

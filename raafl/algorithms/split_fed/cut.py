@@ -49,20 +49,14 @@ class Call:
 
 @dataclass(slots=True)
 class _Value:
-    """One storage, and the number of the operation that created (`came`), first used and last used it.
-
-    Attributes:
-        name: name of the parameter or buffer; empty = an intermediate value.
-        learned: whether parameters went into it.
-        leaves: indices of the batch's tensors that went into it.
-    """
+    """One storage, and the number of the operation that created (`came`), first used and last used it."""
 
     came: int
     first: int = -1
     last: int = -1
-    name: str = ""
-    learned: bool = False
-    leaves: frozenset[int] = frozenset()
+    name: str = ""  # name of the parameter or buffer; empty = an intermediate value
+    learned: bool = False  # whether parameters went into it
+    leaves: frozenset[int] = frozenset()  # indices of the batch's tensors that went into it
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,8 @@ class Evaluator:
     Several processes can share the batches. Another process evaluates some of them and returns partial sums
     (`partials`); this one adds these (`add`) in the order of batches, between `begin` and `end`.
 
-    Attributes:
-        num_batches: number of batches in the test set, known after a complete evaluation; 0 before.
-        living: states of metrics after the last complete evaluation, as plain data and tensors, by path and name.
+    `num_batches`: number of batches in the test set, known after a complete evaluation; 0 before.
+    `living`: states of metrics after the last complete evaluation, as plain data and tensors, by path and name.
     """
 
     def __init__(
@@ -51,14 +50,8 @@ class Evaluator:
     ) -> None:
         """Build the full module once.
 
-        Args:
-            submodels: of the model.
-            batches: called for each evaluation, with ``first`` where it starts later; yields each batch with its number of samples.
-            device: where to evaluate.
-            prepare: called before each evaluation with the evaluator's own copy of the values, which it may change.
-            seed: seed of the run, from which each evaluation derives its random numbers; None = it draws from the global
-                generators as they are.
-            metrics_live: whether metrics of the module that it does not log as objects go on to the next evaluation.
+        `seed`: seed of the run, from which each evaluation derives its random numbers; None = it draws from the
+        global generators as they are.
 
         Raises:
             BadInput: the module has no ``validation_step``.
@@ -84,12 +77,7 @@ class Evaluator:
 
     @torch.no_grad()
     def fill(self, values: FlatTensors, *, metrics: bool = True) -> None:
-        """Load ``values`` into the module and reset its other state; must be called before the first evaluation.
-
-        Args:
-            values: values of the model.
-            metrics: whether to reset metrics that go on from evaluation to evaluation, too.
-        """
+        """Load ``values`` into the module and reset its other state; must be called before the first evaluation."""
         self._state.restore(metrics=metrics)
         self._buffers.restore()
         self._present.copy_(values)
@@ -122,10 +110,6 @@ class Evaluator:
         """Return the metrics that ``validation_step`` logs or returns, over all samples.
 
         `raafl.local.evaluation.metrics.measure` computes them.
-
-        Args:
-            values: values of the model.
-            version: version of the model, from which the evaluation's random numbers are derived.
         """
         self.begin(values, version)
         self.num_batches = self.measure(0, None)
@@ -135,11 +119,6 @@ class Evaluator:
         """Return the metrics over other batches, such as those of the test set; metrics of the module begin anew.
 
         Called when the run has ended: no further evaluation may follow.
-
-        Args:
-            batches: function that yields the batches, as in the constructor.
-            values: values of the model.
-            version: version of the model.
         """
         self._batches, self._lives = batches, False
         return self(values, version)
@@ -158,10 +137,6 @@ class Evaluator:
         """Load the model to evaluate into the module; return its values, which stay valid until the next evaluation.
 
         The function ``prepare``, an argument of the evaluator's constructor, may change the values first.
-
-        Args:
-            values: values of the model.
-            version: version of the model.
         """
         self.fill(values, metrics=not self._lives)
         with torch.no_grad(), self._stream("prepare", version):
@@ -178,9 +153,7 @@ class Evaluator:
     def measure(self, start: int, stop: int | None) -> int:
         """Evaluate the batches from ``start`` up to, not including, ``stop``; return their number.
 
-        Args:
-            start: number of the first batch.
-            stop: number after the last batch; None = up to the end.
+        `stop`: number after the last batch; None = up to the end.
         """
         numbered, num = iter(self._numbered(start, stop)), 0
         while True:

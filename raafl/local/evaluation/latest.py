@@ -18,12 +18,8 @@ class Latest:
     def add(self, name: str, value: Any, weight: float, on_step: bool | None, on_epoch: bool | None) -> None:
         """Record one logged value.
 
-        Args:
-            name: name of the metric.
-            value: number, detached tensor or Metric that was logged.
-            weight: number of samples, by which the value is weighted.
-            on_step: argument ``on_step`` of Lightning's `log`; None = Lightning's default.
-            on_epoch: argument ``on_epoch`` of Lightning's `log`; None = Lightning's default.
+        `on_step`: argument ``on_step`` of Lightning's `log`; None = Lightning's default.
+        `on_epoch`: argument ``on_epoch`` of Lightning's `log`; None = Lightning's default.
         """
         if not on_epoch:
             self._last[name] = value

@@ -47,12 +47,7 @@ class LivingMetrics:
                     setattr(metric, name, _copied(value, getattr(metric, "device", torch.device("cpu"))))
 
     def updated(self, counts: Mapping[str, int], logged: Mapping[str, Any]) -> list[str]:
-        """Return the paths of metrics that were updated since `counts`, but are not logged as objects.
-
-        Args:
-            counts: result of `counts` before.
-            logged: logged metrics by name; the parts of one that contains others count as logged.
-        """
+        """Return the paths of metrics that were updated since `counts`, but are not logged as objects."""
         parts = {id(part) for metric in logged.values() if isinstance(metric, nn.Module) for part in metric.modules()}
         now = self.counts()
         return [path for path, metric in self._metrics.items() if now[path] > counts[path] and id(metric) not in parts]

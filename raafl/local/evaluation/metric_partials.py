@@ -52,12 +52,7 @@ class PartialRecorder(Recorder):
 
 
 def add(recorder: Recorder, partials: dict[str, Any]) -> None:
-    """Log everything in ``recorder`` that a `PartialRecorder` has recorded.
-
-    Args:
-        recorder: recorder that receives the values.
-        partials: result of `PartialRecorder.partials`.
-    """
+    """Log everything in ``recorder`` that a `PartialRecorder` has recorded."""
     for name, text, how, weight in partials["numbers"]:
         recorder.log(name, float(text), reduce_fx=how, batch_size=weight)
     for name, states in partials["states"].items():

@@ -33,11 +33,7 @@ _RETURNED = "validation_step: "
 
 
 def logged_not_finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the values logged by ``training_step`` that are NaN or infinite, which no file of the run folder records.
-
-    Args:
-        metrics: the task's `Update.metrics`.
-    """
+    """Return the values logged by ``training_step`` that are NaN or infinite, which no file of the run folder records."""
     return {
         name: value
         for name, value in metrics.items()
@@ -55,10 +51,6 @@ def peak_bytes(device: torch.device, *, anew: bool = False) -> int:
     """Return the peak memory in bytes: of tensors on a GPU, or of this whole process with its libraries on a CPU.
 
     On a GPU it is the peak since the last call with ``anew=True``, on a CPU since the process started.
-
-    Args:
-        device: device whose memory is measured.
-        anew: whether to reset a GPU's peak before it is read.
     """
     if device.type == "cuda":
         if anew:
@@ -81,13 +73,6 @@ def measure(
     all batches. The hooks `on_validation_start`, `..._epoch_start`, `..._batch_start`, `..._batch_end`, `..._epoch_end`
     and `..._end` are called if the module has them. If a metric is both logged and returned, the logged value counts.
     Returned objects of other types are ignored.
-
-    Args:
-        module: module with a ``validation_step``.
-        recorder: recorder attached to ``module``, which receives what it logs.
-        batches: batches, each with its number of samples.
-        device: device of ``module``.
-        context: function that returns a context for each step, such as the run's precision.
     """
     begin(module, recorder)
     step(module, recorder, enumerate(batches), device, context)
@@ -95,12 +80,7 @@ def measure(
 
 
 def begin(module: nn.Module, recorder: Recorder) -> None:
-    """Start an evaluation: switch the module to eval mode and call its start hooks.
-
-    Args:
-        module: module to evaluate.
-        recorder: recorder attached to ``module``.
-    """
+    """Start an evaluation: switch the module to eval mode and call its start hooks."""
     recorder.clear()
     module.eval()
     stage(module, "validating")
@@ -116,15 +96,7 @@ def step(
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> int:
-    """Evaluate some batches, each given with its index; return the number of batches.
-
-    Args:
-        module: module in eval mode.
-        recorder: recorder attached to ``module``, which receives what it logs.
-        batches: index of each batch, and the batch itself.
-        device: device of ``module``.
-        context: function that returns a context for each step, such as the run's precision.
-    """
+    """Evaluate some batches, each given with its index; return the number of batches."""
     num = 0
     for index, (batch, num_samples) in batches:
         num += 1
@@ -140,12 +112,7 @@ def step(
 
 
 def end(module: nn.Module, recorder: Recorder) -> dict[str, float]:
-    """End an evaluation: call the module's end hooks; return the metrics over all batches.
-
-    Args:
-        module: module that was evaluated.
-        recorder: recorder attached to ``module``.
-    """
+    """End an evaluation: call the module's end hooks; return the metrics over all batches."""
     _call(module, "on_validation_epoch_end")
     _call(module, "on_validation_end")
     found = recorder.means()  # all at once: what is both logged and returned is reset after it
@@ -167,16 +134,6 @@ def measure_part(
 
     The model stays the same: this function restores parameters and buffers that the evaluation changes; attributes are
     restored before the next task.
-
-    Args:
-        module: the trained submodel.
-        recorder: recorder attached to ``module``, which receives what it logs.
-        buffers: object that restores the module's buffers.
-        data: data of the client.
-        batches: batches of the client's test samples, each with its number of samples.
-        device: device of ``module``.
-        context: function that returns a context for each step, such as the run's precision.
-        on_batch: paths of batch norms that have no usable running statistics and use those of each batch.
     """
     trained = (p.detach() for p in module.parameters() if p.requires_grad)
     before = [(tensor, tensor.clone()) for tensor in (*module.buffers(), *trained)]

@@ -19,8 +19,7 @@ class Recorder:
     for a GPU. A torchmetrics ``Metric`` is stored as an object; at the end it computes one value from all its updates,
     and is reset.
 
-    Attributes:
-        weight: weight of values that are logged without a ``batch_size``: the number of samples in the current batch.
+    `weight`: weight of values that are logged without a ``batch_size``: the number of samples in the current batch.
     """
 
     def __init__(self) -> None:
@@ -45,13 +44,7 @@ class Recorder:
     ) -> None:
         """Record one logged value; display options such as ``prog_bar`` are ignored.
 
-        Args:
-            name: name of the value.
-            value: a number, a tensor with one element, or an updated ``Metric``.
-            *args: display options of Lightning, which are ignored.
-            **kwargs: further display options, which are ignored.
-            reduce_fx: rule for combining values: mean (weighted), sum, min or max.
-            batch_size: weight of the value; None = use `weight`.
+        `batch_size`: weight of the value; None = use `weight`.
 
         Raises:
             BadInput: ``reduce_fx`` is none of these, or ``value`` is not a number.
@@ -83,21 +76,14 @@ class Recorder:
         return self._metrics
 
     def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Record several values; see `Recorder.log`.
-
-        Args:
-            values: values by name.
-            args: positional display options, as for `log`.
-            kwargs: options by name, as for `log`.
-        """
+        """Record several values; see `Recorder.log`."""
         for name, value in values.items():
             self.log(name, value, **kwargs)
 
     def means(self, most: int | None = None) -> dict[str, float]:
         """Return the mean of each logged value since the last call, and the values of metrics; then reset.
 
-        Args:
-            most: number of values to return, in the order of logging; None = all.
+        `most`: number of values to return, in the order of logging; None = all.
 
         Raises:
             BadInput: the value of a metric is not one number.
@@ -123,8 +109,7 @@ class Recorder:
     def combine(self, parts: Tensor) -> None:
         """Replace the recorded values by those of several recorders together.
 
-        Args:
-            parts: tensors that `partial` has returned for these recorders, stacked to shape (recorders, 2, names).
+        `parts`: tensors that `partial` has returned for these recorders, stacked to shape (recorders, 2, names).
         """
         for place, (name, how) in enumerate(self._how.items()):
             totals, counts = parts[:, :, place].unbind(1)
@@ -144,13 +129,7 @@ class Recorder:
 
 
 def attach_log(module: nn.Module, log: Callable[..., None], log_dict: Callable[..., None]) -> None:
-    """Replace ``log`` and ``log_dict`` of the module, and of LightningModules inside it, in place.
-
-    Args:
-        module: module whose methods are replaced.
-        log: function that replaces ``log``.
-        log_dict: function that replaces ``log_dict``.
-    """
+    """Replace ``log`` and ``log_dict`` of the module, and of LightningModules inside it, in place."""
     for part in module.modules():
         if part is module or callable(getattr(type(part), "log_dict", None)):
             part.log = log  # type: ignore[assignment]
@@ -167,10 +146,6 @@ def widened(value: Tensor) -> Tensor:
 
 def logged_value(name: str, value: Any) -> Tensor | float:
     """Convert a logged value to a form that can be added up.
-
-    Args:
-        name: name of the value, for the error.
-        value: number, tensor with one element, or other object.
 
     Raises:
         BadInput: the value is not a number.

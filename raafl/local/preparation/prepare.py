@@ -82,12 +82,7 @@ def uncompiled(module: object) -> Any:
 
 
 def with_methods(module: nn.Module, **methods: Any) -> object:
-    """Replace methods of one module, but not of its class; `given_class` still returns the class that it had.
-
-    Args:
-        module: module that is changed in place.
-        methods: new methods by name.
-    """
+    """Replace methods of one module, but not of its class; `given_class` still returns the class that it had."""
     kind = type(module)
     own = {"__module__": kind.__module__, _GIVEN: given_class(module), **methods}
     module.__class__ = type(kind.__name__, (kind,), own)

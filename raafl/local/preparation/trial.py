@@ -28,17 +28,11 @@ _NO_INPUT_GRADIENT = "None of the inputs have requires_grad=True"
 
 
 class Tried(NamedTuple):
-    """Result of a training step that was tried before the run.
+    """Result of a training step that was tried before the run."""
 
-    Attributes:
-        logged: names of the values that the training step logs.
-        warnings: warnings for the user, one line each.
-        optimizer: optimizer that `configure_optimizers` returned.
-    """
-
-    logged: list[str]
-    warnings: list[str]
-    optimizer: Optimizer
+    logged: list[str]  # names of the values that the training step logs
+    warnings: list[str]  # warnings for the user, one line each
+    optimizer: Optimizer  # optimizer that `configure_optimizers` returned
 
 
 def try_training(
@@ -53,12 +47,7 @@ def try_training(
 
     Parameters and random state stay unchanged, but buffers may change, so pass a copy of the module.
 
-    Args:
-        module: module to try.
-        batch: batch of data for the step.
-        device: device on which to run the step.
-        more: function that returns another batch, which is tried if the step skips ``batch`` by returning None.
-        may_skip: whether the step may skip both batches without an error.
+    `more`: function that returns another batch, which is tried if the step skips ``batch`` by returning None.
 
     Raises:
         BadInput: a step fails, or returns no scalar loss that depends on the parameters.
@@ -204,12 +193,6 @@ def try_single_samples(
 ) -> None:
     """Try a training step on a single sample, if the last batch of some client's epoch has only one.
 
-    Args:
-        module: the user's module.
-        data: data of all clients.
-        training: the run's settings of local training.
-        device: device on which to run the step.
-
     Raises:
         BadInput: the step fails. Batch norm fails, for example, since one value per channel has no variance.
     """
@@ -243,10 +226,7 @@ def _has_single(num_samples: int, batch_size: int, drop_last: bool, training: Tr
 def explained(module: nn.Module, method: str, batch: object = None) -> Iterator[None]:
     """Return a context that turns errors of the user's code into a `BadInput` with the layer, the shapes and the line of code.
 
-    Args:
-        module: the user's module.
-        method: name of the module's method that runs inside the context.
-        batch: batch that the method receives; None = unknown.
+    `batch`: batch that the method receives; None = unknown.
     """
     entered: list[tuple[str, nn.Module, Any]] = []
     handles = [handle for name, layer in module.named_modules() for handle in _watch(name, layer, entered)]

@@ -78,11 +78,7 @@ def batches(
 ) -> Iterator[Batch]:
     """Yield the joint batch of all clients for each step.
 
-    Args:
-        clients: data of each client.
-        rows: indices of each client's samples, batch by batch in the order of training.
-        counts: number of batches of each client, descending.
-        batch_size: local batch size; None = that of the data.
+    `batch_size`: local batch size; None = that of the data.
     """
     first = clients[0]
     if not first.gathers:

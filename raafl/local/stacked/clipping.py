@@ -15,11 +15,9 @@ _LEAST_NORM = 1e-6  # torch's own
 def clip_(known: Known, gradients: Sequence[Tensor], most: float) -> None:
     """Scale gradients in place so that no client's total norm exceeds a bound.
 
-    Args:
-        known: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
-            and shapes.
-        gradients: stacked gradients of shape (clients, ...).
-        most: largest norm of each client's gradients.
+    `known`: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
+    and shapes.
+    `gradients`: stacked gradients of shape (clients, ...).
     """
     if gradients:
         norms = torch.stack([_norms(known, one) for one in gradients], 1)

@@ -40,14 +40,7 @@ OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: str) -> str | None:
-    """Explain why tasks of this run cannot be trained together, as one batch of clients; None = they can.
-
-    Args:
-        local: part of the algorithm that trains on clients.
-        payload: layouts of the tensors that travel with a task.
-        options: options of local training.
-        device: type of the device on which the run computes.
-    """
+    """Explain why tasks of this run cannot be trained together, as one batch of clients; None = they can."""
     if not local.steps_are_plain or type(local).exchange is not Local.exchange or payload.has_bundles:
         return "the algorithm has steps of its own"
     if device != "cpu":

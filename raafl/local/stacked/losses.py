@@ -28,11 +28,6 @@ def cross_entropy(num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> o
 
     The mean loss of logits (batch, classes), with labels that are class indices, is computed for all clients at once.
     Any other form is computed client by client.
-
-    Args:
-        num: number of clients in the stack.
-        args: positional arguments of `F.cross_entropy`.
-        kwargs: keyword arguments of `F.cross_entropy`.
     """
     usual = len(args) == 2 and all(value is None or value == _USUAL[name] for name, value in kwargs.items())
     logits, labels = (stack_of(one) for one in args[:2]) if usual else (None, None)

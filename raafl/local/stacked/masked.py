@@ -56,9 +56,7 @@ def masked_together(module: nn.Module, classes: Sequence[Set[int] | None]) -> It
 
     It yields an object whose method `choose` says for which clients the next forward pass is computed.
 
-    Args:
-        module: module whose `training_step` calls the module itself.
-        classes: classes of each client's samples; None = unknown, so nothing is masked.
+    `classes`: classes of each client's samples; None = unknown, so nothing is masked.
     """
     masking = _Masking(classes)
     if not any(classes):

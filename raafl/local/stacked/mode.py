@@ -145,13 +145,7 @@ class Stacked(TorchFunctionMode):
     """Context inside vmap over clients, in which torch functions give exactly the bits of separate calls for each client."""
 
     def __init__(self, num: int, states: list[Tensor], known: Known) -> None:
-        """Compute for ``num`` clients.
-
-        Args:
-            num: clients.
-            states: each one's state of torch's generator; changed by what is drawn.
-            known: of batched products; grows.
-        """
+        """Compute for ``num`` clients."""
         super().__init__()
         self._num, self._states, self._known = num, states, known
 

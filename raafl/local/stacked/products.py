@@ -26,13 +26,10 @@ Known = dict[Hashable, bool]
 def linear(known: Known, num: int, x: object, weight: object, bias: object = None) -> object:
     """Compute `F.linear` for all clients' stacked tensors, inside vmap.
 
-    Args:
-        known: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
-            and shapes.
-        num: number of clients in the stack.
-        x: stacked input, (clients, ..., in).
-        weight: stacked weights, (clients, out, in).
-        bias: stacked biases, (clients, out); None = no bias.
+    `known`: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
+    and shapes.
+    `weight`: stacked weights, (clients, out, in).
+    `bias`: stacked biases, (clients, out); None = no bias.
     """
     stacks = [stack_of(one) for one in (x, weight, bias)]
     if any(stack is None for stack, one in zip(stacks, (x, weight, bias), strict=True) if one is not None):
@@ -88,13 +85,9 @@ def product(
 
     The first use with given shapes compares both on random numbers.
 
-    Args:
-        known: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
-            and shapes; changed in place.
-        name: name of the operation.
-        together: function that computes it for stacked tensors.
-        alone: function that computes it for one client.
-        operands: stacked tensors of shape (clients, ...).
+    `known`: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
+    and shapes; changed in place.
+    `operands`: stacked tensors of shape (clients, ...).
     """
     places = ((*one.shape[1:], *one.stride(), one.data_ptr() % CACHE_LINE_BYTES) for one in operands)
     key = (name, len(operands[0]).bit_length(), *places)
@@ -134,13 +127,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def embedding(num: int, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
-    """Compute `F.embedding` for all clients, inside vmap; a matrix that all clients share is not copied.
-
-    Args:
-        num: number of clients in the stack.
-        args: positional arguments of `F.embedding`.
-        kwargs: keyword arguments of `F.embedding`.
-    """
+    """Compute `F.embedding` for all clients, inside vmap; a matrix that all clients share is not copied."""
     if stack_of(args[1]) is None:
         return F.embedding(*args, **kwargs)
     return _embedding(num, *args, **kwargs)

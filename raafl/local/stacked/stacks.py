@@ -65,10 +65,8 @@ def within(
 
     `torch.func.vmap` does the same, but its checks take as long as a small model's step.
 
-    Args:
-        num: number of clients in the stack.
-        function: computation of one client, which returns a loss and a list of values. Its argument is a function that
-            turns a stacked tensor of shape (clients, ...) into one for use inside vmap.
+    `function`: computation of one client, which returns a loss and a list of values. Its argument is a function that
+    turns a stacked tensor of shape (clients, ...) into one for use inside vmap.
 
     Raises:
         Unstackable: the function returns something that is not a tensor.
@@ -137,13 +135,8 @@ def by_slices(
 ) -> object:
     """Call a torch function once for each client, inside vmap; return its results as stacked tensors.
 
-    Args:
-        function: function to call with one client's tensors in place of stacked ones.
-        args: positional arguments, possibly nested in lists; tensors in them may be stacked over clients.
-        kwargs: keyword arguments, whose tensors may be stacked, too.
-        num: number of clients in the stack.
-        states: state of torch's generator for each client, which the call advances; None = the function draws no random
-            numbers.
+    `states`: state of torch's generator for each client, which the call advances; None = the function draws no random
+    numbers.
     """
     leaves, form = tree_flatten((tuple(args), dict(kwargs)))
     generator = torch.default_generator

@@ -78,16 +78,15 @@ class Rows:
 class Steps:
     """Training steps of several clients that are trained as one batch.
 
-    Attributes:
-        members: tasks of the batch, the longest first.
-        counts: number of steps of each task.
-        rows: values of each task's submodel.
-        losses: sum of the losses of each task.
-        logged: values that each task has logged so far.
-        states: state of torch's generator for each task.
-        seen: structures and shapes of batches that occurred, each with the positions of the tasks that had them.
-        epochs: number of batches in an epoch of each task.
-        by_index: whether the step may read ``batch_idx``, and clients differ in it since their epochs differ in length.
+    `members`: tasks of the batch, the longest first.
+    `counts`: number of steps of each task.
+    `rows`: values of each task's submodel.
+    `losses`: sum of the losses of each task.
+    `logged`: values that each task has logged so far.
+    `states`: state of torch's generator for each task.
+    `seen`: structures and shapes of batches that occurred, each with the positions of the tasks that had them.
+    `epochs`: number of batches in an epoch of each task.
+    `by_index`: whether the step may read ``batch_idx``, and clients differ in it since their epochs differ in length.
     """
 
     def __init__(
@@ -100,17 +99,7 @@ class Steps:
         counts: Sequence[int],
         choose: Callable[[Sequence[int]], AbstractContextManager[None]],
     ) -> None:
-        """Load the tasks' values.
-
-        Args:
-            trainer: that trains one such task.
-            built: small module on which they are trained.
-            places: of its tensors.
-            known: of batched products.
-            members: the tasks, those with most steps first.
-            counts: batches of each.
-            choose: called with the clients whose losses are computed next; gives a context for that.
-        """
+        """Load the tasks' values."""
         self.trainer, self.built, self.places, self.known = trainer, built, places, known
         self.members, self.counts, self.choose = members, counts, choose
         num = len(members)

@@ -55,8 +55,7 @@ def requiring_layer(module: nn.Module, path: str | None = None) -> Iterator[None
 class InputCapture:
     """Hook on a linear layer that stores the layer's latest input.
 
-    Attributes:
-        seen: latest input of the layer, shape (samples, features); empty before the first one.
+    `seen`: latest input of the layer, shape (samples, features); empty before the first one.
     """
 
     def __init__(self, module: nn.Module, path: str | None = None) -> None:

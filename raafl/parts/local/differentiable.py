@@ -18,12 +18,6 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, keep_buffe
     The tensors may be computed, such as products of weights and masks. Backward may also be called after the context
     ends.
 
-    Args:
-        module: module whose parameters are replaced within the context.
-        tensors: replacements by the name of the parameter.
-        keep_buffers: whether a forward pass may change the module's buffers, such as running statistics; False = it
-            changes copies of them.
-
     Raises:
         BadInput: a tensor would replace a parameter of a recurrent layer (RNN, LSTM or GRU), which is not supported.
     """

@@ -59,11 +59,9 @@ def exit_depths(submodels: Submodels) -> dict[int, str]:
 def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted: Tensor | None = None) -> Tensor:
     """Return the distillation loss ``T^2 KL(softmax(teacher / T) || softmax(student / T))``, averaged over samples or positions.
 
-    Args:
-        student: logits of the model that learns, shape (..., classes).
-        teacher: logits from which it learns, of the same shape; they get no gradient.
-        temperature: temperature T, which divides the logits.
-        counted: mask of the positions to average over, shape (...); None = all of them.
+    `student`: logits of the model that learns, shape (..., classes).
+    `teacher`: logits from which it learns, of the same shape; they get no gradient.
+    `counted`: mask of the positions to average over, shape (...); None = all of them.
     """
     # detached: the teacher must learn from the labels alone, not move towards its students
     teacher_log = F.log_softmax(teacher.detach() / temperature, -1)
@@ -157,13 +155,7 @@ class ByExits(Hook):
         self._output = output
 
     def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
-        """Combine the losses of all exits into the loss of a batch.
-
-        Args:
-            deepest: output of the exit that ends the submodel.
-            others: outputs of all other exits, shallowest first.
-            batch: the batch of data.
-        """
+        """Combine the losses of all exits into the loss of a batch."""
         raise NotImplementedError
 
     def loss(self, batch: object, index: int) -> Tensor:
@@ -255,9 +247,7 @@ def _restore(device: torch.device, states: list[Tensor]) -> None:
 def counted(batch: object, logits: Tensor) -> Tensor | None:
     """Return a mask of the positions of ``logits`` whose label counts (is not `IGNORED`); None if each sample has one label.
 
-    Args:
-        batch: batch of data with its labels.
-        logits: logits for the batch, shape (batch, ..., classes).
+    `logits`: logits for the batch, shape (batch, ..., classes).
     """
     if logits.dim() < 3:
         return None

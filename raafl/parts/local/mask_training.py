@@ -24,10 +24,7 @@ def score_layout(submodels: Submodels, number: int, spec: Spec | None) -> Layout
     A mask keeps or drops segments of an axis (a dimension that can be cut, such as a layer's hidden neurons). The score
     of a segment is the logit of the probability that the mask keeps it.
 
-    Args:
-        submodels: submodels of the model.
-        number: number of equal segments into which an axis without attention heads is divided.
-        spec: submodel of the task; None = the layout of all scores.
+    `spec`: submodel of the task; None = the layout of all scores.
     """
     if spec is not None and spec.trained != ():
         return Layout(())
@@ -53,9 +50,7 @@ def masks_of(scores: Tensor, generator: torch.Generator) -> Tensor:
     The gradient is d mask / d scores = p (1 - p) (Bengio et al. 2013). The draw happens on the CPU, so that a seed
     gives the same mask on every device.
 
-    Args:
-        scores: logits of the probabilities, of any shape.
-        generator: random generator on the CPU.
+    `scores`: logits of the probabilities, of any shape.
     """
     probability = torch.sigmoid(scores)
     if probability.is_meta:
@@ -69,9 +64,7 @@ def masks_of(scores: Tensor, generator: torch.Generator) -> Tensor:
 def kept_share_loss(masks: Mapping[str, Tensor], rate: float) -> Tensor:
     """Return a loss that pulls the mean of each mask towards ``rate``: ``sum_l (mean(mask_l) - rate)^2`` (Co-S2P, Eq. 2).
 
-    Args:
-        masks: masks of zeros and ones, shape (segments,), by the axis that they cut.
-        rate: share of the segments that a mask should keep; r_w in the paper.
+    `masks`: masks of zeros and ones, shape (segments,), by the axis that they cut.
     """
     return torch.stack([(mask.mean() - rate).square() for mask in masks.values()]).sum()
 
@@ -95,14 +88,7 @@ class MaskTraining(Hook):
     """
 
     def __init__(self, task: Task, segments: Mapping[str, Segments], lr: float, strength: float) -> None:
-        """Start from the received scores.
-
-        Args:
-            task: in progress.
-            segments: segments of each axis.
-            lr: learning rate of the scores (Adam).
-            strength: lambda, the weight of `kept_share_loss`.
-        """
+        """Start from the received scores."""
         super().__init__(task)
         extra, received = task.assignment.extra, task.down[SCORES]
         device = next(task.module.parameters()).device

@@ -38,10 +38,6 @@ def with_parameters(module: nn.Module, values: FlatTensors) -> Iterator[None]:
 
     Logging is off within the context. Do not call backward across its boundary, since parameters point to other memory
     inside.
-
-    Args:
-        module: module whose trained parameters are replaced.
-        values: values of these parameters within the context.
     """
     # `.data` is swapped, not the parameters: optimizers and hooks keep their references, and no values are copied back
     parameters = [(p, p.data, values[name]) for name, p in module.named_parameters() if name in values]

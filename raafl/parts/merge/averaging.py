@@ -11,9 +11,7 @@ from raafl.parts.trigger import AllReported, EachArrival
 def averaging(alpha: float | None, by_samples: bool) -> tuple[Trigger, Mean]:
     """Return the trigger (which decides when to merge) and the mean for synchronous rounds or asynchronous arrivals.
 
-    Args:
-        alpha: weight of each arriving update, reduced by its staleness; None = synchronous rounds.
-        by_samples: whether to weight clients by their numbers of samples.
+    `alpha`: weight of each arriving update, reduced by its staleness; None = synchronous rounds.
     """
     if alpha is None:
         return AllReported(), Mean(by_samples=by_samples)

@@ -16,13 +16,7 @@ def store_(
 ) -> None:
     """Store the values that a client sent, under a name; elements that it has never trained are NaN.
 
-    Args:
-        state: the global model, whose ``clients`` receive the values.
-        name: name under which the values are stored.
-        client: id of the client.
-        spec: submodel to which the values belong.
-        values: values that the client sent.
-        only: names of the parameters to store; None = all that train.
+    `only`: names of the parameters to store; None = all that train.
     """
     plan = _plan(state, spec, only)
     own = state.clients.of(name, client, plan.full_layout, state.values.device, fill=math.nan)
@@ -37,13 +31,7 @@ def load_(
 ) -> None:
     """Overwrite ``out`` with the values stored for a client; elements that the client has never trained stay unchanged.
 
-    Args:
-        state: the global model, with the stored values in ``clients``.
-        name: name under which the values are stored.
-        client: id of the client.
-        spec: submodel to which ``out`` belongs.
-        out: values to be overwritten.
-        only: names of the parameters to load; None = all that train.
+    `only`: names of the parameters to load; None = all that train.
     """
     own = state.clients.find(name, client)
     if own is None:

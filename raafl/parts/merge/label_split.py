@@ -23,18 +23,12 @@ from raafl.submodel.extract import CopyPlan
 
 @dataclass
 class RowsMemory(MergeMemory):
-    """Running sums of a merge for the rows of the output layer, one row per class.
-
-    Attributes:
-        sum: weighted sum of the rows in the updates.
-        weight: total weight of the updates that trained an element.
-        masked: whether any update lacked a class.
-    """
+    """Running sums of a merge for the rows of the output layer, one row per class."""
 
     key = "label_split"
-    sum: FlatTensors
-    weight: FlatTensors
-    masked: bool = False
+    sum: FlatTensors  # weighted sum of the rows in the updates
+    weight: FlatTensors  # total weight of the updates that trained an element
+    masked: bool = False  # whether any update lacked a class
 
 
 @dataclass(frozen=True)
@@ -131,12 +125,7 @@ def _are_rows(rows: object, num_classes: int) -> bool:
 def _add(memory: RowsMemory, plan: CopyPlan, tensors: FlatTensors, weight: float, rows: list[int] | None) -> None:
     """Add an update's rows to the sum, times its weight, and the weight to the rows' weights.
 
-    Args:
-        memory: sum and weight, over the whole output layer; changed in place.
-        plan: copy plan of the update's part of the output layer.
-        tensors: values of the update.
-        weight: weight of the update.
-        rows: rows that the client trained; None = all.
+    `rows`: rows that the client trained; None = all.
     """
     ones, values = (FlatTensors.zeros(plan.layout, tensors.device) for _ in range(2))
     chosen = slice(None) if rows is None else rows

@@ -72,20 +72,16 @@ class _AdapterUpdate:
 
 @dataclass
 class LoraMemory(MergeMemory):
-    """Server state of merges of LoRA adapters.
-
-    Attributes:
-        at_work: version of the model from which a client started its current task, by client id.
-        starts: adapters of earlier versions, by version and name of A, kept while a client that started from them
-            works.
-        updates: adapters of the updates that wait, by the name of A, in the order of `GlobalState.waiting`.
-        spectra: singular values of the latest merged result, by the name of A.
-    """
+    """Server state of merges of LoRA adapters."""
 
     key = "lora"
+    # version of the model from which a client started its current task, by client id
     at_work: dict[int, int] = field(default_factory=dict)
+    # adapters of earlier versions, by version and name of A, kept while a client that started from them works
     starts: dict[int, dict[str, Factors]] = field(default_factory=dict)
+    # adapters of the updates that wait, by the name of A, in the order of `GlobalState.waiting`
     updates: list[dict[str, Sent]] = field(default_factory=list)
+    # singular values of the latest merged result, by the name of A
     spectra: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
@@ -97,17 +93,13 @@ class LoraMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class LowRank(Wrapped):
-    """Base class of the methods that merge LoRA adapters: a wrapped mean merges everything else.
+    """Base class of the methods that merge LoRA adapters: a wrapped mean merges everything else."""
 
-    Attributes:
-        inner: the algorithm's own merge, a mean.
-        by_rank: whether weights are normalised for each rank separately, over the clients that have the rank.
-        moves_base: whether the merge changes the weights under the adapters, so that clients must receive them.
-    """
-
-    inner: Mean | Deltas
+    inner: Mean | Deltas  # the algorithm's own merge, a mean
     by_client: ClassVar[bool] = True
+    # whether weights are normalised for each rank separately, over the clients that have the rank
     by_rank: ClassVar[bool] = False
+    # whether the merge changes the weights under the adapters, so that clients must receive them
     moves_base: ClassVar[bool] = False
 
     @property
@@ -162,31 +154,19 @@ class LowRank(Wrapped):
         return weighed
 
     def update_weight(self, weight: float, adapters: Mapping[str, Any]) -> float:
-        """Return an update's weight in the mean of adapters, one for all layers; `weight_of` then adapts it to each layer.
-
-        Args:
-            weight: weight that the wrapped mean gives to the update.
-            adapters: adapter of each layer: its ranks, B, A, and the B and A that the client received.
-        """
+        """Return an update's weight in the mean of adapters, one for all layers; `weight_of` then adapts it to each layer."""
         return weight
 
     def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
         """Return the weight of an update's adapter for one layer.
 
-        Args:
-            weight: weight of the update to which the adapter belongs.
-            b: matrix B, shape (out, rank).
-            a: matrix A, shape (rank, in).
+        `b`: matrix B, shape (out, rank).
+        `a`: matrix A, shape (rank, in).
         """
         return weight
 
     def _terms(self, updates: Sequence[tuple[_AdapterUpdate, Sent]], rank: int) -> tuple[Tensor, list[Term]]:
-        """Return the share of each old rank that stays, shape (rank,), and the products to add.
-
-        Args:
-            updates: each update's weight and factor, and its ranks, B, A and received factors of this layer.
-            rank: rank of the global model.
-        """
+        """Return the share of each old rank that stays, shape (rank,), and the products to add."""
         # float64 on the CPU: a few numbers, whose differences from 1 decide whether old ranks vanish exactly
         weights = torch.zeros(len(updates), rank, dtype=torch.float64)
         for row, (update, (ranks, b, a, _)) in zip(weights, updates, strict=True):
@@ -211,12 +191,8 @@ class LowRank(Wrapped):
     ) -> None:
         """Merge the adapters of one layer: set its A, B and base weight, in place.
 
-        Args:
-            state: the global model.
-            pair: names of the layer's A, B and base weight.
-            old: B, shape (out, rank), and A, shape (rank, in), before the merge.
-            keep: share of each rank's old values that stays in the result, from 0 to 1, shape (rank,).
-            terms: weighted products of the clients' B and A, to be added to what stays of the old product.
+        `old`: B, shape (out, rank), and A, shape (rank, in), before the merge.
+        `keep`: share of each rank's old values that stays in the result, from 0 to 1, shape (rank,).
         """
 
 

@@ -50,24 +50,18 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 @dataclass
 class SumMemory(MergeMemory):
-    """Running sum of a merge's updates.
+    """Running sum of a merge's updates."""
 
-    Attributes:
-        updates: submodel and weight of each update in the sum.
-        sum: weighted sum, of the model's size; None = no update was added.
-    """
-
-    updates: list[tuple[Spec, float]] = field(default_factory=list)
-    sum: FlatTensors | None = None
+    updates: list[tuple[Spec, float]] = field(default_factory=list)  # submodel and weight of each update in the sum
+    sum: FlatTensors | None = None  # weighted sum, of the model's size; None = no update was added
 
 
 class Accumulator:
     """Running sums for a mean: the weighted sum of updates, and the total weight of each element.
 
-    Attributes:
-        state: the global model, which lends storage for the sums.
-        memory: record that holds the sum and the list of updates.
-        updates: submodel and weight of each update in the sum.
+    `state`: the global model, which lends storage for the sums.
+    `memory`: record that holds the sum and the list of updates.
+    `updates`: submodel and weight of each update in the sum.
     """
 
     def __init__(self, state: GlobalState, memory: SumMemory) -> None:
@@ -78,12 +72,6 @@ class Accumulator:
 
         Complex values must be given as pairs of real ones (`raafl.parts.merge.wide`). If the first update covers the
         whole model, it overwrites the storage instead of being added to zeros, which saves time.
-
-        Args:
-            tensors: values of the update.
-            spec: submodel to which the values belong.
-            weight: weight w_n of the update.
-            factor: staleness factor a_n, which scales the values but not the weight.
         """
         plan, scale = self.state.submodels.plan(spec), weight * factor
         if not self.updates and spec.is_full:
@@ -125,9 +113,7 @@ class Accumulator:
     def cover(self, factors: Sequence[float] | None = None, name: str = "count") -> FlatTensors:
         """Return the total weight of each element: the sum of weight times factor over the updates that trained it.
 
-        Args:
-            factors: factor of each update, in their order; None = 1 for all.
-            name: name of the scratch storage that holds the result.
+        `factors`: factor of each update, in their order; None = 1 for all.
         """
         by_spec: dict[Spec, float] = {}
         for (spec, weight), factor in zip(self.updates, factors or [1.0] * len(self.updates), strict=True):
@@ -152,10 +138,6 @@ def trained_pieces(state: GlobalState, *others: FlatTensors) -> Iterator[tuple[b
     """Yield the global values that updates can change, with matching pieces of ``others``, as flat views.
 
     For each dtype these are at most two pieces: first the parameters (True), then the running statistics (False).
-
-    Args:
-        state: the global model.
-        others: further tensors in the layout of the whole model, or of its trained part.
     """
     trained, parameters = trained_values(state), state.submodels.parameter_names
     for dtype, theta in trained.buffers.items():
@@ -168,16 +150,11 @@ def trained_pieces(state: GlobalState, *others: FlatTensors) -> Iterator[tuple[b
 
 @dataclass
 class _MeanMemory(SumMemory):
-    """Updates that `Mean` has received and not merged yet.
-
-    Attributes:
-        received: weight and staleness factor of each update.
-        lone: tensors and submodel of the only update, until `Mean.detach` copies them; None = all updates are in the
-            sum.
-    """
+    """Updates that `Mean` has received and not merged yet."""
 
     key = "mean"
-    received: list[tuple[float, float]] = field(default_factory=list)
+    received: list[tuple[float, float]] = field(default_factory=list)  # weight and staleness factor of each update
+    # tensors and submodel of the only update, until `Mean.detach` copies them; None = all updates are in the sum
     lone: tuple[FlatTensors, Spec] | None = None
 
 

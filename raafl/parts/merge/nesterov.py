@@ -25,20 +25,15 @@ Weights = Literal["equal", "samples", "tokens"]
 
 @dataclass
 class NesterovMemory(SumMemory):
-    """State of the server's optimizer with Nesterov momentum, and the running sum of a merge's changes.
-
-    Attributes:
-        m: momentum, of the model's size; None = there was no step with momentum yet.
-        pending: sum of the changes since the last step with momentum, used by `DelayedNesterov`; None = not used yet.
-        recent: submodels of the latest updates, newest last; as many as `DelayedNesterov` has in a period.
-        num_pending: number of updates since the last step with momentum.
-    """
+    """State of the server's optimizer with Nesterov momentum, and the running sum of a merge's changes."""
 
     key = "nesterov"
-    m: FlatTensors | None = None
+    m: FlatTensors | None = None  # momentum, of the model's size; None = there was no step with momentum yet
+    # sum of the changes since the last step with momentum, used by `DelayedNesterov`; None = not used yet
     pending: FlatTensors | None = None
+    # submodels of the latest updates, newest last; as many as `DelayedNesterov` has in a period
     recent: list[Spec] = field(default_factory=list)
-    num_pending: int = 0
+    num_pending: int = 0  # number of updates since the last step with momentum
 
     def momentum(self, state: GlobalState) -> FlatTensors:
         """Return the momentum m; create it as 0 at the first call."""

@@ -21,17 +21,12 @@ MAX_SCORE = 1e4
 
 @dataclass(slots=True)
 class TaskStart:
-    """Record of the submodel and parameter values with which a client's current task started.
+    """Record of the submodel and parameter values with which a client's current task started."""
 
-    Attributes:
-        spec: submodel of the task.
-        masks: names of the axes (dimensions whose units can be cut) for which the task trains which units to keep.
-        start: copy of the parameter values; None = the global model has not changed since.
-    """
-
-    spec: Spec
+    spec: Spec  # submodel of the task
+    # names of the axes (dimensions whose units can be cut) for which the task trains which units to keep
     masks: list[str]
-    start: FlatTensors | None = None
+    start: FlatTensors | None = None  # copy of the parameter values; None = the global model has not changed since
 
 
 @dataclass
@@ -58,13 +53,7 @@ def scores_of(state: GlobalState, client: int) -> dict[str, list[float]]:
 
 
 def record_work(state: GlobalState, client: int, work: Work) -> None:
-    """Record the task that a client starts now: its submodel, and the axes whose mask scores it trains.
-
-    Args:
-        state: the global model, which stores the record.
-        client: id of the client.
-        work: submodel and settings of the task.
-    """
+    """Record the task that a client starts now: its submodel, and the axes whose mask scores it trains."""
     state.memory.of(AtWork).starts[client] = TaskStart(work.spec, list(work.extra.get("masks", ())))
 
 

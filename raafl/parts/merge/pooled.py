@@ -14,12 +14,7 @@ from raafl.submodel.batch_norm import Pooling
 
 
 def pooled(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
-    """Return ``algorithm`` with exact merging of batch norm's running statistics; unchanged if the model has none.
-
-    Args:
-        algorithm: algorithm whose merge is wrapped.
-        submodels: submodels of the model.
-    """
+    """Return ``algorithm`` with exact merging of batch norm's running statistics; unchanged if the model has none."""
     pooling = Pooling.of(submodels.module, submodels.batch_norm)
     return algorithm if pooling is None else replace(algorithm, merge=Pooled(algorithm.merge, pooling))
 

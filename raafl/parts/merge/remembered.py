@@ -26,20 +26,14 @@ LATEST = "latest update"
 
 @dataclass
 class _LatestMemory(MergeMemory):
-    """Server state of `Remembered`: sums over all clients' latest updates. The updates are in `GlobalState.clients`.
-
-    Attributes:
-        sum: sum of all latest updates.
-        change: sum of the changes of these updates since the last merge.
-        since: number of updates merged after the sum was last recomputed from scratch.
-        log: version and submodel of each client's remembered update, by client, oldest first; empty if updates have no
-            age limit.
-    """
+    """Server state of `Remembered`: sums over all clients' latest updates. The updates are in `GlobalState.clients`."""
 
     key = "ram_fed"
-    sum: FlatTensors
-    change: FlatTensors
-    since: int = 0
+    sum: FlatTensors  # sum of all latest updates
+    change: FlatTensors  # sum of the changes of these updates since the last merge
+    since: int = 0  # number of updates merged after the sum was last recomputed from scratch
+    # version and submodel of each client's remembered update, by client, oldest first; empty if updates have no
+    # age limit
     log: dict[int, list[tuple[int, Spec]]] = field(default_factory=dict)
 
 
@@ -223,8 +217,7 @@ def _statistics(submodels: Submodels, layout: Layout) -> Iterator[str]:
 class _Owned:
     """The part of the trained tensors that the regions of one spec own: in a tensor with several cut dimensions, rows of the first.
 
-    Attributes:
-        plan: copy plan between the whole trained part and the owned part.
+    `plan`: copy plan between the whole trained part and the owned part.
     """
 
     def __init__(self, submodels: Submodels, spec: Spec) -> None:
@@ -259,9 +252,7 @@ def _owned(submodels: Submodels, spec: Spec) -> _Owned:
 def memory_folder_of(memory: str, folder: str | None) -> str | None:
     """Return the folder for files of remembered updates; None = they are kept in memory.
 
-    Args:
-        memory: place of the remembered updates, "ram" or "disk".
-        folder: folder that the user named; None = the system's folder for temporary files.
+    `folder`: folder that the user named; None = the system's folder for temporary files.
 
     Raises:
         BadInput: ``memory`` is neither "ram" nor "disk", or a folder is given for "ram".

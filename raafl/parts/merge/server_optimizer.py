@@ -32,12 +32,7 @@ class OptimizerMemory(SumMemory):
     v: FlatTensors | None = None
 
     def moments(self, state: GlobalState, tau: float) -> tuple[FlatTensors, ...]:
-        """Return the moments m and v; at the first call create them, m as 0 and v as ``tau`` squared.
-
-        Args:
-            state: the global model.
-            tau: constant of the adaptive step.
-        """
+        """Return the moments m and v; at the first call create them, m as 0 and v as ``tau`` squared."""
         if self.m is None or self.v is None:
             self.m, self.v = zeros_like(state.values), zeros_like(state.values)
             for buffer in self.v.prefix(state.submodels.layout(part="trained")).buffers.values():
@@ -138,9 +133,7 @@ class ServerOptimizer(Merge):
 def copy_where(pairs: Sequence[tuple[Tensor, Tensor]], where: Tensor | None) -> None:
     """Copy the second tensor of each pair into the first, at the elements that a mask selects.
 
-    Args:
-        pairs: tensors to overwrite, each with the tensor to copy.
-        where: mask of the elements to copy; None = all of them.
+    `where`: mask of the elements to copy; None = all of them.
     """
     for old, new in pairs:
         old.copy_(new if where is None else torch.where(where, new, old))

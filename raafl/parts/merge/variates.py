@@ -17,21 +17,13 @@ from raafl.submodel.extract import CopyPlan
 
 @dataclass
 class _VariatesMemory(MergeMemory):
-    """Server state of the control variates: their sum over all clients.
+    """Server state of the control variates: their sum over all clients."""
 
-    Attributes:
-        sum: sum at the time of the last merge.
-        new: changes of variates since the last merge.
-        count: total weight of the clients that have trained each element.
-        weights: weight of each client, from its first update.
-        seen: submodels that a client has trained so far, by client.
-    """
-
-    sum: FlatTensors
-    new: FlatTensors
-    count: FlatTensors
-    weights: dict[int, float] = field(default_factory=dict)
-    seen: dict[int, list[Spec]] = field(default_factory=dict)
+    sum: FlatTensors  # sum at the time of the last merge
+    new: FlatTensors  # changes of variates since the last merge
+    count: FlatTensors  # total weight of the clients that have trained each element
+    weights: dict[int, float] = field(default_factory=dict)  # weight of each client, from its first update
+    seen: dict[int, list[Spec]] = field(default_factory=dict)  # submodels that a client has trained so far, by client
 
 
 @dataclass(frozen=True)
@@ -41,26 +33,16 @@ class Variates:
     All start at 0. Their mean is over all N clients of the run, as in the papers. With submodels, the mean of an element
     leaves out clients that have sent updates but never trained this element. Otherwise the mean of a rarely trained
     element would be too small to cancel the clients' variates, and the clients would drift away from their optimum.
-
-    Attributes:
-        name: name of the variates in `GlobalState.clients`, and of the bundle (tensors beside the model) that carries them.
-        mean: name of the bundle that carries the mean; None = it is not sent.
-        by_samples: whether the mean weights clients by |D_n|; False = equally.
     """
 
+    # name of the variates in `GlobalState.clients`, and of the bundle (tensors beside the model) that carries
+    # them
     name: str
-    mean: str | None = None
-    by_samples: bool = False
+    mean: str | None = None  # name of the bundle that carries the mean; None = it is not sent
+    by_samples: bool = False  # whether the mean weights clients by |D_n|; False = equally
 
     def own_(self, state: GlobalState, client: int, spec: Spec, out: FlatTensors) -> None:
-        """Write a client's control variate, cut to its submodel, into ``out``.
-
-        Args:
-            state: the global model, with the stored variates in ``clients``.
-            client: id of the client.
-            spec: submodel to which the variate is cut.
-            out: tensors of the submodel; they are overwritten.
-        """
+        """Write a client's control variate, cut to its submodel, into ``out``."""
         own = state.clients.find(self.name, client)
         if own is None:
             out.zero_()
@@ -68,13 +50,7 @@ class Variates:
             plan_of(state, spec).gather(own, out)
 
     def mean_(self, state: GlobalState, spec: Spec, out: FlatTensors) -> None:
-        """Write the mean of all control variates, cut to a submodel, into ``out``.
-
-        Args:
-            state: the global model.
-            spec: submodel to which the mean is cut.
-            out: tensors of the submodel; they are overwritten.
-        """
+        """Write the mean of all control variates, cut to a submodel, into ``out``."""
         memory, plan = self._memory(state), plan_of(state, spec)
         plan.gather(memory.sum, out)
         # clients that never sent an update count at every element, as variates of 0 with the mean weight of the others
@@ -87,16 +63,7 @@ class Variates:
     def add_(
         self, state: GlobalState, client: int, spec: Spec, change: FlatTensors, alpha: float = 1.0, weight: float = 1.0
     ) -> None:
-        """Add ``alpha * change`` to a client's control variate; `settle` later adds it to the mean.
-
-        Args:
-            state: the global model, whose ``clients`` change in place.
-            client: id of the client.
-            spec: submodel to which ``change`` belongs.
-            change: tensors to add.
-            alpha: factor on ``change``.
-            weight: weight of the client in the mean; that of its first update counts in all others.
-        """
+        """Add ``alpha * change`` to a client's control variate; `settle` later adds it to the mean."""
         memory, plan = self._memory(state), plan_of(state, spec)
         weight = memory.weights.setdefault(
             client, 1.0 if client in memory.seen else weight
@@ -189,10 +156,5 @@ class WithVariates(Wrapped):
 
 
 def plan_of(state: GlobalState, spec: Spec) -> CopyPlan:
-    """Return the copy plan (which elements go where) from all trained parameters to those of a submodel.
-
-    Args:
-        state: the global model.
-        spec: submodel whose parameters are copied.
-    """
+    """Return the copy plan (which elements go where) from all trained parameters to those of a submodel."""
     return state.submodels.plan(spec, "trained", "trained")

@@ -27,12 +27,7 @@ VALUES = "wide values"
 
 
 def widened(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
-    """Return ``algorithm`` with its merge computed in at least single precision; unchanged if all trained parameters have it.
-
-    Args:
-        algorithm: algorithm whose merge is wrapped.
-        submodels: submodels of the model.
-    """
+    """Return ``algorithm`` with its merge computed in at least single precision; unchanged if all trained parameters have it."""
     trained = submodels.layout(part="trained")
     if trained.wide is trained:
         return algorithm

@@ -106,13 +106,9 @@ class Wrapped(Merge):
 
 @dataclass(frozen=True)
 class WrappedSelect(Select):
-    """Base class of wrappers of a select part (choice of submodels): calls that a wrapper does not override are passed on.
+    """Base class of wrappers of a select part (choice of submodels): calls that a wrapper does not override are passed on."""
 
-    Attributes:
-        inner: the wrapped select part.
-    """
-
-    inner: Select
+    inner: Select  # the wrapped select part
 
     @property
     def needs_last_update(self) -> bool:

@@ -18,15 +18,6 @@ def with_options(
 ) -> Algorithm:
     """Add the options that any algorithm takes: early closing of rounds, protection from bad updates, and privacy.
 
-    Args:
-        algorithm: algorithm as its factory made it.
-        rounds: conditions under which a round closes without its slowest clients.
-        guard: protection by clipping, refusal of outliers and robust means.
-        privacy: differential privacy of the clients.
-        num_clients: number of clients N, which the privacy budget depends on.
-        noise_key: secret seed of the privacy noise, which only the server has; empty = the algorithm is only checked,
-            not run.
-
     Raises:
         BadInput: an option does not work with the algorithm or with another option.
     """

@@ -95,20 +95,16 @@ class _Accepted:
 
 @dataclass
 class BoundedMemory(MergeMemory):
-    """State of `Bounded` on the server: norms of accepted updates and of the model.
-
-    Attributes:
-        norms: records of accepted updates, by the fingerprint of their layout.
-        measured: assignment id and norms of the update checked last, and whether it is large (above `SAFE`); None = the
-            wrapped merge has received this update.
-        large: whether a large update waits for the merge.
-        model: a version of the model and the norm of its parameters; None = the norm is not known.
-    """
+    """State of `Bounded` on the server: norms of accepted updates and of the model."""
 
     key = MEMORY
+    # records of accepted updates, by the fingerprint of their layout
     norms: dict[str, _Accepted] = field(default_factory=dict)
+    # assignment id and norms of the update checked last, and whether it is large (above `SAFE`); None = the
+    # wrapped merge has received this update
     measured: tuple[int, dict[str, float], bool] | None = None
-    large: bool = False
+    large: bool = False  # whether a large update waits for the merge
+    # a version of the model and the norm of its parameters; None = the norm is not known
     model: tuple[int, float] | None = None
 
     def to_plain(self) -> dict[str, object]:
@@ -305,10 +301,8 @@ def _norm(buffers: Buffers, before: Buffers | None = None, part: Mapping[torch.d
 
     It takes one pass: the difference of a piece stays in the cache. A piece whose square overflows is squared in double precision.
 
-    Args:
-        buffers: by dtype.
-        before: subtracted; None = nothing.
-        part: slice of each buffer; None = all of it.
+    `before`: subtracted; None = nothing.
+    `part`: slice of each buffer; None = all of it.
     """
     squares: list[float] = []
     for dtype, buffer in buffers.items():

@@ -22,16 +22,12 @@ Stored = tuple[Spec, FlatTensors]
 
 @dataclass
 class CentredMemory(MergeMemory):
-    """State of `Centred`.
-
-    Attributes:
-        stored: copies of the tensors of the updates that wait, in the order of `GlobalState.waiting`.
-        centre: clipping centre v; None before the first merge.
-    """
+    """State of `Centred`."""
 
     key = "centred"
+    # copies of the tensors of the updates that wait, in the order of `GlobalState.waiting`
     stored: list[FlatTensors] = field(default_factory=list)
-    centre: FlatTensors | None = None
+    centre: FlatTensors | None = None  # clipping centre v; None before the first merge
 
     @classmethod
     def from_plain(cls, data: Any) -> Self:

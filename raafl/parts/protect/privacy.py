@@ -50,12 +50,6 @@ MECHANISM = "Gaussian noise on the sum of clipped updates at each merge; compose
 def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes) -> Algorithm:
     """Return ``algorithm`` with a differentially private merge; unchanged if privacy is off.
 
-    Args:
-        algorithm: the algorithm whose merge is wrapped.
-        privacy: privacy options of the run.
-        num_clients: number of clients N.
-        key: secret seed of the noise, as bytes.
-
     Raises:
         BadInput: the package dp-accounting is not installed, delta is too large for so few clients, or the algorithm
             needs each client's own update.
@@ -101,10 +95,6 @@ def noise_key(privacy: Privacy, seed: int) -> bytes:
 
     If the file is missing, it is created from the operating system's randomness, readable only by its owner.
 
-    Args:
-        privacy: privacy options of the run.
-        seed: seed of the run.
-
     Raises:
         BadInput: the file cannot be read or created, or does not contain 64 hexadecimal digits.
     """
@@ -129,11 +119,6 @@ def epsilon(noise_multiplier: float, compositions: int, delta: float) -> float |
     A merge with one update of the client is a Gaussian mechanism of sensitivity 1. Together the merges are one with the
     standard deviation ``noise_multiplier / sqrt(compositions)`` (Dong et al. 2019, corollary 3.3), whose epsilon
     dp-accounting computes exactly (Balle and Wang 2018, theorem 8).
-
-    Args:
-        noise_multiplier: standard deviation of the noise in one merge.
-        compositions: number of the merges; one with j updates of the client counts as j^2.
-        delta: probability that the guarantee epsilon does not hold.
     """
     if compositions == 0:
         return 0.0
@@ -147,10 +132,6 @@ def epsilon(noise_multiplier: float, compositions: int, delta: float) -> float |
 
 def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
     """Yield ``num`` standard normal numbers, float64, in pieces of `CHUNK`; they depend only on ``key``.
-
-    Args:
-        key: secret seed of the noise.
-        num: number of numbers.
 
     They are computed from the output of SHAKE-256 by the Box-Muller transform. torch's own generator has only 2^32
     seeds; an attacker could try all of them to find the noise of a published model.
@@ -168,18 +149,13 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
 
 @dataclass
 class PrivacyMemory(MergeMemory):
-    """State of `Private`: the privacy budget spent so far, and the sums of the updates that wait.
-
-    Attributes:
-        updates: number of a client's updates that were merged, by client.
-        squares: sum of n^2 over all merges, where n is the number of a client's updates in the merge, by client.
-        sums: sum of clipped changes, by submodel.
-    """
+    """State of `Private`: the privacy budget spent so far, and the sums of the updates that wait."""
 
     key = "privacy"
-    updates: dict[int, int] = field(default_factory=dict)
+    updates: dict[int, int] = field(default_factory=dict)  # number of a client's updates that were merged, by client
+    # sum of n^2 over all merges, where n is the number of a client's updates in the merge, by client
     squares: dict[int, int] = field(default_factory=dict)
-    sums: dict[Spec, FlatTensors] = field(default_factory=dict)
+    sums: dict[Spec, FlatTensors] = field(default_factory=dict)  # sum of clipped changes, by submodel
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,7 @@ WINDOW = 101
 
 
 def difference(state: GlobalState, update: Update, spec: Spec, sends: str) -> FlatTensors:
-    """Return the change that ``update`` makes to the model; do not modify the result, which may be the update itself.
-
-    Args:
-        state: the global model.
-        update: the client's update.
-        spec: submodel of the update.
-        sends: content of the update: "values", or "delta", which already is the change.
-    """
+    """Return the change that ``update`` makes to the model; do not modify the result, which may be the update itself."""
     if sends == "delta":
         return update.tensors
     change = state.submodels.plan(spec).gather(state.values)
@@ -55,13 +48,6 @@ def difference(state: GlobalState, update: Update, spec: Spec, sends: str) -> Fl
 
 def scaled(state: GlobalState, update: Update, spec: Spec, sends: str, factor: float) -> FlatTensors:
     """Return a copy of an update in which the change that it makes to the model is multiplied by ``factor``.
-
-    Args:
-        state: the global model.
-        update: the client's update.
-        spec: submodel of the update.
-        sends: content of the update: "values", or "delta", which already is the change.
-        factor: number by which the change is multiplied.
 
     Returns:
         Values or a change, as in the update's own tensors.
@@ -79,10 +65,6 @@ def norm_of(tensors: FlatTensors, submodels: Submodels) -> float:
     """Return the L2 norm of an update over its parameters, summed in double precision so that it cannot overflow.
 
     Running statistics are left out, since their scale is unrelated to that of parameters.
-
-    Args:
-        tensors: trained values or changes of a submodel.
-        submodels: submodels of the model.
     """
     squares = []
     for dtype, buffer in tensors.buffers.items():
@@ -98,18 +80,13 @@ def norm_of(tensors: FlatTensors, submodels: Submodels) -> float:
 
 @dataclass
 class GuardMemory(MergeMemory):
-    """State of `NormFilter`: norms of accepted updates, and the number of clipped ones.
-
-    Attributes:
-        norms: norms of the latest accepted updates, by size class (group of submodels of similar size).
-        clipped: number of updates that were clipped.
-        measured: assignment and norm of an update that has passed the checks and is received next; None = there is
-            none.
-    """
+    """State of `NormFilter`: norms of accepted updates, and the number of clipped ones."""
 
     key = "guard"
+    # norms of the latest accepted updates, by size class (group of submodels of similar size)
     norms: dict[int, list[float]] = field(default_factory=dict)
-    clipped: int = 0
+    clipped: int = 0  # number of updates that were clipped
+    # assignment and norm of an update that has passed the checks and is received next; None = there is none
     measured: tuple[int, float] | None = None
 
 
@@ -187,13 +164,7 @@ def _size_class(tensors: FlatTensors) -> int:
 
 
 def num_dropped(combine: Combine, trim: float, num: int) -> int:
-    """Return the number of values to drop at each end: floor(trim * num); for a median, so many that one or two are left.
-
-    Args:
-        combine: rule for combining values, such as "trimmed_mean" or "median".
-        trim: share that trimmed_mean drops at each end.
-        num: number of values to combine.
-    """
+    """Return the number of values to drop at each end: floor(trim * num); for a median, so many that one or two are left."""
     if combine == "median":
         return max(num - 1, 0) // 2
     # in floating point 0.29 * 100 is slightly below 29
@@ -226,9 +197,8 @@ def trimmed(values: Tensor, drop: Tensor) -> Tensor:
     All columns are sorted at once by elementwise minima and maxima, several times faster than `torch.sort` for few
     rows.
 
-    Args:
-        values: values to average, shape (K, n); overwritten by this call.
-        drop: number of values to drop at each end of a column with k values, at index k; shape (K + 1,).
+    `values`: values to average, shape (K, n); overwritten by this call.
+    `drop`: number of values to drop at each end of a column with k values, at index k; shape (K + 1,).
 
     Returns:
         Means of the columns, shape (n,); NaN for a column without values.
@@ -257,12 +227,6 @@ def locate(
 
     If all updates have the same submodel, this takes memory for one result of its size. Otherwise it takes memory for
     copies of all updates and for the result, each of the size of the whole model.
-
-    Args:
-        state: the global model.
-        stored: submodel and tensors of each update.
-        combine: rule for combining values, "trimmed_mean" or "median".
-        trim: share that trimmed_mean drops at each end.
     """
     drop = torch.tensor([num_dropped(combine, trim, num) for num in range(len(stored) + 1)])
     specs = dict.fromkeys(spec for spec, _ in stored)
@@ -295,11 +259,6 @@ def feed(merge: Merge, state: GlobalState, values: Mapping[Spec, FlatTensors]) -
     Each waiting update is replaced by the combined one on its submodel, with weight 1. Since the merge averages these, its
     result is again the combined one, scaled by the mean of the updates' staleness factors. Elements that no update trained
     stay unchanged. If all updates are equally late, one for each submodel is enough.
-
-    Args:
-        merge: merge that receives the combined update; it sees a state in which only this waits.
-        state: the global model.
-        values: combined update on each submodel.
     """
     received = [(item.spec, item.staleness) for item in state.waiting]
     if len({staleness for _, staleness in received}) == 1:

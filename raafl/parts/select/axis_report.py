@@ -21,11 +21,6 @@ def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict
 
     Dimensions that are cut together, such as a layer's hidden neurons, are an axis. How much remains is computed with
     all axes cut, except those over which norm layers compute statistics (the width of a transformer).
-
-    Args:
-        submodels: submodels of the model.
-        rates: shares of each axis to report, in (0, 1].
-        batch_size: batch size of the training step whose FLOPs are counted.
     """
     spanned = frozenset() if not submodels.axes or submodels.discovered is None else submodels.discovered.spanned
     cut = {name: axis for name, axis in submodels.axes.items() if name not in spanned}
@@ -46,13 +41,7 @@ def axis_rows(submodels: Submodels) -> list[dict[str, Any]]:
 
 
 def remaining_shares(axes: Mapping[str, Axis], rates: Mapping[str, float], cost: Callable[[Spec], Cost]) -> Shares:
-    """Return, for each rate, which shares of the model's parameters and FLOPs remain if its axes are cut to this rate.
-
-    Args:
-        axes: axes (dimensions that are cut together) to cut; all others stay whole.
-        rates: shares of each axis to keep, by name; the result has the same names.
-        cost: function that predicts the cost of a submodel.
-    """
+    """Return, for each rate, which shares of the model's parameters and FLOPs remain if its axes are cut to this rate."""
     whole = cost(FULL)
     costs = {name: cost(leading(axes, rate)) for name, rate in rates.items()}
     return {

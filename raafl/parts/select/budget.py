@@ -17,27 +17,16 @@ _INF = math.inf
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits on the cost of a task; a task must meet all of them. Infinite = no limit.
+    """Limits on the cost of a task; a task must meet all of them. Infinite = no limit."""
 
-    Attributes:
-        memory_bytes: largest peak memory of a task in bytes (`Cost.peak_bytes`).
-        flops: largest number of training FLOPs of a task.
-        wire_bytes: largest number of bytes that a task transfers, download and upload together.
-        seconds: longest predicted time of a task on ``profile``: download, computation and upload.
-        params: largest number of parameters in the submodel.
-        profile: profile of the client's device, needed for ``seconds``.
-        samples: number of samples on which a task trains, needed for ``flops`` and ``seconds``.
-        tested: number of test samples on which the client then evaluates, needed for ``seconds``.
-    """
-
-    memory_bytes: float = _INF
-    flops: float = _INF
-    wire_bytes: float = _INF
-    seconds: float = _INF
-    params: float = _INF
-    profile: Profile = field(default_factory=Profile)
-    samples: int = 1
-    tested: float = 0.0
+    memory_bytes: float = _INF  # largest peak memory of a task in bytes (`Cost.peak_bytes`)
+    flops: float = _INF  # largest number of training FLOPs of a task
+    wire_bytes: float = _INF  # largest number of bytes that a task transfers, download and upload together
+    seconds: float = _INF  # longest predicted time of a task on ``profile``: download, computation and upload
+    params: float = _INF  # largest number of parameters in the submodel
+    profile: Profile = field(default_factory=Profile)  # profile of the client's device, needed for ``seconds``
+    samples: int = 1  # number of samples on which a task trains, needed for ``flops`` and ``seconds``
+    tested: float = 0.0  # number of test samples on which the client then evaluates, needed for ``seconds``
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "flops", "wire_bytes", "seconds", "params", "samples"):
@@ -72,13 +61,6 @@ def largest_rate(
     who: str = "the client",
 ) -> float:
     """Return the largest of ``rates`` whose submodel fits the budget, found by bisection.
-
-    Args:
-        spec_of_rate: function that returns the submodel of a rate.
-        cost_of: function that predicts the cost of a submodel; it must not decrease with the rate.
-        budget: limits that the submodel must meet.
-        rates: rates to choose from, ascending, such as `steps` of the axes.
-        who: subject of the error message, such as "client 3".
 
     Raises:
         BadInput: not even the smallest rate fits the budget; the message lists each exceeded limit and what is needed.

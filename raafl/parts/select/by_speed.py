@@ -17,20 +17,16 @@ Table = Literal["measured", "predicted"]
 
 @dataclass
 class SpeedMemory(MergeMemory):
-    """State of `BySpeed`: seconds that one local step takes on each client that is present.
-
-    Attributes:
-        measured: seconds of one step in its latest submodel, for each client with a finished task, by client id.
-        predicted: the same for each client without a finished task, predicted from its device profile, by client id.
-        ratio: measured divided by predicted time of a client's latest task, by client id.
-        latest: the newest of these ratios; it corrects the predicted seconds.
-    """
+    """State of `BySpeed`: seconds that one local step takes on each client that is present."""
 
     key = "by_speed"
+    # seconds of one step in its latest submodel, for each client with a finished task, by client id
     measured: dict[int, float] = field(default_factory=dict)
+    # the same for each client without a finished task, predicted from its device profile, by client id
     predicted: dict[int, float] = field(default_factory=dict)
+    # measured divided by predicted time of a client's latest task, by client id
     ratio: dict[int, float] = field(default_factory=dict)
-    latest: float = 1.0
+    latest: float = 1.0  # the newest of these ratios; it corrects the predicted seconds
 
 
 @dataclass(frozen=True)

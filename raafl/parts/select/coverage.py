@@ -31,11 +31,6 @@ def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]
     The settings (section 6.2 there) are called L-Arb: every client trains 2 regions; S-Arb: 1 region; and MIX-Arb: one
     half of the clients trains 2 regions, the other half 1.
 
-    Args:
-        level: name of the setting, L-Arb, S-Arb or MIX-Arb.
-        num_clients: number of clients N.
-        seed: seed that decides which half of the clients gets 2 regions.
-
     Raises:
         BadInput: the setting is unknown, or there is no client.
     """
@@ -59,23 +54,16 @@ class RegionCoverage:
     - if ``hold`` is true, all rounds are the same: ``trained`` regions are trained in each of them, the others never.
 
     In the last two kinds, the region that the fewest clients train is trained by exactly ``coverage`` clients.
-
-    Attributes:
-        takes: number m_n of regions that client n trains in a round, by client.
-        regions: number K of regions in the model.
-        trained: number of regions that are trained in each round (S*); None = all K.
-        coverage: smallest number of clients that train a region (Gamma*); None = 1, or an even spread with ``rest`` or
-            ``hold``.
-        rest: largest number of rounds in a row in which a client skips a region (tau); None = no limit.
-        hold: whether each client keeps its regions in all rounds.
     """
 
-    takes: tuple[int, ...]
-    regions: int = 4
-    trained: int | None = None
+    takes: tuple[int, ...]  # number m_n of regions that client n trains in a round, by client
+    regions: int = 4  # number K of regions in the model
+    trained: int | None = None  # number of regions that are trained in each round (S*); None = all K
+    # smallest number of clients that train a region (Gamma*); None = 1, or an even spread with ``rest`` or
+    # ``hold``
     coverage: int | None = None
-    rest: int | None = None
-    hold: bool = False
+    rest: int | None = None  # largest number of rounds in a row in which a client skips a region (tau); None = no limit
+    hold: bool = False  # whether each client keeps its regions in all rounds
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "takes", tuple(self.takes))
@@ -167,12 +155,7 @@ class RegionCoverage:
         return -(-self.num_trained // min(self.takes))
 
     def taken(self, round: int, seed: int = 0) -> Taken:
-        """Return the regions that each client trains in a round, ascending.
-
-        Args:
-            round: number of the round.
-            seed: seed of all random choices.
-        """
+        """Return the regions that each client trains in a round, ascending."""
         if self.hold:
             taken = self._turn(random.Random(derive_seed(seed, "hold")), 0, 0)
         else:
@@ -222,11 +205,6 @@ def topped_up(taken: Taken, takes: Sequence[int], rng: random.Random) -> Taken:
     """Give clients more regions in a round, drawn from those that other clients already train.
 
     The set of trained regions stays the same, so no guarantee of the schedule gets worse.
-
-    Args:
-        taken: regions that each client already trains.
-        takes: number of regions that each client should train.
-        rng: random generator of the draws.
     """
     open_now = sorted({i for regions in taken for i in regions})
     more = []
@@ -240,11 +218,6 @@ def of_regions(axes: Axes, taken: Iterable[int], regions: int) -> Spec:
     """Return the submodel that consists of the given regions, where a region is an equal range of the units of every axis.
 
     If an axis has fewer units than there are regions, neighbouring regions share a unit.
-
-    Args:
-        axes: axes of the model (dimensions that can be cut), by name.
-        taken: numbers of the regions to include.
-        regions: number K of regions in the model.
     """
     parts = shared_fragments(axes, [1.0] * regions)
     chosen = [parts[i] for i in taken]

@@ -19,13 +19,6 @@ State = Mapping[str, Tensor]
 def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int = 0, round: int = 0) -> Spec:
     """Select the units with the largest L2 norm of all their weights (for an attention head: q, k, v and o).
 
-    Args:
-        axes: axes of the model (dimensions that can be cut), by name.
-        rate: share of each axis's units to keep.
-        state: parameters of the model, by name.
-        seed: ignored by this selector.
-        round: ignored by this selector.
-
     Raises:
         BadInput: ``state`` is None, or lacks a parameter of an axis.
     """
@@ -42,11 +35,6 @@ def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int =
 @torch.no_grad()
 def unit_scores(axis: Axis | Stack, state: State, *, squared: bool = True) -> Tensor:
     """Return a score for each unit, such as a neuron: the sum of its weights' squares, shape (size,), float64, on the CPU.
-
-    Args:
-        axis: axis whose units are scored, or a stack, whose blocks are scored.
-        state: tensors of the model, by name.
-        squared: whether to square the elements; False = sum the elements themselves.
 
     Raises:
         BadInput: ``state`` has no tensor that lies on the axis.

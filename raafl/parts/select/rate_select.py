@@ -29,19 +29,13 @@ _NOTICED = 0.1
 
 @dataclass
 class _RateMemory(MergeMemory):
-    """State of `RateSelect`: measured speeds of the clients that are present.
-
-    Attributes:
-        ratio: measured duration of a client's latest task divided by the predicted one, by client; absent = as
-            predicted.
-        fleet: median of ``ratio`` over the present clients, as it was computed last.
-        num_changes: number of ratios that have changed since the median was computed.
-    """
+    """State of `RateSelect`: measured speeds of the clients that are present."""
 
     key = "rate_select"
+    # measured duration of a client's latest task divided by the predicted one, by client; absent = as predicted
     ratio: dict[int, float] = field(default_factory=dict)
-    fleet: float = 1.0
-    num_changes: int = 0
+    fleet: float = 1.0  # median of ``ratio`` over the present clients, as it was computed last
+    num_changes: int = 0  # number of ratios that have changed since the median was computed
 
 
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
@@ -256,13 +250,8 @@ def by_rate(
 ) -> Select:
     """Return the user's own select part ``submodel`` if there is one, else a `RateSelect` with shares of the width.
 
-    Args:
-        submodel: the user's own select part; None = select by rate.
-        selector: rule for choosing units, as in `RateSelect.selector`.
-        rates: share of each axis's units by client; None = ``levels``, which clients take in turn.
-        levels: shares of the width that the method's paper uses.
-        rounds: counter by which rolling windows move and random draws change: "client" or "server", as in
-            `RateSelect.rounds`.
+    `submodel`: the user's own select part; None = select by rate.
+    `rates`: share of each axis's units by client; None = ``levels``, which clients take in turn.
 
     Raises:
         BadInput: both ``submodel`` and ``rates`` are given.

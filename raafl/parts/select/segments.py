@@ -26,19 +26,14 @@ class Segments:
     """Division of one axis into segments, each of which a mask keeps or drops as a whole.
 
     Segment i contains the units ``bounds[i]`` to ``bounds[i + 1] - 1``.
-
-    Attributes:
-        bounds: unit at which each segment begins, ascending, from 0 to the size of the axis.
-        is_heads: whether the units of the axis are attention heads.
-        block: index of the block that contains the axis; None = no single block does, or the model does not have
-            exactly one stack of blocks.
-        can_train: whether a mask of the axis can be trained; see `readers`.
     """
 
-    bounds: tuple[int, ...]
-    is_heads: bool = False
+    bounds: tuple[int, ...]  # unit at which each segment begins, ascending, from 0 to the size of the axis
+    is_heads: bool = False  # whether the units of the axis are attention heads
+    # index of the block that contains the axis; None = no single block does, or the model does not have exactly
+    # one stack of blocks
     block: int | None = None
-    can_train: bool = True
+    can_train: bool = True  # whether a mask of the axis can be trained; see `readers`
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -49,12 +44,7 @@ class Segments:
 
 
 def cuts_of(submodels: Submodels, number: int) -> dict[str, Segments]:
-    """Return the segments of each axis, by name: one per attention head, or else ``number`` nearly equal ranges of units.
-
-    Args:
-        submodels: submodels of the model.
-        number: number of segments of an axis without heads; a small axis has one per unit.
-    """
+    """Return the segments of each axis, by name: one per attention head, or else ``number`` nearly equal ranges of units."""
     return submodels.cached(
         "segments", number, lambda: {name: _cut(submodels, axis, number) for name, axis in submodels.axes.items()}
     )
@@ -79,10 +69,6 @@ def readers(submodels: Submodels, axis: Axis) -> tuple[Member, ...]:
 
     The result is empty if no columns have this effect, as for the state of a recurrent layer, or a width over which a
     layer norm computes statistics.
-
-    Args:
-        submodels: submodels of the model.
-        axis: axis whose units are read.
     """
     weights = []
     for member in axis.members:
@@ -113,13 +99,7 @@ class Gates:
     """
 
     def __init__(self, module: nn.Module, submodels: Submodels, segments: Mapping[str, Segments]) -> None:
-        """Find the weights that read each axis.
-
-        Args:
-            module: a submodel in which these axes are whole.
-            submodels: submodels of the model.
-            segments: segments of each gated axis.
-        """
+        """Find the weights that read each axis."""
         self._places: list[tuple[nn.Module, str, Tensor]] = []
         for axis, cut in segments.items():
             layers: dict[str, list[Member]] = {}
@@ -133,8 +113,7 @@ class Gates:
     def set(self, gates: Mapping[str, Tensor]) -> Iterator[None]:
         """Return a context in which the module computes with the given gates (factors on segments of units).
 
-        Args:
-            gates: a factor for each segment, shape (segments,), by axis.
+        `gates`: a factor for each segment, shape (segments,), by axis.
         """
         own: list[Any] = [layer._parameters["weight"] for layer, _, _ in self._places]
         try:
@@ -150,10 +129,7 @@ class Gates:
 def _spread(cut: Segments, members: Iterable[Member], weight: Tensor) -> Tensor:
     """Return the segment of each column of ``weight`` as a one-hot row, shape (columns, segments + 1); the last place means none.
 
-    Args:
-        cut: segments of the axis.
-        members: dimensions of the weight that lie on the axis.
-        weight: the weight, (rows, columns, ...).
+    `weight`: the weight, (rows, columns, ...).
     """
     spread = torch.zeros(weight.shape[1], len(cut) + 1, dtype=weight.dtype)
     spread[:, -1] = 1.0

@@ -50,12 +50,7 @@ class Full(Select):
 
 
 def uncut(submodels: Submodels, what: str) -> list[str]:
-    """Return a warning if no dimension of the model can be cut, so that every client trains all of it; else no warning.
-
-    Args:
-        submodels: submodels of the model.
-        what: verb for what the method does with such dimensions, such as "prune".
-    """
+    """Return a warning if no dimension of the model can be cut, so that every client trains all of it; else no warning."""
     if submodels.axes:
         return []
     return [Warn(f"every client trains all of the model, which has no axes to {what}: {submodels.why_whole()}")]
@@ -63,9 +58,6 @@ def uncut(submodels: Submodels, what: str) -> list[str]:
 
 def fragment_ratios(fragments: int | Sequence[float]) -> tuple[float, ...]:
     """Return the share of the model in each fragment: a row of Fed-RAA's Table 4, or the given ratios scaled to sum to 1.
-
-    Args:
-        fragments: number of fragments, for a row of Table 4; or a list of relative sizes.
 
     Raises:
         BadInput: Table 4 has no such row, or the list is empty or has a number that is not above 0.
@@ -91,10 +83,6 @@ def fragment_specs(submodels: Submodels, ratios: Sequence[float]) -> tuple[Spec,
     Every fragment also contains the parameters that lie on no axis, such as the output bias. If an axis has fewer units
     than there are fragments, each fragment has one unit, and some share it (`shared_fragments`). A model without axes
     is one fragment.
-
-    Args:
-        submodels: submodels of the model.
-        ratios: share of the units in each fragment.
     """
     return shared_fragments(submodels.axes, ratios if submodels.axes else [1.0])
 
@@ -112,14 +100,11 @@ class OneOf(Select):
     A submodel that exceeds the client's memory is never chosen. c(n, j) is `SelectContext.task_time`: the paper's
     ``|theta_j| |D_n| / cmp_n`` (training FLOPs divided by the client's FLOP/s), plus download, upload and the client's
     own evaluation.
-
-    Attributes:
-        how: rule for choosing: gre_raa (merged least often among those that finish in time), random, or fewest_updates.
-        bound_s: time limit K in seconds; None = computed from the present clients (`Ranking.bound`).
     """
 
+    # rule for choosing: gre_raa (merged least often among those that finish in time), random, or fewest_updates
     how: Choice
-    bound_s: float | None
+    bound_s: float | None  # time limit K in seconds; None = computed from the present clients (`Ranking.bound`)
 
     @abstractmethod
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:

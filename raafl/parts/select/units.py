@@ -57,10 +57,6 @@ def count(size: int, rate: float) -> int:
 def counts(axes: Axes, rate: Rate) -> dict[str, int]:
     """Return the number of units that a rate keeps on each axis that shrinks.
 
-    Args:
-        axes: axes of the model (dimensions that can be cut), by name.
-        rate: share of each axis's units to keep, one number or by axis.
-
     Raises:
         BadInput: a rate is not in (0, 1], or is given for an axis that does not exist.
     """
@@ -77,10 +73,6 @@ def counts(axes: Axes, rate: Rate) -> dict[str, int]:
 
 def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
     """Return the submodel that keeps the given units; axes that are not named stay whole.
-
-    Args:
-        axes: axes (dimensions that can be cut) and stacks of blocks of the model, by name.
-        kept: indices of the kept units, by name of the axis.
 
     Raises:
         SpecError: an axis does not exist, would keep no unit, or does not have a given unit.
@@ -160,10 +152,6 @@ def shared_fragments(axes: Axes, ratios: Sequence[float]) -> tuple[Spec, ...]:
     If an axis has enough units, the ranges are disjoint; a range that would be empty takes a unit from its neighbour.
     Otherwise (two heads, three fragments) each fragment has one unit, and neighbours share it. Every unit is in some
     fragment.
-
-    Args:
-        axes: axes of the model (dimensions that can be cut), by name.
-        ratios: relative sizes of the ranges.
 
     Raises:
         BadInput: a ratio is not above 0.

@@ -31,10 +31,6 @@ def split_rate(rate: float, ratio: float) -> tuple[float, float]:
 
     ``r_w * r_d = rate`` and ``log r_w = ratio * log r_d``. So ratio 1 shrinks both equally, 0 shrinks the depth only,
     and infinity the width only.
-
-    Args:
-        rate: share of the model, in (0, 1].
-        ratio: division between width and depth.
     """
     share = 1.0 if ratio == float("inf") else ratio / (1.0 + ratio)
     width: float = rate**share
@@ -60,10 +56,6 @@ def window_starts(num_blocks: int, rate: float) -> list[int]:
 
     Windows follow each other without a gap, and the last one ends with the last block. This trains all blocks as evenly
     as possible, as Co-S2P requires.
-
-    Args:
-        num_blocks: number of blocks in the model.
-        rate: share of the blocks in a window.
     """
     length = count(num_blocks, rate)
     return [min(start, num_blocks - length) for start in range(0, num_blocks, length)]
@@ -75,10 +67,6 @@ def first_window(client: int, num: int) -> int:
     It is the digit sum of ``client - 1`` to base ``num``, modulo ``num``; client 1 starts with the lowest window. Any
     ``num`` consecutive clients cover all windows, and so do clients at equal distances, such as those of one kind of
     device.
-
-    Args:
-        client: id of the client.
-        num: number of windows.
     """
     left, total = client - 1, 0
     while left and num > 1:
@@ -89,18 +77,13 @@ def first_window(client: int, num: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Submodels of one client: width, number of blocks, windows and masks.
+    """Submodels of one client: width, number of blocks, windows and masks."""
 
-    Attributes:
-        width: r_w, kept share of each axis.
-        num_blocks: number of blocks that train.
-        starts: first blocks of the windows, in the client's order.
-        masks: for each of the client's rounds until every score has trained, the axes whose scores train before the window does.
-    """
-
-    width: float
-    num_blocks: int
-    starts: tuple[int, ...]
+    width: float  # r_w, kept share of each axis
+    num_blocks: int  # number of blocks that train
+    starts: tuple[int, ...]  # first blocks of the windows, in the client's order
+    # for each of the client's rounds until every score has trained, the axes whose scores train before the window
+    # does
     masks: tuple[tuple[str, ...], ...] = ()
 
     def next_task(self, merged: int) -> tuple[int, tuple[str, ...]]:
@@ -108,9 +91,6 @@ class _Size:
 
         A mask is the choice of the units of an axis that the client keeps. Without such axes the task trains the blocks
         of the client's window instead.
-
-        Args:
-            merged: number of the client's tasks that were merged so far.
         """
         for round, axes in enumerate(self.masks):
             if not axes or merged == 0:

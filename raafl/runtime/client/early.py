@@ -25,13 +25,12 @@ class EarlyTask:
     If anything but the expected task arrives, or if training fails before, nothing of it remains: what has arrived is then
     trained from its first step, with the same result as without this.
 
-    Attributes:
-        expected: the expected task.
-        values: payload of the task: the client's copy at first, completed when the task arrives.
-        stop: event that ends the early steps, set when they can no longer count.
-        item: item that the connection has brought meanwhile; None = none was taken from it.
-        update: result of the task; None = it has to be trained anew.
-        failure: error of the user's code after the task had arrived; None = there was none.
+    `expected`: the expected task.
+    `values`: payload of the task: the client's copy at first, completed when the task arrives.
+    `stop`: event that ends the early steps, set when they can no longer count.
+    `item`: item that the connection has brought meanwhile; None = none was taken from it.
+    `update`: result of the task; None = it has to be trained anew.
+    `failure`: error of the user's code after the task had arrived; None = there was none.
     """
 
     def __init__(
@@ -41,14 +40,7 @@ class EarlyTask:
         take: Callable[[], Item],
         unpack: Callable[[Assignment, FlatTensors, FlatTensors], object],
     ) -> None:
-        """Prepare.
-
-        Args:
-            expected: the expected task.
-            values: the client's copy of its payload; changed when the task arrives.
-            take: waits for the next item of the connection.
-            unpack: writes the values of a task, as received, into ``values``.
-        """
+        """Prepare."""
         self.expected, self.values, self.stop = expected, values, threading.Event()
         self.item: Item | None = None
         self.update: Update | None = None
@@ -69,11 +61,6 @@ class EarlyTask:
 
     def train(self, trainer: LocalTrainer, data: ClientData, context: TaskContext) -> None:
         """Train the task, as far as is possible.
-
-        Args:
-            trainer: trainer of the client's tasks.
-            data: data of the client.
-            context: environment of the client's tasks, with another event to stop them.
 
         Raises:
             GpuLost: the GPU had an error from which it cannot recover.

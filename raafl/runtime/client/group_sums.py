@@ -31,13 +31,6 @@ def open_mesh(store: Any, rank: int, size: int, timeout_s: float, device: torch.
     """Return the device mesh over which FSDP2 shards a model between the processes of one client.
 
     This initialises torch's default process group, which FSDP2 needs.
-
-    Args:
-        store: store by which these processes find each other.
-        rank: rank of this process.
-        size: number of processes.
-        timeout_s: seconds that a collective operation may take.
-        device: device of this process's module.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -70,16 +63,7 @@ class GroupSums:
     def __init__(
         self, store: Any, rank: int, size: int, timeout_s: float, device: torch.device, devices: list[str]
     ) -> None:
-        """Join the groups.
-
-        Args:
-            store: store that these processes share.
-            rank: rank of this process.
-            size: number of processes.
-            timeout_s: of a sum.
-            device: of this process.
-            devices: names of all processes' devices, by rank.
-        """
+        """Join the groups."""
         self._span, self._device = timedelta(seconds=timeout_s), device
         options = dist.ProcessGroupGloo._Options()
         options._timeout, options._threads = self._span, 1

@@ -49,17 +49,10 @@ def join(
 ) -> str:
     """Work as a client until the server tells it to stop; return the server's reason.
 
-    Args:
-        address: ``HOST:PORT`` of the server.
-        client: id of this client.
-        credentials: certificate or token with which the client authenticates.
-        make_site: function that builds the client; its argument is the text of the server's config, or None if the
-            client has a config of its own.
-        needs_config: whether the client has no config of its own and must ask the server for one.
-        proxy: URL of an HTTP proxy; see `raafl.transport.ConnectOptions`.
-        alone_s: seconds after which to give up if the server is absent; None = `Timeouts.alone_s`.
-        say: function that shows a line to the user.
-        gate: gate that checks tasks against the policy of the client's site; None = no policy.
+    `make_site`: function that builds the client; its argument is the text of the server's config, or None if the
+    client has a config of its own.
+    `alone_s`: seconds after which to give up if the server is absent; None = `Timeouts.alone_s`.
+    `gate`: gate that checks tasks against the policy of the client's site; None = no policy.
 
     Raises:
         BadInput: the address, the credentials or the config is wrong.
@@ -134,11 +127,7 @@ def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
 def _part(refusal: PolicyRefusal, pair: Connection, worker: Client | None, say: Callable[[str], None]) -> None:
     """Leave a server whose run or task the site refuses; raises the refusal where it is for good.
 
-    Args:
-        refusal: by the site's policy.
-        pair: the connection.
-        worker: that was refused a task, of which it has told the server; None = the client has not joined.
-        say: shows a line to the user.
+    `worker`: that was refused a task, of which it has told the server; None = the client has not joined.
     """
     if worker is None:
         _tell_not_joining(pair, refusal.server_reason)
@@ -175,9 +164,6 @@ class _Search:
         """Record and show that the server has admitted the client.
 
         If the connection breaks later, the search for the server may again take ``alone_s`` seconds.
-
-        Args:
-            how: verb of the line that is shown, such as "joined".
         """
         self._taken_in = True
         self._say(f"{how} {self._address}")
@@ -223,9 +209,6 @@ class _Search:
 
     def pause(self, problem: str = "") -> None:
         """Wait before the next attempt to connect, longer each time.
-
-        Args:
-            problem: reason why the last attempt failed, for the error; "" = unknown.
 
         Raises:
             RunFailed: no server has answered for ``alone_s`` seconds.
@@ -287,12 +270,7 @@ class _Link:
 
 
 def _tell_not_joining(pair: Connection, reason: str) -> None:
-    """Tell a server that this client does not join, and wait until the server closes the connection.
-
-    Args:
-        pair: connection to the server.
-        reason: reason for not joining, `POLICY` or `DRY_RUN`.
-    """
+    """Tell a server that this client does not join, and wait until the server closes the connection."""
     with suppress(PeerLost, PeerTimeout, Refused, PolicyRefusal):  # the reason is told already: this one is no news
         pair.send(Message(Kind.FAILED, meta=Failed(reason).to_meta()))
         pair.recv(no_tensors, _PARTING_S)

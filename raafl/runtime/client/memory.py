@@ -41,15 +41,6 @@ def with_memory(
 
     Call this after the model and the data are loaded, so that only the memory of a task is still to be allocated.
 
-    Args:
-        experiment: settings of the run.
-        info: description of the client, with or without declared memory.
-        submodels: submodels of the model.
-        data: data of the run.
-        device: device that computes.
-        place: rank of this process on its machine, which determines its GPU.
-        num_processes: number of processes that train the client together.
-
     Raises:
         BadInput: no submodel of the algorithm fits into the memory.
     """
@@ -88,14 +79,6 @@ def settle_heap(
     Main memory is scarce if training the whole model, fragmentation included, would need more than the client has. If
     the model is on another device, such as a GPU, main memory is never scarce. If the model is sharded over processes,
     freed memory is always returned, since fragmentation would cost as much as sharding saves.
-
-    Args:
-        experiment: settings of the run.
-        info: description of the client, with its memory.
-        submodels: submodels of the model.
-        data: data of the run.
-        device: device that computes.
-        num_processes: number of processes that train the client together.
     """
     if experiment.fabric.shard and num_processes > 1:
         malloc.free_at_once()

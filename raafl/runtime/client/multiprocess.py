@@ -58,13 +58,8 @@ _WORD_S = 2.0  # for the thread that knows who died to say so
 def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, say: Callable[[str], None]) -> int:
     """Train one client in all processes that torchrun started; return the exit code.
 
-    Args:
-        make_site: function that builds the client; its argument is the text of the server's config, or None if the
-            client has a config of its own.
-        work: function that runs the client in the first process, which alone talks to the server, and returns the exit
-            code; it gets a variant of ``make_site`` that also builds the client in the other processes.
-        client: id of the client.
-        say: function that shows a line to the user.
+    `make_site`: function that builds the client; its argument is the text of the server's config, or None if the
+    client has a config of its own.
 
     Raises:
         BadInput: the algorithm cannot train one client in several processes.
@@ -136,9 +131,8 @@ class ClientGroup:
 
         It raises `RunFailed` if the processes differ in version, config, model or data.
 
-        Args:
-            make_site: function that builds the client in this process; its argument is the text of the server's config,
-                or None if the client has a config of its own.
+        `make_site`: function that builds the client in this process; its argument is the text of the server's config,
+        or None if the client has a config of its own.
         """
 
         def make(config_yaml: str | None) -> ClientSetup:

@@ -51,25 +51,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Receipt of a site: its signed record of one update that it sent to the server.
+    """Receipt of a site: its signed record of one update that it sent to the server."""
 
-    Attributes:
-        assignment: description of the task, as received, as plain data.
-        head: signed hash of the server's journal that came with the task, as returned by `SignedHead.to_meta`; None =
-            none came.
-        trained: fingerprint of the trained values.
-        sent: fingerprint of the update as sent, which must equal the one in the server's journal; None = the two are
-            not compared, since transfers are compressed or the server trained a part of the model.
-        num_samples: number of samples that the client reported.
-        inputs: fingerprint of the received values, if these are stored.
-    """
-
-    assignment: dict[str, Any]
+    assignment: dict[str, Any]  # description of the task, as received, as plain data
+    # signed hash of the server's journal that came with the task, as returned by `SignedHead.to_meta`; None =
+    # none came
     head: dict[str, str] | None
-    trained: str
+    trained: str  # fingerprint of the trained values
+    # fingerprint of the update as sent, which must equal the one in the server's journal; None = the two are not
+    # compared, since transfers are compressed or the server trained a part of the model
     sent: str | None
-    num_samples: int
-    inputs: str | None = None
+    num_samples: int  # number of samples that the client reported
+    inputs: str | None = None  # fingerprint of the received values, if these are stored
 
 
 class Receipts:
@@ -211,13 +204,9 @@ def receipt_of(
 ) -> Receipt:
     """Build the receipt of an update (a site's record that it sent this update).
 
-    Args:
-        assignment: task of the update.
-        head: signed hash of the journal that came with the task; None = none.
-        trained: fingerprint of the trained values.
-        sent: fingerprint of the update as sent, which must equal the one in the server's journal; None = the two are
-            not compared, since transfers are compressed or the server trained a part of the model.
-        num_samples: number of samples that the client reported.
+    `head`: signed hash of the journal that came with the task; None = none.
+    `sent`: fingerprint of the update as sent, which must equal the one in the server's journal; None = the two are
+    not compared, since transfers are compressed or the server trained a part of the model.
     """
     told = None if head is None else head.to_meta()
     return Receipt(assignment_to_json(assignment), told, trained, sent, num_samples)
@@ -225,23 +214,14 @@ def receipt_of(
 
 @dataclass(frozen=True)
 class SiteReceipts:
-    """Receipts of a site (signed records of the updates that it sent), read from their folder.
+    """Receipts of a site (signed records of the updates that it sent), read from their folder."""
 
-    Attributes:
-        folder: folder of the receipts.
-        client: id of the client.
-        own_data: whether the client trained on data of its own.
-        conditions: versions, hardware and settings on which the bits of results depended.
-        receipts: receipts in the order in which the updates were sent.
-        findings: description of each receipt that was changed after it was written, a line each.
-    """
-
-    folder: Path
-    client: int
-    own_data: bool
-    conditions: dict[str, Any]
-    receipts: list[Receipt]
-    findings: list[str]
+    folder: Path  # folder of the receipts
+    client: int  # id of the client
+    own_data: bool  # whether the client trained on data of its own
+    conditions: dict[str, Any]  # versions, hardware and settings on which the bits of results depended
+    receipts: list[Receipt]  # receipts in the order in which the updates were sent
+    findings: list[str]  # description of each receipt that was changed after it was written, a line each
 
     @classmethod
     def read(cls, folder: Path) -> SiteReceipts:
@@ -295,10 +275,6 @@ def _head(meta: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def read_inputs(path: Path, layout_of: Callable[[], Layout]) -> FlatTensors:
     """Read the values from which a task started.
-
-    Args:
-        path: file with the values.
-        layout_of: function that returns the layout of the task's submodel.
 
     Raises:
         BadInput: the file is damaged, or belongs to another model.

@@ -37,21 +37,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SiteTerms:
-    """Contribution of a client's site to its groups.
+    """Contribution of a client's site to its groups."""
 
-    Attributes:
-        run: digest of the client's config and model, which all members of a group must share.
-        keys: signs this client's statements and checks the others'; None = clients have no certificates, so that nothing
-            protects from a server that lies.
-        max_share: largest share of an opened sum that one site may have; only counts with ``keys``.
-        in_rounds: whether all members of a group train from the same version.
-        names_start: whether all clients of one version and submodel receive the same values, so that they are compared.
-    """
-
-    run: str = ""
+    run: str = ""  # digest of the client's config and model, which all members of a group must share
+    # signs this client's statements and checks the others'; None = clients have no certificates, so that nothing
+    # protects from a server that lies
     keys: SiteKeys | None = None
-    max_share: float = 1.0
-    in_rounds: bool = False
+    max_share: float = 1.0  # largest share of an opened sum that one site may have; only counts with ``keys``
+    in_rounds: bool = False  # whether all members of a group train from the same version
+    # whether all clients of one version and submodel receive the same values, so that they are compared
     names_start: bool = False
 
 
@@ -63,11 +57,7 @@ class SecureSide(Questions):
     ) -> None:
         """Prepare.
 
-        Args:
-            pair: connection to the server.
-            submodels: of the model.
-            merge: of sums, by this client's own config.
-            terms: what its site contributes; None = nothing.
+        `terms`: what its site contributes; None = nothing.
         """
         super().__init__(pair)
         self._submodels, self._merge, self._terms = submodels, merge, terms or SiteTerms()
@@ -88,11 +78,7 @@ class SecureSide(Questions):
 
         The caller sends the shares in the task's last message.
 
-        Args:
-            assignment: task of the update.
-            update: trained update, for which `refusal` returned None.
-            answer: fields such as the number of samples, which are sent without a mask.
-            received: values from which the update was trained.
+        `update`: trained update, for which `refusal` returned None.
 
         Raises:
             CannotOpen: the group that the server proposes breaks this client's rules, the members do not agree on who is
@@ -130,14 +116,7 @@ class SecureSide(Questions):
     def _claim(
         self, assignment: Assignment, answer: Answer, keys: bytes, received: FlatTensors
     ) -> tuple[Claim, GroupMember]:
-        """Return what this client says of itself, and itself as the member of a group that it expects to find.
-
-        Args:
-            assignment: task of the update.
-            answer: the answer, without the update.
-            keys: public keys for the task.
-            received: values from which the update was trained.
-        """
+        """Return what this client says of itself, and itself as the member of a group that it expects to find."""
         terms = self._terms
         if terms.keys is None:
             claim = Claim(terms.run)
@@ -149,10 +128,6 @@ class SecureSide(Questions):
 
     def _check(self, formed: Formed, own: GroupMember) -> None:
         """Check that a group is of this client's run, has this client as it is, and only members that sites certify.
-
-        Args:
-            formed: the group that the server names.
-            own: this client.
 
         Raises:
             CannotOpen: it is not; bad-group.

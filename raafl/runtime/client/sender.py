@@ -15,11 +15,7 @@ class Sender:
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
-        """Prepare.
-
-        Args:
-            on_error: called on the sending thread with an error that is not handled there.
-        """
+        """Prepare."""
         self._on_error = on_error
         self._thread: threading.Thread | None = None
         self._storage: FlatTensors | None = None

@@ -42,43 +42,26 @@ if TYPE_CHECKING:
 
 @dataclass
 class ClientSetup:
-    """Model, data and trainer of a client, used by all of its connections.
-
-    Attributes:
-        submodels: structure of the submodels of the model.
-        sections: digest of each section of the config that the server compares.
-        notes: notes for the user, one line each.
-        process_group: group of the processes that train this client together; None = one process.
-        gate: gate that checks each task against the policy of the client's site.
-        receipts: writer of receipts for sent updates; None = no receipts are written.
-        config_yaml: text of the client's config.
-    """
+    """Model, data and trainer of a client, used by all of its connections."""
 
     experiment: Experiment
     info: ClientInfo
-    submodels: Submodels
+    submodels: Submodels  # structure of the submodels of the model
     trainer: LocalTrainer
     data: ClientData
-    sections: dict[str, str]
-    notes: list[str] = field(default_factory=list)
+    sections: dict[str, str]  # digest of each section of the config that the server compares
+    notes: list[str] = field(default_factory=list)  # notes for the user, one line each
+    # group of the processes that train this client together; None = one process
     process_group: ClientProcesses | None = None
-    gate: Gate = field(default_factory=Gate)
-    receipts: Receipts | None = None
-    config_yaml: str = ""
+    gate: Gate = field(default_factory=Gate)  # gate that checks each task against the policy of the client's site
+    receipts: Receipts | None = None  # writer of receipts for sent updates; None = no receipts are written
+    config_yaml: str = ""  # text of the client's config
 
     @classmethod
     def build(
         cls, experiment: Experiment, config_yaml: str, client: int, *, own_data: bool, data_named: bool = False
     ) -> ClientSetup:
         """Build a client from a config.
-
-        Args:
-            experiment: config of the client.
-            config_yaml: text of the config, for digests.
-            client: id of the client.
-            own_data: whether all of the training data belong to this client; else it gets its share of them.
-            data_named: whether the user has given this client its own section ``data``, which is not compared with the
-                server's.
 
         Raises:
             BadInput: the client does not exist, its model or data cannot be built, or its memory is too small.
@@ -107,13 +90,7 @@ class ClientSetup:
     ) -> ClientSetup:
         """Build a client from an experiment that was checked already.
 
-        Args:
-            experiment: config of the client.
-            client: id of the client.
-            place: rank of this process on its machine, which determines its GPU.
-            own_data: whether all of the training data belong to this client; else it gets its share of them.
-            alike: digest of each config section that must be the same on the server; None = none is compared.
-            num_processes: number of processes that train the client together.
+        `alike`: digest of each config section that must be the same on the server; None = none is compared.
         """
         set_numerics(experiment.threads, experiment.fabric)
         if own_data:
@@ -134,10 +111,7 @@ class ClientSetup:
     def receipts_kept(self, share: float, say: Callable[[str], None], signer: Signer | None = None) -> Iterator[None]:
         """Return a context in which the client writes a receipt (a signed record) for each update that it sends.
 
-        Args:
-            share: share of the tasks whose inputs are also stored, from 0 to 1.
-            say: function that shows a line to the user.
-            signer: holder of the key that signs receipts; None = this user's own key.
+        `signer`: holder of the key that signs receipts; None = this user's own key.
         """
         self.receipts = Receipts.open(
             self.info.id,
@@ -165,11 +139,8 @@ class ClientSetup:
     ) -> Client:
         """Return the object that receives and trains this client's tasks on a connection; see `Client`.
 
-        Args:
-            pair: connection to the server.
-            files: TLS files, whose private key signs the client's public keys in secure aggregation; None = no files.
-            unsent: id of a task whose update could not be sent on an earlier connection; None = none.
-            on_welcome: function called when the server has admitted the client.
+        `files`: TLS files, whose private key signs the client's public keys in secure aggregation; None = no files.
+        `unsent`: id of a task whose update could not be sent on an earlier connection; None = none.
         """
         merge = masking(self.experiment)
         client = Client(

@@ -24,8 +24,7 @@ from raafl.runtime.secure_protocol import MAX_PROOF_CHARACTERS, KeyProof
 class SiteKeys:
     """Certificate and key of this site, and the authority that must have issued the certificates of other sites.
 
-    Attributes:
-        site: name of this site.
+    `site`: name of this site.
     """
 
     def __init__(
@@ -38,12 +37,8 @@ class SiteKeys:
     ) -> None:
         """Load the files.
 
-        Args:
-            ca: file of the authority's certificates.
-            cert: file of this site's certificate, followed by those between it and the authority.
-            key: file of the site's private key.
-            revoked: function that returns the serial numbers of revoked certificates.
-            partners: sites that may be members of a group, each ``NAME`` or ``NAME@FINGERPRINT`` of its key; None = all.
+        `partners`: sites that may be members of a group, each ``NAME`` or ``NAME@FINGERPRINT`` of its key; None =
+        all.
 
         Raises:
             BadInput: a file is of no use for this.
@@ -71,19 +66,11 @@ class SiteKeys:
         self._partners = None if partners is None else {*partners, self.site}
 
     def prove(self, text: str) -> KeyProof:
-        """Sign what this client says of itself in one task, so that other clients can check whose it is.
-
-        Args:
-            text: the client's statement; see `raafl.parts.protect.secure.group.statement`.
-        """
+        """Sign what this client says of itself in one task, so that other clients can check whose it is."""
         return KeyProof(self._chain, self._signer.sign(text))
 
     def check(self, group: Group, proofs: Mapping[int, KeyProof]) -> None:
         """Check that a site of this federation has signed the statement of each member of a group.
-
-        Args:
-            group: group whose members are checked.
-            proofs: certificate and signature for each member, by the id of the member's task.
 
         Raises:
             CannotOpen: a member has no valid signature, or its site is not the one that the group names.

@@ -28,17 +28,12 @@ def kind_of(assignment: Assignment) -> Like:
 
 
 class Executor(ABC):
-    """Interface for training the tasks of a simulation: call `submit` in any order, then `result` or `cancel` once for each task.
+    """Trainer of the tasks of a simulation: call `submit` in any order, then `result` or `cancel` once for each task."""
 
-    Attributes:
-        note: function that shows a line to the user.
-        warn: function that shows a warning; called on any thread.
-        needed: number of results after which the run ends if none is refused, so that more tasks are not trained in
-            advance; None = unknown.
-    """
-
-    note: Callable[[str], None] = staticmethod(lambda text: None)
-    warn: Callable[[str], None] = staticmethod(lambda text: None)
+    note: Callable[[str], None] = staticmethod(lambda text: None)  # function that shows a line to the user
+    warn: Callable[[str], None] = staticmethod(lambda text: None)  # function that shows a warning; called on any thread
+    # number of results after which the run ends if none is refused, so that more tasks are not trained in
+    # advance; None = unknown
     needed: int | None = None
 
     @property
@@ -52,21 +47,11 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Accept a task for training.
-
-        Args:
-            assignment: description of the task.
-            snapshot: values of the submodel; they are not changed until `result` or `cancel`.
-            needed_at: virtual time in seconds at which the result is needed; tasks are trained in this order.
-        """
+        """Accept a task for training."""
 
     @abstractmethod
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
         """Return the trained update of a task; its tensors are valid until the next call of any method.
-
-        Args:
-            assignment_id: id of the task.
-            context: context by which the task can be stopped; used only for training in this process.
 
         Raises:
             TaskFailed: the user's code failed in the task.
@@ -77,13 +62,7 @@ class Executor(ABC):
         """Remove a task whose result is not needed; unknown ids are ignored."""
 
     def evaluate(self, evaluator: Evaluator, values: FlatTensors, version: int) -> dict[str, float]:
-        """Evaluate the global model in several processes; the result is the same to the bit as in one process.
-
-        Args:
-            evaluator: evaluator of this process.
-            values: values of the global model.
-            version: version of the global model.
-        """
+        """Evaluate the global model in several processes; the result is the same to the bit as in one process."""
         return evaluator(values, version)
 
     def counted(self) -> dict[str, Any]:
@@ -126,9 +105,6 @@ class Inline(Executor):
 
 def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Combine the statistics of several processes on how many tasks were trained as batches.
-
-    Args:
-        counts: result of `Executor.counted` of each process.
 
     Returns:
         Entry for the run's summary; empty if no process has statistics.

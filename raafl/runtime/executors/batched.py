@@ -46,26 +46,16 @@ _ALONE: Like = (FULL, -1, -1)  # of tasks that are to be trained by the loop
 
 @dataclass(slots=True)
 class _Standing:
-    """What is known of the tasks of one kind.
+    """What is known of the tasks of one kind."""
 
-    Attributes:
-        reason: why they are left to the loop; None = they are not.
-        seen: kinds of batches that were compared, and found equal.
-        trials: cohorts trained both ways.
-        alone_s: least seconds of a task in the loop so far.
-        task_s: seconds of a task in the loop, in the trial.
-        cohort_s: seconds of a cohort of `size` clients, in the trial.
-        parted: cohorts in which clients went different ways.
-    """
-
-    reason: str | None = None
-    seen: set[Any] = field(default_factory=set)
-    trials: int = 0
-    alone_s: float = math.inf
-    task_s: float = 0.0
-    cohort_s: float = 0.0
+    reason: str | None = None  # why they are left to the loop; None = they are not
+    seen: set[Any] = field(default_factory=set)  # kinds of batches that were compared, and found equal
+    trials: int = 0  # cohorts trained both ways
+    alone_s: float = math.inf  # least seconds of a task in the loop so far
+    task_s: float = 0.0  # seconds of a task in the loop, in the trial
+    cohort_s: float = 0.0  # seconds of a cohort of `size` clients, in the trial
     size: int = 0
-    parted: int = 0
+    parted: int = 0  # cohorts in which clients went different ways
 
     @property
     def is_slow(self) -> bool:
@@ -73,14 +63,7 @@ class _Standing:
         return self.cohort_s * _GAIN >= self.size * self.task_s
 
     def note(self, trained: Trained, seconds: float, loop_s: float, size: int) -> None:
-        """Record how long the same tasks took as one batch and one by one; only the best speedup of a batch is stored.
-
-        Args:
-            trained: results of the batch, which were equal to those of training one by one.
-            seconds: duration of training as one batch.
-            loop_s: duration in seconds of training one by one.
-            size: number of tasks.
-        """
+        """Record how long the same tasks took as one batch and one by one; only the best speedup of a batch is stored."""
         self.trials += 1
         self.seen |= trained.seen.keys()
         if not self.size or seconds * self.size * self.task_s <= self.cohort_s * loop_s:
@@ -101,13 +84,7 @@ class BatchedExecutor(Executor):
     def __init__(
         self, trainer: LocalTrainer, data: Callable[[int], ClientData], most: int | Literal["auto"] = "auto"
     ) -> None:
-        """Prepare.
-
-        Args:
-            trainer: for sequential training.
-            data: returns the data of a client by id.
-            most: clients in a batch at most; "auto" = as many as are faster, none where sequential training is faster.
-        """
+        """Prepare."""
         self._trainer, self._data, self._most = trainer, data, most
         self._least = _LEAST_AUTO if most == "auto" else _LEAST
         self._together = CohortTrainer(trainer)

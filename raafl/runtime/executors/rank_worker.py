@@ -32,12 +32,6 @@ def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Ca
 
     A second thread receives at all times, so that the end of the run interrupts the present task.
 
-    Args:
-        pair: connection to rank 0.
-        trainer: trainer that ``inner`` uses.
-        inner: executor that trains tasks in this process.
-        evaluator: function that builds this rank's evaluator when it is first needed.
-
     Raises:
         GpuLost: the GPU of this process has failed; another rank will train the task.
         PeerLost: the connection to rank 0 is lost.

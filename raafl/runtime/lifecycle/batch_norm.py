@@ -41,16 +41,7 @@ class StaticStatistics:
         seed: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Build the collecting module if batch norm is static and the model has any; otherwise all methods do nothing.
-
-        Args:
-            submodels: of the model.
-            data: from which batches are drawn.
-            num_batches: batches at most; never more than one epoch has.
-            batch_size: of these batches.
-            seed: of the run.
-            device: where to compute.
-        """
+        """Build the collecting module if batch norm is static and the model has any; otherwise all methods do nothing."""
         self._norms = Pooling(submodels.module)
         if submodels.batch_norm != "static":
             self._norms.pairs = []
@@ -86,12 +77,7 @@ class StaticStatistics:
 
     @contextmanager
     def filled(self, values: FlatTensors, *, anew: bool) -> Iterator[None]:
-        """Return a context in which a model's values contain the running statistics of its batch norm layers.
-
-        Args:
-            values: values of the model; their own statistics are restored when the context ends.
-            anew: whether to compute the statistics; else those that were computed last are used.
-        """
+        """Return a context in which a model's values contain the running statistics of its batch norm layers."""
         with self.untouched(values):
             if anew or (self.is_on and self._latest is None):
                 self.fill_(values)
@@ -104,9 +90,6 @@ class StaticStatistics:
         """Return a context in which an evaluated model's values contain the batch norm statistics used in its evaluation.
 
         They are the statistics that this thread computed last, since another thread may evaluate another model.
-
-        Args:
-            values: values of the model that this thread evaluated last.
         """
         with self.untouched(values):
             if self.is_on:

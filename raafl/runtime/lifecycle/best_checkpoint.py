@@ -24,8 +24,7 @@ _log = logging.getLogger(__name__)
 class BestCheckpoint(RunHooks):
     """Observer that writes `checkpoints/best.ckpt` whenever an evaluated model is better than all earlier ones.
 
-    Attributes:
-        best: version, metric and value of the stored model, for the summary; None = no model is stored yet.
+    `best`: version, metric and value of the stored model, for the summary; None = no model is stored yet.
     """
 
     def __init__(
@@ -33,11 +32,7 @@ class BestCheckpoint(RunHooks):
     ) -> None:
         """Continue from the checkpoint in the folder, if a run is resumed.
 
-        Args:
-            folder: of the run.
-            form: source of what the module itself saves.
-            metric: METRIC, METRIC:min or METRIC:max; without min or max as the name says. None = keep none.
-            warn: called with the first write error.
+        `metric`: METRIC, METRIC:min or METRIC:max; without min or max as the name says. None = keep none.
         """
         self._folder, self._form, self._warn = folder, form, warn
         self._metric: str | None = None

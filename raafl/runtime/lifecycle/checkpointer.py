@@ -29,8 +29,7 @@ class Checkpointer(RunHooks):
 
     If writing fails, the run goes on: the error is reported, the previous checkpoint stays, and later ones are tried.
 
-    Attributes:
-        num_failed: number of failed checkpoints since the last one that succeeded.
+    `num_failed`: number of failed checkpoints since the last one that succeeded.
     """
 
     def __init__(
@@ -48,16 +47,8 @@ class Checkpointer(RunHooks):
     ) -> None:
         """Write to ``folder``/checkpoints.
 
-        Args:
-            folder: of the run.
-            form: source of what the module itself saves.
-            keep: number of checkpoints to keep.
-            runtime: "simulated" or "distributed", for `resume`.
-            record: saved with each checkpoint.
-            every_s: seconds of ``clock`` after which a checkpoint is due, once the previous one is written; None = never.
-            warn: called with the first write error.
-            clock: monotonic seconds.
-            written: called on the writer's thread after each checkpoint that was written.
+        `every_s`: seconds of ``clock`` after which a checkpoint is due, once the previous one is written; None =
+        never.
         """
         self._written = written
         self._folder, self._form, self._keep = folder, form, keep
@@ -132,13 +123,7 @@ class Checkpointer(RunHooks):
 
 
 def check_space(folder: Path, num_bytes: int, keep: int) -> None:
-    """Raise `BadInput` if a disk has too little space for the checkpoints and the model of a run.
-
-    Args:
-        folder: folder of the run, which may not exist yet.
-        num_bytes: size of the global model in bytes.
-        keep: number of checkpoints that are kept; there is one more just before the oldest is deleted.
-    """
+    """Raise `BadInput` if a disk has too little space for the checkpoints and the model of a run."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     needed, free = (keep + 2) * num_bytes, shutil.disk_usage(place).free
     if free < needed:

@@ -15,13 +15,9 @@ TOO_LARGE = frozenset({f"refused:{HUGE_NORM}", f"refused:{OVERFLOW}"})
 
 
 class Divergence(RunHooks):
-    """Observer that looks for signs of divergence: metrics that become NaN, and updates refused as non-finite or far too large.
+    """Observer that looks for signs of divergence: metrics that become NaN, and updates refused as non-finite or far too large."""
 
-    Attributes:
-        failure: reason for ending the run; None = the run goes on.
-    """
-
-    failure: str | None = None
+    failure: str | None = None  # reason for ending the run; None = the run goes on
 
     def __init__(
         self,
@@ -32,10 +28,8 @@ class Divergence(RunHooks):
     ) -> None:
         """Start without findings.
 
-        Args:
-            warn: called once per metric, and once for clients.
-            strict: whether a finding ends the run.
-            fault: names a sample with a non-finite value, of a client or (None) of the test set; returns None if there is none.
+        `fault`: names a sample with a non-finite value, of a client or (None) of the test set; returns None if there
+        is none.
         """
         self._warn, self._strict, self._fault = warn, strict, fault
         self._finite: set[str] = set()
@@ -61,10 +55,6 @@ class Divergence(RunHooks):
         """Look for a sign of divergence: an update refused as non-finite, or updates of two clients as far too large.
 
         Once a later update of one of these clients is merged, its too large update no longer counts.
-
-        Args:
-            settled: outcome of a task.
-            now: time in seconds on the run's clock.
         """
         if settled.outcome == NON_FINITE and not self._refused:
             self._refused = True

@@ -14,12 +14,7 @@ from raafl.local.numerics import precision_of, tf32
 
 
 def conditions(experiment: Experiment, *, trains: bool = True) -> dict[str, Any]:
-    """Return the versions, hardware and settings on which the bits of a run's results depend.
-
-    Args:
-        experiment: config of the run.
-        trains: whether this process trains; false = its clients do.
-    """
+    """Return the versions, hardware and settings on which the bits of a run's results depend."""
     fabric = experiment.fabric
     found = {
         "raafl": __version__,

@@ -50,14 +50,6 @@ def save_final(
     Returns:
         Path of the model, relative to the run folder, and path of a copy in the system's temporary folder. The copy is
             written only if the model could not be written to the run folder. None stands for a file not written.
-
-    Args:
-        run_folder: folder of the run.
-        saver: writer of the run's checkpoints, already closed.
-        parts: module, global model, data and experiment of the run.
-        form: source of what the module itself saves.
-        progress: display that shows errors.
-        summary: summary of the run, for the model's card.
     """
     module, state, experiment = parts.module, parts.coordinator.state, parts.experiment
     is_pretrained = callable(getattr(module, "save_pretrained", None))
@@ -84,14 +76,7 @@ def _save_model(
 
     An error, such as a full disk, does not end the run: it is reported, and the last checkpoint remains.
 
-    Args:
-        run_folder: folder of the run.
-        checkpoint: path of the last checkpoint; None = none was written.
-        module: module into which the final values are copied.
-        state: the server's global model.
-        data: data of the run; a ``tokenizer`` of transformers is saved with the model.
-        progress: display that shows errors.
-        card: text of the model card.
+    `checkpoint`: path of the last checkpoint; None = none was written.
     """
     found = None
     if callable(getattr(module, "save_pretrained", None)):
@@ -114,12 +99,6 @@ def _save_copy(run_folder: Path, form: SavedForm, state: GlobalState, progress: 
     """Save the model to the system's temporary folder; return its path, or None if that fails, too.
 
     This is tried if the run folder's disk is full, since training may have taken days.
-
-    Args:
-        run_folder: folder of the run.
-        form: source of what the module itself saves.
-        state: the server's global model.
-        progress: display that shows the copy's path.
     """
     folder: Path | None = None
     try:

@@ -18,11 +18,7 @@ def push_model(
 
     An error does not end the run; the model stays in the run folder.
 
-    Args:
-        repository: OWNER/NAME; None = nothing is uploaded.
-        run_folder: folder of the run.
-        finished: reason for which the run ended; a run that failed or was interrupted uploads nothing.
-        warn: function called with the text of an error.
+    `repository`: OWNER/NAME; None = nothing is uploaded.
 
     Returns:
         Entry for the run's summary: ``repo``, ``url`` of the commit, and ``error``; None if nothing was to be uploaded.

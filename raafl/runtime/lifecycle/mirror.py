@@ -39,9 +39,8 @@ class Mirror:
     A run can be resumed from the copy at any time: a checkpoint is copied after the journal that belongs to it, and
     only then an older checkpoint is deleted. `request` may be called from any thread, the other methods from one.
 
-    Attributes:
-        url: URL of the folder in the store; empty = no store.
-        num_failed: number of failed attempts.
+    `url`: URL of the folder in the store; empty = no store.
+    `num_failed`: number of failed attempts.
     """
 
     def __init__(
@@ -55,12 +54,7 @@ class Mirror:
     ) -> None:
         """Start the thread; nothing is copied before `request`.
 
-        Args:
-            folder: folder of the run.
-            store: store to copy to; None = nothing is copied.
-            warn: function called with the first error, and with one at the end.
-            first_wait_s: seconds before a failed attempt is repeated; doubled each time, up to a minute.
-            clock: function that returns monotonic seconds.
+        `store`: store to copy to; None = nothing is copied.
         """
         self.url, self.num_failed = "" if store is None else store.url, 0
         self._folder, self._warn, self._clock = folder, warn, clock
@@ -76,13 +70,7 @@ class Mirror:
 
     @classmethod
     def to(cls, output: str | None, folder: Path, warn: Callable[[str], None]) -> Self:
-        """Return the mirror that copies a run folder to an object store; it does nothing unless ``output`` is a URL.
-
-        Args:
-            output: setting `output` of the run, a folder or a URL.
-            folder: folder of the run.
-            warn: function called with the first error, and with an error at the end.
-        """
+        """Return the mirror that copies a run folder to an object store; it does nothing unless ``output`` is a URL."""
         return cls(folder, ObjectStore(output) if output is not None and is_url(output) else None, warn)
 
     def request(self) -> None:
@@ -95,10 +83,6 @@ class Mirror:
         """Copy the run folder in its present state, and wait until that is done.
 
         Return whether the store has all files; false without a store.
-
-        Args:
-            failing_s: seconds after which to give up on a store that keeps failing.
-            silent_s: seconds without any progress after which to give up an attempt.
         """
         if self._thread is None:
             return False
@@ -127,9 +111,6 @@ class Mirror:
 
     def report(self, whole: bool) -> dict[str, Any] | None:
         """Return an entry for the run's summary: URL of the copy, number of failed attempts and the last error.
-
-        Args:
-            whole: whether the copy is complete.
 
         Returns:
             The entry; None without a store.

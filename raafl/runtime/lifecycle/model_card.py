@@ -26,14 +26,7 @@ module.load_state_dict(load_file("FOLDER/model.safetensors"))
 
 
 def model_card(summary: Mapping[str, Any], name: str, kind: str, *, is_pretrained: bool) -> str:
-    """Return the text of a model card: method, clients, updates, final metrics, privacy and digest.
-
-    Args:
-        summary: summary of the run.
-        name: name of the run.
-        kind: name of the module's class.
-        is_pretrained: whether the module's own `save_pretrained` wrote the files.
-    """
+    """Return the text of a model card: method, clients, updates, final metrics, privacy and digest."""
     library = "transformers" if is_pretrained else "pytorch"
     head = {"library_name": library, "tags": ["raafl", "federated-learning", str(summary["algorithm"])]}
     lines = [

@@ -35,17 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The last checkpoint of a run, loaded to resume it.
+    """The last checkpoint of a run, loaded to resume it."""
 
-    Attributes:
-        folder: folder of the run.
-        named: tensors of the global model by name.
-        section: state of the run by name: ``runtime`` ("simulated" or "distributed"), ``finished`` (reason for the end,
-            None = not finished), ``coordinator``, ``record`` (counts and metrics) and ``clock`` (time and timers).
-    """
-
-    folder: Path
-    named: dict[str, Any]
+    folder: Path  # folder of the run
+    named: dict[str, Any]  # tensors of the global model by name
+    # state of the run by name: ``runtime`` ("simulated" or "distributed"), ``finished`` (reason for the end, None
+    # = not finished), ``coordinator``, ``record`` (counts and metrics) and ``clock`` (time and timers)
     section: dict[str, Any]
 
     @property
@@ -60,10 +55,6 @@ class SavedRun:
 
 def load(folder: Path, runtime: str) -> SavedRun:
     """Load the last checkpoint of a run.
-
-    Args:
-        folder: folder of the run.
-        runtime: runtime that is to resume the run, "simulated" or "distributed".
 
     Raises:
         BadInput: there is no checkpoint, it was written before the first task, or the run was simulated and is to be
@@ -88,9 +79,7 @@ def load(folder: Path, runtime: str) -> SavedRun:
 def opened(folder: str | None, runtime: str) -> Iterator[SavedRun | None]:
     """Return a context that locks the folder of a run to be resumed, and has loaded its last checkpoint; see `load`.
 
-    Args:
-        folder: folder of the run; None = no run is resumed.
-        runtime: runtime that is to resume the run, "simulated" or "distributed".
+    `folder`: folder of the run; None = no run is resumed.
 
     Raises:
         BadInput: another process is writing the run, or it cannot be resumed.
@@ -210,21 +199,13 @@ def _note() -> Path:
 
 @dataclass(frozen=True)
 class Mended:
-    """Result of `mend`, which cuts the journal and tables of a run back to its last checkpoint.
+    """Result of `mend`, which cuts the journal and tables of a run back to its last checkpoint."""
 
-    Attributes:
-        last_id: largest id of a task in the journal; later tasks get larger ids.
-        num_lost: number of tasks that were lost.
-        num_missing: number of events before the checkpoint that the journal lacks.
-        joins: number of times that each client has joined, by client id.
-        merged: client id and model version of each merged update after the checkpoint.
-    """
-
-    last_id: int
-    num_lost: int
-    num_missing: int
-    joins: dict[int, int]
-    merged: list[tuple[int, int]]
+    last_id: int  # largest id of a task in the journal; later tasks get larger ids
+    num_lost: int  # number of tasks that were lost
+    num_missing: int  # number of events before the checkpoint that the journal lacks
+    joins: dict[int, int]  # number of times that each client has joined, by client id
+    merged: list[tuple[int, int]]  # client id and model version of each merged update after the checkpoint
 
 
 def mend(saved: SavedRun) -> Mended:
@@ -261,14 +242,7 @@ def mend(saved: SavedRun) -> Mended:
 
 
 def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: RunRecord) -> None:
-    """Restore the state of a run from a checkpoint into a new coordinator and a new record; clocks are not restored.
-
-    Args:
-        saved: checkpoint of the run.
-        mended: result of `mend`.
-        coordinator: new coordinator with the same config, changed in place.
-        record: new writer of the run's journal and tables, with the same folder, changed in place.
-    """
+    """Restore the state of a run from a checkpoint into a new coordinator and a new record; clocks are not restored."""
     record.restore(saved.section["record"])
     coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
     saving.restore(coordinator, saved.section["coordinator"])
@@ -284,12 +258,7 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
 
 
 def missing(folder: Path, num_events: int) -> str:
-    """Return a warning that the journal lacks events.
-
-    Args:
-        folder: folder of the run.
-        num_events: number of events that the journal has.
-    """
+    """Return a warning that the journal lacks events."""
     return (
         f"{num_events} events from before the checkpoint are missing in {folder / JOURNAL}, which could not be "
         "written at the time: the run goes on from the checkpoint, but cannot be replayed, and clients.csv may lack rows"

@@ -25,13 +25,7 @@ class SavedForm:
     """
 
     def __init__(self, module: nn.Module, living: Callable[[], States] = dict) -> None:
-        """Take the module of the run.
-
-        Args:
-            module: module of the run.
-            living: function that returns the states of metrics that go on from evaluation to evaluation; see
-                `Evaluator.living`.
-        """
+        """Take the module of the run."""
         self.module, self.living = module, living
         self._tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **persistent_buffers(module)}
         self._metrics = LivingMetrics(module)
@@ -46,11 +40,7 @@ class SavedForm:
     ) -> dict[str, Any]:
         """Return the contents of a checkpoint file; see `raafl.runfolder.checkpoints.contents`.
 
-        Args:
-            version: version of the global model.
-            values: values of the whole model, which the contents refer to, so that nobody may change them afterwards.
-            raafl: plain data for resuming.
-            left_out: function that is called with a sentence about each part that cannot be saved; None = log it once.
+        `left_out`: function that is called with a sentence about each part that cannot be saved; None = log it once.
         """
         values = values.to("cpu")
         with self.filled(values):

@@ -26,10 +26,7 @@ class ServiceManager(RunHooks):
     ) -> None:
         """Send to the datagram socket at ``address``.
 
-        Args:
-            address: a path, or a name in the abstract namespace behind "@"; empty = send nothing.
-            watchdog_s: seconds without a sign of life after which systemd restarts the service; None = it does not.
-            clock: function that returns monotonic seconds.
+        `watchdog_s`: seconds without a sign of life after which systemd restarts the service; None = it does not.
         """
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._every_s = None if watchdog_s is None else watchdog_s / 2

@@ -63,9 +63,6 @@ class Interrupt:
 
     Nested contexts act as one; the outermost restores the previous signal handlers. Outside the main thread, where
     signals cannot be handled, ``asked`` stays false.
-
-    Args:
-        on_insist: function called on any thread before a second signal ends the process.
     """
 
     def __init__(self, on_insist: Callable[[], None] = lambda: None) -> None:

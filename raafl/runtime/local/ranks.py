@@ -27,12 +27,7 @@ def local_ranks(
 
     In the block this process has torchrun's variables of rank 0.
 
-    Args:
-        command: program and arguments of each other rank.
-        num_ranks: number of ranks, with this process.
-        environment: further variables of the other ranks.
-        stdout: file for their output, as for `subprocess.Popen`; None = this process's own.
-        stderr: file for their errors.
+    `stdout`: file for their output, as for `subprocess.Popen`; None = this process's own.
     """
     store, meeting = _meeting(num_ranks)
     before = {name: os.environ.get(name) for name in (*meeting, "RANK", "LOCAL_RANK")}

@@ -30,51 +30,31 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Limits and delays for restarting processes.
+    """Limits and delays for restarting processes."""
 
-    Attributes:
-        max_restarts: number of restarts of all processes together; afterwards nothing is restarted.
-        first_s: seconds before the first restart of a process; doubled at each further restart.
-        longest_s: largest number of seconds before a restart, at which the doubling stops.
-        sound_s: seconds after which a running process counts as healthy, so that its next restart waits ``first_s``
-            again.
-        leave_s: seconds for clients to end by themselves once the server has ended.
-        stop_s: seconds from SIGTERM to SIGKILL of a process, and from the second Ctrl-C to SIGKILL of the server.
-    """
-
-    max_restarts: int = 100
-    first_s: float = 1.0
-    longest_s: float = 30.0
+    max_restarts: int = 100  # number of restarts of all processes together; afterwards nothing is restarted
+    first_s: float = 1.0  # seconds before the first restart of a process; doubled at each further restart
+    longest_s: float = 30.0  # largest number of seconds before a restart, at which the doubling stops
+    # seconds after which a running process counts as healthy, so that its next restart waits ``first_s`` again
     sound_s: float = 60.0
-    leave_s: float = 10.0
+    leave_s: float = 10.0  # seconds for clients to end by themselves once the server has ended
+    # seconds from SIGTERM to SIGKILL of a process, and from the second Ctrl-C to SIGKILL of the server
     stop_s: float = 10.0
 
 
 @dataclass(slots=True)
 class Child:
-    """A server or client as a child process, with all of its restarts.
+    """A server or client as a child process, with all of its restarts."""
 
-    Attributes:
-        name: name for messages.
-        command: function that returns the command line for the next start.
-        environment: environment variables of the process.
-        log: file for the output of the process; None = the supervisor's own output.
-        fds: file descriptors that the process inherits.
-        process: the present or last process.
-        due_s: time of the next start on the monotonic clock; None = no start is planned.
-        settled: whether the end of the present process was handled, by a planned restart or by giving it up.
-        num_starts: number of times that the process was started.
-    """
-
-    name: str
-    command: Callable[[], Sequence[str]]
-    environment: Mapping[str, str]
-    log: Path | None = None
-    fds: tuple[int, ...] = ()
-    process: subprocess.Popen[bytes] | None = None
-    due_s: float | None = 0.0
-    settled: bool = False
-    num_starts: int = 0
+    name: str  # name for messages
+    command: Callable[[], Sequence[str]]  # function that returns the command line for the next start
+    environment: Mapping[str, str]  # environment variables of the process
+    log: Path | None = None  # file for the output of the process; None = the supervisor's own output
+    fds: tuple[int, ...] = ()  # file descriptors that the process inherits
+    process: subprocess.Popen[bytes] | None = None  # the present or last process
+    due_s: float | None = 0.0  # time of the next start on the monotonic clock; None = no start is planned
+    settled: bool = False  # whether the end of the present process was handled, by a planned restart or by giving it up
+    num_starts: int = 0  # number of times that the process was started
     _wait_s: float = 0.0
     _started_s: float = 0.0
 

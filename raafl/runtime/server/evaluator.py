@@ -14,8 +14,7 @@ from raafl.submodel import FlatTensors
 class SnapshotEvaluator(threading.Thread):
     """Evaluator on its own thread. If a newer snapshot is offered before one is evaluated, the older one is skipped.
 
-    Attributes:
-        failure: error of the user's code in an evaluation, after which nothing more is evaluated; None = no error.
+    `failure`: error of the user's code in an evaluation, after which nothing more is evaluated; None = no error.
     """
 
     def __init__(self, evaluator: Evaluator, on_values: Callable[[int, dict[str, float], FlatTensors], None]) -> None:
@@ -29,13 +28,7 @@ class SnapshotEvaluator(threading.Thread):
         self.failure: CodeFailed | None = None
 
     def offer(self, version: int, at_s: float, values: FlatTensors) -> None:
-        """Copy a snapshot of the model for evaluation, replacing a snapshot that still waits; return once it is copied.
-
-        Args:
-            version: version of the model.
-            at_s: time of the snapshot, in seconds on the run's clock.
-            values: values of the global model.
-        """
+        """Copy a snapshot of the model for evaluation, replacing a snapshot that still waits; return once it is copied."""
         with self._changed:
             # One that nobody has begun to measure is overwritten. One that is being measured is in neither place.
             snapshot = self._next[2] if self._next is not None else self._spare

@@ -57,20 +57,14 @@ def host(
 ) -> tuple[dict[str, Any], Path]:
     """Run the server for the clients that a transport connects; return the summary and the run folder.
 
-    Args:
-        experiment: settings of the run.
-        config_yaml: config of the run as text, to be stored in the run folder.
-        transport: server's side of the transport; it is opened and closed here.
-        inbox: queue through which events pass; None = a new one.
-        max_failures: number of equal failures of clients' code after which the run ends, see `Server`; None = failures
-            never end the run.
-        terms: settings on which clients must agree with the server; None = no such settings.
-        rules: function that returns the limits on what a client may claim; called with the client's id when it joins.
-        min_clients: number of clients with which the run starts; None = all, or for a resumed run as many as it began
-            with.
-        note: function called with the run folder before any client is admitted; may raise `BadInput`.
-        observer: observer called during the run; None = none.
-        starting: further observer, which may end the run while clients start; None = none.
+    `inbox`: queue through which events pass; None = a new one.
+    `max_failures`: number of equal failures of clients' code after which the run ends, see `Server`; None = failures
+    never end the run.
+    `terms`: settings on which clients must agree with the server; None = no such settings.
+    `min_clients`: number of clients with which the run starts; None = all, or for a resumed run as many as it began
+    with.
+    `observer`: observer called during the run; None = none.
+    `starting`: further observer, which may end the run while clients start; None = none.
     """
     inbox = inbox or Inbox()
     with (

@@ -25,61 +25,38 @@ _LOOK_S = 0.25  # how often a session that waits looks whether the run has ended
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """Event that the connection of a working client broke, and that its session waits for the client to connect again.
+    """Event that the connection of a working client broke, and that its session waits for the client to connect again."""
 
-    Attributes:
-        client: id of the client.
-        incarnation: number of times that the client has joined.
-        assignment: id of the client's task.
-        reason: text of the error that broke the connection.
-        wait_s: seconds for which the session waits for the client.
-    """
-
-    client: int
-    incarnation: int
-    assignment: int
-    reason: str
-    wait_s: float
+    client: int  # id of the client
+    incarnation: int  # number of times that the client has joined
+    assignment: int  # id of the client's task
+    reason: str  # text of the error that broke the connection
+    wait_s: float  # seconds for which the session waits for the client
 
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """Event that a client has connected again.
+    """Event that a client has connected again."""
 
-    Attributes:
-        client: id of the client.
-        incarnation: number of times that the client has joined.
-        assignment: id of the client's task; None = the task has ended meanwhile.
-        num_chunks: number of chunks of the client's update that had arrived before.
-        away_s: seconds without a connection.
-    """
-
-    client: int
-    incarnation: int
-    assignment: int | None
-    num_chunks: int
-    away_s: float
+    client: int  # id of the client
+    incarnation: int  # number of times that the client has joined
+    assignment: int | None  # id of the client's task; None = the task has ended meanwhile
+    num_chunks: int  # number of chunks of the client's update that had arrived before
+    away_s: float  # seconds without a connection
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Request to continue a client's session on a new connection; sent to the main loop by the new connection's thread.
+    """Request to continue a client's session on a new connection; sent to the main loop by the new connection's thread."""
 
-    Attributes:
-        client: id of the client.
-        incarnation: number of times that the client has joined, if the new connection counts as a join; unused if the
-            session continues.
-        wanted: number of times that the client had joined when the session to be continued began.
-        pair: new connection of the client.
-        position: messages and chunks of the session that the client has received.
-        is_taken: queue for the answer: whether the session continues on the connection.
-    """
-
-    client: int
+    client: int  # id of the client
+    # number of times that the client has joined, if the new connection counts as a join; unused if the session
+    # continues
     incarnation: int
-    wanted: int
-    pair: TcpConnection
-    position: Position
+    wanted: int  # number of times that the client had joined when the session to be continued began
+    pair: TcpConnection  # new connection of the client
+    position: Position  # messages and chunks of the session that the client has received
+    # queue for the answer: whether the session continues on the connection
     is_taken: queue.SimpleQueue[bool] = field(default_factory=queue.SimpleQueue)
 
 
@@ -107,13 +84,7 @@ class SessionLink:
     ) -> None:
         """Prepare.
 
-        Args:
-            client: id of the client.
-            incarnation: incarnation of the session.
-            put: callback that passes a step to the loop.
-            resume_s: seconds to wait for a client that has a task; 0 = a broken connection ends the session.
-            task: callback that returns the id of the client's task; None = it has none.
-            stopping: callback that returns whether the run does not need the session any more.
+        `task`: callback that returns the id of the client's task; None = it has none.
         """
         self.client, self.incarnation, self._put = client, incarnation, put
         self._resume_s, self._task, self._stopping = resume_s, task, stopping
@@ -132,9 +103,6 @@ class SessionLink:
 
     def hand_over(self, message: Message) -> bool:
         """Let the client's earlier session continue on this new connection; return whether it does.
-
-        Args:
-            message: first message on the connection, a RESUME.
 
         Raises:
             Refused: the message has invalid numbers.
@@ -159,10 +127,6 @@ class SessionLink:
         """Offer the client's next connection to the session; return whether the session continues on it.
 
         The session may not have noticed yet that its present connection is dead.
-
-        Args:
-            pair: new connection of the client.
-            position: messages and chunks of the session that the client has received.
         """
         with self._lock:
             if self._has_ended or self._pair is None or self._pair.closed:
@@ -180,11 +144,6 @@ class SessionLink:
 
     def renew(self, here: Position, error: Exception) -> tuple[TcpConnection, Position]:
         """Wait until the client connects again.
-
-        Args:
-            here: numbers of messages and chunks of the session that the server has received.
-            error: error that broke the last connection; raised again if the client does not reconnect in time, or if
-                the server no longer accepts it.
 
         Returns:
             The new connection, and the numbers of messages and chunks that the client has received.

@@ -26,14 +26,7 @@ class LinkTracker:
         note: Callable[[str], None],
         offer: Callable[[Resumption], bool],
     ) -> None:
-        """Prepare.
-
-        Args:
-            roster: of the run.
-            write: adds a row to the journal.
-            note: shows a line to the user.
-            offer: gives a session its client's new connection; returns whether it takes it.
-        """
+        """Prepare."""
         self._roster, self._write, self._note, self._offer = roster, write, note, offer
 
     def process(self, item: Item | None) -> Event | SecureStep | None:

@@ -58,12 +58,7 @@ class OverlappedSession(Session):
             sent = self._take_answer(pair, sent)
 
     def send(self, pair: Connection, task: Task) -> _Sent:
-        """Send a task; return the data that are needed to receive its update.
-
-        Args:
-            pair: connection to the client; no other thread may send on it.
-            task: task to send, with the submodel's values.
-        """
+        """Send a task; return the data that are needed to receive its update."""
         assignment = task.assignment
         if self._out is None:
             self._out = assignment

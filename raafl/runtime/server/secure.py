@@ -50,42 +50,25 @@ NEXT: dict[Phase, Phase] = {"ready": "shares", "shares": "masked", "masked": "si
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Message of a session to its client, with the tensor layout of the message that the client sends next.
+    """Message of a session to its client, with the tensor layout of the message that the client sends next."""
 
-    Attributes:
-        meta: fields of the message.
-        tensors: tensors of the message; None = none.
-        expect: tensor layout of the client's next message.
-    """
-
-    meta: dict[str, Any]
-    tensors: FlatTensors | None
-    expect: Layout
+    meta: dict[str, Any]  # fields of the message
+    tensors: FlatTensors | None  # tensors of the message; None = none
+    expect: Layout  # tensor layout of the client's next message
 
 
 @dataclass(frozen=True, slots=True)
 class SecureStep:
-    """Message of a client in secure aggregation, passed from its session to the main loop.
+    """Message of a client in secure aggregation, passed from its session to the main loop."""
 
-    Attributes:
-        assignment: task of the client.
-        phase: phase of the protocol to which the message belongs.
-        answer: fields of the client's answer that the server may read; only in the first message.
-        tensors: tensors of the message, on the CPU; the receiver may change them.
-        moved: number of bytes sent and received for the task so far.
-        replies: queue in which the session waits for a reply; None for the last message.
-        claim: statement of the client about itself, from its first message.
-        signature: signature of the lists that the client knows; empty before it has masked its numbers.
-    """
-
-    assignment: Assignment
-    phase: Phase
-    answer: Answer
-    tensors: FlatTensors
-    moved: tuple[int, int]
-    replies: queue.SimpleQueue[Reply | None]
-    claim: Claim = field(default_factory=Claim)
-    signature: bytes = b""
+    assignment: Assignment  # task of the client
+    phase: Phase  # phase of the protocol to which the message belongs
+    answer: Answer  # fields of the client's answer that the server may read; only in the first message
+    tensors: FlatTensors  # tensors of the message, on the CPU; the receiver may change them
+    moved: tuple[int, int]  # number of bytes sent and received for the task so far
+    replies: queue.SimpleQueue[Reply | None]  # queue in which the session waits for a reply; None for the last message
+    claim: Claim = field(default_factory=Claim)  # statement of the client about itself, from its first message
+    signature: bytes = b""  # signature of the lists that the client knows; empty before it has masked its numbers
 
     @property
     def life(self) -> tuple[int, int]:
@@ -93,12 +76,7 @@ class SecureStep:
         return self.assignment.client, self.assignment.incarnation
 
     def update(self, tensors: FlatTensors, moved: tuple[int, int]) -> Update:
-        """Build the update of the task from these tensors.
-
-        Args:
-            tensors: tensors of the update.
-            moved: number of bytes sent and received for the task.
-        """
+        """Build the update of the task from these tensors."""
         answer, (down, up) = self.answer, moved
         return Update(
             self.assignment.id, *self.life, tensors, answer.num_samples, answer.num_steps, bytes_down=down, bytes_up=up
@@ -125,22 +103,13 @@ class SecureSession:
     ) -> None:
         """Prepare.
 
-        Args:
-            put: passes a step to the loop.
-            checked: reads and checks an answer; raises `Refused`.
-            talk: connection to the client during the task.
-            keep_alive: sends a heartbeat; raises when the client is gone.
-            every_s: seconds between heartbeats while other clients are waited for.
-            storage: room for what the client sends, on the CPU, where masks are added; None = in memory.
+        `storage`: room for what the client sends, on the CPU, where masks are added; None = in memory.
         """
         self._put, self._checked, self._talk, self._storage = put, checked, talk, storage or PayloadRoom()
         self._keep_alive, self._every_s, self._since = keep_alive, every_s, time.monotonic()
 
     def run(self, assignment: Assignment) -> None:
         """Exchange all messages of a task with its client. The update itself is reported by `SecureAggregator`.
-
-        Args:
-            assignment: task of the client.
 
         Raises:
             Refused: a message was invalid, or the sum of the group cannot be computed.
@@ -190,41 +159,22 @@ class SecureSession:
 
 @dataclass
 class _Running:
-    """A group at work.
+    """A group at work."""
 
-    Attributes:
-        opening: the server's part.
-        scale: largest weight.
-        ready: first step of each member.
-        phase: of the messages that are awaited.
-        waiting: members whose message is awaited.
-        until: when the others go on without them, in seconds on the run's clock.
-        here: steps of this phase, by member.
-        senders: members that sent shares.
-        masked: steps with masked numbers, by member; empty before.
-        gone: members whose connection has ended.
-        signed: reply to those that have signed both lists; None = before that.
-    """
-
-    opening: Opening
-    scale: float
-    ready: dict[int, SecureStep]
-    until: float
-    phase: Phase = "shares"
-    waiting: set[int] = field(default_factory=set)
-    here: dict[int, SecureStep] = field(default_factory=dict)
-    senders: tuple[int, ...] = ()
-    masked: dict[int, SecureStep] = field(default_factory=dict)
-    gone: set[int] = field(default_factory=set)
-    signed: Reply | None = None
+    opening: Opening  # the server's part
+    scale: float  # largest weight
+    ready: dict[int, SecureStep]  # first step of each member
+    until: float  # when the others go on without them, in seconds on the run's clock
+    phase: Phase = "shares"  # of the messages that are awaited
+    waiting: set[int] = field(default_factory=set)  # members whose message is awaited
+    here: dict[int, SecureStep] = field(default_factory=dict)  # steps of this phase, by member
+    senders: tuple[int, ...] = ()  # members that sent shares
+    masked: dict[int, SecureStep] = field(default_factory=dict)  # steps with masked numbers, by member; empty before
+    gone: set[int] = field(default_factory=set)  # members whose connection has ended
+    signed: Reply | None = None  # reply to those that have signed both lists; None = before that
 
     def await_(self, phase: Phase, keys: Iterable[int]) -> None:
-        """Start to wait for the next message of each given member that is still connected.
-
-        Args:
-            phase: phase of the protocol to which the messages belong.
-            keys: task ids of the members.
-        """
+        """Start to wait for the next message of each given member that is still connected."""
         self.phase, self.waiting, self.here = phase, set(keys) - self.gone, {}
 
 
@@ -262,12 +212,7 @@ class SecureAggregator:
             self._late.append(_refused(step))
 
     def lose(self, client: int, incarnation: int) -> None:
-        """Continue without a client whose connection has ended.
-
-        Args:
-            client: id of the client.
-            incarnation: number of times that the client had joined when it opened the connection.
-        """
+        """Continue without a client whose connection has ended."""
         life = (client, incarnation)
         self._ready = {key: step for key, step in self._ready.items() if step.life != life}
         if self._running is not None:

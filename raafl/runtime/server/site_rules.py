@@ -11,18 +11,12 @@ from raafl.transport import Refused
 
 @dataclass(frozen=True, slots=True)
 class SiteRules:
-    """Limits for the clients of one site.
+    """Limits for the clients of one site."""
 
-    Attributes:
-        clients: client ids that the site may use.
-        max_samples: largest number of training samples that one client may claim; None = any number.
-        own_data: whether clients may train on data of their own.
-        profile: smallest and largest allowed value for fields of the device profile.
-    """
-
-    clients: frozenset[int] = frozenset()
-    max_samples: int | None = None
-    own_data: bool = True
+    clients: frozenset[int] = frozenset()  # client ids that the site may use
+    max_samples: int | None = None  # largest number of training samples that one client may claim; None = any number
+    own_data: bool = True  # whether clients may train on data of their own
+    # smallest and largest allowed value for fields of the device profile
     profile: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def check(self, info: ClientInfo) -> None:

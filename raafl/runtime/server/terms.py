@@ -24,24 +24,17 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Terms on which a client must agree with the server.
+    """Terms on which a client must agree with the server."""
 
-    Attributes:
-        config_yaml: config of the run as text, for a client without a config.
-        sections: digest of each config section that must be equal; None = not compared, since both read the same file.
-        own_data: whether the client may train on data of its own.
-        site: limits on what the client may claim.
-        masked: whether the client masks its updates (secure aggregation).
-        signer: holder of the server's key, which signs the journal's hash sent with each task; None = unsigned.
-        storage: storage for the session's tasks and updates, in memory or in files.
-        take_logs: function called on any thread with a client's id and the log lines that it has sent.
-    """
-
-    config_yaml: str = ""
+    config_yaml: str = ""  # config of the run as text, for a client without a config
+    # digest of each config section that must be equal; None = not compared, since both read the same file
     sections: Mapping[str, str] | None = None
-    own_data: bool = True
-    site: SiteRules = ANYTHING
-    masked: bool = False
+    own_data: bool = True  # whether the client may train on data of its own
+    site: SiteRules = ANYTHING  # limits on what the client may claim
+    masked: bool = False  # whether the client masks its updates (secure aggregation)
+    # holder of the server's key, which signs the journal's hash sent with each task; None = unsigned
     signer: Signer | None = None
+    # storage for the session's tasks and updates, in memory or in files
     storage: PayloadRoom = field(default_factory=PayloadRoom)
+    # function called on any thread with a client's id and the log lines that it has sent
     take_logs: Callable[[int, Sequence[LogLine]], None] = lambda client, lines: None

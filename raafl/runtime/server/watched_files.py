@@ -24,18 +24,11 @@ T = TypeVar("T")
 class WatchedFiles(Generic[T]):
     """Value read from files that may change.
 
-    Attributes:
-        value: latest value that could be read.
+    `value`: latest value that could be read.
     """
 
     def __init__(self, what: str, paths: tuple[Path, ...], read: Callable[[], T]) -> None:
-        """Read the value for the first time; whatever ``read`` raises is raised.
-
-        Args:
-            what: name of the value in warnings.
-            paths: files on which the value depends; a file may be missing.
-            read: function that reads the value; raises an exception if the files make no sense.
-        """
+        """Read the value for the first time; whatever ``read`` raises is raised."""
         self._what, self._paths, self._read = what, paths, read
         self._stamps = self._seen = self._look()
         self._failed: list[tuple[int, ...]] | None = None

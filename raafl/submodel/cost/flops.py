@@ -30,12 +30,6 @@ def product_flops(
     """Return the FLOPs of a matrix product, convolution, attention, recurrent layer or FFT; 0 for other operations.
 
     A multiplication with its addition counts as 2 FLOPs, for complex numbers as 8.
-
-    Args:
-        packet: operation of ATen, torch's tensor library.
-        args: positional arguments of the operation.
-        kwargs: keyword arguments of the operation.
-        result: result of the operation.
     """
     formula = _formulas().get(packet)
     if formula is None:
@@ -46,13 +40,7 @@ def product_flops(
 
 
 def arithmetic_flops(func: Any, args: Any, results: Sequence[Tensor]) -> float:
-    """Return the FLOPs of arithmetic on single values: one per value that is produced or reduced; 0 for other operations.
-
-    Args:
-        func: operation of ATen, torch's tensor library.
-        args: positional arguments of the operation.
-        results: tensors that the operation has returned.
-    """
+    """Return the FLOPs of arithmetic on single values: one per value that is produced or reduced; 0 for other operations."""
     if func._overloadpacket in _REDUCTIONS:
         return float(args[0].numel())
     if torch.Tag.pointwise in func.tags and results and (results[0].is_floating_point() or results[0].is_complex()):
@@ -63,12 +51,10 @@ def arithmetic_flops(func: Any, args: Any, results: Sequence[Tensor]) -> float:
 def convolution_flops(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> int:
     """Return the FLOPs of a convolution; its gradients multiply the same pairs of numbers and have as many.
 
-    Args:
-        x: input of shape (n, c, positions...): n samples, c channels.
-        weight: weight of shape (o, c / g, kernel...), for o output channels in g groups; for a transposed convolution
-            (c, o / g, kernel...).
-        y: output of shape (n, o, positions...).
-        transposed: whether it is a transposed convolution.
+    `x`: input of shape (n, c, positions...): n samples, c channels.
+    `weight`: weight of shape (o, c / g, kernel...), for o output channels in g groups; for a transposed convolution
+    (c, o / g, kernel...).
+    `y`: output of shape (n, o, positions...).
     """
     return 2 * x.shape[0] * math.prod((x if transposed else y).shape[2:]) * weight.numel()
 

@@ -72,16 +72,7 @@ def _lstm(
 ) -> tuple[Tensor, ...] | None:
     """Run an LSTM as torch does by oneDNN: one operation for each layer and direction; None = it does not.
 
-    Args:
-        x: inputs, (positions, batch, inputs) or, with ``batch_first``, (batch, positions, inputs).
-        hidden: states h and c, (layers x directions, batch, hidden) each; of packed sequences it is no list.
-        parameters: see `_stacked_layers`, as for what follows.
-        has_biases: whether there are biases.
-        num_layers: layers.
-        dropout: probability between layers.
-        train: whether this is a training step.
-        bidirectional: whether each layer runs both ways.
-        batch_first: in which order the first two dimensions of inputs and outputs are.
+    `x`: inputs, (positions, batch, inputs) or, with ``batch_first``, (batch, positions, inputs).
     """
     if not isinstance(hidden, list | tuple) or not x.is_meta or x.dtype != torch.float32:
         return None
@@ -148,16 +139,7 @@ def _stacked_layers(
 ) -> tuple[Tensor, list[Any]]:
     """Run the layers of a recurrent net; return its outputs and the last state of each layer and direction.
 
-    Args:
-        run: runs one layer in one direction.
-        x: inputs, (positions, batch, inputs).
-        states: of each layer and direction at the start.
-        parameters: two weights and, with ``has_biases``, two biases for each layer and direction.
-        has_biases: whether there are biases.
-        num_layers: layers; each takes what the one before gives.
-        dropout: probability between layers, while ``train``.
-        train: whether this is a training step.
-        bidirectional: whether each layer runs both ways.
+    `x`: inputs, (positions, batch, inputs).
     """
     directions, size = 2 if bidirectional else 1, 4 if has_biases else 2
     ends: list[Any] = []

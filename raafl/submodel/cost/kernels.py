@@ -81,12 +81,6 @@ def traffic(
     The bytes of an operation count more than once if it is slow for its bytes: a convolution copies its input, and
     others draw or compare elements one by one. Those of especially fast operations count less. Only convolutions have
     padding: they round the number of channels up.
-
-    Args:
-        packet: operation of ATen, torch's tensor library.
-        args: positional arguments of the operation.
-        results: tensors that the operation has returned.
-        moved_bytes: bytes of all operands and results.
     """
     shape = _convolution(packet, args, results)
     if shape is None:
@@ -101,13 +95,7 @@ def traffic(
 
 
 def workspace_bytes(packet: object, args: Sequence[Any], results: Sequence[Tensor]) -> int:
-    """Return the additional bytes that a convolution or oneDNN's LSTM needs while it runs; 0 for other operations.
-
-    Args:
-        packet: operation of ATen, torch's tensor library.
-        args: positional arguments of the operation.
-        results: tensors that the operation has returned.
-    """
+    """Return the additional bytes that a convolution or oneDNN's LSTM needs while it runs; 0 for other operations."""
     if packet in _RECURRENT:
         return _recurrent_workspace(*args)
     shape = _convolution(packet, args, results)

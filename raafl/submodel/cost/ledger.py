@@ -34,18 +34,17 @@ class Ledger(TorchDispatchMode):
 
     Tensors may lack values (on the meta device); a condition on such a tensor counts as false.
 
-    Attributes:
-        flops: number of FLOPs in matrix products, convolutions, attention and recurrent layers.
-        arithmetic: number of FLOPs in all other operations.
-        padding_flops: number of additional FLOPs that convolutions spend on padded channels.
-        moved_bytes: bytes of operands and results, weighted by time (see `traffic`), for operations that are not views;
-            of an embedding, only the rows read.
-        kernels: number of operations of each kind, without views.
-        live_bytes: bytes of all tensor storage that was created in this context and is still alive.
-        peak_bytes: largest number of bytes alive at once, including workspaces (`workspace_bytes`).
-        asked: whether the code has tested if any element of a tensor is true, as a mixture of experts does to find an
-            expert's samples; tests for NaN or infinity do not count.
-        some: result that such a test gets.
+    `flops`: number of FLOPs in matrix products, convolutions, attention and recurrent layers.
+    `arithmetic`: number of FLOPs in all other operations.
+    `padding_flops`: number of additional FLOPs that convolutions spend on padded channels.
+    `moved_bytes`: bytes of operands and results, weighted by time (see `traffic`), for operations that are not views;
+    of an embedding, only the rows read.
+    `kernels`: number of operations of each kind, without views.
+    `live_bytes`: bytes of all tensor storage that was created in this context and is still alive.
+    `peak_bytes`: largest number of bytes alive at once, including workspaces (`workspace_bytes`).
+    `asked`: whether the code has tested if any element of a tensor is true, as a mixture of experts does to find an
+    expert's samples; tests for NaN or infinity do not count.
+    `some`: result that such a test gets.
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
@@ -132,32 +131,17 @@ def _finds_nothing(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -
 
 
 class OperationCost(NamedTuple):
-    """FLOPs and bytes of one operation.
+    """FLOPs and bytes of one operation."""
 
-    Attributes:
-        flops: FLOPs of products; see `product_flops`.
-        padding_flops: FLOPs of a convolution on padded channels.
-        num_bytes: number of bytes of operands and results.
-        moved_bytes: bytes of operands and results, weighted by time; see `traffic`.
-        arithmetic: FLOPs of an operation that is not a product; see `arithmetic_flops`.
-    """
-
-    flops: float = 0.0
-    padding_flops: float = 0.0
-    num_bytes: int = 0
-    moved_bytes: int = 0
-    arithmetic: float = 0.0
+    flops: float = 0.0  # FLOPs of products; see `product_flops`
+    padding_flops: float = 0.0  # FLOPs of a convolution on padded channels
+    num_bytes: int = 0  # number of bytes of operands and results
+    moved_bytes: int = 0  # bytes of operands and results, weighted by time; see `traffic`
+    arithmetic: float = 0.0  # FLOPs of an operation that is not a product; see `arithmetic_flops`
 
 
 def counted(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> OperationCost:
-    """Return the FLOPs and bytes of an operation; None if it is not one of torch's own.
-
-    Args:
-        func: operation that was run.
-        args: positional arguments of the operation.
-        kwargs: keyword arguments of the operation.
-        result: result of the operation.
-    """
+    """Return the FLOPs and bytes of an operation; None if it is not one of torch's own."""
     if not isinstance(func, torch._ops.OpOverload):
         return OperationCost()
     packet, made = func._overloadpacket, tensors_in(result)

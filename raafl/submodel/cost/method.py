@@ -31,26 +31,15 @@ class MethodSteps(Protocol):
 
 
 class MethodTask(Protocol):
-    """Protocol of a method's task before its first step.
+    """Protocol of a method's task before its first step."""
 
-    Attributes:
-        received_and_sent: tensors that it has received or will send, which count elsewhere.
-        answer_bytes: bytes of a copy of the trained values, in which they are sent beside others; 0 = there is none.
-    """
-
-    received_and_sent: list[Tensor]
-    answer_bytes: int
+    received_and_sent: list[Tensor]  # tensors that it has received or will send, which count elsewhere
+    answer_bytes: int  # bytes of a copy of the trained values, in which they are sent beside others; 0 = there is none
 
     def steps(
         self, optimizer: Optimizer, backward: Callable[[Tensor], None], update: Callable[[], None]
     ) -> MethodSteps:
-        """Return the steps of the task.
-
-        Args:
-            optimizer: the module's own optimiser.
-            backward: function that runs the backward pass.
-            update: function that makes the optimiser's step and frees the gradients.
-        """
+        """Return the steps of the task."""
 
 
 class Method(Protocol):

@@ -86,24 +86,16 @@ _BY_PARAMETERS = "6 FLOPs count for each parameter that trains, and no activatio
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """FLOPs, memory and traffic of one training step, not counting the module and the batch themselves.
+    """FLOPs, memory and traffic of one training step, not counting the module and the batch themselves."""
 
-    Attributes:
-        flops: FLOPs of forward and backward pass; None = they could not be run.
-        moved_bytes: bytes that all operations move, weighted by time (see `raafl.submodel.cost.kernels.traffic`).
-        peak_bytes: largest memory that is alive at once, from the second step on.
-        padding_flops: FLOPs of forward and backward pass on padded channels.
-        num_kernels: number of operations in forward and backward pass, plus the number of different operations in the
-            optimiser's step.
-        guessed: description of what is only estimated, and why; "" = nothing.
-    """
-
-    flops: float | None
-    moved_bytes: int
-    peak_bytes: int
-    padding_flops: float = 0.0
+    flops: float | None  # FLOPs of forward and backward pass; None = they could not be run
+    moved_bytes: int  # bytes that all operations move, weighted by time (see `raafl.submodel.cost.kernels.traffic`)
+    peak_bytes: int  # largest memory that is alive at once, from the second step on
+    padding_flops: float = 0.0  # FLOPs of forward and backward pass on padded channels
+    # number of operations in forward and backward pass, plus the number of different operations in the
+    # optimiser's step
     num_kernels: int = 0
-    guessed: str = ""
+    guessed: str = ""  # description of what is only estimated, and why; "" = nothing
 
 
 def predict(
@@ -125,16 +117,8 @@ def predict(
     together with all activations. Without an example batch, the estimate is 6 FLOPs for each trained parameter, and no
     memory for activations.
 
-    Args:
-        make: function that builds a submodel's module, on the meta device or in a given storage.
-        spec: submodel to train.
-        example_batch: a batch of the data, of any size; None = there is none.
-        batch_size: batch size whose cost is predicted.
-        layouts: layouts of the tensors that are ``present``, ``sent`` and ``trained``.
-        names: names of the parameters among these tensors.
-        idle_bytes: bytes of frozen parameters that the client has in memory but does not use in this submodel.
-        is_whole: whether the submodel's step is the whole model's, and may be run on random values.
-        method: method whose steps are followed in place of the user's own; None = the user's own.
+    `example_batch`: a batch of the data, of any size; None = there is none.
+    `method`: method whose steps are followed in place of the user's own; None = the user's own.
 
     Raises:
         SpecError: the step works with the whole model but fails with ``spec``.
@@ -185,14 +169,7 @@ def predict(
 def _cold(
     follow: Callable[[Begin, Spec, OnValues], Followed], begin: Begin, spec: Spec, on_values: OnValues
 ) -> Followed:
-    """Return what ``follow`` does, as if no step had run before, whose tensors the user's code may have cached.
-
-    Args:
-        follow: function that follows a step.
-        begin: function that builds the small module of a submodel, with a batch.
-        spec: submodel to train.
-        on_values: function that follows the step on drawn values.
-    """
+    """Return what ``follow`` does, as if no step had run before, whose tensors the user's code may have cached."""
     module = begin(spec).module
     found = failure = None
     with uncached(module) as hidden:
@@ -219,13 +196,7 @@ def _looked_up(module: nn.Module) -> frozenset[str]:
 
 
 def _follow(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
-    """Return a step of the submodel, run as far as it can be, and the bytes of module and batch.
-
-    Args:
-        begin: function that builds the small module of a submodel, with a batch.
-        spec: submodel to train.
-        on_values: function that follows the step on drawn values.
-    """
+    """Return a step of the submodel, run as far as it can be, and the bytes of module and batch."""
     found, failure = _without_values(begin, spec, on_values)
     if found is not None:
         return found
@@ -251,13 +222,7 @@ def _follow(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
 
 
 def _follow_method(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
-    """Return a step of a method's task, and the bytes of module and batch; raise its error where it cannot be followed.
-
-    Args:
-        begin: function that builds the small module of a submodel, with a batch.
-        spec: submodel to train.
-        on_values: function that follows the step on drawn values.
-    """
+    """Return a step of a method's task, and the bytes of module and batch; raise its error where it cannot be followed."""
     found, failure = _without_values(begin, spec, on_values)
     found = on_values() if found is None else found
     if found is None:
@@ -266,13 +231,7 @@ def _follow_method(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
 
 
 def _without_values(begin: Begin, spec: Spec, on_values: OnValues) -> tuple[Followed | None, BaseException | None]:
-    """Follow a step on the meta device; return it with the bytes of module and batch, or None with its error.
-
-    Args:
-        begin: function that builds the small module of a submodel, with a batch.
-        spec: submodel to train.
-        on_values: function that follows the step on drawn values.
-    """
+    """Follow a step on the meta device; return it with the bytes of module and batch, or None with its error."""
     failure: BaseException | None = None
     # tensors that the user's code makes without saying where are best on the meta device as well, but not always
     for default in ("meta", "cpu"):
@@ -291,13 +250,7 @@ def _without_values(begin: Begin, spec: Spec, on_values: OnValues) -> tuple[Foll
 
 
 def _on_values(drawn: Callable[[object], _Run], example_batch: object, batch_size: int) -> Followed | None:
-    """Follow a step on drawn values and the example's samples over and over; None = it does not run, or takes too long.
-
-    Args:
-        drawn: function that builds the small module with values, for a batch.
-        example_batch: a batch of the data, of any size.
-        batch_size: batch size whose cost is predicted.
-    """
+    """Follow a step on drawn values and the example's samples over and over; None = it does not run, or takes too long."""
     num = num_samples(example_batch)
 
     def followed(size: int) -> Followed:
@@ -324,14 +277,7 @@ def _draw_values(module: nn.Module) -> None:
 
 
 def _with_some(begin: Begin, spec: Spec, default: str, step: Step) -> Step:
-    """Follow a step once more that has asked whether any of some values are so, as if they were; return it, or ``step``.
-
-    Args:
-        begin: function that builds the small module of a submodel, with a batch.
-        spec: submodel to train.
-        default: device on which the user's code creates new tensors.
-        step: the step, followed as if none were so.
-    """
+    """Follow a step once more that has asked whether any of some values are so, as if they were; return it, or ``step``."""
     run = begin(spec)
     run.ledger.some = True
     try:
@@ -376,13 +322,7 @@ class _Run:
         self.fused = FusedKernels()
 
     def step(self, default: str, every: bool = False) -> Step:
-        """Run a training step, its backward pass and the optimiser's step; return their FLOPs, memory and traffic.
-
-        Args:
-            default: device on which the user's code creates new tensors.
-            every: whether to give a gradient to parameters without one, since other samples would reach them, as in a
-                mixture of experts.
-        """
+        """Run a training step, its backward pass and the optimiser's step; return their FLOPs, memory and traffic."""
 
         def passes() -> None:
             with uncached(self.module, is_cold=False), torch.device(default):

@@ -17,13 +17,7 @@ _NAMES = "_raafl_carried"
 
 
 def set_carried(layer: nn.Module, name: str, value: object) -> None:
-    """Set an attribute of a layer such that copies of the layer (deepcopy, pickle) keep it.
-
-    Args:
-        layer: layer to change in place.
-        name: name of the attribute.
-        value: value of the attribute.
-    """
+    """Set an attribute of a layer such that copies of the layer (deepcopy, pickle) keep it."""
     attributes = layer.__dict__
     attributes[name] = value
     if not isinstance(layer, _Carrying):

@@ -20,10 +20,6 @@ def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Deep-copy a module, except for the tensors in ``memo`` and the Trainer to which a LightningModule is attached.
 
     Attributes, or items in lists, tuples and dictionaries, that `copy.deepcopy` refuses are shared with the copy.
-
-    Args:
-        module: module to copy.
-        memo: replacements for tensors, by their `id`.
     """
     sentinel = object()
     for part in module.modules():
@@ -68,13 +64,7 @@ def _uncopyable(thing: object, own: dict[int, Any]) -> Iterator[Any]:
 
 
 def remade(module: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Copy a module with new tensors: each parameter and buffer is replaced by the result of a function.
-
-    Args:
-        module: module to copy.
-        parameter: function that returns the replacement of a parameter.
-        buffer: function that returns the replacement of a buffer.
-    """
+    """Copy a module with new tensors: each parameter and buffer is replaced by the result of a function."""
     memo: dict[int, Any] = {id(p): nn.Parameter(parameter(p), p.requires_grad) for p in module.parameters()}
     memo |= {id(b): buffer(b) for b in module.buffers()}
     return copy_structure(module, memo)

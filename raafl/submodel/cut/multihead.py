@@ -16,14 +16,10 @@ from raafl.submodel.cut.layers import resizes
 
 
 class FewerHeads(nn.MultiheadAttention):
-    """An `nn.MultiheadAttention` from which heads were removed, so that ``num_heads * head_dim`` differs from its ``embed_dim``.
+    """An `nn.MultiheadAttention` from which heads were removed, so that ``num_heads * head_dim`` differs from its ``embed_dim``."""
 
-    Attributes:
-        scale: factor on the joint output of all heads while training; see `Submodels.shrink`.
-        model: the model whose mode says whether it trains, in a tuple so that it is no submodule; empty = it is not scaled.
-    """
-
-    scale: float = 1.0
+    scale: float = 1.0  # factor on the joint output of all heads while training; see `Submodels.shrink`
+    # the model whose mode says whether it trains, in a tuple so that it is no submodule; empty = it is not scaled
     model: tuple[nn.Module, ...] = ()
 
     def forward(  # the signature is torch's
@@ -39,15 +35,12 @@ class FewerHeads(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention as `nn.MultiheadAttention` does; return the output and, if requested, the attention weights.
 
-        Args:
-            query: queries of shape (L, E), or with a batch dimension as in the base class.
-            key: keys of shape (S, E), or with a batch dimension.
-            value: values of shape (S, E), or with a batch dimension.
-            key_padding_mask: mask as in `nn.MultiheadAttention`; None = no padding.
-            need_weights: whether to return attention weights; False = return None in their place.
-            attn_mask: mask as in `nn.MultiheadAttention`; None = no mask.
-            average_attn_weights: whether to average the weights over heads.
-            is_causal: whether the mask is causal, as in `nn.MultiheadAttention`.
+        `query`: queries of shape (L, E), or with a batch dimension as in the base class.
+        `key`: keys of shape (S, E), or with a batch dimension.
+        `value`: values of shape (S, E), or with a batch dimension.
+        `key_padding_mask`: mask as in `nn.MultiheadAttention`; None = no padding.
+        `need_weights`: whether to return attention weights; False = return None in their place.
+        `attn_mask`: mask as in `nn.MultiheadAttention`; None = no mask.
         """
         batched, is_self = query.dim() == 3, query is key and key is value
         if not batched:

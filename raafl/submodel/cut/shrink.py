@@ -52,59 +52,36 @@ def skeleton() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """A physically smaller module and the storage of its tensors.
+    """A physically smaller module and the storage of its tensors."""
 
-    Attributes:
-        module: ordinary module, whose parameters and buffers are views into ``present``.
-        present: storage of all tensors of the submodel, except frozen ones that are shared with other modules. Fill it
-            before use; training changes it in place.
-        trained: tensors that are sent back, a view of the beginning of ``present``.
-    """
-
-    module: nn.Module
+    module: nn.Module  # ordinary module, whose parameters and buffers are views into ``present``
+    # storage of all tensors of the submodel, except frozen ones that are shared with other modules. Fill it
+    # before use; training changes it in place
     present: FlatTensors
-    trained: FlatTensors
+    trained: FlatTensors  # tensors that are sent back, a view of the beginning of ``present``
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Instructions for building a submodel's module: the full module, and the units and blocks to keep.
+    """Instructions for building a submodel's module: the full module, and the units and blocks to keep."""
 
-    Attributes:
-        module: full module, whose values are never read.
-        selections: ranges of elements to keep, by tensor and dimension, for tensors that shrink.
-        trains: names of the parameters that are trained.
-        absent: paths of the modules to leave out.
-        stand_ins: path of each replaced module, such as the head, mapped to the path of its replacement, such as an
-            exit.
-        counts: number of kept units of each axis that shrinks.
-        frozen: values of frozen parameters that are shared with other modules.
-        sizes: numbers in the module's own code that must shrink with the axes.
-        full: number of units of each axis in the full module.
-        unscaled: paths of layers whose output is not rescaled when they lose units.
-    """
-
-    module: nn.Module
+    module: nn.Module  # full module, whose values are never read
+    # ranges of elements to keep, by tensor and dimension, for tensors that shrink
     selections: Mapping[str, Mapping[int, Runs]]
-    trains: frozenset[str]
-    absent: tuple[str, ...]
+    trains: frozenset[str]  # names of the parameters that are trained
+    absent: tuple[str, ...]  # paths of the modules to leave out
+    # path of each replaced module, such as the head, mapped to the path of its replacement, such as an exit
     stand_ins: Mapping[str, str]
-    counts: Mapping[str, int]
+    counts: Mapping[str, int]  # number of kept units of each axis that shrinks
+    # values of frozen parameters that are shared with other modules
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
-    sizes: Sizes = field(default_factory=Sizes)
-    full: Mapping[str, int] = field(default_factory=dict)
-    unscaled: frozenset[str] = frozenset()
+    sizes: Sizes = field(default_factory=Sizes)  # numbers in the module's own code that must shrink with the axes
+    full: Mapping[str, int] = field(default_factory=dict)  # number of units of each axis in the full module
+    unscaled: frozenset[str] = frozenset()  # paths of layers whose output is not rescaled when they lose units
 
 
 def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Module:
-    """Build a submodel's module, whose tensors are views into the storage ``present``.
-
-    Args:
-        structure: description of the module to build.
-        present: storage for all tensors.
-        rescale: whether to multiply the output of each layer that has lost units by 1/(share kept) while training:
-            HeteroFL's scaler (Diao et al. 2021, section 3.1).
-    """
+    """Build a submodel's module, whose tensors are views into the storage ``present``."""
     full = structure.module
     small = copy_structure(full, _replacements(structure, present))
     for path in structure.absent:

@@ -35,13 +35,10 @@ Site = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Formula for the size of a tensor dimension, given how many units of each axis are kept: a sum of products.
+    """Formula for the size of a tensor dimension, given how many units of each axis are kept: a sum of products."""
 
-    Attributes:
-        terms: pairs ``(factor, axes)``, each for the factor times the numbers of kept units of these axes; ``(64, ())``
-            is the number 64.
-    """
-
+    # pairs ``(factor, axes)``, each for the factor times the numbers of kept units of these axes; ``(64, ())`` is
+    # the number 64
     terms: tuple[tuple[int, tuple[str, ...]], ...]
 
     def __call__(self, counts: Counts) -> int:
@@ -55,11 +52,7 @@ class Extent:
 
     @classmethod
     def of(cls, terms: Mapping[tuple[str, ...], int]) -> Extent:
-        """Build a formula in canonical form: its terms are sorted, and terms with factor 0 are left out.
-
-        Args:
-            terms: factor of each term, by the names of the axes whose numbers of units are multiplied.
-        """
+        """Build a formula in canonical form: its terms are sorted, and terms with factor 0 are left out."""
         return cls(tuple((factor, axes) for axes, factor in sorted(terms.items()) if factor))
 
 
@@ -97,12 +90,7 @@ class Sizes:
 
 
 def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int]) -> None:
-    """Set attributes of modules; an object that several modules share, such as a config, is first copied for the module.
-
-    Args:
-        modules: modules by path.
-        values: new values by module path and attribute path.
-    """
+    """Set attributes of modules; an object that several modules share, such as a config, is first copied for the module."""
     own: set[tuple[str, str]] = set()
     for (path, (name, *inside)), value in values.items():
         if path not in modules or name not in modules[path].__dict__:
@@ -156,9 +144,6 @@ def site_of(frame: FrameType | None) -> Site:
     """Return the position in a module's method from which a call was made; empty if it was made outside of one.
 
     The position is the function and the instruction of each frame, from ``frame`` out to the module's method.
-
-    Args:
-        frame: frame that made the call.
     """
     found = []
     while frame is not None and frame.f_code not in BORDERS:

@@ -60,10 +60,6 @@ def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
 def give_exits(module: nn.Module, depths: Sequence[int]) -> None:
     """Add exits (output heads), in place, to the transformers model in ``module``, as the option ``submodels.exits`` says.
 
-    Args:
-        module: model of a type that `add_exits` accepts, or a module that contains exactly one such model.
-        depths: numbers of blocks after which an exit is added, as for `add_exits`; empty = add none.
-
     Raises:
         BadInput: ``module`` does not contain exactly one such model, or the model has exits already or too few blocks.
     """

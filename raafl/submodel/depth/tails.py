@@ -14,15 +14,11 @@ from raafl.submodel.packages import TORCHVISION, hugging_face, type_names
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Description of the layers after a model's last block (norm and head), for one type of model.
+    """Description of the layers after a model's last block (norm and head), for one type of model."""
 
-    Attributes:
-        names: paths of the modules that an exit copies; in them, {} stands for the model's ``base_model_prefix``.
-        logits: function ``logits(model, modules, hidden, input_ids)`` that computes logits from hidden states (batch,
-            positions, width) with copies of these modules.
-    """
-
-    names: str
+    names: str  # paths of the modules that an exit copies; in them, {} stands for the model's ``base_model_prefix``
+    # function ``logits(model, modules, hidden, input_ids)`` that computes logits from hidden states (batch,
+    # positions, width) with copies of these modules
     logits: Callable[[Any, Any, Tensor, Tensor | None], Any]
 
     def paths(self, model: nn.Module) -> list[str]:

@@ -29,13 +29,7 @@ def depth_window(
     layers before the blocks train, too. Blocks above are absent. Layers after the blocks train: the exit if one is
     named, else the model's own last layers. A tensor that is tied to a frozen one is frozen, too.
 
-    Args:
-        submodels: submodels of the model.
-        start: index of the window's first block.
-        stop: index after the window's last block.
-        stack: name of the list of blocks; None = the only one.
-        exit: name of the exit that ends the forward pass, or several names, of which the last one declared ends it.
-        kept: indices of the units to keep, by axis; axes of absent blocks may be named.
+    `stack`: name of the list of blocks; None = the only one.
 
     Raises:
         SpecError: there is no such list of blocks, window or exit.
@@ -71,10 +65,6 @@ def last_fraction(submodels: Submodels, share: float) -> Spec:
     partial training). A block counts as one layer, like any other module that has parameters of its own. Exits that the
     model's own forward does not use are left out.
 
-    Args:
-        submodels: submodels of the model.
-        share: largest share of the parameters that train, in (0, 1].
-
     Raises:
         BadInput: the share is not in (0, 1].
     """
@@ -99,9 +89,7 @@ def last_fraction(submodels: Submodels, share: float) -> Spec:
 def stack_of(submodels: Submodels, name: str | None = None) -> Stack:
     """Return a stack (a list of blocks) by its name.
 
-    Args:
-        submodels: submodels of the model.
-        name: name of the stack; None = the only one.
+    `name`: name of the stack; None = the only one.
 
     Raises:
         SpecError: there is no stack of that name; or, without a name, there is not exactly one.

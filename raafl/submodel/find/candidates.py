@@ -29,36 +29,25 @@ class Occurrence:
     """Place of the units of a possible axis (dimensions that might shrink together) in one dimension of one tensor.
 
     The same units may occur several times in a dimension, for example if two copies of them are concatenated.
-
-    Attributes:
-        name: name of the tensor.
-        dim: index of the dimension, from 0.
-        starts: index of the first element of each occurrence; from there on, each unit has ``unit`` elements.
-        unit: number of elements for each unit.
-        is_read: whether a matrix product has summed over the dimension, as over the input side of a weight.
-        is_made: whether a product or look-up has produced the dimension, as the output side of a weight does.
     """
 
-    name: str
-    dim: int
+    name: str  # name of the tensor
+    dim: int  # index of the dimension, from 0
+    # index of the first element of each occurrence; from there on, each unit has ``unit`` elements
     starts: tuple[int, ...]
-    unit: int
-    is_read: bool
-    is_made: bool
+    unit: int  # number of elements for each unit
+    is_read: bool  # whether a matrix product has summed over the dimension, as over the input side of a weight
+    is_made: bool  # whether a product or look-up has produced the dimension, as the output side of a weight does
 
 
 @dataclass
 class Candidate:
-    """A possible axis: units that might be dropped, and their positions in all tensors.
+    """A possible axis: units that might be dropped, and their positions in all tensors."""
 
-    Attributes:
-        atom: label of the units; units with the same label must be dropped together.
-        spots: positions of the units in the model's tensors, in the tensors' order.
-        outside: labels of units that enclose these in one flattened dimension, such as the heads around their features.
-    """
-
-    atom: Atom
+    atom: Atom  # label of the units; units with the same label must be dropped together
+    # positions of the units in the model's tensors, in the tensors' order
     spots: list[Occurrence] = field(default_factory=list)
+    # labels of units that enclose these in one flattened dimension, such as the heads around their features
     outside: set[Atom] = field(default_factory=set)
 
     @property
@@ -75,9 +64,8 @@ class Candidate:
 class Candidates:
     """All possible axes of a model, divided into real axes and dimensions that must stay whole.
 
-    Attributes:
-        axes: accepted axes by name, in the order of the model's tensors.
-        whole: reason for which a dimension, or a part of it, cannot shrink, by (tensor, dimension).
+    `axes`: accepted axes by name, in the order of the model's tensors.
+    `whole`: reason for which a dimension, or a part of it, cannot shrink, by (tensor, dimension).
     """
 
     def __init__(

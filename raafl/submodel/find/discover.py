@@ -21,25 +21,20 @@ _REMEDY = "declare `submodel_axes` on the model, or train the full model"
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredAxes:
-    """Result of the search for the axes of a model (groups of dimensions that can shrink together).
+    """Result of the search for the axes of a model (groups of dimensions that can shrink together)."""
 
-    Attributes:
-        axes: axes that were found, in the order of the tensors in which they begin.
-        whole: reason for which a dimension cannot shrink, by (parameter, dimension).
-        kept_whole: reason for which a layer's width cannot shrink, by layer.
-        sizes: numbers in the module's own code that must shrink with the axes.
-        spanned: names of axes over which a norm computes statistics, such as the width of the residual stream.
-        unscaled: layers whose output is not rescaled when they lose units (see `Submodels.shrink`).
-        problem: reason for which no training step could be traced to its end; None = one was.
-    """
-
+    # axes that were found, in the order of the tensors in which they begin
     axes: list[Axis] = field(default_factory=list)
+    # reason for which a dimension cannot shrink, by (parameter, dimension)
     whole: Mapping[tuple[str, int], Reason] = field(default_factory=dict)
+    # reason for which a layer's width cannot shrink, by layer
     kept_whole: Mapping[str, str] = field(default_factory=dict)
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: Sizes = field(default_factory=Sizes)  # numbers in the module's own code that must shrink with the axes
+    # names of axes over which a norm computes statistics, such as the width of the residual stream
     spanned: frozenset[str] = frozenset()
+    # layers whose output is not rescaled when they lose units (see `Submodels.shrink`)
     unscaled: frozenset[str] = frozenset()
-    problem: str | None = None
+    problem: str | None = None  # reason for which no training step could be traced to its end; None = one was
 
     def structure_arguments(self) -> dict[str, Any]:
         """Return the arguments of `raafl.submodel.cut.shrink.Structure` that this result determines, by name."""
@@ -60,14 +55,9 @@ def discover_axes(
 
     Dimensions of the model's outputs never belong to an axis.
 
-    Args:
-        module: model with or without values.
-        batch: batch of real data; None = generate one that fits the first layer.
-        shapes: shape of each parameter and buffer.
-        aliases: names of tied tensors, each mapped to the tensor's name in ``shapes``.
-        residual_width: whether widths over which norms compute statistics may be axes, too.
-        only_ranks: whether a model with LoRA layers gets axes only for their ranks, so that all other layers stay
-            whole.
+    `batch`: batch of real data; None = generate one that fits the first layer.
+    `shapes`: shape of each parameter and buffer.
+    `aliases`: names of tied tensors, each mapped to the tensor's name in ``shapes``.
     """
     ranks = lora.ranks(module)
     if ranks and only_ranks:

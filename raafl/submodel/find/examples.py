@@ -19,12 +19,7 @@ _FIRST: tuple[Any, ...] = (nn.modules.conv._ConvNd, (nn.Embedding, nn.EmbeddingB
 
 
 def made_batch(module: nn.Module, runs: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any] | None:
-    """Generate input for a model without example data, by trial; None if nothing worked.
-
-    Args:
-        module: model that needs input.
-        runs: function that returns whether the model's forward pass accepts these arguments.
-    """
+    """Generate input for a model without example data, by trial; None if nothing worked."""
     own = getattr(module, "example_input_array", None)
     names = _required(module)
     if own is not None and names:

@@ -41,18 +41,17 @@ class Atom:
 
     A later operation may split the group into factors (as a reshape does) or into parts (of a concatenation).
 
-    Attributes:
-        size: number of indices in the group.
-        pin: reason for which no index can be dropped; None = indices can be dropped.
-        span: reason for which dropping some indices would change the results of others, as in a norm that computes
-            statistics over them; None = there is none.
-        marks: ways in which operations have used the group: "read" = they summed over it, as a matrix product does;
-            "batch" = they made one product for each index, as for each attention head; "scored" = they summed over it
-            in such a product; "gated" = they multiplied its values by others; "given" = it comes from an input, whose
-            size may differ in another batch.
-        factors: groups whose product this one is after a reshape, outermost first; empty = it was not split into
-            factors.
-        parts: dimensions that are concatenated in this one; empty = it is not a concatenation.
+    `size`: number of indices in the group.
+    `pin`: reason for which no index can be dropped; None = indices can be dropped.
+    `span`: reason for which dropping some indices would change the results of others, as in a norm that computes
+    statistics over them; None = there is none.
+    `marks`: ways in which operations have used the group: "read" = they summed over it, as a matrix product does;
+    "batch" = they made one product for each index, as for each attention head; "scored" = they summed over it in such
+    a product; "gated" = they multiplied its values by others; "given" = it comes from an input, whose size may differ
+    in another batch.
+    `factors`: groups whose product this one is after a reshape, outermost first; empty = it was not split into
+    factors.
+    `parts`: dimensions that are concatenated in this one; empty = it is not a concatenation.
     """
 
     __slots__ = ("_same_as", "factors", "marks", "parts", "pin", "size", "span")
@@ -84,10 +83,9 @@ class Atom:
 class Dim:
     """Label of one tensor dimension: the groups of indices that it combines, such as heads and the features of each head.
 
-    Attributes:
-        atoms: groups of indices, outermost first; the dimension's size is the product of their sizes.
-        is_read: whether a matrix product has summed over it, as over the input side of a weight.
-        is_made: whether a product or look-up has produced it, as the output side of a weight does.
+    `atoms`: groups of indices, outermost first; the dimension's size is the product of their sizes.
+    `is_read`: whether a matrix product has summed over it, as over the input side of a weight.
+    `is_made`: whether a product or look-up has produced it, as the output side of a weight does.
     """
 
     __slots__ = ("atoms", "is_made", "is_read")
@@ -135,12 +133,7 @@ class Labels:
         self.is_spanning = True
 
     def new(self, size: int, pinned: str = "") -> Dim:
-        """Create the label of a new dimension, which need not shrink together with any other.
-
-        Args:
-            size: number of indices.
-            pinned: reason for which it cannot shrink; "" = it can.
-        """
+        """Create the label of a new dimension, which need not shrink together with any other."""
         if size == 1:
             return Dim()
         dim = Dim([Atom(size)])
@@ -155,22 +148,13 @@ class Labels:
         return dim
 
     def pin(self, dim: Dim, why: str | Reason) -> None:
-        """Record that a dimension cannot shrink, and why; an earlier reason stays.
-
-        Args:
-            dim: label of the dimension.
-            why: reason in words.
-        """
+        """Record that a dimension cannot shrink, and why; an earlier reason stays."""
         self._note(dim, why, "pin")
 
     def span(self, dim: Dim, why: str | Reason) -> None:
         """Record that statistics, such as a norm's, are computed over a dimension.
 
         While the attribute `is_spanning` is False, nothing is recorded.
-
-        Args:
-            dim: label of the dimension.
-            why: reason in words.
         """
         if self.is_spanning:
             self._note(dim, why, "span")
@@ -182,12 +166,7 @@ class Labels:
                 setattr(atom, attribute, why)
 
     def mark(self, dim: Dim, *marks: str) -> None:
-        """Record ways in which operations use a dimension, such as to sum over it; see `Atom` for their names.
-
-        Args:
-            dim: label of the dimension.
-            marks: names of the uses.
-        """
+        """Record ways in which operations use a dimension, such as to sum over it; see `Atom` for their names."""
         for atom in dim.units() if marks else ():
             atom.marks |= frozenset(marks)
 
@@ -198,10 +177,6 @@ class Labels:
 
         A reshape keeps the elements in row-major order. So groups of indices stay in sequence, and a group that does
         not fit into a new dimension is split.
-
-        Args:
-            dims: labels before the reshape.
-            sizes: sizes of the dimensions after the reshape.
 
         Raises:
             ShapeConflict: a group would have to be split where it cannot be split.
@@ -257,13 +232,7 @@ class Labels:
                 return
 
     def take(self, dim: Dim, start: int, length: int) -> Dim:
-        """Return the label of a slice of a dimension.
-
-        Args:
-            dim: label of the dimension.
-            start: first index of the slice.
-            length: number of indices in the slice.
-        """
+        """Return the label of a slice of a dimension."""
         if start == 0 and length == dim.size:
             return dim
         atoms = dim.leaves()

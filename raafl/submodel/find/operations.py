@@ -29,25 +29,15 @@ Dims = Sequence[Dim]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a torch operation with its tensors; the input of a rule, which finds dimensions that must shrink together.
+    """One call of a torch operation with its tensors; the input of a rule, which finds dimensions that must shrink together."""
 
-    Attributes:
-        name: name of the operation, without its namespace.
-        arguments: arguments by name, as in the schema of the operation.
-        ins: input tensors, in their order.
-        outs: output tensors, in their order.
-        labels: object that creates and combines labels of dimensions.
-        dims_of: function that returns the labels of a tensor's dimensions.
-        is_view: whether outputs share memory with an input.
-    """
-
-    name: str
-    arguments: Mapping[str, Any]
-    ins: Sequence[Tensor]
-    outs: Sequence[Tensor]
-    labels: Labels
-    dims_of: Callable[[Tensor], Dims]
-    is_view: bool = False
+    name: str  # name of the operation, without its namespace
+    arguments: Mapping[str, Any]  # arguments by name, as in the schema of the operation
+    ins: Sequence[Tensor]  # input tensors, in their order
+    outs: Sequence[Tensor]  # output tensors, in their order
+    labels: Labels  # object that creates and combines labels of dimensions
+    dims_of: Callable[[Tensor], Dims]  # function that returns the labels of a tensor's dimensions
+    is_view: bool = False  # whether outputs share memory with an input
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -57,28 +47,15 @@ class Call:
         return isinstance(self.arguments.get(name), Tensor)
 
     def dims(self, which: str | int = 0) -> list[Dim]:
-        """Return the labels of the dimensions of one of the call's tensors; dimensions with the same label shrink together.
-
-        Args:
-            which: the tensor: the name of an argument, or a position among the input tensors.
-        """
+        """Return the labels of the dimensions of one of the call's tensors; dimensions with the same label shrink together."""
         return list(self.dims_of(self.ins[which] if isinstance(which, int) else self.arguments[which]))
 
     def place(self, more: int = 0) -> int:
-        """Return the call's argument ``dim`` as an index that is not negative.
-
-        Args:
-            more: number of additional dimensions in the output, such as 1 for `stack`.
-        """
+        """Return the call's argument ``dim`` as an index that is not negative."""
         return (self.arguments.get("dim") or 0) % max(self.ins[0].dim() + more, 1)
 
     def new(self, sizes: Iterable[int], pinned: str = "") -> list[Dim]:
-        """Create labels for new dimensions, which need not shrink together with any others.
-
-        Args:
-            sizes: sizes of the dimensions.
-            pinned: reason for which they cannot shrink; "" = they can.
-        """
+        """Create labels for new dimensions, which need not shrink together with any others."""
         return [self.labels.new(size, pinned) for size in sizes]
 
     def others(self, first: Dims) -> list[Dims]:
@@ -95,12 +72,7 @@ class Call:
                 self.labels.unify(dim, other)
 
     def unify_named(self, dim: Dim, *names: str) -> None:
-        """Record that a dimension is the same as that of 1-D arguments, such as a norm's weight and bias.
-
-        Args:
-            dim: label of the dimension.
-            names: names of the arguments.
-        """
+        """Record that a dimension is the same as that of 1-D arguments, such as a norm's weight and bias."""
         for name in names:
             if self.has(name):
                 self.labels.unify(self.dims(name)[0], dim)
@@ -162,9 +134,7 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
 
     Dimensions with the same label shrink together. Without a rule, the operation's dimensions cannot shrink.
 
-    Args:
-        rule: rule of the operation; None = there is none.
-        call: the operation with its tensors.
+    `rule`: rule of the operation; None = there is none.
     """
     if not any(x.numel() for x in call.outs):  # nothing came to anything
         return [call.new(out.shape) for out in call.outs]

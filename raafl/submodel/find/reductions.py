@@ -13,18 +13,12 @@ from raafl.submodel.find.operations import Call, Dims, pointwise, rule
 
 
 class _Along(NamedTuple):
-    """Rule for an operation that reduces or scans some dimensions of its input, such as a sum or a softmax.
+    """Rule for an operation that reduces or scans some dimensions of its input, such as a sum or a softmax."""
 
-    Attributes:
-        where: name of the argument that lists these dimensions; or a number n, for the last n dimensions.
-        then: effect on these dimensions in the output: "stay", "gone", or "new" with other indices.
-        why: reason for which these dimensions cannot shrink; "" = they can, since zeros add nothing to a sum.
-        is_span: whether they can shrink, although this changes the results of the remaining indices, as in a norm.
-    """
-
-    where: str | int
-    then: str
-    why: str
+    where: str | int  # name of the argument that lists these dimensions; or a number n, for the last n dimensions
+    then: str  # effect on these dimensions in the output: "stay", "gone", or "new" with other indices
+    why: str  # reason for which these dimensions cannot shrink; "" = they can, since zeros add nothing to a sum
+    # whether they can shrink, although this changes the results of the remaining indices, as in a norm
     is_span: bool = False
 
     def __call__(self, call: Call) -> list[Dims]:

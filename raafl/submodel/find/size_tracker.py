@@ -48,23 +48,14 @@ class _Attr:
 
 @dataclass(frozen=True, slots=True)
 class SizeUse:
-    """Use of a size of a tensor as an argument of a torch function, and where this number came from.
+    """Use of a size of a tensor as an argument of a torch function, and where this number came from."""
 
-    Attributes:
-        method: path of the module whose method is running, and the method's name.
-        site: position of the call in that method.
-        where: position of the number among the call's arguments.
-        name: name of the torch function.
-        origin: source of the number: an attribute of a module, a tensor's shape, or the number itself.
-        dim: label of the dimension, or of a part of one, that has this size.
-    """
-
-    method: tuple[str, str]
-    site: Site
-    where: Where
-    name: str
-    origin: Origin
-    dim: Dim
+    method: tuple[str, str]  # path of the module whose method is running, and the method's name
+    site: Site  # position of the call in that method
+    where: Where  # position of the number among the call's arguments
+    name: str  # name of the torch function
+    origin: Origin  # source of the number: an attribute of a module, a tensor's shape, or the number itself
+    dim: Dim  # label of the dimension, or of a part of one, that has this size
 
 
 class _Method:
@@ -270,9 +261,7 @@ class SizeTracker(TorchFunctionMode):
 def _beside_the_batch(asked: SizeUse, extent_of: Callable[[Dim], Extent | None]) -> tuple[Origin, Extent | None]:
     """Return the other factor of a size that is a multiple of the batch, such as the heads in `view(batch * heads, ...)`.
 
-    Args:
-        asked: use of the size.
-        extent_of: function that returns the size of a dimension as a formula; None = it depends on the batch.
+    `extent_of`: function that returns the size of a dimension as a formula; None = it depends on the batch.
     """
     if not isinstance(asked.origin, tuple) or asked.origin[0] != "mul":
         return None, None

@@ -55,25 +55,17 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 
 @dataclass
 class TraceResult:
-    """Result of following a model's dimensions through a training step.
+    """Result of following a model's dimensions through a training step."""
 
-    Attributes:
-        dims: labels of the dimensions of each parameter and buffer; dimensions with the same label shrink together.
-        labels: object that created the labels.
-        parameters: names of the tensors in ``dims`` that are parameters.
-        untouched: names of the parameters that no operation has read.
-        given: labels of the outputs of modules that the training step calls directly, by path.
-        watch: record of the sizes that the model's code has used.
-        problem: reason for which the step could not be followed to its end; None = it was.
-    """
-
+    # labels of the dimensions of each parameter and buffer; dimensions with the same label shrink together
     dims: dict[str, list[Dim]]
-    labels: Labels
-    parameters: frozenset[str]
-    watch: SizeTracker
-    untouched: set[str] = field(default_factory=set)
+    labels: Labels  # object that created the labels
+    parameters: frozenset[str]  # names of the tensors in ``dims`` that are parameters
+    watch: SizeTracker  # record of the sizes that the model's code has used
+    untouched: set[str] = field(default_factory=set)  # names of the parameters that no operation has read
+    # labels of the outputs of modules that the training step calls directly, by path
     given: list[tuple[str, list[Dim]]] = field(default_factory=list)
-    problem: str | None = None
+    problem: str | None = None  # reason for which the step could not be followed to its end; None = it was
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -172,9 +164,7 @@ def _place_in_code() -> str:
 def trace(module: nn.Module, batch: object) -> TraceResult:
     """Follow the dimensions of ``module`` through one or more training steps, or through forward passes if it has no step.
 
-    Args:
-        module: model with or without values; neither the model nor any random state is changed.
-        batch: batch of real data, of which a few samples are enough; None = generate one, see `made_batch`.
+    `batch`: batch of real data, of which a few samples are enough; None = generate one, see `made_batch`.
     """
     first, runs = None, (isolated_run.loss_of, isolated_run.call) if _has_step(module) else (isolated_run.call,)
     ways, size = ["meta", "cpu"], sum(p.numel() for p in module.parameters())
@@ -236,13 +226,6 @@ def _attempt(
 
     "values" draws some; else all is on the meta device but, with "cpu", the tensors that code makes without saying where;
     with "blind" every condition on a tensor is false.
-
-    Args:
-        module: model to copy.
-        batch: batch of real data.
-        run: function that runs the step, or the call.
-        way: name of the way.
-        are_keys_plain: whether the code finds entries of dictionaries by a size as by any equal number.
     """
     values, default = way == "values", "cpu" if way in ("cpu", "values") else "meta"
     copy = _copy(module, values)

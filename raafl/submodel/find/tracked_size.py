@@ -17,9 +17,9 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {
 class NonTorchUses:
     """Record of what the code does with sizes beside passing them to torch.
 
-    Attributes:
-        numbers: line of code that has computed something else from a size, such as a scaling factor, by origin and size.
-        was_key: whether a size was looked up in a dictionary or set, as a cache over sizes does.
+    `numbers`: line of code that has computed something else from a size, such as a scaling factor, by origin and
+    size.
+    `was_key`: whether a size was looked up in a dictionary or set, as a cache over sizes does.
     """
 
     def __init__(self, place: Callable[[], str], *, are_keys_plain: bool = False) -> None:

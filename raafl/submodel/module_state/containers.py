@@ -22,11 +22,10 @@ _HOOKS = tuple(sorted(INTERNAL - {*_TENSORS}))
 class Record(ABC):
     """Base class of records of an object's contents, with which changes can be found and undone.
 
-    Attributes:
-        name: name of the attribute through which the object was found.
-        of_metric: whether the object belongs to a torchmetrics metric.
-        of_class: whether the object was found through an attribute of a class.
-        can_restore: whether `restore` can undo changes.
+    `name`: name of the attribute through which the object was found.
+    `of_metric`: whether the object belongs to a torchmetrics metric.
+    `of_class`: whether the object was found through an attribute of a class.
+    `can_restore`: whether `restore` can undo changes.
     """
 
     can_restore = True

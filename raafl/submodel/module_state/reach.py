@@ -140,12 +140,7 @@ class Reached(NamedTuple):
 
 
 def reach(module: nn.Module, own: Iterable[Tensor]) -> Iterator[Reached]:
-    """Find all objects to which a module's attributes lead, each once, including submodules and the user's classes.
-
-    Args:
-        module: module at which the search starts.
-        own: tensors to leave out, since they are handled elsewhere.
-    """
+    """Find all objects to which a module's attributes lead, each once, including submodules and the user's classes."""
     seen = {id(tensor) for tensor in own}
     parts = list(module.named_modules())
     seen.update(id(part) for _, part in parts)

@@ -54,12 +54,7 @@ class ModuleState:
     """Record of a module's state other than parameters and persistent buffers, so that every task starts from the same state."""
 
     def __init__(self, module: nn.Module, submodels: Submodels) -> None:
-        """Record the state.
-
-        Args:
-            module: a small module of ``submodels``, which no step has changed yet.
-            submodels: hold the module that it was copied from.
-        """
+        """Record the state."""
         own = [*module.parameters(), *persistent_buffers(module).values()]
         storages = {local_part(tensor).untyped_storage().data_ptr() for tensor in own}
         original = submodels.cached("reached", None, lambda: _ids(reach(submodels.module, ())))
@@ -85,11 +80,7 @@ class ModuleState:
         ]
 
     def restore(self, *, metrics: bool = True) -> None:
-        """Restore the recorded state, before a task or an evaluation.
-
-        Args:
-            metrics: whether to restore attributes of torchmetrics metrics, too.
-        """
+        """Restore the recorded state, before a task or an evaluation."""
         self._flags.restore()
         for record in self._restored:
             if metrics or not record.of_metric:
@@ -98,11 +89,7 @@ class ModuleState:
             self._watch()
 
     def changed(self, *, metrics: bool = True) -> list[str]:
-        """Return the names of the module's attributes that have changed since they were recorded.
-
-        Args:
-            metrics: whether to include attributes of torchmetrics metrics.
-        """
+        """Return the names of the module's attributes that have changed since they were recorded."""
         records = [r for r in (*self._restored, *self._fixed, *self._watched) if metrics or not r.of_metric]
         return sorted({name for record in records for name in record.changed()})
 

@@ -113,12 +113,7 @@ class OpaqueRecord(Record):
 
 
 def has_values_of_its_own(tensor: Tensor, storages: set[int]) -> bool:
-    """Check whether a tensor's values can be restored and lie outside of the given storages.
-
-    Args:
-        tensor: tensor to check.
-        storages: addresses of storages that are restored in another way.
-    """
+    """Check whether a tensor's values can be restored and lie outside of the given storages."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_inference():
         return False
     tensor = local_part(tensor)

@@ -36,11 +36,6 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Su
 
     The copy has the same structure, but need not compute the same. So the residual width is narrowed, too, where
     possible, and so are frozen layers beside LoRA ranks; the ranks stay.
-
-    Args:
-        submodels: submodels of the large model.
-        module: large model to copy.
-        batch: example batch of its data.
     """
     ranks = {axis.members for axis in lora.ranks(module)}
     for wide in dict.fromkeys([True, submodels.residual_width]):
@@ -90,12 +85,7 @@ def _cut(submodels: Submodels, module: nn.Module, spec: Spec) -> nn.Module:
 
 
 def random_values(submodels: Submodels, module: nn.Module) -> FlatTensors:
-    """Return values for the whole model: parameters are random, like freshly initialised ones, and no two are equal.
-
-    Args:
-        submodels: submodels of the model.
-        module: model whose buffers are copied.
-    """
+    """Return values for the whole model: parameters are random, like freshly initialised ones, and no two are equal."""
     generator, values = torch.Generator().manual_seed(7), FlatTensors.zeros(submodels.layout())
     buffers = persistent_buffers(module)
     statistics = {name for pair in statistics_of(module) for name in pair}

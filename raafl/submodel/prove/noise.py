@@ -21,9 +21,8 @@ class Quiet(TorchFunctionMode):
 
     It records whether any of them occurred.
 
-    Attributes:
-        noisy: whether the code has drawn any random number.
-        forced: whether the code has cast double-precision values to single precision.
+    `noisy`: whether the code has drawn any random number.
+    `forced`: whether the code has cast double-precision values to single precision.
     """
 
     forced = noisy = False

@@ -23,11 +23,7 @@ class StepOutcome:
     noisy: bool = False
 
     def named(self, selections: Mapping[str, Mapping[int, Runs]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all that is compared, as messages name it.
-
-        Args:
-            selections: elements of parameters and buffers that count, as ranges, by name and dimension.
-        """
+        """Yield all that is compared, as messages name it."""
         if self.loss is not None:
             yield "the loss", self.loss
         yield from ((output_of(path), tensor) for path, given in self.outputs for tensor in given)

@@ -56,13 +56,6 @@ def refuted(
     cut, chosen such that any two axes are told apart by a subset with only one of them. Wrong axes are found by
     bisection, or one by one if they fail only together. For a model with more than `LARGE` values, a narrow copy with
     the same axes is checked instead; if none can be made, the model itself is checked, without the subsets.
-
-    Args:
-        submodels: submodels of the model, which must not have been used before.
-        module: model with or without values; its buffers are read.
-        batch: batch of real data, of which a few samples are enough.
-        measures_rounding: whether a difference is allowed that rounding makes in this model; False = as in runs of before,
-            only a fixed share of the largest value is.
     """
     if not submodels.axes:
         return {}
@@ -228,13 +221,7 @@ class _Proof:
     ) -> StepOutcome:
         """Do a step of the whole model with ``instead`` in the place of what is dropped.
 
-        Args:
-            plan: plan that copies what is kept.
-            instead: value of dropped elements.
-            noise: number that stands for all that is drawn.
-            buffers: whether buffers are masked, too. They may place or scale a unit's inputs, as the knots of a spline do, by
-                whose distances is divided, and a unit is gone with its parameters.
-            moved: function that changes each parameter in place; None = none.
+        `moved`: function that changes each parameter in place; None = none.
         """
         kept = FlatTensors.zeros(self.values.layout)
         plan.cover_(kept, True)  # a number cannot be added to a buffer of booleans
@@ -297,13 +284,7 @@ class _Proof:
         return done
 
     def _rounding(self, spec: Spec, whole: StepOutcome, masked: Callable[..., StepOutcome]) -> Rounding:
-        """Measure what rounding makes of a masked step, by steps whose parameters are moved by a few units of it.
-
-        Args:
-            spec: submodel whose part of the step counts.
-            whole: outcome of the step.
-            masked: function that runs the step.
-        """
+        """Measure what rounding makes of a masked step, by steps whose parameters are moved by a few units of it."""
         eps = torch.finfo(torch.float32 if whole.forced else self.dtype).eps
         generator, selections = torch.Generator().manual_seed(13), self.submodels.selections(spec)
         found = Rounding(CAPS[self.dtype])

@@ -37,14 +37,10 @@ LEAST = 64
 
 @dataclass
 class Rounding:
-    """Measured effect of rounding on the tensors of a step; without arguments, rounding that was not measured.
+    """Measured effect of rounding on the tensors of a step; without arguments, rounding that was not measured."""
 
-    Attributes:
-        cap: largest share of a tensor's largest value that is allowed.
-        changes: largest absolute change of each tensor, by its name in messages.
-    """
-
-    cap: float = 0.0
+    cap: float = 0.0  # largest share of a tensor's largest value that is allowed
+    # largest absolute change of each tensor, by its name in messages
     changes: dict[str, float] = field(default_factory=dict)
 
     def add(self, one: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Tensor]]) -> None:
@@ -54,42 +50,22 @@ class Rounding:
                 self.changes[what] = max(self.changes.get(what, 0.0), float((before - after).abs().max()))
 
     def allows(self, what: str, gap: float, scale: float) -> bool:
-        """Check whether rounding explains a difference.
-
-        Args:
-            what: name of the tensor in messages.
-            gap: largest absolute difference.
-            scale: largest absolute value of the tensor, or its floor.
-        """
+        """Check whether rounding explains a difference."""
         return gap <= min(TIMES * self.changes.get(what, 0.0), self.cap * scale)
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Largest difference that is allowed between two tensors.
+    """Largest difference that is allowed between two tensors."""
 
-    Attributes:
-        tolerance: share of the largest value.
-        floor: smallest value that counts as the largest one.
-        rounding: measured rounding, which may exceed that share.
-        least: absolute difference that is allowed in any case.
-    """
-
-    tolerance: float
-    floor: float = 1e-6
-    rounding: Rounding = field(default_factory=Rounding)
-    least: float = 0.0
+    tolerance: float  # share of the largest value
+    floor: float = 1e-6  # smallest value that counts as the largest one
+    rounding: Rounding = field(default_factory=Rounding)  # measured rounding, which may exceed that share
+    least: float = 0.0  # absolute difference that is allowed in any case
 
 
 def apart(what: str, one: Tensor, other: Tensor, bound: Bound) -> Iterator[str]:
-    """Yield in words that two tensors differ by more than allowed, if they do.
-
-    Args:
-        what: name of the tensors in the message.
-        one: tensor of the small model.
-        other: same part of the whole model's tensor.
-        bound: largest difference that is allowed.
-    """
+    """Yield in words that two tensors differ by more than allowed, if they do."""
     if one.shape != other.shape:
         yield f"{what} has the shape {tuple(one.shape)}, not {tuple(other.shape)}"
         return

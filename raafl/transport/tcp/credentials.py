@@ -29,13 +29,9 @@ _REMEDY = "make one with `raafl certs`, or name it with --tls_ca, --tls_cert and
 
 @dataclass(frozen=True, slots=True)
 class LocalToken:
-    """Random token shared by the processes that one command started on this machine; accepted on the loopback interface only.
+    """Random token shared by the processes that one command started on this machine; accepted on the loopback interface only."""
 
-    Attributes:
-        token: the 32 bytes of the token.
-    """
-
-    token: bytes = field(repr=False)
+    token: bytes = field(repr=False)  # the 32 bytes of the token
 
     @classmethod
     def from_environment(cls) -> LocalToken | None:
@@ -58,19 +54,12 @@ class LocalToken:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of one side of mutual TLS.
+    """PEM files of one side of mutual TLS."""
 
-    Attributes:
-        ca: certificates of the authorities that may have issued the other side's certificate.
-        cert: certificate of this side, followed by any intermediate certificates.
-        key: private key of this side, readable by its owner alone.
-        crl: list of revoked certificates, which need not exist; None = a client checks none.
-    """
-
-    ca: Path
-    cert: Path
-    key: Path
-    crl: Path | None = None
+    ca: Path  # certificates of the authorities that may have issued the other side's certificate
+    cert: Path  # certificate of this side, followed by any intermediate certificates
+    key: Path  # private key of this side, readable by its owner alone
+    crl: Path | None = None  # list of revoked certificates, which need not exist; None = a client checks none
 
     @classmethod
     def find(cls, folder: Path, *, server: bool, given: dict[str, str | None]) -> TlsFiles:
@@ -78,11 +67,7 @@ class TlsFiles:
 
         A path that the user has not given is looked up in the folder of `raafl certs`.
 
-        Args:
-            folder: folder in which `raafl certs` has stored its files.
-            server: true = take the server's certificate, ``server.crt``; false = take the certificate of a
-                client's site, which must be the only other one in the folder that has its key there.
-            given: path that the user has named, or None, by field of `TlsFiles`: ``ca``, ``cert``, ``key`` and ``crl``.
+        `given`: path that the user has named, or None, by field of `TlsFiles`: ``ca``, ``cert``, ``key`` and ``crl``.
 
         Raises:
             BadInput: a file is missing, or it is not clear which certificate to take.

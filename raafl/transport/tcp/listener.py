@@ -65,8 +65,7 @@ class _Caller:
 class Listener:
     """Listening socket that admits clients that authenticate; a context manager.
 
-    Attributes:
-        address: ``HOST:PORT`` with the actual port.
+    `address`: ``HOST:PORT`` with the actual port.
     """
 
     def __init__(
@@ -84,19 +83,7 @@ class Listener:
     ) -> None:
         """Listen; `start` begins to answer.
 
-        Args:
-            address: ``HOST:PORT``, or a listening socket, which belongs to the listener from now on.
-            credentials: files of mutual TLS, or the token of processes of this machine, to whom nothing is encrypted.
-            admit: called with the connection and the peer, on a thread of its own. It should return soon, may raise
-                `Refused`, and owns the connection.
-            refused: called once for each refused caller, with the reason: bad-magic, bad-version, no-certificate,
-                bad-certificate, wrong-token, tls-failed, timeout, closed (by the caller), busy, too-often, stopped, failed, or
-                one chosen by ``authorize`` or ``admit``.
-            authorize: raises `Refused` for a peer that may not come in; it is told the reason in words.
-            timeout_s: of the connections.
-            max_callers: places for callers that have not been admitted yet.
-            max_per_host: of these, places for one host.
-            turns: rate limit of each client; None = no limit.
+        `turns`: rate limit of each client; None = no limit.
 
         Raises:
             BadInput: the address is not of this machine or in use, or a file of the credentials is of no use.
@@ -291,15 +278,8 @@ def connect(
 ) -> TcpConnection:
     """Connect to a server's `Listener`, authenticate this client, and return the connection.
 
-    Args:
-        address: ``HOST:PORT`` of the server; the server's certificate must be valid for this host.
-        client: id of the client.
-        credentials: TLS files, read again for each connection, or the token of processes on this machine.
-        timeout_s: seconds for connecting and authenticating.
-        pair_timeout_s: seconds for each piece of a message on the connection; see `TcpConnection`.
-        proxy: URL of an HTTP proxy; "none" = no proxy; None = the proxy that the environment sets for this host, if
-            any.
-        revoked: function that returns the serial numbers of revoked certificates, of which the server's may be none.
+    `proxy`: URL of an HTTP proxy; "none" = no proxy; None = the proxy that the environment sets for this host, if
+    any.
 
     Raises:
         Refused: the server does not admit this client, or this client does not trust the server. Another attempt is

@@ -38,19 +38,13 @@ _FOR_NOW = ("busy", "too-often", "stopped", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A client that wants to connect, with what the server knows about it so far.
+    """A client that wants to connect, with what the server knows about it so far."""
 
-    Attributes:
-        client: id that the client asks for.
-        holder: site that the client's certificate names; None = a process of the same command, which has the token.
-        serial: serial number of the client's certificate; 0 without one.
-        address: ``HOST:PORT`` from which the client connects.
-    """
-
-    client: int
+    client: int  # id that the client asks for
+    # site that the client's certificate names; None = a process of the same command, which has the token
     holder: Holder | None
-    serial: int
-    address: str
+    serial: int  # serial number of the client's certificate; 0 without one
+    address: str  # ``HOST:PORT`` from which the client connects
 
 
 def opening_stream(sock: socket.socket, timeout_s: float) -> SocketStream:
@@ -66,12 +60,6 @@ def server_opening(
     stream: SocketStream, expected: LocalToken | str, address: str, authorize: Callable[[Peer], None]
 ) -> Peer:
     """Run the server's side of the authentication; return the authenticated client.
-
-    Args:
-        stream: stream to the client.
-        expected: token that the client must have, or name of the federation in the client's certificate.
-        address: address of the client.
-        authorize: function that raises `Refused` if the client may not join; the client gets the reason.
 
     Raises:
         Refused: the client was refused.
@@ -119,12 +107,6 @@ def client_opening(
     stream: SocketStream, client: int, credentials: LocalToken | str, revoked: Callable[[], frozenset[int]] = frozenset
 ) -> None:
     """Run the client's side of the authentication; return once the server has admitted this client.
-
-    Args:
-        stream: stream to the server.
-        client: client id to ask for.
-        credentials: token to send, or name of the federation in the server's certificate.
-        revoked: function that returns the serial numbers of revoked certificates.
 
     Raises:
         Refused: the server does not belong to this federation, or does not admit this client.

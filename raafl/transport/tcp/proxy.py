@@ -18,9 +18,7 @@ _MAX_HEAD_BYTES = 16 << 10
 def proxy_for(host: str, given: str | None) -> str | None:
     """Choose the proxy for a host: the given one, else the proxy that the environment sets for HTTPS (HTTPS_PROXY, NO_PROXY).
 
-    Args:
-        host: name of the server; for this machine itself, only a given proxy is used.
-        given: URL of the proxy; "none" = no proxy; None = as the environment says.
+    `given`: URL of the proxy; "none" = no proxy; None = as the environment says.
 
     Raises:
         BadInput: the value is not the URL of an HTTP proxy.
@@ -42,12 +40,6 @@ def proxy_for(host: str, given: str | None) -> str | None:
 
 def tunnel(proxy: str, host: str, port: int, timeout_s: float) -> socket.socket:
     """Connect to ``host:port`` through a proxy; return the connected socket.
-
-    Args:
-        proxy: URL of the proxy, from `proxy_for`; a user and password in it are sent by Basic authentication.
-        host: name of the host to reach, as the proxy knows it.
-        port: port of the host.
-        timeout_s: seconds for all of this.
 
     Raises:
         PeerLost: the proxy refuses the connection, or its answer is invalid.

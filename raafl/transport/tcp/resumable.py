@@ -35,15 +35,10 @@ _LOOK_S = 0.05  # how often a thread that waits for the other looks again
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Number of messages and chunks that one side of a session has received.
+    """Number of messages and chunks that one side of a session has received."""
 
-    Attributes:
-        num_messages: number of task messages that were received completely.
-        num_chunks: number of chunks of the next message that were received.
-    """
-
-    num_messages: int = 0
-    num_chunks: int = 0
+    num_messages: int = 0  # number of task messages that were received completely
+    num_chunks: int = 0  # number of chunks of the next message that were received
 
 
 Renew = Callable[[Position, Exception], tuple[TcpConnection, Position]]
@@ -57,20 +52,14 @@ class ResumableConnection(Connection):
     Only a thread that holds the receiving lock replaces the connection, since the receiver might otherwise be in the
     middle of a message that the new connection is to continue.
 
-    Attributes:
-        pair: the present connection of the session.
-        num_sent: number of task messages sent.
+    `pair`: the present connection of the session.
+    `num_sent`: number of task messages sent.
     """
 
     resumes = True
 
     def __init__(self, pair: TcpConnection, renew: Renew) -> None:
-        """Begin on a connection.
-
-        Args:
-            pair: the first connection, from which no message of a task has been read.
-            renew: callback for a broken connection, on the thread that noticed it; what it raises ends the session.
-        """
+        """Begin on a connection."""
         self.pair, self._renew = pair, renew
         self._sending, self._receiving = threading.Lock(), threading.RLock()
         # The lock guards the connection, the last message, and the chunk from which it is to be sent there, together. None = there

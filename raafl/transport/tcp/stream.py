@@ -86,10 +86,9 @@ class Stream(Protocol):
 class SocketStream:
     """Byte stream over a connected socket; one thread may read while another writes.
 
-    Attributes:
-        reading: time budget for receiving one message; replaced for each message.
-        writing: time budget for sending one message.
-        num_read, num_written: number of bytes received and sent so far.
+    `reading`: time budget for receiving one message; replaced for each message.
+    `writing`: time budget for sending one message.
+    `num_read`, `num_written`: number of bytes received and sent so far.
     """
 
     def __init__(self, sock: socket.socket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
@@ -219,13 +218,7 @@ def shut(sock: socket.socket, how: int) -> None:
 
 
 def drain(sock: socket.socket, timeout_s: float, most_bytes: int) -> None:
-    """Read and discard what a peer still sends, so that unread bytes do not reset the connection before the peer has read ours.
-
-    Args:
-        sock: socket that is connected.
-        timeout_s: seconds for all of this.
-        most_bytes: number of bytes after which to give up.
-    """
+    """Read and discard what a peer still sends, so that unread bytes do not reset the connection before the peer has read ours."""
     until, scratch = time.monotonic() + timeout_s, bytearray(4096)
     readable = select.poll()
     readable.register(sock, select.POLLIN)

@@ -165,12 +165,7 @@ class TlsStream(SocketStream):
 
 
 def problem_of(error: OSError, has_opened: bool) -> Refused | PeerLost:
-    """Convert an error of the TLS library to `Refused` or `PeerLost`, with an explanation in words.
-
-    Args:
-        error: error that the TLS library raised.
-        has_opened: whether the handshake was complete, so that a later TLS record caused the error.
-    """
+    """Convert an error of the TLS library to `Refused` or `PeerLost`, with an explanation in words."""
     if not isinstance(error, ssl.SSLError):
         return connection_lost(error)
     reason = error.reason or ""

@@ -27,23 +27,12 @@ SIGNATURE_BYTES = 64
 
 
 def senders_text(group: Group, senders: Iterable[int]) -> bytes:
-    """Return the text that a member signs with its masked numbers.
-
-    Args:
-        group: the group as the member was told.
-        senders: ids of the members whose shares it has, itself included.
-    """
+    """Return the text that a member signs with its masked numbers."""
     return f"raafl round senders 1\n{group.run}\n{group.digest}\n{_listed(senders)}".encode()
 
 
 def lists_text(group: Group, senders: Iterable[int], survivors: Iterable[int]) -> bytes:
-    """Return the text that a member signs before it reveals anything.
-
-    Args:
-        group: the group as the member was told.
-        senders: ids of the members whose shares it has, itself included.
-        survivors: ids of the members whose masked numbers have arrived, as it was told.
-    """
+    """Return the text that a member signs before it reveals anything."""
     return f"raafl round lists 1\n{group.run}\n{group.digest}\n{_listed(senders)}\n{_listed(survivors)}".encode()
 
 
@@ -52,13 +41,7 @@ def _listed(members: Iterable[int]) -> str:
 
 
 def is_signed(text: bytes, signature: bytes, key: bytes) -> bool:
-    """Check whether a text has a member's signature; False for malformed keys and signatures, too.
-
-    Args:
-        text: text that was signed.
-        signature: Ed25519 signature of it.
-        key: public key of the member, 32 bytes.
-    """
+    """Check whether a text has a member's signature; False for malformed keys and signatures, too."""
     try:
         Ed25519PublicKey.from_public_bytes(key).verify(signature, text)
     except (InvalidSignature, ValueError):
@@ -68,9 +51,6 @@ def is_signed(text: bytes, signature: bytes, key: bytes) -> bool:
 
 def check_facts(group: Group) -> None:
     """Check what the weights of a group depend on, and that members that say so started from the same values.
-
-    Args:
-        group: group that the server names; nothing else needs to have been checked.
 
     Raises:
         CannotOpen: bad-group: a member counts for more samples than it says, or trained from a version that is not there
@@ -95,13 +75,6 @@ def check_cover(
     group: Group, coverage: Coverage, weights: Mapping[int, float], survivors: frozenset[int], min_cover: int
 ) -> None:
     """Check that each cell whose sum these survivors would open hides each of its sites.
-
-    Args:
-        group: group whose sum would be opened.
-        coverage: cells (sets of elements that the same members train) of the group's submodels.
-        weights: weight of each member's change in the sum, by its id.
-        survivors: ids of the members whose updates are summed.
-        min_cover: smallest number of members, and of sites, whose sum may be opened.
 
     Raises:
         CannotOpen: bad-group: a cell has survivors of too few sites, or nearly all of its sum would be of one site.

@@ -59,15 +59,6 @@ def secured(
 ) -> Algorithm:
     """Return ``algorithm`` with secure aggregation, in which the server can read only sums; unchanged if it is off.
 
-    Args:
-        algorithm: algorithm of the run, to which the other options are already applied.
-        options: the run's options of secure aggregation.
-        rounds: conditions under which a round closes early.
-        guard: protection from bad updates.
-        privacy: differential privacy of the clients.
-        num_clients: number of clients N.
-        up: compressor of what clients send, as in ``compress.up``.
-
     Raises:
         BadInput: the algorithm or an option does not work with secure aggregation; the message has a line for each
             problem.

@@ -23,20 +23,14 @@ MAX_CELLS = 4096
 
 
 def _with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
-    """Return a layout with the same tensors as ``layout`` and another dtype.
-
-    Args:
-        layout: layout to copy.
-        dtype: dtype of all tensors.
-    """
+    """Return a layout with the same tensors as ``layout`` and another dtype."""
     return Layout.pack((entry.name, entry.shape, dtype) for entry in layout.entries)
 
 
 class IntegerLayouts:
     """Layouts of the integers that encode clients' updates in secure aggregation; each trained value becomes one int32.
 
-    Attributes:
-        submodels: submodels of the model; all trained parameters must be float32.
+    `submodels`: submodels of the model; all trained parameters must be float32.
     """
 
     def __init__(self, submodels: Submodels) -> None:
@@ -44,24 +38,14 @@ class IntegerLayouts:
         self.submodels = submodels
 
     def layout(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> Layout:
-        """Return the layout of the integers that encode a submodel's trained values.
-
-        Args:
-            spec: submodel whose values are encoded.
-            dtype: dtype of the integers.
-        """
+        """Return the layout of the integers that encode a submodel's trained values."""
         spec = self.submodels.normal(spec.without_base)
         return self.submodels.cached(
             "integer layout", (spec, dtype), lambda: _with_dtype(self.submodels.layout(spec, "trained"), dtype)
         )
 
     def plan(self, spec: Spec, dtype: torch.dtype = torch.int32) -> CopyPlan:
-        """Return the copy plan (which elements go where) between the encoded values of a submodel and of the whole model.
-
-        Args:
-            spec: submodel whose values are encoded.
-            dtype: dtype of the integers.
-        """
+        """Return the copy plan (which elements go where) between the encoded values of a submodel and of the whole model."""
         spec = self.submodels.normal(spec.without_base)
 
         def make() -> CopyPlan:
@@ -70,12 +54,7 @@ class IntegerLayouts:
         return self.submodels.cached("integer plan", (spec, dtype), make)
 
     def zeros(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> FlatTensors:
-        """Return a tensor of zeros on the CPU for the integers that encode a submodel's trained values.
-
-        Args:
-            spec: submodel whose values are encoded.
-            dtype: dtype of the integers.
-        """
+        """Return a tensor of zeros on the CPU for the integers that encode a submodel's trained values."""
         return FlatTensors.zeros(self.layout(spec, dtype))
 
 

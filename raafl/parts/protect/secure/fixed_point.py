@@ -27,14 +27,10 @@ class FixedPoint:
     """Fixed-point format in which several clients' changes add up without overflow: values up to ``bound``, steps ``2**-bits``.
 
     An element is rounded towards zero by less than one step, so that rounding never increases the norm of an update.
-
-    Attributes:
-        bound: largest magnitude B of an element.
-        num_members: largest number K of updates in a sum.
     """
 
-    bound: float
-    num_members: int
+    bound: float  # largest magnitude B of an element
+    num_members: int  # largest number K of updates in a sum
 
     def __post_init__(self) -> None:
         if self.bound * self.num_members > LARGEST / 2:
@@ -56,9 +52,7 @@ class FixedPoint:
     def scale(self, values: Tensor, clip_norm: float | None = None) -> float:
         """Return the factor, at most 1, by which a change must be multiplied to clip its norm.
 
-        Args:
-            values: change of the client, as one flat buffer.
-            clip_norm: largest L2 norm of ``values``; None = no clipping.
+        `clip_norm`: largest L2 norm of ``values``; None = no clipping.
 
         Raises:
             OutOfRange: after clipping, an element exceeds the bound or is not finite.
@@ -74,13 +68,7 @@ class FixedPoint:
         return factor
 
     def encode(self, values: Tensor, share: float = 1.0, scale: float = 1.0) -> Tensor:
-        """Encode ``share * scale * values`` as int32 multiples of the fixed-point step, on the device of ``values``.
-
-        Args:
-            values: change of the client, as one flat buffer, checked by `scale`.
-            share: weight of the client, divided by the largest weight in the sum; from 0 to 1.
-            scale: factor that `scale` returned for these values.
-        """
+        """Encode ``share * scale * values`` as int32 multiples of the fixed-point step, on the device of ``values``."""
         wide = values.double() if scale == 1.0 else values.double() * scale
         return (wide * (share * 2.0**self.bits)).trunc_().to(torch.int32)
 
@@ -90,12 +78,7 @@ class FixedPoint:
 
 
 def add_(total: Tensor, more: Tensor | np.ndarray) -> None:
-    """Add int32 tensors modulo 2^32, in place, on the CPU. NumPy does it, since torch does not define what an overflow gives.
-
-    Args:
-        total: tensor that is changed.
-        more: tensor or array to add.
-    """
+    """Add int32 tensors modulo 2^32, in place, on the CPU. NumPy does it, since torch does not define what an overflow gives."""
     words = total.numpy().view(np.uint32)
     other = more.numpy() if isinstance(more, Tensor) else more
     np.add(words, other.view(np.uint32), out=words)

@@ -31,9 +31,8 @@ COMMITMENT_BYTES = 16
 class CannotOpen(Exception):
     """Raised if the sum of a group's updates cannot be unmasked.
 
-    Attributes:
-        reason: reason code: too-few (too few members are left), bad-share (the members' shares do not restore a key),
-            or bad-group (the group is not the one to which a client agreed).
+    `reason`: reason code: too-few (too few members are left), bad-share (the members' shares do not restore a key),
+    or bad-group (the group is not the one to which a client agreed).
     """
 
     def __init__(self, detail: str, reason: Literal["too-few", "bad-share", "bad-group"]) -> None:
@@ -49,33 +48,20 @@ class GroupMember:
     """One client of a group in secure aggregation, as the other members of the group see it.
 
     With certificates the member's site signs everything but ``counted`` and ``site`` (`Group.statement`).
-
-    Attributes:
-        id: id of the member's assignment, which identifies it in the group.
-        mask_key: public key with which others agree on masks with it, 32 bytes.
-        share_key: public key with which others encrypt secret shares for it, 32 bytes.
-        sign_key: public key with which others check its signatures of lists, 32 bytes (Ed25519).
-        spec: submodel of the member.
-        num_samples: number of samples on which the member says that it trained.
-        num_steps: number of optimizer steps that it says it made.
-        counted: number of samples by which the server weights it, at most ``num_samples``.
-        version: global version from which the member trained.
-        max_share: largest share of an opened sum that the member's site lets one site have; 1 = any.
-        start: digest of what the member received to train from; "" = not stated.
-        site: name of the member's site, as in its certificate; "" = it has none, and counts as a site of its own.
     """
 
-    id: int
-    mask_key: bytes
-    share_key: bytes
-    sign_key: bytes
-    spec: Spec
-    num_samples: int = 1
-    num_steps: int = 1
-    counted: int = 1
-    version: int = 0
-    max_share: float = 1.0
-    start: str = ""
+    id: int  # id of the member's assignment, which identifies it in the group
+    mask_key: bytes  # public key with which others agree on masks with it, 32 bytes
+    share_key: bytes  # public key with which others encrypt secret shares for it, 32 bytes
+    sign_key: bytes  # public key with which others check its signatures of lists, 32 bytes (Ed25519)
+    spec: Spec  # submodel of the member
+    num_samples: int = 1  # number of samples on which the member says that it trained
+    num_steps: int = 1  # number of optimizer steps that it says it made
+    counted: int = 1  # number of samples by which the server weights it, at most ``num_samples``
+    version: int = 0  # global version from which the member trained
+    max_share: float = 1.0  # largest share of an opened sum that the member's site lets one site have; 1 = any
+    start: str = ""  # digest of what the member received to train from; "" = not stated
+    # name of the member's site, as in its certificate; "" = it has none, and counts as a site of its own
     site: str = ""
 
     @property
@@ -86,25 +72,15 @@ class GroupMember:
 
 @dataclass(frozen=True)
 class Group:
-    """Group of clients in secure aggregation: the server can read only the sum of their updates.
+    """Group of clients in secure aggregation: the server can read only the sum of their updates."""
 
-    Attributes:
-        id: hex text that identifies the group within the run.
-        members: members of the group, ordered by id.
-        threshold: number of members that must help to unmask the sum.
-        min_cover: number of members that must have trained an element for the server to learn its sum.
-        version: global version when the group was formed, from which the staleness of each member is counted.
-        run: digest of the run's config and model; each member states its own, which must be this one.
-        equal: whether all members have the same weight, as with differential privacy on the server.
-    """
-
-    id: str
-    members: tuple[GroupMember, ...]
-    threshold: int
-    min_cover: int
-    version: int = 0
-    run: str = ""
-    equal: bool = False
+    id: str  # hex text that identifies the group within the run
+    members: tuple[GroupMember, ...]  # members of the group, ordered by id
+    threshold: int  # number of members that must help to unmask the sum
+    min_cover: int  # number of members that must have trained an element for the server to learn its sum
+    version: int = 0  # global version when the group was formed, from which the staleness of each member is counted
+    run: str = ""  # digest of the run's config and model; each member states its own, which must be this one
+    equal: bool = False  # whether all members have the same weight, as with differential privacy on the server
 
     @cached_property
     def digest(self) -> str:
@@ -122,9 +98,6 @@ class Group:
         """Return the site that has more members among some than may collude with the server; None if there is no such site.
 
         Two lists can each find ``threshold`` signatures only if ``2 threshold - members`` of the group sign both.
-
-        Args:
-            members: ids of some members.
         """
         most = max(2 * self.threshold - len(self.members) - 1, 1)
         counts = Counter(self.by_id[member].owner for member in members)
@@ -145,12 +118,7 @@ class Group:
 
 
 def statement(run: str, member: GroupMember) -> str:
-    """Return the text that a member's site signs before it knows the group; see `Group.statement`.
-
-    Args:
-        run: digest of the run's config and model.
-        member: the member, of which ``counted`` and ``site`` are not part of the text.
-    """
+    """Return the text that a member's site signs before it knows the group; see `Group.statement`."""
     keys = [key.hex() for key in (member.mask_key, member.share_key, member.sign_key)]
     facts = [
         member.num_samples,
@@ -164,12 +132,7 @@ def statement(run: str, member: GroupMember) -> str:
 
 
 def threshold_of(num_members: int, share: float) -> int:
-    """Return the number of members that must help to unmask a group's sum: the smallest number above ``share`` of all.
-
-    Args:
-        num_members: number of members in the group.
-        share: fraction of the members, from 0.5 to below 1.
-    """
+    """Return the number of members that must help to unmask a group's sum: the smallest number above ``share`` of all."""
     return min(int(share * num_members + 1e-9) + 1, num_members)
 
 
@@ -177,23 +140,12 @@ def share_bytes(coverage: Coverage, sender: int) -> int:
     """Return the size in bytes of the encrypted message by which a member shares its secrets with one other member.
 
     The secrets are its private key and one seed for each of its cells (sets of elements that the same members train).
-
-    Args:
-        coverage: cells of the group's submodels.
-        sender: id of the member whose secrets are shared.
     """
     return SEED_BYTES * (1 + len(coverage.cells_in(sender))) + TAG_BYTES
 
 
 def reveal_bytes(coverage: Coverage, member_id: int, survivors: frozenset[int], min_cover: int) -> int:
-    """Return the number of bytes that a remaining member sends so that the server can remove a given member's masks.
-
-    Args:
-        coverage: cells (sets of elements that the same members train) of the group's submodels.
-        member_id: id of the member whose masks are removed.
-        survivors: ids of the members that have sent their masked updates.
-        min_cover: smallest number of survivors that must train a cell, for the server to learn its sum.
-    """
+    """Return the number of bytes that a remaining member sends so that the server can remove a given member's masks."""
     return SEED_BYTES * (
         len(open_positions(coverage, member_id, survivors, min_cover)) if member_id in survivors else 1
     )
@@ -203,12 +155,6 @@ def open_positions(coverage: Coverage, member_id: int, survivors: frozenset[int]
     """Return which of a member's cells the server may unmask, as positions in the list of the member's cells.
 
     A cell is a set of elements that the same members train.
-
-    Args:
-        coverage: cells of the group's submodels.
-        member_id: id of the member.
-        survivors: ids of the members that have sent their masked updates.
-        min_cover: smallest number of survivors that must train a cell.
     """
     opened = set(coverage.open_cells(survivors, min_cover))
     return [place for place, cell in enumerate(coverage.cells_in(member_id)) if cell in opened]
@@ -220,29 +166,13 @@ def commitment(seed: bytes) -> bytes:
 
 
 def mask_seed(private: X25519PrivateKey, public: bytes, group: str, one: int, other: int) -> bytes:
-    """Derive the seed of the mask that two members share; both derive the same seed.
-
-    Args:
-        private: one member's private key for masks.
-        public: the other member's public key for masks.
-        group: id of the group.
-        one: id of one of the members.
-        other: id of the other member.
-    """
+    """Derive the seed of the mask that two members share; both derive the same seed."""
     low, high = sorted((one, other))
     return _agreed(private, public, f"raafl mask {group} {low} {high}")
 
 
 def share_key(private: X25519PrivateKey, public: bytes, group: str, sender: int, receiver: int) -> bytes:
-    """Derive the key that encrypts the shares from a sender to a receiver; each direction has its own key.
-
-    Args:
-        private: one member's private key for shares.
-        public: the other member's public key for shares.
-        group: id of the group.
-        sender: id of the member that encrypts.
-        receiver: id of the member that decrypts.
-    """
+    """Derive the key that encrypts the shares from a sender to a receiver; each direction has its own key."""
     return _agreed(private, public, f"raafl share {group} {sender} {receiver}")
 
 
@@ -255,26 +185,14 @@ def _agreed(private: X25519PrivateKey, public: bytes, purpose: str) -> bytes:
 
 
 def expand(seed: bytes, num: int) -> np.ndarray:
-    """Expand a seed to ``num`` random-looking 32-bit words, equal on every machine.
-
-    Args:
-        seed: secret seed to be expanded.
-        num: number of words.
-    """
+    """Expand a seed to ``num`` random-looking 32-bit words, equal on every machine."""
     # the counter starts at 0: a seed is expanded for one mask only
     stream = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor().update(bytes(4 * num))
     return np.frombuffer(stream, "<u4").astype(np.uint32, copy=False)
 
 
 def add_mask_(words: np.ndarray, where: np.ndarray | slice, seed: bytes, sign: int) -> None:
-    """Add a mask to the chosen elements of a member's encoded update, modulo 2^32, in place.
-
-    Args:
-        words: encoded update of the member, uint32.
-        where: elements to mask: a boolean mask over ``words``, or a slice of all.
-        seed: seed from which the mask is expanded.
-        sign: direction: 1 adds the mask, -1 subtracts it.
-    """
+    """Add a mask to the chosen elements of a member's encoded update, modulo 2^32, in place."""
     num = len(words) if isinstance(where, slice) else int(np.count_nonzero(where))
     combine: Callable[..., np.ndarray] = np.add if sign > 0 else np.subtract
     if isinstance(where, slice):
@@ -284,10 +202,5 @@ def add_mask_(words: np.ndarray, where: np.ndarray | slice, seed: bytes, sign: i
 
 
 def pair_sign(member_id: int, other: int) -> int:
-    """Return the sign of a mask that two members share: 1 = the first adds it, -1 = it subtracts it; the other does the opposite.
-
-    Args:
-        member_id: id of the first member.
-        other: id of the other member.
-    """
+    """Return the sign of a mask that two members share, for the first: 1 = add, -1 = subtract; the other does the opposite."""
     return 1 if member_id < other else -1

@@ -40,19 +40,13 @@ _NONCE = bytes(12)
 class Member:
     """A client's side of secure aggregation in one group; each group needs a new object, since its keys are used once.
 
-    Attributes:
-        public: public keys of the client: for masks, for shares, and for signatures. The last one is no site's: with
-            certificates the site's own key signs all three (`Group.statement`), which delegates to a key that is good for
-            one group and for one client of the site.
+    `public`: public keys of the client: for masks, for shares, and for signatures. The last one is no site's: with
+    certificates the site's own key signs all three (`Group.statement`), which delegates to a key that is good for one
+    group and for one client of the site.
     """
 
     def __init__(self, min_cover: int, threshold: float) -> None:
-        """Draw the keys.
-
-        Args:
-            min_cover: least number of contributors to an element that is opened, by the client's own config.
-            threshold: share of the members of which more must help, by the client's own config.
-        """
+        """Draw the keys."""
         self._min_cover, self._threshold = min_cover, threshold
         self._masks, self._shares = X25519PrivateKey.generate(), X25519PrivateKey.generate()
         self._signs = Ed25519PrivateKey.generate()
@@ -73,11 +67,7 @@ class Member:
         With enough shares the server can remove the masks of a client that is lost. Returns an encrypted share for each
         other member, by its id, and commitments (digests) of the secret seeds.
 
-        Args:
-            group: description of the group that the server sent.
-            member_id: id of this member.
-            layouts: layouts of the integers by which the model's values are masked and summed.
-            weights: weight of each member's change in the sum, by its id; None = equal ones.
+        `weights`: weight of each member's change in the sum, by its id; None = equal ones.
 
         Raises:
             CannotOpen: bad-group: the group is too small, has another threshold or min_cover than agreed, lacks this
@@ -142,10 +132,6 @@ class Member:
     def mask_(self, numbers: FlatTensors, encrypted: Mapping[int, bytes]) -> bytes:
         """Decrypt the other members' shares, and mask this client's encoded update, in place; return a signature of the senders.
 
-        Args:
-            numbers: encoded change of this client's submodel.
-            encrypted: shares for this member, by sender; a missing sender has dropped out.
-
         Raises:
             CannotOpen: too-few: not enough members sent shares; bad-share: a share cannot be decrypted; bad-group: it has
                 masked numbers before.
@@ -176,9 +162,6 @@ class Member:
     def sign(self, survivors: Mapping[int, bytes]) -> bytes:
         """Agree to a list of survivors; return this client's signature of that list and of its list of senders.
 
-        Args:
-            survivors: signature of the senders, as `mask_` returns it, of each member whose masked numbers have arrived, by id.
-
         Raises:
             CannotOpen: too-few: too few members are left; bad-group: this client is not among them or has signed before, one
                 of them was told of another group or of other senders, or a sum would be of too few sites, or of one.
@@ -206,9 +189,6 @@ class Member:
         For a member whose update has arrived these are shares of the seeds of its masks. For a member that dropped out it
         is a share of its private key instead. They are never given together for one member: that would reveal its
         update. If too few of the arrived updates change the elements that a seed masks, its share is left out.
-
-        Args:
-            signatures: signatures that `sign` returned to other members, by their id.
 
         Raises:
             CannotOpen: too-few: fewer than ``threshold`` members signed what this client signed; bad-group: this client

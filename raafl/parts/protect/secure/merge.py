@@ -29,28 +29,20 @@ from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 
 @dataclass
 class SecureMemory(MergeMemory):
-    """State of `SecureSum`: sums of updates since the last merge, and counts for the summary.
-
-    Attributes:
-        missing: ids of the current group's assignments whose updates have not arrived yet.
-        scale: number by which the members' weights are divided in the current group; see `SumGroup.scale`.
-        group: submodel, weight, and weight times staleness factor divided by ``scale``, of each update that has arrived.
-        numbers: sum of the current group's encoded updates modulo 2^32; None = none has arrived.
-        total: sum of the changes of all complete groups, float32; None = no group is complete.
-        weights: total weight of each unmasked element.
-        num_sums: number of groups that were summed.
-        num_unsound: number of groups whose sum was discarded, since it exceeded what its clients' bounds allow.
-    """
+    """State of `SecureSum`: sums of updates since the last merge, and counts for the summary."""
 
     key = "secure"
+    # ids of the current group's assignments whose updates have not arrived yet
     missing: list[int] = field(default_factory=list)
-    scale: float = 1.0
+    scale: float = 1.0  # number by which the members' weights are divided in the current group; see `SumGroup.scale`
+    # submodel, weight, and weight times staleness factor divided by ``scale``, of each update that has arrived
     group: list[tuple[Spec, float, float]] = field(default_factory=list)
+    # sum of the current group's encoded updates modulo 2^32; None = none has arrived
     numbers: FlatTensors | None = None
-    total: FlatTensors | None = None
-    weights: FlatTensors | None = None
-    num_sums: int = 0
-    num_unsound: int = 0
+    total: FlatTensors | None = None  # sum of the changes of all complete groups, float32; None = no group is complete
+    weights: FlatTensors | None = None  # total weight of each unmasked element
+    num_sums: int = 0  # number of groups that were summed
+    num_unsound: int = 0  # number of groups whose sum was discarded, since it exceeded what its clients' bounds allow
 
 
 def inner_mean(merge: Merge) -> Mean | Deltas | None:
@@ -69,14 +61,10 @@ class SecureSum(Wrapped):
     staleness factor of the wrapped mean, are public. An element that fewer than ``min_cover`` clients of a group have
     trained stays masked, so that this group does not change it. With privacy every weight is 1, and
     `Private.release_sum` adds the noise.
-
-    Attributes:
-        point: fixed-point format in which changes are encoded.
-        options: the run's options of secure aggregation.
     """
 
-    point: FixedPoint
-    options: SecureAggregation
+    point: FixedPoint  # fixed-point format in which changes are encoded
+    options: SecureAggregation  # the run's options of secure aggregation
 
     @property
     def min_cover(self) -> int:
@@ -95,12 +83,7 @@ class SecureSum(Wrapped):
     # ---- weights, and what a client makes of them ----
 
     def weigh(self, num_samples: int, staleness: int) -> tuple[float, float]:
-        """Return an update's weight in the mean, and its staleness factor.
-
-        Args:
-            num_samples: number of samples of the client.
-            staleness: number of merges since the update's assignment.
-        """
+        """Return an update's weight in the mean, and its staleness factor."""
         inner = inner_mean(self.inner)
         assert inner is not None
         if isinstance(self.inner, Private):  # it discounts staleness itself, on the mean
@@ -122,15 +105,7 @@ class SecureSum(Wrapped):
         return self.point.scale(buffer_of(change).cpu(), self.clip_norm)
 
     def encoded(self, submodels: Submodels, spec: Spec, change: FlatTensors, share: float, scale: float) -> FlatTensors:
-        """Encode a client's change as integers, in new storage on the CPU.
-
-        Args:
-            submodels: submodels of the model.
-            spec: submodel of the client.
-            change: trained values minus the received ones.
-            share: weight of the client times its staleness factor, divided by the largest such product in its group.
-            scale: factor that clips this change, as returned by the method `scale`.
-        """
+        """Encode a client's change as integers, in new storage on the CPU."""
         numbers = IntegerLayouts(submodels).zeros(spec)
         for buffer in numbers.buffers.values():
             buffer.copy_(self.point.encode(buffer_of(change).cpu(), share, scale))
@@ -225,13 +200,7 @@ class SecureSum(Wrapped):
         buffer_of(memory.weights).add_(torch.where(is_open, buffer_of(weights), 0.0))
 
     def _is_sound(self, total: torch.Tensor, shares: torch.Tensor, share: float) -> bool:
-        """Check that a sum is within what its clients were to keep to: each element, and the norm where they clip.
-
-        Args:
-            total: the sum, where it was opened.
-            shares: sum of the contributors' shares of the scale, on each element.
-            share: sum of all contributors' shares.
-        """
+        """Check that a sum is within what its clients were to keep to: each element, and the norm where they clip."""
         room = self.point.bound * (1 + 1e-6)  # `shares` is rounded to single precision
         if bool((total.abs() > shares * room).any()):
             return False

@@ -29,10 +29,9 @@ from raafl.submodel import FlatTensors
 class Opening:
     """The server's side of unmasking the sum of one group's updates.
 
-    Attributes:
-        group: description of the group and its members.
-        coverage: cells (sets of elements that the same members train) of the members' submodels.
-        commitments: digests by which each member committed to its seeds.
+    `group`: description of the group and its members.
+    `coverage`: cells (sets of elements that the same members train) of the members' submodels.
+    `commitments`: digests by which each member committed to its seeds.
     """
 
     def __init__(self, group: Group, layouts: IntegerLayouts) -> None:
@@ -44,10 +43,6 @@ class Opening:
 
     def restore(self, survivors: frozenset[int], revealed: Mapping[int, Mapping[int, bytes]]) -> None:
         """Restore, from revealed shares, the mask seeds of members that remain, and the private keys of those that dropped out.
-
-        Args:
-            survivors: ids of the members whose masked updates have arrived.
-            revealed: shares that each helping member revealed, by member; see `Member.reveal`.
 
         Raises:
             CannotOpen: too-few: not enough members helped; bad-share: their shares restore no key.
@@ -83,10 +78,6 @@ class Opening:
         """Remove from a member's update, in place, the masks that would not cancel in the sum over all members.
 
         Elements that too few members train stay masked, since the server may not learn their sums.
-
-        Args:
-            member_id: id of the member, which has not dropped out.
-            numbers: masked update that the member sent.
         """
         words = buffer_of(numbers).numpy().view(np.uint32)
         for cell, seed in self._own[member_id].items():

@@ -24,14 +24,6 @@ def mask_and_open_(
 
     Afterwards ``numbers`` contains what the server would have in a real run.
 
-    Args:
-        numbers: encoded changes by the member's id; changed in place.
-        specs: submodel of each member, by id.
-        layouts: layouts of the integers that encode updates.
-        min_cover: smallest number of members that must have trained an element for it to be unmasked.
-        threshold: share of the members; more than this share must help to unmask.
-        dropped: ids of the members that drop out after sending their shares; their updates stay masked.
-
     Raises:
         CannotOpen: too few members are left.
     """

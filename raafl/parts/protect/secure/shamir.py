@@ -37,11 +37,6 @@ def share(secret: bytes, threshold: int, num: int) -> list[bytes]:
     """Split a secret into shares, any ``threshold`` of which restore it; each is as long as the secret.
 
     The shares are numbered 1, 2, and so on.
-
-    Args:
-        secret: bytes to share.
-        threshold: number of shares needed to restore the secret.
-        num: number of shares to make.
     """
     if not 1 <= threshold <= num <= MAX_SHARES:
         raise ValueError(
@@ -55,11 +50,7 @@ def share(secret: bytes, threshold: int, num: int) -> list[bytes]:
 
 
 def combine(shares: Mapping[int, bytes]) -> bytes:
-    """Restore a secret that `share` has split; fewer shares than its ``threshold``, or wrong ones, give a wrong secret.
-
-    Args:
-        shares: the shares, by their numbers.
-    """
+    """Restore a secret that `share` has split; fewer shares than its ``threshold``, or wrong ones, give a wrong secret."""
     total = np.zeros(len(next(iter(shares.values()))), np.uint8)
     for point, text in shares.items():
         exponent = sum(int(_LOGS[other]) - int(_LOGS[other ^ point]) for other in shares if other != point)

@@ -20,11 +20,7 @@ def open_gate(file: str | None, say: Callable[[str], None], *, looks: bool = Fal
 
     If a client has several processes, only the first has a gate, since only it talks to the server.
 
-    Args:
-        file: path of the policy; None = no policy.
-        say: function that shows a line to the site's user.
-        looks: whether the client only looks at the run without joining: then nobody is asked for consent, and the
-            site's hours and its limit on bytes are ignored.
+    `file`: path of the policy; None = no policy.
 
     Raises:
         BadInput: the policy, or the site's stored state, is invalid.
@@ -42,11 +38,7 @@ def admit(
 
     The config is checked before the model is built, and the model and the data are checked afterwards.
 
-    Args:
-        gate: gate of the site; None = no policy.
-        experiment: settings of the run.
-        config_yaml: config of the run as text.
-        build: function that builds the client.
+    `gate`: gate of the site; None = no policy.
 
     Raises:
         PolicyRefusal: the site does not allow the run.

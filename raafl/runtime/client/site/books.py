@@ -27,19 +27,12 @@ _LOCK = "lock"
 
 @dataclass(slots=True)
 class Used:
-    """Number of bytes that a site has sent and received, and the part of its privacy budget that it has used.
+    """Number of bytes that a site has sent and received, and the part of its privacy budget that it has used."""
 
-    Attributes:
-        day: day, in local time, to which ``bytes`` belongs; empty = none yet.
-        bytes: number of bytes sent and received on that day.
-        releases: number of updates that were sent after clipping or noise.
-        inverse_squares: sum over these updates of 1 / sigma^2, sigma being the noise level; infinite if one had no
-            noise.
-    """
-
-    day: str = ""
-    bytes: int = 0
-    releases: int = 0
+    day: str = ""  # day, in local time, to which ``bytes`` belongs; empty = none yet
+    bytes: int = 0  # number of bytes sent and received on that day
+    releases: int = 0  # number of updates that were sent after clipping or noise
+    # sum over these updates of 1 / sigma^2, sigma being the noise level; infinite if one had no noise
     inverse_squares: float = 0.0
 
     def bytes_on(self, day: date) -> int:
@@ -102,10 +95,6 @@ class SiteBooks:
     def release(self, privacy: SitePrivacy, about: Mapping[str, Any]) -> float | None:
         """Charge an update to the privacy budget before it is sent; return the epsilon used so far, None = infinite.
 
-        Args:
-            privacy: privacy options of the site.
-            about: description of the update, for the ledger of sent updates.
-
         Raises:
             BudgetSpent: the update would exceed ``max_epsilon``; nothing was charged.
         """
@@ -137,11 +126,7 @@ class SiteBooks:
 
     @contextmanager
     def _changing(self, *, lasting: bool = False) -> Iterator[Used]:
-        """Read the books, let the block change them, and write them, while nobody else does.
-
-        Args:
-            lasting: return only once the disk has them, so that they survive a loss of power.
-        """
+        """Read the books, let the block change them, and write them, while nobody else does."""
         with (self._folder / _LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             used = self.used()

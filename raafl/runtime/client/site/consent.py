@@ -32,9 +32,7 @@ class Consents:
     def __init__(self, consent: Consent | None, ended: Callable[[], bool] = lambda: False) -> None:
         """Prepare; the folder of a spool is made where there is none.
 
-        Args:
-            consent: whom to ask, and for what; None = nobody.
-            ended: returns whether an answer is no longer of use.
+        `consent`: whom to ask, and for what; None = nobody.
 
         Raises:
             BadInput: the folder cannot be written.
@@ -51,12 +49,7 @@ class Consents:
                 ) from None
 
     def given(self, every: Literal["run", "task", "update"], request: Mapping[str, Any]) -> bool:
-        """Ask a person for consent and return the answer; return True at once if the policy does not require it here.
-
-        Args:
-            every: occasion on which consent is asked for: the run, a task, or an update.
-            request: plain data that tell the person what to consent to.
-        """
+        """Ask a person for consent and return the answer; return True at once if the policy does not require it here."""
         consent = self._consent
         if consent is None or consent.every != every:
             return True

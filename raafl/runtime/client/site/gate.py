@@ -48,12 +48,10 @@ def _say(text: str) -> None:
 class PolicyRefusal(RunFailed):
     """Raised for a run or task that the policy of the site does not allow; the message is shown only at the site.
 
-    Attributes:
-        then: next action of the client.
-        server_reason: reason that is sent to the server.
+    `then`: next action of the client.
     """
 
-    server_reason: ClassVar[str] = POLICY
+    server_reason: ClassVar[str] = POLICY  # reason that is sent to the server
 
     def __init__(self, text: str, then: Then = "end") -> None:
         super().__init__(f"the site's policy refuses {text}")
@@ -87,11 +85,6 @@ class Gate:
 
     def after(self, assignment: Assignment, update: Update, received: FlatTensors) -> Update:
         """Check a trained update against the site's policy, and return what is sent to the server, such as a noisy update.
-
-        Args:
-            assignment: task of the update.
-            update: update as trained.
-            received: values from which it was trained; they are not changed.
 
         Raises:
             PolicyRefusal: the policy forbids to send the update.
@@ -132,12 +125,6 @@ class SiteGate(Gate):
     ) -> None:
         """Open the site's books, if the policy needs any.
 
-        Args:
-            policy: what the site allows.
-            say: shows a line to the site's user.
-            now: returns the local time.
-            sleep: waits for so many seconds.
-
         Raises:
             BadInput: the books cannot be read or written.
         """
@@ -155,10 +142,6 @@ class SiteGate(Gate):
 
     def check_config(self, config_yaml: str, digests: Mapping[str, str]) -> None:
         """Check the model, data and method that a run's config names, before any of them is built.
-
-        Args:
-            config_yaml: config of the run, as text.
-            digests: digest of each section of the config.
 
         Raises:
             PolicyRefusal: the site does not allow this model, these data or this method.
@@ -199,12 +182,6 @@ class SiteGate(Gate):
         """Check by the site's policy whether this client may train the run's model on its data.
 
         From now on this gate (the check of all that a client does) serves that run only.
-
-        Args:
-            submodels: submodels of the model.
-            trainer: trainer of the run's tasks.
-            data: data of the client.
-            digests: digest of each section of the config.
 
         Raises:
             PolicyRefusal: the policy does not allow this model, the client has fewer samples than the policy requires,
@@ -387,12 +364,7 @@ class SiteGate(Gate):
 
 
 def model_digest(submodels: Submodels, digests: Mapping[str, str]) -> str:
-    """Return 16 hex digits that identify a model: they change with its class, arguments, tensor shapes or frozen parameters.
-
-    Args:
-        submodels: submodels of the model.
-        digests: digest of each section of the config.
-    """
+    """Return 16 hex digits that identify a model: they change with its class, arguments, tensor shapes or frozen parameters."""
     base = "" if submodels.base is None else submodels.base.digest
     text = "\n".join((digests["model"], submodels.layout().fingerprint, base))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -16,14 +16,7 @@ class MeteredConnection(Connection):
     def __init__(
         self, inner: Connection, moved: Callable[[int], None], check: Callable[[int], None] = lambda num: None
     ) -> None:
-        """Wrap a connection.
-
-        Args:
-            inner: the connection.
-            moved: called with the bytes of each message, on the thread that sent or received it.
-            check: called with the bytes of the tensors that a message announces, before they are received; what it raises ends
-                the connection.
-        """
+        """Wrap a connection."""
         self._inner, self._moved, self._check = inner, moved, check
 
     @property

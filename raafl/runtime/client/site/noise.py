@@ -32,10 +32,6 @@ NEIGHBOURS = "this site's data replaced by any other data"
 def spent(inverse_squares: float, delta: float) -> float | None:
     """Return the epsilon (privacy budget) that the updates sent by this site have used.
 
-    Args:
-        inverse_squares: sum over the sent updates of 1 / sigma^2; 0 = no update, infinite = one had no noise.
-        delta: probability with which the privacy guarantee may fail.
-
     Returns:
         The epsilon; None = infinite.
     """
@@ -73,13 +69,6 @@ def privatise(
 
     d is the difference of all trained tensors from the received values, with one norm over all of them. If the client
     sends parameter values and not differences, the received values are added to the result.
-
-    Args:
-        privacy: privacy options, with clipping norm C and noise level sigma.
-        trainer: trainer of the task.
-        spec: submodel of the task.
-        trained: trained values, replaced by those to be sent.
-        received: values that were received; they are not changed.
 
     Raises:
         ValueError: the update contains NaN or infinity.

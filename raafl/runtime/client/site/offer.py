@@ -25,13 +25,7 @@ class DryRun(PolicyRefusal):
 
 
 def look(make: Callable[[], ClientSetup], config_yaml: str, say: Callable[[str], None]) -> NoReturn:
-    """Show what a client would do in a run, or why its site refuses the run; then raise `DryRun`.
-
-    Args:
-        make: function that builds the client, checked by its site's gate.
-        config_yaml: config of the run, as text.
-        say: function that shows a line to the user.
-    """
+    """Show what a client would do in a run, or why its site refuses the run; then raise `DryRun`."""
     for line in _sections(config_yaml):
         say(line)
     try:
@@ -50,12 +44,7 @@ def _sections(config_yaml: str) -> list[str]:
 
 
 def offer(setup: ClientSetup, config_yaml: str) -> list[str]:
-    """Describe, a line each, what the tasks of a run would do at this client, and which data it would send.
-
-    Args:
-        setup: model, data and trainer that the client would join with.
-        config_yaml: config of the run, as text.
-    """
+    """Describe, a line each, what the tasks of a run would do at this client, and which data it would send."""
     trainer, submodels, data, experiment = setup.trainer, setup.submodels, setup.data, setup.experiment
     batch = trainer.training.batch_size or data.batch_size or 1
     epochs, steps = trainer.training.num_epochs, trainer.training.num_steps

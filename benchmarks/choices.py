@@ -1,7 +1,7 @@
 """Learn from a grid's result which method suits which fleet, and what such choices are worth on fleets left out.
 
 The result is that of `raafl compare benchmarks/unequal/small.yaml`; what is learnt is the table of `algorithm: auto`
-(`raafl/plan/choices.json`), and its error goes to `benchmarks/results/auto.json`.
+(`raafl/lab/plan/choices.json`), and its error goes to `benchmarks/results/auto.json`.
 
     python -m benchmarks.choices [GRID.json] [--check]
     python -m benchmarks.choices --unseen GRID/result.json [GRID/result.json ...]
@@ -23,15 +23,15 @@ from typing import Any
 import yaml
 
 from benchmarks.common import Row, report, table
-from raafl.compare.grid_result import tested_by_holm
-from raafl.compare.statistics import censored_median, geometric, rank_test
-from raafl.compare.tables import p_value
 from raafl.config.experiment import Experiment
 from raafl.config.parse import parse
-from raafl.plan.auto import auto
-from raafl.plan.choose import NOT_REACHED, TABLE, Candidate, Cell, Table, choose
-from raafl.plan.dry import World
-from raafl.plan.fleet import FleetSummary
+from raafl.lab.compare.grid_result import tested_by_holm
+from raafl.lab.compare.statistics import censored_median, geometric, rank_test
+from raafl.lab.compare.tables import p_value
+from raafl.lab.plan.auto import auto
+from raafl.lab.plan.choose import NOT_REACHED, TABLE, Candidate, Cell, Table, choose
+from raafl.lab.plan.dry import World
+from raafl.lab.plan.fleet import FleetSummary
 from raafl.runfolder.schema import JOURNAL
 
 GRID = Path(__file__).parent / "results" / "unequal-small.json"

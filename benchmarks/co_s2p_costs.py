@@ -13,12 +13,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from benchmarks.common import Row, main
-from raafl.compare.comparison import read
-from raafl.compare.papers import papers_folder
-from raafl.compare.runs import parsed
 from raafl.config.experiment import Experiment
 from raafl.core.types import Assignment, Work
-from raafl.plan.dry import DryRun, Untrained, World
+from raafl.lab.compare.comparison import read
+from raafl.lab.compare.papers import papers_folder
+from raafl.lab.compare.runs import parsed
+from raafl.lab.plan.dry import DryRun, Untrained, World
 from raafl.runfolder.record import RunRecord
 from raafl.submodel import FlatTensors
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from benchmarks import architecture
 from benchmarks.drawing import BLUE, BROWN, FAINT, GREEN, INK, WIDTH, Picture
 from raafl.commands.cli import main as raafl
-from raafl.report.timeline import timeline
+from raafl.lab.report.timeline import timeline
 from raafl.runfolder.reading import RecordedRun, read
 
 ROOT = Path(__file__).resolve().parents[1]

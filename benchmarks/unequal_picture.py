@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drawing import FAINT, GREEN, INK, WIDTH, Picture
-from raafl.compare.grid_result import load_grid
+from raafl.lab.compare.grid_result import load_grid
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT, PICTURE = ROOT / "benchmarks/results/unequal-small.json", ROOT / "docs/images/unequal.svg"
@@ -22,7 +22,7 @@ def cell_text(behind: Mapping[str, Any] | None, label: str) -> tuple[str, bool, 
     """Return the text of a cell, whether it is bold, and its shade, 0 to 1.
 
     Args:
-        behind: behind of the row, see `raafl.compare.grid_result.standings`; None = no row of the cell reached the target.
+        behind: behind of the row, see `raafl.lab.compare.grid_result.standings`; None = no row of the cell reached the target.
         label: the row's method.
     """
     if behind is None or not behind["reached"]:

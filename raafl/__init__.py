@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from raafl.api.federation import Federation, Result
     from raafl.config.experiment import Experiment
     from raafl.errors import BadInput, RunFailed
-    from raafl.plan.auto import auto
+    from raafl.lab.plan.auto import auto
     from raafl.runtime.fit import fit
     from raafl.runtime.run import simulate
 
@@ -35,7 +35,7 @@ _HOME = {
     "Printing": "raafl.api.callbacks",
     "Result": "raafl.api.federation",
     "RunFailed": "raafl.errors",
-    "auto": "raafl.plan.auto",
+    "auto": "raafl.lab.plan.auto",
     "fit": "raafl.runtime.fit",
     "simulate": "raafl.runtime.run",
 }

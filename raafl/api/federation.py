@@ -41,10 +41,10 @@ from raafl.config.experiment import Experiment
 from raafl.config.value_types import check_types
 from raafl.core.algorithm import Algorithm
 from raafl.errors import BadInput, CodeFailed, RunFailed
+from raafl.lab.plan.auto import NAME
 from raafl.local.numerics import numerics_left
 from raafl.local.preparation.modes import in_eval_mode
 from raafl.log import console
-from raafl.plan.auto import NAME
 from raafl.rules import recorded_revision
 from raafl.submodel.isolated_run import undisturbed
 from raafl.units import quantity
@@ -343,7 +343,7 @@ class Federation:
 
 def _chosen(experiment: Experiment) -> Experiment:
     """Return the experiment with a method in the place of auto."""
-    from raafl.plan.choose import choose, chosen
+    from raafl.lab.plan.choose import choose, chosen
 
     experiment.check()
     with _left_as_it_was():

@@ -25,9 +25,9 @@ from raafl.devices.catalog import FIGURES
 from raafl.devices.files import no_file
 from raafl.devices.profiles import Device, num_devices
 from raafl.errors import BadInput, briefly, one_of
+from raafl.lab.plan.auto import NAME, auto
 from raafl.local.options import FabricOptions
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
-from raafl.plan.auto import NAME, auto
 
 _FLAT = {
     f.name: group for group in ("train", "fabric") for f in dataclasses.fields(SECTIONS[group]) if f.name != "device"

@@ -10,7 +10,7 @@ from raafl.config.argv import name_of, without
 from raafl.config.parse import Parsed, parse
 
 if TYPE_CHECKING:
-    from raafl.plan.choose import Choice
+    from raafl.lab.plan.choose import Choice
 
 
 def parse_run(command: str, argv: Sequence[str], *, config_yaml: str | None = None) -> Parsed:
@@ -26,7 +26,7 @@ def parse_run(command: str, argv: Sequence[str], *, config_yaml: str | None = No
     parsed = parse(command, argv, config_yaml=config_yaml)
     if parsed.experiment.algorithm.name != "auto":
         return parsed
-    from raafl.plan.choose import choose, is_open
+    from raafl.lab.plan.choose import choose, is_open
 
     if not is_open(parsed.experiment.algorithm):
         return parsed

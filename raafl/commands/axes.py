@@ -53,9 +53,9 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     check_plain("axes", rest, whole=False)
     with quick_imports():
         from raafl.config.parse import parse
+        from raafl.lab.plan.dry import World
+        from raafl.lab.plan.show import axes_text
         from raafl.parts.select.axis_report import RATES, facts
-        from raafl.plan.dry import World
-        from raafl.plan.show import axes_text
 
         parsed = parse("axes", rest)
     world = World(parsed.experiment)

@@ -16,7 +16,7 @@ from raafl.units import quantity
 
 if TYPE_CHECKING:
     from raafl.devices.profiles import Profile
-    from raafl.plan.calibrate import Check, Fit, RealRun
+    from raafl.lab.plan.calibrate import Check, Fit, RealRun
 
 
 def parser() -> ArgumentParser:
@@ -64,7 +64,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     with quick_imports():
         from raafl.config.parse import load_run
         from raafl.devices.files import write_rows
-        from raafl.plan.calibrate import MOST_FITTED, calibrate, check, device_rows, read_real
+        from raafl.lab.plan.calibrate import MOST_FITTED, calibrate, check, device_rows, read_real
 
     base = None if own.base is None else _base(own.base)
 
@@ -120,7 +120,7 @@ def _said(fit: Fit) -> str:
 
 
 def _table(run: RealRun, fits: dict[int, Fit], profiles: Sequence[Profile], width: int, terminal: bool) -> str:
-    from raafl.plan.show import table
+    from raafl.lab.plan.show import table
 
     names = [
         "client",

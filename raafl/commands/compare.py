@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raafl.compare.comparison import Comparison, read
-from raafl.compare.grid import is_grid
 from raafl.config.argv import options_of
 from raafl.errors import BadInput, RunFailed, at_least
+from raafl.lab.compare.comparison import Comparison, read
+from raafl.lab.compare.grid import is_grid
 from raafl.units import quantity
 
 if TYPE_CHECKING:
-    from raafl.compare.fields import Options
-    from raafl.compare.runs import Run
+    from raafl.lab.compare.fields import Options
+    from raafl.lab.compare.runs import Run
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ def run(comparison: Comparison, options: Namespace) -> str:
         return _forecast(comparison, as_json=options.json)
     if options.verify is not None:
         return _verify(folder, options.verify, options.jobs, as_json=options.json)
-    from raafl.compare import report
-    from raafl.compare.runs import Runner, check_distinct, resolve
-    from raafl.compare.search import run_trials, trials_of
+    from raafl.lab.compare import report
+    from raafl.lab.compare.runs import Runner, check_distinct, resolve
+    from raafl.lab.compare.search import run_trials, trials_of
 
     if not options.no_page:
         report.check_drawing()
@@ -154,15 +154,15 @@ def options_in(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
 
 
 def _forecast(comparison: Comparison, *, as_json: bool) -> str:
-    from raafl.compare import forecast
-    from raafl.compare.tables import text
+    from raafl.lab.compare import forecast
+    from raafl.lab.compare.tables import text
 
     rows = forecast.forecast(comparison)
     return json.dumps(forecast.as_json(rows)) if as_json else text(forecast.as_table(rows))
 
 
 def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Path]) -> str:
-    from raafl.compare.tables import cells, sentences, text, warnings
+    from raafl.lab.compare.tables import cells, sentences, text, warnings
 
     lines = [
         text(cells(found)),
@@ -175,8 +175,8 @@ def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Pat
 
 
 def _verify(folder: Path, share: float, jobs: int, *, as_json: bool) -> str:
-    from raafl.compare.report import load
-    from raafl.compare.verify import chosen, verify
+    from raafl.lab.compare.report import load
+    from raafl.lab.compare.verify import chosen, verify
 
     verdicts = []
     for verdict in verify(chosen(load(folder), share), folder, jobs):

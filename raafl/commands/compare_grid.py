@@ -8,8 +8,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from raafl.compare.grid import Grid, read_grid
 from raafl.errors import BadInput, RunFailed
+from raafl.lab.compare.grid import Grid, read_grid
 from raafl.units import quantity
 
 _log = logging.getLogger(__name__)
@@ -24,10 +24,10 @@ def run_file(options: Namespace) -> str:
         BadInput: an option or a file of the grid is wrong; raised before any run starts.
         RunFailed: some runs failed, or a repeated run gave another result.
     """
-    from raafl.compare.grid_result import cell_table, grid_result, write_grid
-    from raafl.compare.grid_runs import GridRuns, root_of, run_grid
-    from raafl.compare.runs import Runner
-    from raafl.compare.tables import text, warnings
+    from raafl.lab.compare.grid_result import cell_table, grid_result, write_grid
+    from raafl.lab.compare.grid_runs import GridRuns, root_of, run_grid
+    from raafl.lab.compare.runs import Runner
+    from raafl.lab.compare.tables import text, warnings
 
     grid = read_grid(options.file, options.add)
     if options.variant or options.plan:
@@ -49,7 +49,7 @@ def run_file(options: Namespace) -> str:
     runs = run_grid(grid, runner, options.jobs, _tell, write, finished_only=options.finished_only)
     found = write(runs)
     if options.beside is not None:
-        from raafl.compare.grid_verify import add_rows
+        from raafl.lab.compare.grid_verify import add_rows
 
         found = add_rows(found, options.beside)
     shown = [
@@ -72,7 +72,7 @@ def run_file(options: Namespace) -> str:
 
 
 def _verify(grid: Grid, folder: Path, options: Namespace) -> str:
-    from raafl.compare.grid_verify import verify_grid
+    from raafl.lab.compare.grid_verify import verify_grid
 
     path = options.beside or folder / "result.json"
     verdicts = []

@@ -31,7 +31,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
         return HELP
     with quick_imports():
         from raafl.algorithms import ALGORITHMS
-        from raafl.plan.auto import NAME
+        from raafl.lab.plan.auto import NAME
 
     names = [arg for arg in argv if arg != "--json"]
     for name in names:
@@ -39,7 +39,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
             raise BadInput(f"unknown option '{name}': raafl algorithms takes names and --json only")
         one_of("algorithm", name, [*ALGORITHMS, NAME])
     if NAME in names:
-        from raafl.plan.choose import Table
+        from raafl.lab.plan.choose import Table
 
         known = Table.load()
         return json.dumps(known.to_json()) if "--json" in argv else known.text()

@@ -74,8 +74,8 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     check_plain("plan", rest)
     with quick_imports():
         from raafl.commands.auto import parse_run
-        from raafl.plan.plan import make_plan
-        from raafl.plan.show import text
+        from raafl.lab.plan.plan import make_plan
+        from raafl.lab.plan.show import text
 
         parsed = parse_run("plan", rest)
     names = None if own.algorithms is None else [name for name in own.algorithms.split(",") if name]
@@ -150,7 +150,7 @@ def _measure(own: Namespace, rest: Sequence[str]) -> Profile:
 def _profiles(width: int, terminal: bool, *, as_json: bool) -> str:
     from raafl.devices.catalog import catalogue, rows
     from raafl.devices.fleets import FLEET, bundled
-    from raafl.plan.show import table
+    from raafl.lab.plan.show import table
 
     if as_json:
         return json.dumps(rows())

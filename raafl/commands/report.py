@@ -13,15 +13,15 @@ from raafl.atomic_file import atomic_file
 from raafl.commands.stored_runs import run_tables
 from raafl.config.argv import options_of
 from raafl.errors import BadInput
-from raafl.report import overview
-from raafl.report.clients import Classes, classes_of, participation_chart, partition
-from raafl.report.curves import curves
-from raafl.report.figure import transpose_wide
-from raafl.report.groups import Group, algorithm_of, group_runs, names_of
-from raafl.report.page import collapsible, escaped, page, shown, table_html
-from raafl.report.static import check_figure, draw
-from raafl.report.submodels import axes, regions, specs, staleness
-from raafl.report.timeline import time_spent, timeline
+from raafl.lab.report import overview
+from raafl.lab.report.clients import Classes, classes_of, participation_chart, partition
+from raafl.lab.report.curves import curves
+from raafl.lab.report.figure import transpose_wide
+from raafl.lab.report.groups import Group, algorithm_of, group_runs, names_of
+from raafl.lab.report.page import collapsible, escaped, page, shown, table_html
+from raafl.lab.report.static import check_figure, draw
+from raafl.lab.report.submodels import axes, regions, specs, staleness
+from raafl.lab.report.timeline import time_spent, timeline
 from raafl.runfolder.books import signature_warning
 from raafl.runfolder.reading import RecordedRun, read
 from raafl.units import quantity, size

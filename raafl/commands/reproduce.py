@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from raafl.commands.compare import options_in, run, with_common
-from raafl.compare.papers import Paper, catalogue, paper
+from raafl.lab.compare.papers import Paper, catalogue, paper
 
 
 def reproduce(argv: Sequence[str]) -> str:

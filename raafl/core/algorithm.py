@@ -313,7 +313,7 @@ class Algorithm:
         local: part that changes the client's training steps, and says what travels.
         trigger: part that decides when waiting updates are merged.
         merge: part that folds updates into the global model.
-        chosen: plain data on the reasons for which `raafl.plan.choose` selected this method, for the journal. The run
+        chosen: plain data on the reasons for which `raafl.lab.plan.choose` selected this method, for the journal. The run
             prints its ``reasons`` at the start. None = the user selected the method.
     """
 

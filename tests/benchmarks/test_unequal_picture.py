@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.unequal_picture import PICTURE, RESULT, cell_text, draw
-from raafl.compare.grid_result import load_grid
+from raafl.lab.compare.grid_result import load_grid
 
 
 def behind(ratio, *, shown=False, reached=3, of="A", later=6):

@@ -14,9 +14,9 @@ pytest.importorskip("datasets")
 from model_zoo import HFCausalLM
 from raafl.algorithms import fed_avg
 from raafl.config.parse import load_experiment
-from raafl.plan import show
-from raafl.plan.dry import World, predict
-from raafl.plan.plan import make_plan
+from raafl.lab.plan import show
+from raafl.lab.plan.dry import World, predict
+from raafl.lab.plan.plan import make_plan
 from raafl.runfolder import checkpoints
 from raafl.runtime.run import simulate
 from tests.conformance import executors

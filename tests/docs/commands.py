@@ -15,13 +15,13 @@ from pathlib import Path
 import yaml
 
 from raafl.commands.cli import USAGE, main
-from raafl.compare.comparison import read
-from raafl.compare.grid import is_grid, read_grid
-from raafl.compare.runs import resolve
 from raafl.config.argv import values, without
 from raafl.config.bundled import with_paths
 from raafl.config.parse import parse
 from raafl.config.remote_options import split
+from raafl.lab.compare.comparison import read
+from raafl.lab.compare.grid import is_grid, read_grid
+from raafl.lab.compare.runs import resolve
 from tests.habits.source import ROOT
 from tests.helpers import cached_models
 
@@ -126,7 +126,7 @@ def check_raafl(argv: list[str], *, runs: bool) -> None:
 
 
 def check_comparison(path: Path) -> None:
-    """Read a comparison, or a grid's first cell, and parse its first row; tests/compare runs such files."""
+    """Read a comparison, or a grid's first cell, and parse its first row; tests/lab/compare runs such files."""
     if is_grid(path):
         grid = read_grid(path)
         comparison = grid.comparison(grid.cells[0])

@@ -82,7 +82,7 @@ PLAIN = {
 
 CONTRACTS = {
     ("raafl/config/options.py", "alone_s"): "a field of configs: waits.alone_s",
-    ("raafl/plan/plan.py", "by_the_loop"): "a key of `raafl plan --json`",
+    ("raafl/lab/plan/plan.py", "by_the_loop"): "a key of `raafl plan --json`",
     ("raafl/runtime/client/join.py", "alone_s"): "the same field as an argument",
 }
 

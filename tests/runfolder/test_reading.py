@@ -10,7 +10,7 @@ import pytest
 
 from raafl.errors import BadInput
 from raafl.runfolder.reading import number, read
-from tests.report.folders import EVENTS, SUMMARY, TASKS, write
+from tests.lab.report.folders import EVENTS, SUMMARY, TASKS, write
 
 
 def test_a_whole_folder_is_read_without_a_note(tmp_path):

@@ -15,10 +15,10 @@ from raafl.core.types import Assign, Assignment, ClientInfo, Joined, Update
 from raafl.data import Digits
 from raafl.devices.profiles import Device, Profile
 from raafl.errors import BadInput
+from raafl.lab.plan.plan import make_plan
 from raafl.local.train import FabricOptions
 from raafl.parts.merge.mean import Mean
 from raafl.parts.trigger import AllReported
-from raafl.plan.plan import make_plan
 from raafl.runtime.setup import build
 from raafl.submodel import FULL, FlatTensors
 from tests.algorithms.split_fed.models import Argmax, Conv, Masked, Skip, Tied, mlp

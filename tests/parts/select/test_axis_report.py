@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raafl.commands.cli import main
+from raafl.lab.plan.show import axes_text
 from raafl.parts.select.axis_report import facts, share
-from raafl.plan.show import axes_text
 from raafl.submodel import Submodels, isolated_run
 from raafl.submodel.find import trace
 from raafl.submodel.prove import narrow

@@ -10,8 +10,8 @@ from torch import nn
 
 from model_zoo import MLP
 from raafl.errors import BadInput
-from raafl.plan.plan import make_plan
-from raafl.plan.show import text
+from raafl.lab.plan.plan import make_plan
+from raafl.lab.plan.show import text
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels
 from tests.helpers.small_runs import experiment

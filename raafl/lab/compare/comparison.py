@@ -1,0 +1,324 @@
+"""Read a comparison file: a base config, rows with options, seeds, and an optional search for each row's settings."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from raafl.errors import BadInput, at_least, nearest
+from raafl.lab.compare.fields import (
+    Options,
+    check_fields,
+    check_folder_name,
+    check_names,
+    labelled,
+    mapping,
+    numbers,
+    read_mapping,
+    seeds_of,
+    with_direction,
+    words,
+)
+from raafl.lab.compare.statistics import Curve, on_grid, smoothed
+
+_HOLDOUT = 0.1
+_OF_A_RUN = {"model", "data", "algorithm"}  # fields of each run's config
+
+
+@dataclass(frozen=True)
+class Halving:
+    """Settings of successive halving: trials run with a part of the budget, and the better ones again with twice as much."""
+
+    # number of stages after which trials are compared; each stage has twice the budget of the one before
+    rungs: int = 3
+    # share of the trials that continue in the next stage, above 0 and below 1; at least one continues
+    keep: float = 0.5
+
+    def __post_init__(self) -> None:
+        at_least("search.halving.rungs", self.rungs, 2)
+        if not 0 < self.keep < 1:
+            raise BadInput(f"search.halving.keep is {self.keep}: give a share above 0 and below 1, such as 0.5")
+
+
+@dataclass(frozen=True)
+class Search:
+    """Search for the best settings of each row of a comparison.
+
+    Each row gets equally many trials. These use seeds and data that the reported runs do not use.
+
+    Attributes:
+        grid: values to try, by option; a single row may have another grid in `rows`.
+        seeds: seeds of the trials; they must not be seeds of the comparison.
+        rows: values to try for single rows in place of `grid`, under the row's label.
+        trials: number of settings from its grid that each row tries, drawn at random; None = all, and then all grids
+            must have the same size.
+        options: further options of the trials, such as a smaller budget.
+        validation_share: share of the training set on which trials are scored; no client trains on it. The test set is
+            not used.
+        halving: settings by which trials with low scores end early; None = each trial is run completely.
+    """
+
+    grid: Mapping[str, Sequence[Any]]
+    seeds: tuple[int, ...]
+    rows: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
+    trials: int | None = None
+    options: Options = ()
+    validation_share: float = _HOLDOUT
+    halving: Halving | None = None
+
+    def settings(self, label: str) -> list[Options]:
+        """Return the settings that the row ``label`` tries, as command-line options."""
+        grid = self.rows.get(label, self.grid)
+        settings = [
+            tuple(word for option, value in zip(grid, values, strict=True) for word in (option, str(value)))
+            for values in itertools.product(*grid.values())
+        ]
+        if self.trials is None:
+            return settings
+        chosen = random.Random(f"raafl compare {label}").sample(range(len(settings)), self.trials)
+        return [settings[i] for i in sorted(chosen)]
+
+    def check(self, labels: Sequence[str], seeds: Sequence[int]) -> None:
+        """Raise `BadInput` unless each row gets equally many trials, with seeds that the reported runs do not use."""
+        for label in self.rows:
+            if label not in labels:
+                raise BadInput(f"search.rows has '{label}', which is no row: {nearest(label, labels)}")
+        if not self.seeds:
+            raise BadInput("search.seeds is empty: give at least one seed that is not among the comparison's")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise BadInput(f"search.seeds is {list(self.seeds)}: give each seed once")
+        if shared := sorted(set(self.seeds) & set(seeds)):
+            raise BadInput(
+                f"search.seeds has {shared[0]}, which is also a seed of the comparison: search on other seeds"
+            )
+        if not 0 < self.validation_share < 1:
+            raise BadInput(
+                f"search.validation_share is {self.validation_share}: give a share of the training set, such as 0.1"
+            )
+        sizes = {label: _size(label, self.rows.get(label, self.grid)) for label in labels}
+        if self.trials is None and len(set(sizes.values())) > 1:
+            few, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+            raise BadInput(
+                f"search gives row '{few}' {sizes[few]} trials and row '{most}' {sizes[most]}: give all the same number, "
+                "or set search.trials"
+            )
+        if self.trials is not None:
+            at_least("search.trials", self.trials, 1)
+            for label, size in sizes.items():
+                if size < self.trials:
+                    raise BadInput(
+                        f"search.trials is {self.trials}, but row '{label}' has only {size} combinations of "
+                        "settings: lower search.trials"
+                    )
+
+
+def _size(label: str, grid: Mapping[str, Sequence[Any]]) -> int:
+    size = 1
+    for option, values in grid.items():
+        if not str(option).startswith("--") or not isinstance(values, list) or not values:
+            raise BadInput(
+                f"search of row '{label}' has {option!s:.60}: {values!s:.60}: give each option a list of values, "
+                "--OPTION: [VALUE, ...]"
+            )
+        size *= len(values)
+    return size
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison of settings: rows of options, each run with several seeds; read from a file and checked.
+
+    Attributes:
+        name: name of the comparison's folder; by default the file's name.
+        config: base config: a path, or the name of one of raafl's own configs.
+        rows: options of each row, under the row's label, in the order of the result table.
+        seeds: seeds of the reported runs.
+        options: options that all runs have.
+        search: search for each row's settings; None = no search.
+        metric: metric by which rows are compared.
+        maximize: whether a larger value of the metric is better.
+        targets: values of the metric; the time to reach each is measured.
+        smooth: number of consecutive evaluations to average before the time to a target is measured.
+        eval_every: distance between evaluations of all runs, in seconds of the virtual clock (`10s`) or in samples trained
+            (`5000 samples`); None = as each row's options say, which the result warns about where rows differ.
+        baseline: label of the row with which the others are compared; None = the first row.
+        about: introduction for readers of the result page.
+        published: values from a paper, under the row's label, shown beside the measured values.
+    """
+
+    name: str
+    config: str
+    rows: Mapping[str, Options]
+    seeds: tuple[int, ...]
+    options: Options = ()
+    search: Search | None = None
+    metric: str = "accuracy"
+    maximize: bool = True
+    targets: tuple[float, ...] = ()
+    smooth: int = 1
+    eval_every: str | None = None
+    baseline: str | None = None
+    about: str = ""
+    published: Mapping[str, float | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_folder_name(self.name)
+        at_least("smooth", self.smooth, 1)
+        self._check_distance()
+        if not self.rows:
+            raise BadInput("rows is empty: give at least one row, LABEL: OPTIONS")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise BadInput(f"seeds is {list(self.seeds)}: give at least one seed, each once")
+        for name, label in [("baseline", self.baseline), *(("published", label) for label in self.published)]:
+            if label is not None and label not in self.rows:
+                raise BadInput(f"{name} is '{label}', which is no row: {nearest(label, self.rows)}")
+        if self.search is not None:
+            self.search.check(list(self.rows), self.seeds)
+
+    def _check_distance(self) -> None:
+        """Raise `BadInput` unless `eval_every` is the same amount of training for all rows, and given once."""
+        if self.eval_every is None:
+            return
+        from raafl.config.experiment import distance
+
+        found = distance("eval_every", self.eval_every)
+        if found is not None and found.unit == "versions":
+            raise BadInput(
+                f"eval_every is {self.eval_every}: versions of two rows are not the same training; give seconds such as 10s, "
+                "or samples such as '5000 samples'"
+            )
+        places = [("options", self.options), *((f"rows.{label}", own) for label, own in self.rows.items())]
+        places += [] if self.search is None else [("search.options", self.search.options)]
+        for place, options in places:
+            if any(word.partition("=")[0] == "--eval_every" for word in options):
+                raise BadInput(f"{place} has --eval_every, and the comparison has eval_every: give one of them")
+
+    @property
+    def every_s(self) -> float | None:
+        """Seconds between evaluations of all rows; None = they are measured by versions or samples."""
+        from raafl.config.experiment import distance
+
+        found = distance("eval_every", self.eval_every)
+        return found.size if found is not None and found.unit == "seconds" else None
+
+    def options_of(self, label: str, settings: Options = ()) -> Options:
+        """Return the options of a row's runs.
+
+        Args:
+            label: label of the row.
+            settings: settings that a search has found, or that a trial tries.
+        """
+        every = () if self.eval_every is None else ("--eval_every", self.eval_every)
+        return (*self.options, *self.rows[label], *settings, *every)
+
+    def points(self, curve: Curve) -> list[tuple[float, float]]:
+        """Return the points of a run's curve from which targets and the final value are read.
+
+        Args:
+            curve: seconds and value of each evaluation.
+        """
+        return smoothed(curve if self.every_s is None else on_grid(curve, self.every_s), self.smooth)
+
+    def only(self, labels: Sequence[str]) -> Comparison:
+        """Return the comparison with only the rows that have these labels; raise `BadInput` for an unknown label."""
+        for label in labels:
+            if label not in self.rows:
+                raise BadInput(f"rows has '{label}', which is no row of the comparison: {nearest(label, self.rows)}")
+        search = self.search
+        if search is not None:
+            search = replace(search, rows={label: grid for label, grid in search.rows.items() if label in labels})
+        return replace(
+            self,
+            rows={label: options for label, options in self.rows.items() if label in labels},
+            search=search,
+            baseline=self.baseline if self.baseline in labels else None,
+            published={label: value for label, value in self.published.items() if label in labels},
+        )
+
+    @property
+    def reference(self) -> str:
+        """Label of the row with which the others are compared."""
+        return self.baseline if self.baseline is not None else next(iter(self.rows))
+
+
+def read(path: Path, variant: str | None = None) -> Comparison:
+    """Read a comparison file.
+
+    `variant`: name of an entry of `variants` in the file, whose fields replace the fields of the same name; None = no
+    replacement.
+
+    Raises:
+        BadInput: the file is missing or not YAML, or a field is unknown, missing, of another type or out of range.
+    """
+    raw = read_mapping(path, f"comparison '{path}'", "give config, rows and seeds")
+    if "rows" not in raw and raw.keys() >= _OF_A_RUN:
+        raise BadInput(
+            f"'{path}' is the config of a run, not a comparison: write a file with config: {path}, rows and seeds, or show "
+            "runs beside each other by `raafl report RUN RUN`"
+        )
+    raw = _variant({**raw, "name": str(path.stem if raw.get("name") is None else raw["name"])}, variant)
+    if raw.get("baseline") is not None:
+        raw["baseline"] = str(raw["baseline"])  # a label, which YAML may read as a number
+    raw = with_direction(check_fields(raw, Comparison, ""), Comparison.metric)
+    for name in ("config", "rows", "seeds"):
+        if name not in raw:
+            raise BadInput(f"{name} is missing in '{path}': a comparison needs config, rows and seeds")
+    given = {
+        **raw,
+        "rows": {label: words(f"rows.{label}", text) for label, text in labelled("rows", raw["rows"]).items()},
+        "seeds": seeds_of("seeds", raw["seeds"]),
+        "options": words("options", raw.get("options")),
+        "targets": tuple(numbers("targets", raw.get("targets", []))),
+        "search": _search(raw["search"]) if "search" in raw else None,
+        "published": _published(raw.get("published")),
+    }
+    return Comparison(**given)
+
+
+def _variant(raw: Mapping[str, Any], variant: str | None) -> dict[str, Any]:
+    """Return a file's fields as one of its variants has them."""
+    variants = {
+        name: mapping(f"variants.{name}", fields) for name, fields in labelled("variants", raw.get("variants")).items()
+    }
+    for name, given in variants.items():
+        check_names(given, Comparison, f"variants.{name}.")
+    if variant is not None and variant not in variants:
+        raise BadInput(f"variant is '{variant}', which the comparison does not have: {nearest(variant, variants)}")
+    found = {name: value for name, value in raw.items() if name != "variants"}
+    if variant is None:
+        return found
+    own = variants[variant].get("name")
+    return {**found, **variants[variant], "name": f"{raw['name']}-{variant}" if own is None else str(own)}
+
+
+def _published(value: object) -> dict[str, float | str]:
+    found = {label: one for label, one in labelled("published", value).items() if one is not None}
+    for label, one in found.items():
+        if type(one) not in (int, float, str):
+            raise BadInput(f"published.{label} is {one!s:.80}: give a number or text")
+    return found
+
+
+def _search(raw: object) -> Search:
+    given = check_fields(mapping("search", raw), Search, "search.")
+    for name in ("grid", "seeds"):
+        if name not in given:
+            raise BadInput(f"search.{name} is missing: give search.grid (--OPTION: [VALUE, ...]) and search.seeds")
+    halving = given.get("halving")
+    if halving is not None:
+        halving = Halving(**check_fields(mapping("search.halving", halving), Halving, "search.halving."))
+    rows = labelled("search.rows", given.get("rows"))
+    return Search(
+        **{
+            **given,
+            "grid": mapping("search.grid", given["grid"]),
+            "seeds": seeds_of("search.seeds", given["seeds"]),
+            "rows": {label: mapping(f"search.rows.{label}", grid) for label, grid in rows.items()},
+            "options": words("search.options", given.get("options")),
+            "halving": halving,
+        }
+    )

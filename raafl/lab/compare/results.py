@@ -1,0 +1,243 @@
+"""Compute the figures of each run of a comparison, and their means and differences over seeds."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raafl.lab.compare.comparison import Comparison
+from raafl.lab.compare.energy import energy_kj
+from raafl.lab.compare.provenance import file_digest
+from raafl.lab.compare.runs import Outcome, made_by
+from raafl.lab.compare.statistics import ALPHA, Curve, Interval, censored_median, gini, holm, interval, paired, time_to
+from raafl.runfolder.schema import CLIENTS, JOURNAL, METRICS, TESTED, Summary
+
+COLUMNS = (
+    "final",
+    "best",
+    "time_s",
+    "megabytes",
+    "energy_kj",
+    "updates",
+    "versions",
+    "utilisation",
+    "participation",
+    "participation_gini",
+    "clients_mean",
+    "worst_client",
+    "peak_memory_mb",
+    "wall_s",
+)
+"""Names of the values that `measure` adds to the metrics of a run's model."""
+
+
+def curve_of(folder: Path, metric: str) -> list[tuple[float, float]]:
+    """Return (seconds, value) of a metric at each evaluation in a run's metrics.csv; empty if there are none."""
+    try:
+        with (folder / METRICS).open(newline="") as file:
+            return [(float(row["time_s"]), float(row[metric])) for row in csv.DictReader(file) if row.get(metric)]
+    except OSError:
+        return []
+
+
+def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, Any]:
+    """Return the measured values of one run as plain data for JSON, or its error if it failed."""
+    run, summary = outcome.run, outcome.summary
+    known: dict[str, Any] = {
+        "seed": run.seed,
+        "command": run.command,
+        "folder": outcome.folder.relative_to(root).as_posix(),
+        "config_digest": run.digest,
+        "code_digest": outcome.code,
+    } | made_by(outcome.folder)
+    if summary is None:
+        return {**known, "error": outcome.error}
+    curve = curve_of(outcome.folder, comparison.metric)
+    if curve and not math.isfinite(curve[-1][1]):
+        return {**known, "error": f"{comparison.metric} is {curve[-1][1]} at the end"}
+    values = [value for _, value in curve if math.isfinite(value)]
+    smooth = comparison.points(curve)
+    times = {f"{target:g}": time_to(smooth, target, comparison.maximize) for target in comparison.targets}
+    sent = _megabytes_at(outcome.folder)
+    known |= {
+        "finished": summary["finished"],
+        "model_digest": summary["model_digest"],
+        "journal_digest": file_digest(outcome.folder / JOURNAL),
+        "metrics": {name: value for name, value in summary["final"].items() if math.isfinite(value)},
+        "final": smooth[-1][1] if smooth else None,
+        "best": (max if comparison.maximize else min)(values) if values else None,
+        "time_to": times,
+        "megabytes_to": {target: _last_before(sent, time_s) for target, time_s in times.items()},
+        "curve": [[round(time_s, 6), value] for time_s, value in curve],
+    }
+    return known | _costs(summary) | {"energy_kj": energy_kj(outcome.folder)} | _clients(outcome.folder, comparison)
+
+
+def _megabytes_at(folder: Path) -> list[tuple[float, float]]:
+    """Return the time in seconds of each evaluation, and the megabytes sent and received until then."""
+    with (folder / METRICS).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [(float(row["time_s"]), (float(row["bytes_up"]) + float(row["bytes_down"])) / 1e6) for row in rows]
+
+
+def _last_before(curve: Curve, time_s: float | None) -> float | None:
+    """Return the last value of a curve until a time; None if there is none, or no time."""
+    return None if time_s is None else next((value for at, value in reversed(curve) if at <= time_s), None)
+
+
+def _costs(summary: Summary) -> dict[str, Any]:
+    merged = list(summary["participation"].values())
+    peak = summary.get("peak_memory") or {}
+    peak_bytes = peak.get("measured_bytes") or peak.get("predicted_bytes")
+    return {
+        "time_s": summary["time_s"],
+        "wall_s": summary["wall_s"],
+        "megabytes": (summary["bytes_up"] + summary["bytes_down"]) / 1e6,
+        "updates": summary["updates_merged"],
+        "versions": summary["versions"],
+        "utilisation": summary["utilisation"],
+        "merged": summary["participation"],
+        "participation": summary["participation_rate"]["mean"],
+        "participation_gini": gini(merged),
+        "peak_memory_mb": None if not peak_bytes else peak_bytes / 1e6,
+    }
+
+
+def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
+    """Return the last figures that clients measured on data of their own.
+
+    These are the means of all metrics, weighted by samples, and the worst value.
+    """
+    last: dict[str, dict[str, str]] = {}
+    with (folder / CLIENTS).open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row.get(TESTED + comparison.metric):
+                last[row["client"]] = row
+    if not last:
+        return {"clients_mean": None, "worst_client": None}
+    sizes = [float(row["num_samples"]) for row in last.values()]
+    names = [name for name in next(iter(last.values())) if name.startswith(TESTED)]
+    means = {
+        name.removeprefix(TESTED): sum(size * float(row[name]) for size, row in zip(sizes, last.values(), strict=True))
+        / sum(sizes)
+        for name in names
+        if all(row[name] for row in last.values())
+    }
+    worst = (min if comparison.maximize else max)(float(row[TESTED + comparison.metric]) for row in last.values())
+    return {"clients": means, "clients_mean": means[comparison.metric], "worst_client": worst}
+
+
+def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> dict[str, Any]:
+    """Summarise the runs of a row: mean and interval over seeds of each value, and the median time to each target."""
+    done = [run for run in runs if "error" not in run]
+    figures = {name: _plain(interval(_values(done, name))) for name in COLUMNS}
+    metrics = sorted({name for run in done for name in run["metrics"]})
+    targets = [f"{target:g}" for target in comparison.targets]
+    return {
+        "row": label,
+        "seeds": [run["seed"] for run in done],
+        "failed": len(runs) - len(done),
+        **{name: figure for name, figure in figures.items() if figure is not None},
+        "metrics": {name: _plain(interval(_values([run["metrics"] for run in done], name))) for name in metrics},
+        "time_to": {target: reached([run.get("time_to", {}).get(target) for run in runs]) for target in targets},
+        "megabytes_to": {
+            target: censored_median([run.get("megabytes_to", {}).get(target) for run in runs]) for target in targets
+        },
+    }
+
+
+def reached(times_s: Sequence[float | None]) -> dict[str, Any]:
+    """Return the median time to a target over the seeds, and the number of seeds that reached it.
+
+    A target that was not reached counts as reached later than all others.
+    """
+    return {
+        "median_s": censored_median(times_s),
+        "reached": sum(one is not None for one in times_s),
+        "seeds": len(times_s),
+    }
+
+
+def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:
+    """Compare the final value of each row with the reference row's, seed by seed.
+
+    Returns:
+        Mean difference and its interval over the seeds that both rows have, under each row's label, with what
+        `with_holm` adds; None for the reference row.
+    """
+    finals = {
+        label: {run["seed"]: run["final"] for run in runs if run.get("final") is not None}
+        for label, runs in rows.items()
+    }
+    return with_holm(
+        {
+            label: _plain(paired(values, finals[reference])) if label != reference else None
+            for label, values in finals.items()
+        }
+    )
+
+
+def with_holm(gaps: Mapping[str, Mapping[str, Any] | None]) -> dict[str, dict[str, Any] | None]:
+    """Add to each difference of a table what it shows after Holm's correction for all differences of the table.
+
+    `gaps`: mean difference and half of its 95 % interval, under each row's label; None = the row has none.
+
+    Returns:
+        The differences with `p` (t test, before the correction), `p_holm`, the number of `tests` and whether the
+        difference is `shown`; p-values are None for one seed, which is no test.
+    """
+    values = {label: Interval(gap["mean"], gap["half"], gap["num"]).p for label, gap in gaps.items() if gap is not None}
+    tested = {label: p for label, p in values.items() if p is not None}
+    corrected = dict(zip(tested, holm(list(tested.values())), strict=True))
+    return {
+        label: None
+        if gap is None
+        else {
+            **gap,
+            "p": values[label],
+            "p_holm": corrected.get(label),
+            "tests": len(tested),
+            "shown": corrected.get(label, 1.0) <= ALPHA,
+        }
+        for label, gap in gaps.items()
+    }
+
+
+def gains(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:
+    """Return the share of clients that take part in a larger fraction of the merges than in the reference row.
+
+    Returns:
+        Mean and interval over the seeds that both rows have, under each row's label; None for the reference row itself.
+    """
+    rates = {label: {run["seed"]: _rates(run) for run in runs if run.get("versions")} for label, runs in rows.items()}
+    return {
+        label: None
+        if label == reference
+        else _plain(
+            interval(
+                [
+                    sum(rate > rates[reference][seed].get(client, 0.0) for client, rate in own.items()) / len(own)
+                    for seed, own in by_seed.items()
+                    if seed in rates[reference] and own
+                ]
+            )
+        )
+        for label, by_seed in rates.items()
+    }
+
+
+def _rates(run: Mapping[str, Any]) -> dict[str, float]:
+    return {client: count / run["versions"] for client, count in run["merged"].items()}
+
+
+def _values(items: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [float(item[name]) for item in items if item.get(name) is not None]
+
+
+def _plain(value: Interval | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    return {"mean": value.mean, "half": value.half, "num": value.num, "excludes_0": value.excludes_0}

@@ -1,0 +1,370 @@
+"""Run the runs of a comparison: finished ones are reused, interrupted ones resumed, the others started."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from raafl.atomic_file import atomic_file
+from raafl.config.bundled import with_paths
+from raafl.devices import fleets
+from raafl.errors import BadInput, nearest
+from raafl.lab.compare.fields import Options
+from raafl.lab.compare.processes import check_free, in_processes, ranks_log, start
+from raafl.lab.compare.provenance import code_digest, file_digest, provenance
+from raafl.lab.report.groups import NOT_THE_EXPERIMENT
+from raafl.runfolder.checkpoints import load, newest
+from raafl.runfolder.events import read_summary
+from raafl.runfolder.outcome import REASONS
+from raafl.runfolder.schema import CLIENT, METRICS, TRAIN, Summary, is_metric
+from raafl.units import duration, quantity
+
+if TYPE_CHECKING:
+    from raafl.config.parse import Parsed
+
+_FAILED = 1  # that of a run which ended by itself, such as one that diverged
+_OF_RAAFL = ("raafl", "model_zoo")  # the digest of the code has them
+_BAD_INPUT = 2  # the exit code of raafl for a request that cannot be carried out
+_TOLD_S = 30.0
+"""Seconds between two lines of progress where no run ends."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a comparison: a row and a seed.
+
+    Attributes:
+        label: label of the row.
+        config: name or path of the base config.
+        options: options of `raafl simulate`, without config and seed.
+        seed: seed of the run.
+        digest: digest of the config, without fields that do not affect the result.
+        limits: pair (number of merged updates, virtual seconds) after which the run ends; None = no such limit.
+        fields_digest: digest of all fields of the config except the seed.
+    """
+
+    label: str
+    config: str
+    options: Options
+    seed: int
+    digest: str
+    limits: tuple[int | None, float | None]
+    fields_digest: str
+
+    @property
+    def argv(self) -> list[str]:
+        """Arguments of `raafl simulate` for this run."""
+        return ["--config", self.config, *self.options, "--seed", str(self.seed)]
+
+    @property
+    def command(self) -> str:
+        """Command line of this run, as a user would type it."""
+        return "raafl simulate " + shlex.join(self.argv)
+
+    def folder(self, root: Path, code: str) -> Path:
+        """Return the folder of this run.
+
+        Args:
+            root: folder that contains all run folders.
+            code: digest of the code; each version of the code gets folders of its own.
+        """
+        slug = re.sub(r"\W+", "-", self.label.lower()).strip("-")[:40]
+        return root / f"{slug}-seed-{self.seed}-{_digest([self.label, self.digest])[:10]}-{code[:8]}"
+
+    def part(self, fraction: float) -> Run:
+        """Return a shorter run with the same options, which ends after ``fraction`` of this run's limits."""
+        if fraction == 1:
+            return self
+        updates, time_s = self.limits
+        options = [] if updates is None else ["--max_updates", str(max(1, round(updates * fraction)))]
+        options += [] if time_s is None else ["--max_time", repr(time_s * fraction)]
+        return replace(self, options=(*self.options, *options), digest=_digest([self.digest, fraction]))
+
+
+def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> list[Run]:
+    """Parse the options of a row; return its run for each seed.
+
+    Raises:
+        BadInput: an option is wrong; the message names the row.
+    """
+    from raafl.config.experiment import seconds
+
+    row = parsed(config, label, options, seeds[0])
+    fields = yaml.safe_load(row.config_yaml)
+    experiment = {name: value for name, value in fields.items() if name not in NOT_THE_EXPERIMENT}
+    experiment["contents"] = {
+        path.name if path == fleets.FILE else str(path): file_digest(path) for path in _named_files(fields)
+    }
+    limits = (row.experiment.max_updates, seconds("max_time", row.experiment.max_time))
+    of_fields = _digest({**fields, "seed": None})
+    return [
+        Run(label, config, options, seed, _digest({**experiment, "seed": seed}), limits, of_fields) for seed in seeds
+    ]
+
+
+def check_distinct(rows: Mapping[str, Sequence[Run]]) -> None:
+    """Raise `BadInput` if two rows would be the same runs, as where an option of the base config holds for both."""
+    labels: dict[str, str] = {}
+    for label, runs in rows.items():
+        first = labels.setdefault(runs[0].fields_digest, label)
+        if first != label:
+            raise BadInput(
+                f"rows has '{first}' and '{label}', which are the same runs: give one of them another option, or leave it out. "
+                "An algorithm of a row keeps the options of the algorithm before it that it has, too"
+            )
+
+
+def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
+    """Parse the options of one run of a row, and check them without starting the run.
+
+    Raises:
+        BadInput: an option is wrong; the message names the row.
+    """
+    from raafl.config.parse import parse
+
+    try:
+        row = parse(
+            "simulate", [*with_paths(["--config", config]), *options, "--seed", str(seed), "--progress", "quiet"]
+        )
+        row.experiment.check()
+    except BadInput as error:
+        raise BadInput(f"row '{label}': {error}") from None
+    return row
+
+
+def _named_files(fields: Mapping[str, Any]) -> list[Path]:
+    """Return the files besides the config on whose contents a result depends.
+
+    They are the device file, files with recorded device speeds, and the modules of the user's classes, but not modules
+    that these import.
+    """
+    from raafl.devices import load_devices
+
+    devices = fields.get("devices")
+    found = set()
+    if isinstance(devices, str) and fleets.is_fleet(devices):
+        found |= set(fleets.files(devices))
+    elif isinstance(devices, str) and Path(devices).is_file():
+        found.add(Path(devices))
+        devices = [{"recorded": device.recorded} for device in load_devices(devices)]
+    if isinstance(devices, list):
+        found |= {Path(row["recorded"]) for row in devices if isinstance(row, dict) and row.get("recorded")}
+    for name in _class_paths(fields):
+        module = name.rpartition(".")[0]
+        if (
+            module
+            and module.partition(".")[0] not in _OF_RAAFL
+            and (spec := importlib.util.find_spec(module)) is not None
+        ):
+            found |= {Path(spec.origin)} if spec.origin and Path(spec.origin).is_file() else set()
+    return sorted(found)
+
+
+def _class_paths(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        if isinstance(name := value.get("class_path"), str):
+            yield name
+        value = value.values()
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        for part in value:
+            yield from _class_paths(part)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a run: its summary, or the reason why it failed."""
+
+    run: Run  # run that has ended
+    folder: Path  # folder of the run
+    summary: Summary | None  # summary of the run; None = it failed
+    code: str  # digest of the code with which it was run
+    error: str = ""  # last line that a failed run has printed
+    # whether a failed run would fail again, for example because it diverged; False = it was ended from outside
+    by_itself: bool = False
+
+
+class Runner:
+    """Runs simulations, ``jobs`` at a time, each in processes of its own."""
+
+    def __init__(self, root: Path, jobs: int, any_code: bool, tell: Callable[[str], None], num_ranks: int = 1) -> None:
+        self._root, self._jobs, self._any_code, self._tell = root, jobs, any_code, tell
+        self._num_ranks = num_ranks
+        self._seconds: list[float] = []  # wall time of each run that ended here
+        self._told_s = time.monotonic()
+        root.mkdir(parents=True, exist_ok=True)
+
+    def find(self, run: Run) -> Outcome | None:
+        """Return the outcome of a finished run from its folder; None if the run has not finished."""
+        names = [run.folder(self._root, code_digest())]
+        if self._any_code:
+            pattern = re.sub(r"[0-9a-f]{8}$", "*", names[0].name)
+            names += sorted(path for path in self._root.glob(pattern) if path.is_dir() and path != names[0])
+        for folder in names:
+            note, summary = _note(folder), read_summary(folder)
+            ended = summary is not None and summary.get("finished") in REASONS
+            if ended and note.get("digest") == run.digest:
+                return Outcome(run, folder, summary, str(note.get("code", "")))
+        return None
+
+    def run_all(self, runs: Sequence[Run], metric: str | None = None) -> list[Outcome]:
+        """Run all runs that have not finished, and return the outcome of each run, in order.
+
+        `metric`: metric that each run must measure; None = any.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C or SIGTERM was received; runs in progress were interrupted, and the next call
+                continues them.
+            BadInput: another process is working on one of the runs, or a run does not measure the metric; runs in
+                progress were interrupted.
+        """
+        found = {run: outcome for run in runs if (outcome := self.find(run)) is not None}
+        queue = [run for run in dict.fromkeys(runs) if run not in found]
+        begun_s: dict[Run, float] = {}
+        for outcome in found.values():
+            _check_metric(metric, outcome.run, outcome.folder, ended=True)
+
+        def start_run(run: Run) -> BaseProcess:
+            begun_s[run] = time.monotonic()
+            return self._start(run)
+
+        def wait_on(num: int) -> None:
+            for run in begun_s.keys() - found.keys():
+                _check_metric(metric, run, run.folder(self._root, code_digest()), ended=False)
+            self._tell_sometimes(num)
+
+        with contextlib.closing(in_processes(queue, self._jobs, start_run, wait_on)) as processes:
+            for run, process, left in processes:
+                outcome = self._outcome(run, process)
+                if outcome is None:
+                    queue.insert(0, run)
+                    continue
+                _check_metric(metric, run, outcome.folder, ended=outcome.summary is not None)
+                found[run] = outcome
+                others = ranks_log(run.folder(self._root, code_digest()).with_suffix(".log"))
+                if self._num_ranks > 1 and others.stat().st_size:
+                    self._tell(f"{run.label}, seed {run.seed}: some of its ranks did not end well: see {others}")
+                self._seconds.append(time.monotonic() - begun_s[run])
+                self._say_left(left, f"{run.label}, seed {run.seed}: {_sentence(outcome)}")
+        return [found[run] for run in runs]
+
+    def _start(self, run: Run) -> BaseProcess:
+        folder = run.folder(self._root, code_digest())
+        log = folder.with_suffix(".log")
+        check_free(log)  # before anything is removed: it may not have its first checkpoint yet
+        if newest(folder) is not None:
+            argv = ["--resume", str(folder)]
+        else:
+            if folder.exists():
+                shutil.rmtree(folder)  # cut off before its first checkpoint
+            argv = [*run.argv, "--output", str(folder)]
+        note = {
+            "label": run.label,
+            "command": run.command,
+            "digest": run.digest,
+            "seed": run.seed,
+            "code": code_digest(),
+            "provenance": provenance(),
+        }
+        with atomic_file(_note_path(folder)) as file:
+            file.write(json.dumps(note, indent=1).encode())
+        return start(["simulate", *argv, "--progress", "quiet"], log, self._num_ranks)
+
+    def _outcome(self, run: Run, process: BaseProcess) -> Outcome | None:
+        """Return the outcome of a run whose process has ended; None where it is to begin anew."""
+        outcome = self.find(run)
+        if outcome is not None:
+            return outcome
+        folder = run.folder(self._root, code_digest())
+        last = newest(folder)
+        if process.exitcode == _BAD_INPUT and last is not None and load(last).raafl.get("finished") is not None:
+            shutil.rmtree(folder)  # it ended, and was cut off before its summary: it can neither be resumed nor taken
+            return None
+        lines, summary = _last_lines(folder.with_suffix(".log")), read_summary(folder)
+        return Outcome(
+            run,
+            folder,
+            None,
+            code_digest(),
+            lines[-1] if lines else f"exit code {process.exitcode}",
+            by_itself=process.exitcode == _FAILED and summary is not None and summary.get("finished") is not None,
+        )
+
+    def _tell_sometimes(self, num: int) -> None:
+        if time.monotonic() - self._told_s > _TOLD_S:
+            self._say_left(num)
+
+    def _say_left(self, num: int, line: str = "") -> None:
+        """Tell ``line``, how many runs are left of those that were asked for, and about how long they take."""
+        left = f"{quantity(num, 'run')} left in this step"
+        if self._seconds and num:
+            left += f", about {duration(statistics.fmean(self._seconds) * num / self._jobs)}"
+        self._tell(f"{line}  ({left})" if line else left)
+        self._told_s = time.monotonic()
+
+
+def _check_metric(metric: str | None, run: Run, folder: Path, *, ended: bool) -> None:
+    """Raise `BadInput` if a run does not measure the metric; a run in progress says so with its first evaluation."""
+    try:
+        with (folder / METRICS).open(newline="") as file:
+            columns = next(csv.reader(file), [])
+    except OSError:
+        return
+    later = not ended and metric is not None and metric.startswith((CLIENT, TRAIN.rstrip("/")))  # after a task
+    if metric is None or metric in columns or later or not columns:
+        return
+    raise BadInput(
+        f"metric is '{metric}', which the runs of row '{run.label}' do not measure: "
+        f"{nearest(metric, filter(is_metric, columns))}"
+    )
+
+
+def made_by(folder: Path) -> dict[str, Any]:
+    """Return the date and commit of the process that started a run; empty if they were not recorded."""
+    noted = _note(folder).get("provenance") or {}
+    return {name: noted[name] for name in ("date", "commit") if name in noted}
+
+
+def _note_path(folder: Path) -> Path:
+    return folder.with_suffix(".json")
+
+
+def _note(folder: Path) -> dict[str, Any]:
+    try:
+        note = json.loads(_note_path(folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _sentence(outcome: Outcome) -> str:
+    if outcome.summary is None:
+        return f"failed: {outcome.error}"
+    final = "  ".join(f"{name} {value:.4g}" for name, value in outcome.summary["final"].items())
+    return f"{final}  in {outcome.summary['wall_s']:.0f} s"

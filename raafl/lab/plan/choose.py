@@ -1,0 +1,329 @@
+"""Choose a method and its settings for a set of devices, from measured runs on other sets and predicted times.
+
+The time to a target is the product of the two. The first follows from this fleet alone and is exact on the virtual clock
+(`raafl.lab.plan.dry`). The second is learnt: `choices.json` has, for each fleet and task of the grid, how many updates each method
+took; fleets count by how near they are (`Features`). `python -m benchmarks.choices` makes that file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from raafl.algorithms import ALGORITHMS
+from raafl.config.experiment import Experiment
+from raafl.core.algorithm import Algorithm
+from raafl.errors import BadInput, nearest
+from raafl.lab.plan.auto import NAME, Unchosen
+from raafl.lab.plan.dry import Prediction, World, predict
+from raafl.lab.plan.fleet import Features, FleetSummary
+from raafl.parts.select.rate_select import RateSelect
+
+TABLE = Path(__file__).with_name("choices.json")
+TASK_S = "{task_s}"
+"""Stands in a method's settings for the seconds that a task of a submodel may take."""
+TASK_SHARE = 1.2
+"""These seconds over those of the median client's task with the whole model, as in the grid."""
+NOT_REACHED = 2.0
+"""In the table a run that did not reach its target counts as reaching it after so many times the updates that it merged.
+
+Choosing needs a number; what choices are worth is measured without it (`benchmarks.choices`)."""
+_MOST_UPDATES, _UPDATES_EACH = 400, 10
+_LEAST_AT_WORK = 2.0
+"""Clients at work below which a buffer is left as it is: with so few it has one or two updates."""
+_MOST_SLACK = 0.15
+"""Largest share of a round's interval for which TimelyFL waits for late clients: 0.3 cost updates where times vary much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A method with settings that may be chosen."""
+
+    label: str  # name of the method and its settings in the table of measured runs
+    method: str  # name of the algorithm
+    # arguments of the algorithm's factory; ``submodel`` has the arguments of `raafl.parts.RateSelect`
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    num_clients: int = 1  # number of clients in the measured runs
+    steps: int = 1  # number of local steps per task in the measured runs
+
+    def for_fleet(self, fleet: FleetSummary) -> Candidate:
+        """Adapt the settings to another fleet; return the adapted candidate.
+
+        The aim is to keep the staleness of the measured runs. With C clients at work and a buffer of K updates, an
+        update is on average about (C - 1) / K merges old (Alahyane et al. 2025, arXiv 2502.08206). So the buffer size
+        is scaled with the number of clients; without a buffer, the number of clients at work is limited.
+        """
+        found: dict[str, Any] = {
+            name: max(1, round(value * fleet.steps / self.steps)) if name.endswith("_steps") else value
+            for name, value in self.settings.items()
+        }
+        trigger = ALGORITHMS[self.method]().trigger
+        if "buffer_size" in found and self.num_clients > 1:
+            scaled = found["buffer_size"] * (fleet.num_clients - 1) / (self.num_clients - 1)
+            found["buffer_size"] = max(1, round(scaled))
+        elif trigger.restart == "arrival" and trigger.staleness(2) > 0 and fleet.num_clients > self.num_clients:
+            found["concurrency"] = self.num_clients
+        if "submodel" in found:
+            limit = {
+                name: fleet.median_s * TASK_SHARE if value == TASK_S else value
+                for name, value in found["submodel"].items()
+            }
+            if "seconds" in limit:  # on a virtual clock without variation what is measured is what was predicted
+                limit |= {"measured": True, "relative": True}
+            found["submodel"] = {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in limit.items()}
+        return replace(self, settings=found)
+
+    def algorithm(self) -> Algorithm:
+        """Build the algorithm with its settings; raises the same errors as its factory."""
+        made = dict(self.settings)
+        if "submodel" in made:
+            made["submodel"] = RateSelect(**made["submodel"])
+        return ALGORITHMS[self.method](**made)
+
+    def options(self) -> list[str]:
+        """Return the command-line options that select this method and its settings."""
+        shown = {
+            name: {"class_path": "raafl.parts.RateSelect", "init_args": value} if name == "submodel" else value
+            for name, value in self.settings.items()
+        }
+        return [
+            "--algorithm",
+            self.method,
+            *(f"--algorithm.{name}={json.dumps(value)}" for name, value in shown.items()),
+        ]
+
+    def __str__(self) -> str:
+        settings = ", ".join(
+            _submodels(value) if name == "submodel" else f"{name} {value}" for name, value in self.settings.items()
+        )
+        return f"{self.method} ({settings})" if settings else self.method
+
+
+def _submodels(settings: Mapping[str, Any]) -> str:
+    seconds = settings.get("seconds")
+    return "submodels" if seconds is None or seconds == TASK_S else f"submodels of {seconds:.3g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Measured runs of all candidate methods on one fleet (set of client devices) and one learning task."""
+
+    fleet: str  # names of the fleet's and the task's files
+    task: str
+    features: Features  # description of the fleet by numbers
+    # number of updates until the target was reached, median over seeds, by the candidate's label; see
+    # `NOT_REACHED`
+    updates: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Table of measured runs: how many updates each candidate needed on each fleet (set of client devices).
+
+    Attributes:
+        candidates: methods with settings.
+        cells: measured numbers of updates, for each fleet and learning task.
+        held_out: summary of the choices on fleets that were left out; empty = unknown.
+        rates: result of the learning-rate searches, one for each method and task: "pairs" = number of searches; "same" =
+            number of searches that found the most common best rate; empty = unknown.
+    """
+
+    candidates: Sequence[Candidate]
+    cells: Sequence[Cell]
+    held_out: Mapping[str, Any] = field(default_factory=dict)
+    rates: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path = TABLE) -> Table:
+        """Read the table of measured runs from its file.
+
+        Raises:
+            BadInput: the file does not exist.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise BadInput(
+                "algorithm is auto, but this version has no measurements to choose by: name a method"
+            ) from None
+        cells = [Cell(**{**one, "features": Features(**one["features"])}) for one in data["cells"]]
+        return cls([Candidate(**one) for one in data["candidates"]], cells, data["held_out"], data.get("rates", {}))
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert the table of measured runs to plain data."""
+        return asdict(self)
+
+    def updates(self, features: Features) -> dict[str, float]:
+        """Estimate how many updates each candidate needs to reach a target: multiples of the smallest number.
+
+        The estimate is the geometric mean over the measured runs; a run on a fleet at distance d has weight ``exp(-d^2)``.
+
+        Args:
+            features: description of the fleet (set of client devices) for which to estimate.
+        """
+        squares = [cell.features.distance(features) ** 2 for cell in self.cells]
+        weights = [math.exp(min(squares) - square) for square in squares]
+        found = {}
+        for one in self.candidates:
+            logs = [
+                (weight, math.log(cell.updates[one.label] / min(cell.updates.values())))
+                for weight, cell in zip(weights, self.cells, strict=True)
+                if one.label in cell.updates
+            ]
+            total = sum(weight for weight, _ in logs)
+            if total > 1e-6:
+                found[one.label] = math.exp(sum(weight * log for weight, log in logs) / total)
+        return found
+
+    def text(self) -> str:
+        """Describe how `auto` chooses a method, the candidates, and how well its choices did on fleets not in the table."""
+        fleets, tasks = (dict.fromkeys(getattr(cell, name) for cell in self.cells) for name in ("fleet", "task"))
+        held = self.held_out
+        error = "not known"
+        if held:
+            error = f"{held['median']:.2f} x the best time (median of {held['cells']} cells), {held['worst']:.2f} x at worst"
+        lines = [
+            "auto  (chosen before the run)",
+            "  expected time = seconds of an update here, by a dry run, x updates to a target on the nearest fleets of the grid",
+            f"  grid: {', '.join(fleets)}; {', '.join(tasks)}",
+            *(f"  candidate: {one.label}: {one}" for one in self.candidates),
+            f"  on fleets left out: {error}",
+            *self._rates(),
+            "  --algorithm.methods '[fed_buff, fed_avg]' chooses among these alone",
+        ]
+        return "\n".join(lines)
+
+    def _rates(self) -> list[str]:
+        if not self.rates:
+            return []
+        same = f"{self.rates['same']} of {self.rates['pairs']}"
+        return [
+            f"  learning rate, local steps: as configured; in the grid's search {same} methods and tasks had one best rate"
+        ]
+
+    def nearest(self, features: Features) -> list[str]:
+        """Return the names of the measured fleets, the most similar first."""
+        return list(
+            dict.fromkeys(cell.fleet for cell in sorted(self.cells, key=lambda c: c.features.distance(features)))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen method, and the reasons for the choice."""
+
+    candidate: Candidate  # the chosen method, with settings for this fleet
+    # expected time of each candidate until a target is reached, divided by that of the chosen one; best first
+    scores: Mapping[str, float]
+    problems: Mapping[str, str]  # reason why each of the other candidates cannot be run, by the candidate's label
+    reasons: tuple[str, str]  # two lines of explanation for the user
+    features: Features  # description of the fleet by numbers
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert the choice to plain data, for the journal."""
+        own = self.candidate
+        return {
+            "method": own.method,
+            "settings": dict(own.settings),
+            "reasons": list(self.reasons),
+            "scores": {name: round(score, 4) for name, score in self.scores.items()},
+            "problems": dict(self.problems),
+            "features": {name: round(value, 4) for name, value in asdict(self.features).items()},
+        }
+
+
+def choose(experiment: Experiment, table: Table | None = None) -> Choice:
+    """Choose a method for an experiment with `algorithm: auto`; the same experiment always gets the same method.
+
+    `table`: table of measured runs; None = the table that raafl contains.
+
+    Raises:
+        BadInput: no candidate can be run, or the user asked for a method that is not in the table.
+    """
+    table, world = table or Table.load(), World(experiment)
+    fleet = FleetSummary.of(world)
+    candidates = [one.for_fleet(fleet) for one in _asked_for(experiment, table)]
+    needed = table.updates(fleet.features)
+    most = min(_MOST_UPDATES, _UPDATES_EACH * fleet.num_clients)
+    scores, problems = dict[str, float](), dict[str, str]()
+    found = dict[str, Prediction]()
+    for one in candidates:
+        predicted = _predicted(world, one, most)
+        if predicted.update_s is None or predicted.note is not None or one.label not in needed:
+            problems[one.label] = predicted.problem or predicted.note or "it was not measured on similar fleets"
+        else:
+            found[one.label] = predicted
+            scores[one.label] = predicted.update_s * needed[one.label]
+    if not scores:
+        label, why = next(iter(problems.items()))
+        raise BadInput(f"algorithm is auto, but none of the methods to choose from can run here; {label}: {why}")
+    order = sorted(scores, key=lambda label: (scores[label], label))
+    best = next(one for one in candidates if one.label == order[0])
+    relative = {label: scores[label] / scores[order[0]] for label in order}
+    best = _adjusting(best, found[best.label], experiment)
+    reasons = _reasons(best, relative, found[best.label].update_s or 0.0, fleet, table)
+    return Choice(best, relative, problems, reasons, fleet.features)
+
+
+def chosen(experiment: Experiment, choice: Choice) -> Experiment:
+    """Return the experiment with the chosen method; the reasons for the choice will be recorded in the run's journal."""
+    return replace(experiment, algorithm=replace(choice.candidate.algorithm(), chosen=choice.to_json()))
+
+
+def is_open(algorithm: Algorithm) -> bool:
+    """Check whether an algorithm is the placeholder `auto`, for which a method must still be chosen."""
+    return algorithm.name == NAME and isinstance(algorithm.select, Unchosen)
+
+
+def _adjusting(best: Candidate, predicted: Prediction, experiment: Experiment) -> Candidate:
+    """Return the candidate with what lets its buffer or its slack follow measured times, where nothing needs them fixed."""
+    takes = signature(ALGORITHMS[best.method]).parameters
+    fixed = experiment.privacy.is_on or experiment.secure_aggregation.is_on
+    more: dict[str, float] = {}
+    if "clients_at_work" in takes and not fixed and predicted.at_work >= _LEAST_AT_WORK:
+        more["clients_at_work"] = float(f"{predicted.at_work:.3g}")
+    if "most_slack" in takes:
+        more["most_slack"] = _MOST_SLACK
+    return replace(best, settings={**best.settings, **more})
+
+
+def _asked_for(experiment: Experiment, table: Table) -> list[Candidate]:
+    select = experiment.algorithm.select
+    names = select.methods if isinstance(select, Unchosen) else None
+    if names is None:
+        return list(table.candidates)
+    known = [one.method for one in table.candidates]
+    for name in names:
+        if name not in known:
+            raise BadInput(
+                f"algorithm.methods has '{name}', for which raafl has no measurements: {nearest(name, known)}"
+            )
+    return [one for one in table.candidates if one.method in names]
+
+
+def _predicted(world: World, candidate: Candidate, most: int) -> Prediction:
+    try:
+        return predict(world, candidate.algorithm(), candidate.label, most)
+    except (BadInput, TypeError) as error:
+        return Prediction(candidate.label, problem=" ".join(str(error).split()))
+
+
+def _reasons(
+    best: Candidate, scores: Mapping[str, float], update_s: float, fleet: FleetSummary, table: Table
+) -> tuple[str, str]:
+    others = [f"{label} {score:.2g} x" for label, score in list(scores.items())[1:4]]
+    beside = f"; expected time beside it: {', '.join(others)}" if others else ""
+    near = " and ".join(table.nearest(fleet.features)[:2])
+    held = table.held_out
+    record = ""
+    if held:
+        record = f"; on fleets left out its choices took {held['median']:.2f} x the best time, {held['worst']:.2f} x at worst"
+    return (
+        f"auto: {best}, an update every {update_s:.3g} s{beside}",
+        f"auto: {fleet.features.sentence()}; nearest in the grid: {near}{record}",
+    )

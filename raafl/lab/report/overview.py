@@ -1,0 +1,170 @@
+"""Create tables of the runs' figures, the outcomes of their tasks, and differences in their configs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raafl.lab.report.curves import metric_names
+from raafl.lab.report.figure import Cell, Table, rounded
+from raafl.lab.report.groups import Group, algorithm_of
+from raafl.runfolder.outcome import REASONS
+from raafl.runfolder.reading import RecordedRun, number
+from raafl.runfolder.schema import KINDS, MERGED, is_metric
+
+_MAX_METRICS = 8
+
+
+def run_totals(run: RecordedRun) -> dict[str, Cell]:
+    """Return a run's results and totals by name, such as seconds and merged updates.
+
+    Values come from the run's summary, or from its other files if there is no summary.
+    """
+    summary, tasks = run.summary or {}, run.tasks
+    merged = tasks.are(MERGED)
+    stale = tasks["staleness"][merged & np.isfinite(tasks["staleness"])]
+    clock = {"simulated": "virtual", "distributed": "wall"}.get(run.runtime, run.runtime)
+    found: dict[str, Cell] = {
+        "algorithm": algorithm_of(run),
+        "clock": clock,
+        "seed": None if run.seed is None else str(run.seed),
+        "ended": end_reason(run),
+        "merged updates": _whole(summary.get("updates_merged"), int(merged.sum())),
+        "versions": _whole(summary.get("versions"), int(np.nanmax(tasks["merged_version"], initial=0.0))),
+    }
+    for kind in KINDS[1:]:
+        found[kind] = int(tasks.are(kind).sum())
+    down_and_up = [_last(run, "bytes_down"), _last(run, "bytes_up")]
+    seconds = number(summary.get("time_s"))
+    staleness = summary.get("staleness") if isinstance(summary.get("staleness"), Mapping) else {}
+    coverage = summary.get("coverage") if isinstance(summary.get("coverage"), Mapping) else {}
+    memory = summary.get("peak_memory") if isinstance(summary.get("peak_memory"), Mapping) else {}
+    some: dict[str, float] = {
+        "seconds": run.end_s if math.isnan(seconds) else seconds,
+        "wall seconds": _either(summary.get("wall_s"), _last(run, "wall_s")),
+        "MB down": _either(summary.get("bytes_down"), down_and_up[0]) / 1e6,
+        "MB up": _either(summary.get("bytes_up"), down_and_up[1]) / 1e6,
+        "utilisation": _either(summary.get("utilisation"), _last(run, "utilisation")),
+        "mean staleness": _either((staleness or {}).get("mean"), float(stale.mean()) if len(stale) else math.nan),
+        "most staleness": _either((staleness or {}).get("max"), float(stale.max()) if len(stale) else math.nan),
+        "coverage": _either((coverage or {}).get("mean"), _last(run, "coverage")),
+        "peak MB": _either((memory or {}).get("predicted_bytes"), _last(run, "peak_bytes")) / 1e6,
+    }
+    return found | dict(zip(some, rounded(list(some.values())), strict=True))
+
+
+def end_reason(run: RecordedRun) -> str:
+    """Describe in words why a run ended."""
+    reason = (run.summary or {}).get("finished")
+    return "not ended" if reason is None else REASONS.get(str(reason), str(reason))
+
+
+def final_metrics(run: RecordedRun, metrics: Sequence[str]) -> list[float]:
+    """Return a run's final value of each metric, or that of its last evaluation if the run has not ended; NaN if unknown."""
+    known = (run.summary or {}).get("final")
+    known = known if isinstance(known, Mapping) else {}
+    return [_either(known.get(name), _last(run, name)) for name in metrics]
+
+
+def model_metrics(groups: Sequence[Group]) -> list[str]:
+    """Return the names of the model's metrics, without numbers about the run itself, such as bytes."""
+    return [name for name in metric_names(groups) if is_metric(name)][:_MAX_METRICS]
+
+
+def runs_table(groups: Sequence[Group]) -> Table:
+    """Return a table with a row for each run."""
+    metrics = model_metrics(groups)
+    rows: list[list[Cell]] = []
+    columns: list[str] = []
+    for group in groups:
+        for run in group.runs:
+            found = run_totals(run)
+            columns = list(found)
+            rows.append([run.name, *rounded(final_metrics(run, metrics)), *found.values()])
+    return Table(["run", *metrics, *columns], rows)
+
+
+def groups_table(groups: Sequence[Group]) -> Table | None:
+    """Return a table with mean and range of each group's results; None if every group has a single run."""
+    if all(len(group.runs) == 1 for group in groups):
+        return None
+    metrics = model_metrics(groups)
+    targets = list(dict.fromkeys(t for group in groups for run in group.runs for t in _time_to(run)))
+    names = [*metrics, *(f"seconds to {target}" for target in targets), "seconds", "mean staleness", "utilisation"]
+    rows: list[list[Cell]] = []
+    for group in groups:
+        results = []
+        for run in group.runs:
+            own = run_totals(run)
+            to_target = [number(_time_to(run).get(target)) for target in targets]
+            results.append([*final_metrics(run, metrics), *to_target, *(number(own[name]) for name in names[-3:])])
+        rows.append([group.label, len(group.runs), *(_spread(column) for column in zip(*results, strict=True))])
+    return Table(["group", "runs", *names], rows, "Mean over runs, and from the least to the most.")
+
+
+def outcomes_table(groups: Sequence[Group]) -> Table:
+    """Return a table with the number of tasks by outcome, a row for each run."""
+    counts = {id(run): Counter(run.tasks.outcome) for group in groups for run in group.runs}
+    outcomes = sorted({o for some in counts.values() for o in some}, key=lambda o: (o != MERGED, o))[:40]
+    rows: list[list[Cell]] = [
+        [run.name, *(counts[id(run)][outcome] for outcome in outcomes)] for group in groups for run in group.runs
+    ]
+    return Table(["run", *outcomes], rows)
+
+
+def differences_table(groups: Sequence[Group]) -> Table | None:
+    """Return a table of the config fields in which the groups differ; None if there is only one group."""
+    fields = list(groups[0].differs)
+    if len(groups) < 2 or not fields:
+        return None
+    rows = [[name, *(group.differs.get(name, "") for group in groups)] for name in fields]
+    return Table(["field", *(group.label for group in groups)], rows[:300])
+
+
+def notes_of(run: RecordedRun) -> list[str]:
+    """List the problems of a run to be shown in its report: missing files, rows that could not be written, warnings."""
+    summary = run.summary or {}
+    notes = list(run.notes)
+    unwritten = summary.get("unwritten")
+    if isinstance(unwritten, Mapping):
+        notes += [f"{count} of {name} could not be written" for name, count in unwritten.items()]
+    warnings = summary.get("warnings")
+    notes += [str(warning) for warning in warnings[:20]] if isinstance(warnings, list) else []
+    if str(summary.get("finished", "")).startswith("failed"):
+        notes.append(str(summary["finished"]))
+    return notes
+
+
+def _time_to(run: RecordedRun) -> Mapping[str, Any]:
+    found = (run.summary or {}).get("time_to")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _spread(values: Sequence[float]) -> str:
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return "–"
+    text = f"{sum(known) / len(known):.4g}"
+    if len(values) > 1:
+        text += f" ({min(known):.4g} to {max(known):.4g})"
+    return text if len(known) == len(values) else f"{text}, {len(known)} of {len(values)} runs"
+
+
+def _whole(value: object, otherwise: int) -> int:
+    found = number(value)
+    return otherwise if math.isnan(found) else int(found)
+
+
+def _either(value: object, otherwise: float) -> float:
+    found = number(value)
+    return otherwise if math.isnan(found) else found
+
+
+def _last(run: RecordedRun, name: str) -> float:
+    values = run.metrics.get(name, np.empty(0))
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else math.nan

@@ -1,0 +1,174 @@
+"""Write the report page: one HTML file that contains everything and loads nothing from a network.
+
+Whatever comes from a run folder is escaped: in HTML, in the charts' JSON, and in the texts that plotly reads as markup. The
+page's content security policy forbids loading anything, should something slip through.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+from raafl.errors import BadInput, installing
+from raafl.lab.report.figure import Cell, Chart, Table
+
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+_OWN_MARKUP = ("hovertemplate",)
+_ESCAPED_IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def escaped(text: str) -> str:
+    """Escape a text for HTML; control characters and invisible characters become spaces."""
+    if not text.isprintable():
+        text = "".join(one if one.isprintable() or one in "\n\t" else " " for one in text)
+    return html.escape(text)
+
+
+def shown(value: Cell) -> str:
+    """Format the value of a table cell: numbers with five digits, a dash for None."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.5g}"
+    return f"{value:,}" if isinstance(value, int) else value
+
+
+def table_html(table: Table, colours: Mapping[str, str] | None = None) -> str:
+    """Return a table as HTML; names in ``colours`` are marked with their colour."""
+    words = [any(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
+    head = "".join(
+        f"<th{_words(text)}>{_swatch(str(name), colours)}{escaped(str(name))}</th>"
+        for name, text in zip(table.columns, words, strict=True)
+    )
+    lines = []
+    for row in table.rows:
+        cells = []
+        for place, value in enumerate(row):
+            swatch = _swatch(str(value), colours) if place == 0 else ""
+            cells.append(f"<td{_words(words[place])}>{swatch}{escaped(shown(value))}</td>")
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    caption = f"<caption>{escaped(table.caption.strip())}</caption>" if table.caption.strip() else ""
+    body = "\n".join(lines)
+    return f'<div class="scroll" tabindex="0"><table>{caption}<thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def _swatch(name: str, colours: Mapping[str, str] | None) -> str:
+    colour = (colours or {}).get(name)
+    return f'<span class="swatch" style="background:{colour}"></span>' if colour else ""
+
+
+def _words(is_text: bool) -> str:
+    return ' class="words"' if is_text else ""
+
+
+def collapsible(title: str, inner: str) -> str:
+    """Return an HTML block that opens when its title is clicked."""
+    return f'<details><summary>{escaped(title)}</summary><div class="inner">{inner}</div></details>'
+
+
+def chart_html(chart: Chart) -> str:
+    """Return the HTML section of a chart: title, note, selectors, empty space for the chart, tables."""
+    parts = [f'<section id="{chart.name}"><h2>{escaped(chart.title)}</h2><p class="soft">{escaped(chart.note)}</p>']
+    if chart.views:
+        selects = []
+        for name, options in chart.choices.items():
+            items = "".join(f'<option value="{escaped(o)}">{escaped(o)}</option>' for o in options)
+            hidden = " hidden" if len(options) < 2 else ""
+            selects.append(f"<label{hidden}>{escaped(name)} <select>{items}</select></label>")
+        parts.append(
+            f'<figure data-chart="{chart.name}" style="margin:0"><div class="controls">{"".join(selects)}</div>'
+            f'<div class="chart" role="img" aria-label="{escaped(chart.title)}"></div>'
+            '<p class="missing soft" hidden>This is not known.</p></figure>'
+        )
+    if chart.tables:
+        parts.append(
+            collapsible("Table" if len(chart.tables) == 1 else "Tables", "".join(map(table_html, chart.tables)))
+        )
+    parts.append("</section>")
+    return "\n".join(parts)
+
+
+def data_json(charts: Sequence[Chart]) -> str:
+    """Return all plots of the charts, with their data, as JSON that is safe inside an HTML script element."""
+    data = {
+        chart.name: {
+            "height": chart.height,
+            "views": [
+                {"key": list(map(_clean, key)), "data": _plain(list(view.data)), "layout": _plain(view.layout)}
+                for key, view in chart.views.items()
+            ],
+        }
+        for chart in charts
+    }
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    return re.sub("[<>&\u2028\u2029]", lambda found: _ESCAPED_IN_SCRIPT[found[0]], text)
+
+
+def _clean(text: str) -> str:
+    """Return a choice as its select element will have it."""
+    return html.unescape(escaped(text))
+
+
+def _plain(value: object) -> object:
+    """Escape every text of a figure that plotly would read as markup, except our own markup."""
+    if isinstance(value, Mapping):
+        return {name: item if name in _OWN_MARKUP else _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return escaped(value) if isinstance(value, str) else value
+
+
+def plotly_js() -> str:
+    """Return the source of plotly.js, compressed and in base64.
+
+    Raises:
+        BadInput: plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise BadInput(f"raafl report draws with plotly, which is not installed: {installing('report')}") from None
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+
+
+def page(title: str, subtitle: str, top: str, charts: Sequence[Chart], bottom: str, links: Mapping[str, str]) -> str:
+    """Return the complete HTML of the report page."""
+    files = resources.files("raafl.lab.report")
+    style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    links = {chart.name: chart.title for chart in charts} | dict(links)
+    nav = "".join(f'<a href="#{name}">{escaped(text)}</a>' for name, text in links.items())
+    body = "\n".join(map(chart_html, charts))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="raafl report">
+<title>{escaped(title)}</title>
+<link rel="icon" href="data:,">
+<style>
+{style}</style>
+</head>
+<body>
+<h1>{escaped(title)}</h1>
+<p class="soft">{escaped(subtitle)}</p>
+<nav>{nav}</nav>
+<noscript><p class="notes">The charts need JavaScript; the table of each is below its title.</p></noscript>
+{top}
+{body}
+{bottom}
+<script type="application/json" id="charts">{data_json(charts)}</script>
+<!-- plotly.js, https://plotly.com/javascript, Copyright Plotly, Inc., MIT license; gzip in base64 -->
+<script type="text/plain" id="plotly">{plotly_js()}</script>
+<script>
+{script}</script>
+</body>
+</html>
+"""

@@ -1,0 +1,84 @@
+"""Rows of a result: failed seeds, the worst client, metrics that are not finite."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+
+import pytest
+
+from raafl.lab.compare.comparison import Comparison
+from raafl.lab.compare.results import _clients, _last_before, gains, measure, summarize, with_holm
+from raafl.lab.compare.runs import Outcome, Run
+from raafl.runfolder.schema import CLIENTS, METRICS, TESTED
+
+LOSS = Comparison("c", "quickstart", {"A": ()}, (0, 1, 2), metric="loss", maximize=False, targets=(0.5,))
+
+
+def test_a_seed_that_failed_counts_as_one_that_never_got_there():
+    done = {"seed": 0, "metrics": {}, "final": 0.4, "time_to": {"0.5": 3.0}}
+    row = summarize("A", [done, {"seed": 1, "error": "killed"}, {"seed": 2, "error": "killed"}], LOSS)
+    assert (row["failed"], row["time_to"]["0.5"]) == (2, {"median_s": None, "reached": 1, "seeds": 3})
+
+
+@pytest.mark.parametrize(("maximize", "worst"), [(False, 0.9), (True, 0.2)])
+def test_the_worst_client_is_worst_in_the_metrics_own_direction(tmp_path, maximize, worst):
+    rows = [(1, 10, 5.0, 0.5), (1, 10, 0.2, 0.7), (2, 30, 0.9, "")]
+    names = ["client", "num_samples", TESTED + "loss", TESTED + "f1"]
+    with (tmp_path / CLIENTS).open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([names, *rows])
+    found = _clients(tmp_path, replace(LOSS, maximize=maximize))
+    assert found["worst_client"] == worst
+    assert found["clients"] == {"loss": pytest.approx((10 * 0.2 + 30 * 0.9) / 40)}  # f1 is not there for all
+
+
+def test_clients_gain_by_their_share_of_the_merges():
+    """Client 1 is in 2 of 4 merges, then 3 of 5; client 2 in 4 of 4, then 4 of 5."""
+    runs = {
+        "A": [{"seed": 0, "versions": 4, "merged": {"1": 2, "2": 4}}],
+        "B": [{"seed": 0, "versions": 5, "merged": {"1": 3, "2": 4}}],
+        "C": [{"seed": 0, "error": "killed"}],
+    }
+    found = gains(runs, "A")
+    assert found["A"] is None and found["B"]["mean"] == 0.5 and found["C"] is None
+
+
+def test_a_metric_that_is_not_finite_at_the_end_is_a_failure(tmp_path):
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / METRICS).write_text("version,time_s,loss\n1,1.0,0.7\n2,2.0,nan\n")
+    run = Run("A", "quickstart", (), 0, "d", (None, None), "f")
+    found = measure(Outcome(run, folder, {"finished": "max_updates"}, "c"), LOSS, tmp_path)
+    assert found["error"] == "loss is nan at the end"
+
+
+def test_a_difference_is_shown_where_holms_correction_leaves_it():
+    """With t(0.975, 2) = 4.3027, p of mean m and half h is 1 - t / sqrt(2 + t^2) at t = 4.3027 m / h.
+
+    At h = m / 2 and at h = m / 1.1 that is 0.0131 and 0.0418: of two tests 0.0262 and 0.0418, and of three with one more
+    at m / 1.5, p 0.0231, the smallest is 0.0397 and the others 0.0463 and 0.0463 again, since they do not fall.
+    """
+
+    def gap(ratio):
+        return {"mean": -1.0, "half": 1 / ratio, "num": 3, "excludes_0": True}
+
+    def p(ratio):
+        t = 4.302653 * ratio
+        return 1 - t / (2 + t * t) ** 0.5
+
+    one_seed = {"mean": 1.0, "half": None, "num": 1, "excludes_0": False}
+    found = with_holm({"A": None, "B": gap(2), "C": gap(1.1), "D": gap(1.5), "E": one_seed})
+    assert found["A"] is None
+    assert [found[label]["p"] for label in "BCD"] == pytest.approx([p(2), p(1.1), p(1.5)], rel=1e-5)
+    assert [found[label]["p_holm"] for label in "BCD"] == pytest.approx([3 * p(2), 2 * p(1.5), 2 * p(1.5)], rel=1e-5)
+    assert [found[label]["tests"] for label in "BCDE"] == [3, 3, 3, 3]
+    assert [found[label]["shown"] for label in "BCDE"] == [True, True, True, False]
+    many = with_holm({str(i): gap(1.1) for i in range(2)})  # twice 0.0418 is above 0.05
+    assert [one["shown"] for one in many.values()] == [False, False]
+
+
+def test_bytes_to_a_target_are_those_of_the_last_evaluation_until_then():
+    """On a common grid a target is reached at 2.0 s by what was evaluated at 1.7 s."""
+    sent = [(0.0, 0.0), (1.7, 5.0), (2.4, 9.0)]
+    assert [_last_before(sent, time_s) for time_s in (2.0, 1.7, 5.0, None)] == [5.0, 5.0, 9.0, None]

@@ -1,0 +1,136 @@
+"""Profiles fitted to a run's tasks: fits against hand-made times, and a run of real ranks at a pace that the fit is not told."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from raafl.commands.cli import main
+from raafl.config.parse import parse
+from raafl.devices import Profile, load_devices
+from raafl.errors import BadInput
+from raafl.lab.plan.calibrate import MOST_FITTED, Fit, TimedTask, calibrate, check, fit_tasks, read_real
+from tests.helpers.real_ranks import ranks
+
+
+def tasks(*rows, client=1):
+    """Tasks of (predicted computation, predicted transfers, real seconds), one after another."""
+    found, now = [], 0.0
+    for compute_s, link_s, seconds in rows:
+        found.append(TimedTask(client, 0, now, now + seconds, compute_s, link_s))
+        now += seconds
+    return found
+
+
+def test_of_one_kind_of_task_all_that_is_no_transfer_is_computation():
+    fit = fit_tasks(1, tasks((2.0, 0.5, 6.5), (2.0, 0.5, 6.5)))
+    assert fit == Fit(1, 3.0, 0.0, 0.0, 2)
+    assert fit.expected_s(tasks((4.0, 0.25, 1.0))[0]) == 12.25
+
+
+def test_tasks_of_several_sizes_show_an_overhead():
+    """Seconds are 3 x computation + 0.5, on a free link."""
+    fit = fit_tasks(1, tasks((1.0, 0.0, 3.5), (2.0, 0.0, 6.5), (4.0, 0.0, 12.5)))
+    assert (fit.slowdown, fit.overhead_s) == (pytest.approx(3.0), pytest.approx(0.5))
+    assert fit.jitter == 0.0
+
+
+def test_an_overhead_below_zero_is_none():
+    """On the line 2 x computation - 0.5; with no overhead the factors are 1.5 and 1.75, and their mean 1.625."""
+    fit = fit_tasks(1, tasks((1.0, 0.0, 1.5), (2.0, 0.0, 3.5)))
+    assert (fit.slowdown, fit.overhead_s) == (1.625, 0.0)
+
+
+def test_the_mean_of_the_jitter_is_the_mean_of_the_tasks():
+    """Factors 1, 1 and e have logarithms 0, 0, 1, whose deviation is sqrt(2/9); their mean is (2 + e) / 3."""
+    fit = fit_tasks(1, tasks((1.0, 0.0, 1.0), (1.0, 0.0, 1.0), (1.0, 0.0, math.e)))
+    mean = (2 + math.e) / 3
+    assert fit.jitter == pytest.approx(math.sqrt(2 / 9))
+    assert fit.slowdown * math.exp(fit.jitter**2 / 2) == pytest.approx(mean)
+    assert fit.expected_s(tasks((1.0, 0.0, 9.0))[0]) == pytest.approx(mean)
+
+
+def test_a_task_of_a_machine_that_slept_is_left_out():
+    rows = [(1.0, 0.0, 2.0)] * 9
+    assert fit_tasks(1, tasks(*rows, (1.0, 0.0, 500.0))).slowdown == 2.0
+
+
+def test_a_profile_has_the_fitted_speeds_and_hides_them_from_a_check():
+    base = Profile("any", 8.0e9, bytes_per_s=4.0e9, launch_s=1e-6, latency_s=0.1, speed_changes=((0.0, 0.5),))
+    fit = Fit(3, 4.0, 0.2, 0.1, 5)
+    assert fit.profile(base) == Profile(
+        "client-3", 2.0e9, bytes_per_s=1.0e9, launch_s=4e-6, latency_s=0.2, speed_jitter=0.1
+    )
+    hidden = fit.slowed(base)
+    assert (hidden.flops_per_s, hidden.latency_s, hidden.speed_changes) == (8.0e9, 0.2, ((0.0, 0.25),))
+
+
+def test_the_first_task_and_half_of_the_others_are_no_part_of_the_fit():
+    """After a first task of 9 s: two of 2 s are fitted, and 2.5 s and 4 s held out, which are expected to take 2 s."""
+    run = RunOf(tasks(*[(1.0, 0.0, seconds) for seconds in (9.0, 2.0, 2.0, 2.5, 4.0)]))
+    (fit,) = calibrate(run).values()
+    assert (fit.num_fitted, fit.num_held_out, fit.warm_up_s) == (2, 2, 7.0)
+    assert fit.task_error == pytest.approx((0.2 + 0.5) / 2) and fit.sum_error == pytest.approx(4 / 6.5 - 1)
+    (alone,) = calibrate(RunOf(tasks((1.0, 0.0, 9.0)))).values()
+    assert (alone.slowdown, alone.num_held_out, alone.task_error, alone.warm_up_s) == (9.0, 0, None, None)
+    assert calibrate(RunOf(tasks(*[(1.0, 0.0, 1.0)] * 99)))[1].num_fitted == MOST_FITTED
+
+
+class RunOf:
+    """The part of a run that a fit reads."""
+
+    def __init__(self, tasks):
+        self.tasks = tasks
+
+
+def test_an_unlimited_speed_cannot_be_scaled():
+    with pytest.raises(BadInput, match="the profile of client 1 has no flops_per_s: give --base FILE"):
+        fit_tasks(1, tasks((0.0, 0.0, 1.0)))
+
+
+# ---- a real run ----
+
+REAL = (5.0e7, 2.5e7)
+"""FLOP/s at whose pace the clients work: so slow that they keep it beside busy neighbours."""
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """A finished run of two real clients, with the config's text; its devices are to be found out."""
+    argv = ["--config", "configs/quickstart.yaml", "--clients", "2", "--algorithm", "fed_buff", "--max_updates", "12"]
+    argv += ["--algorithm.buffer_size", "2", "--train.num_epochs", "1", "--progress", "quiet", "--devices"]
+    devices = [{"name": f"d{i}", "flops_per_s": speed} for i, speed in enumerate(REAL)]
+    folder = tmp_path_factory.mktemp("real") / "run"
+    parsed = parse("fit", [*argv, json.dumps(devices), "--output", str(folder)])
+    with ranks(parsed.experiment) as started:
+        started.serve()
+        started.exit_codes()
+    (folder / "config.yaml").write_text(parse("fit", [*argv, "null"]).config_yaml)
+    return folder, replace(parsed.experiment, devices=None)
+
+
+def test_real_tasks_give_the_speed_that_they_were_slowed_to(real, tmp_path):
+    run = read_real(*real, base=Profile(flops_per_s=5.0e9, bytes_per_s=1.0e12))
+    fits = calibrate(run)
+    found = [fits[i].profile(run.clients[i].profile).flops_per_s for i in (1, 2)]
+    assert found == [pytest.approx(speed, rel=0.25) for speed in REAL]
+    assert all(abs(fit.sum_error) < 0.25 for fit in fits.values())
+    assert run.num_paced == len(run.tasks)
+    beside = check(run, fits)
+    assert beside.updates == 12 and abs(beside.error) < 0.25
+    assert beside.predicted_s == pytest.approx(beside.real_s * (1 + beside.error))
+
+
+def test_the_command_writes_a_device_file_and_says_its_error(real, tmp_path, capsys):
+    folder, _ = real
+    file = tmp_path / "mine.yaml"
+    assert main(["calibrate", str(folder), "--check", str(folder), "--output", str(file), "--trust_config"]) == 0
+    said = capsys.readouterr().out
+    assert f"written: devices: {file}" in said and "took as long as an emulated device" in said
+    assert f"{folder}: predicted" in said
+    devices = load_devices(file)
+    assert [one.name for one in devices] == ["client-1", "client-2"]
+    assert devices[0].flops_per_s > devices[1].flops_per_s
+    assert main(["calibrate", str(folder), "--tasks", "0"]) == 2
+    assert "tasks is 0" in capsys.readouterr().err

@@ -76,6 +76,11 @@ class Rules:
         """Whether the proof of axes allows the rounding that it measures in a model, not a fixed share of values alone."""
         return self.revision >= 2
 
+    @property
+    def fuses_multihead(self) -> bool:
+        """Whether the attention within torch's `nn.MultiheadAttention` counts as the one kernel that a CPU runs for it."""
+        return self.revision >= 2
+
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:
     """Return the revision in the config of a run folder; a folder older than the field has revision 1."""

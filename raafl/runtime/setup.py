@@ -137,12 +137,20 @@ _KINDS = {
 }
 
 
-def submodels_of(options: SubmodelOptions, module: nn.Module, example_batch: object = None) -> Submodels:
+def submodels_of(
+    options: SubmodelOptions, module: nn.Module, example_batch: object = None, rules: Rules | None = None
+) -> Submodels:
     """Find which parts of a module can be cut; return its submodels. Server and clients must get equal results.
 
     `example_batch`: batch of the model's data; None = no batch is available.
     """
-    return Submodels(module, example_batch, residual_width=options.residual_width, batch_norm=options.batch_norm)
+    return Submodels(
+        module,
+        example_batch,
+        residual_width=options.residual_width,
+        batch_norm=options.batch_norm,
+        rules=rules,
+    )
 
 
 def proven_submodels(
@@ -151,8 +159,7 @@ def proven_submodels(
     batch: object,
     select: Select,
     plain: Callable[[], nn.Module] | None = None,
-    *,
-    measures_rounding: bool = True,
+    rules: Rules | None = None,
 ) -> Submodels:
     """Return the submodels of a module; they cut only axes for which a training step has shown that cutting is safe.
 
@@ -162,11 +169,12 @@ def proven_submodels(
     `plain`: function that builds the user's original model, to be checked in place of ``module``; None = check
     ``module``.
     """
-    submodels = submodels_of(options, module, batch)
+    rules = rules or Rules()
+    submodels = submodels_of(options, module, batch, rules)
     if type(select) is not Full:
         made = module if plain is None else plain()
-        checked = submodels if plain is None else submodels_of(options, made, batch)
-        found = refuted(checked, made, batch, measures_rounding=measures_rounding)
+        checked = submodels if plain is None else submodels_of(options, made, batch, rules)
+        found = refuted(checked, made, batch, measures_rounding=rules.measures_rounding)
         submodels.exclude_axis({name: reason for name, reason in found.items() if name in submodels.axes})
     return submodels
 
@@ -189,7 +197,7 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
         data.example_batch(2),
         experiment.algorithm.select,
         own,
-        measures_rounding=Rules(experiment.rules).measures_rounding,
+        Rules(experiment.rules),
     )
 
 
@@ -372,7 +380,7 @@ def client_parts(
         module = _prepared(experiment)
     if not same_generators(drawn, generators()) and has_values_beside(module):
         module = make_model(experiment)  # a skeleton draws other numbers for them than the server's model has
-    submodels = submodels_of(experiment.submodels, module, data.example_batch(2))
+    submodels = submodels_of(experiment.submodels, module, data.example_batch(2), Rules(experiment.rules))
     if submodels.frozen:
         # of several forms of the base, a process that trains one client's tasks holds the one that these need
         submodels.attach_base(make_model(experiment), (lambda: make_model(experiment)) if max_built == 1 else None)

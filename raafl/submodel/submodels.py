@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput, nearest
+from raafl.rules import Rules
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes, without_overlaps
 from raafl.submodel.bases import Bases
 from raafl.submodel.batch_norm import BatchNorm, keep_static, still_buffers
@@ -62,6 +63,7 @@ class Submodels:
         residual_width: bool | None = None,
         batch_norm: BatchNorm | None = None,
         only_ranks: bool = True,
+        rules: Rules | None = None,
     ) -> None:
         """Read the shapes of ``module``, whose parameters may be on the meta device; see `skeleton`.
 
@@ -73,9 +75,10 @@ class Submodels:
             batch_norm: "merged" = clients send running statistics; "static" = they stay unchanged, to be computed at the end
                 (see `collect_statistics`); None = the module's attribute ``submodel_batch_norm``, else merged.
             only_ranks: where there are LoRA layers, whether their ranks are the only axes; False = a frozen base has axes, too.
+            rules: rules of the run, by which costs are predicted; None = those of a new run.
         """
         asked = getattr(module, "submodel_residual_width", False) if residual_width is None else residual_width
-        self.residual_width, self.only_ranks = bool(asked), only_ranks
+        self.residual_width, self.only_ranks, self.rules = bool(asked), only_ranks, rules or Rules()
         chosen: Any = batch_norm or getattr(module, "submodel_batch_norm", "merged")
         self.batch_norm: BatchNorm = chosen
         if self.batch_norm not in get_args(BatchNorm):
@@ -309,7 +312,13 @@ class Submodels:
 
     def _form(self, base: str) -> Submodels:
         module = self.bases.module(base)
-        form = type(self)(module, self.example_batch, residual_width=self.residual_width, batch_norm=self.batch_norm)
+        form = type(self)(
+            module,
+            self.example_batch,
+            residual_width=self.residual_width,
+            batch_norm=self.batch_norm,
+            rules=self.rules,
+        )
         form._table, form.discovered = self._table, self.discovered
         form.attach_base(module)
         if form.layout(part="trained") != self.layout(part="trained"):
@@ -434,6 +443,7 @@ class Submodels:
             layouts,
             self.parameter_names,
             self.idle_bytes(spec),
+            self.rules,
             is_whole=self.whole is None,
             method=method,
         )

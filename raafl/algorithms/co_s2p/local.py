@@ -155,7 +155,7 @@ def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, e
     hook = local.hook(task)
     ledger = Ledger([*module.parameters(), *module.buffers(), *batch_tensors(batch)])
     try:
-        with torch.device("meta"), ledger, FusedKernels():
+        with torch.device("meta"), ledger, FusedKernels(submodels.rules):
             hook.backward(hook.loss(batch, 0))
     finally:
         hook.close()

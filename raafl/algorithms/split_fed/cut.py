@@ -115,6 +115,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
     def __init__(self, submodels: Submodels, batch: object) -> None:
         """Prepare to trace the step of ``batch``, whose tensors are on the meta device; `run` traces it."""
         super().__init__()
+        self.rules = submodels.rules
         self.module: Any = copy_structure(submodels.module, {}).to("meta")
         self.batch, self.calls = batch, list[Call]()
         self._stack: list[int] = []
@@ -134,7 +135,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         for path, part in self.module.named_modules():
             part.register_forward_pre_hook(lambda part, args, path=path: self._enter(path))
             part.register_forward_hook(lambda part, args, output: self._leave(output))
-        with torch.enable_grad(), patched(quiet(self.module)), self, FusedKernels():
+        with torch.enable_grad(), patched(quiet(self.module)), self, FusedKernels(self.rules):
             loss_of(self.module, self.batch)
         return self
 

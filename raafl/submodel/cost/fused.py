@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from raafl.rules import Rules
 
 Layer = Callable[[Tensor, Any, Sequence[Tensor], bool, bool, list[Tensor]], tuple[Tensor, Any]]
 """A layer in one direction: inputs, state, weights, whether backwards, whether it trains, workspace -> outputs, last state."""
@@ -21,6 +24,12 @@ _LSTM = 2
 class FusedKernels(TorchFunctionMode):
     """Context for predictions of cost: in it, attention and recurrent layers on the meta device run a CPU's fused kernels."""
 
+    def __init__(self, rules: Rules | None = None) -> None:
+        """Use the kernels of ``rules``; None = of a new run."""
+        super().__init__()
+        left_out = set() if (rules or Rules()).fuses_multihead else {_MULTIHEAD}
+        self._kernels = {func: kernel for func, kernel in _KERNELS.items() if func not in left_out}
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -30,7 +39,7 @@ class FusedKernels(TorchFunctionMode):
     ) -> object:
         """Replace a function where there is a kernel for its arguments."""
         kwargs = kwargs or {}
-        kernel = _KERNELS.get(func)
+        kernel = self._kernels.get(func)
         fused = None if kernel is None else kernel(*args, **kwargs)
         return func(*args, **kwargs) if fused is None else fused
 
@@ -57,6 +66,20 @@ def _fused_attention(
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     output: Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return output
+
+
+def _attention_in_multihead(*args: Any, **kwargs: Any) -> Tensor:
+    fused = _fused_attention(*args, **kwargs)
+    return F.scaled_dot_product_attention(*args, **kwargs) if fused is None else fused
+
+
+_MULTIHEAD = F.multi_head_attention_forward
+_multihead: Callable[..., Any] = FunctionType(
+    _MULTIHEAD.__code__,
+    {**vars(F), F.scaled_dot_product_attention.__name__: _attention_in_multihead},
+    argdefs=_MULTIHEAD.__defaults__,
+)
+"""torch's function with another attention in it: within a function that is written in Python no mode sees what it calls."""
 
 
 def _lstm(
@@ -174,6 +197,7 @@ def _lstm_layer(
 
 _KERNELS: Mapping[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _fused_attention,
+    _MULTIHEAD: _multihead,
     torch.lstm: _lstm,
     torch.gru: _by_steps(_gru_cell),
     torch.rnn_tanh: _by_steps(lambda given, state, gates: gates.add_(given).tanh()),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raafl.errors import USER_ERRORS
+from raafl.rules import Rules
 from raafl.submodel.cost.method import Method, MethodSteps
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.flat import FlatTensors
@@ -106,6 +107,7 @@ def predict(
     layouts: Mapping[str, Layout],
     names: frozenset[str],
     idle_bytes: int,
+    rules: Rules,
     is_whole: bool = True,
     method: Method | None = None,
 ) -> Cost:
@@ -131,7 +133,7 @@ def predict(
     batch = None if example_batch is None else meta_batch(example_batch, batch_size)
 
     def begin(spec: Spec, module: Any, batch: object) -> _Run:
-        return _Run(module, batch) if method is None else _TaskRun(method, spec, module, batch)
+        return _Run(module, batch, rules) if method is None else _TaskRun(method, spec, module, batch, rules)
 
     def on_values() -> tuple[Step, int] | None:
         if not is_whole or sum(entry.numel for entry in layouts["present"].entries) > LARGE:
@@ -306,7 +308,7 @@ def _runs_whole(begin: Begin) -> bool:
 class _Run:
     """One step of the small module, on the meta device or with values."""
 
-    def __init__(self, module: Any, batch: object, known: list[Tensor] | None = None) -> None:
+    def __init__(self, module: Any, batch: object, rules: Rules, known: list[Tensor] | None = None) -> None:
         """Start an empty ledger, in which neither the module and the batch count, nor the tensors that are ``known``."""
         from raafl.submodel.cost.fused import FusedKernels
         from raafl.submodel.cost.ledger import Ledger, storage_key
@@ -319,7 +321,7 @@ class _Run:
         self.trains = [p for p in self.module.parameters() if p.requires_grad]
         self.gradient_bytes = sum(p.numel() * p.itemsize for p in self.trains)
         self.ledger: Ledger = Ledger([*held, *(known or [])])
-        self.fused = FusedKernels()
+        self.fused = FusedKernels(rules)
 
     def step(self, default: str, every: bool = False) -> Step:
         """Run a training step, its backward pass and the optimiser's step; return their FLOPs, memory and traffic."""
@@ -406,10 +408,10 @@ class _Run:
 class _TaskRun(_Run):
     """Two steps of a method's task on the small module, with all that they keep from the first to the last."""
 
-    def __init__(self, method: Method, spec: Spec, module: Any, batch: object) -> None:
+    def __init__(self, method: Method, spec: Spec, module: Any, batch: object, rules: Rules) -> None:
         """Begin the task, whose steps do not run yet."""
         self.task = method.begin(spec, module, lambda batch, index: _some_loss(module, batch))
-        super().__init__(module, batch, self.task.received_and_sent)
+        super().__init__(module, batch, rules, self.task.received_and_sent)
         self.held_bytes += self.task.answer_bytes
         self.unknown: list[str] = []
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from model_zoo import CNN, MLP, ResNet, ViT
+from raafl.rules import Rules
 from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.nested_batch import tensors_in
 from tests.submodel import networks
@@ -100,6 +101,34 @@ def test_the_predicted_peak_of_convolutions_is_what_a_real_step_allocates(net, s
     torch.manual_seed(0)
     module = net()
     check_peak(module, [torch.randn(shape, dtype=next(module.parameters()).dtype)], half=False)
+
+
+class Encoder(nn.Module):
+    """torch's own transformer, whose attention is called by a function of torch that is written in Python."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.net = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_the_predicted_peak_of_torch_s_transformer_is_what_a_real_step_allocates(half):
+    torch.manual_seed(0)
+    check_peak(Encoder(), torch.randn(4, 60, 32), half)
+
+
+def test_older_runs_count_each_operation_of_torch_s_attention():
+    module, batch = Encoder(), torch.randn(4, 60, 32)
+    older, newer = (Submodels(module, batch, rules=Rules(number)).cost(FULL, 4).peak_bytes for number in (1, 2))
+    weights = 4 * 4 * 4 * 60 * 60  # of one layer: samples, heads, bytes, pairs of positions
+    assert older - newer > 2 * weights
 
 
 class Recurrent(nn.Module):

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from raafl.errors import BadInput, one_line
-from raafl.sanitize import sanitize_text
+from raafl.sanitize import URL, sanitize_text
 
-_URL = re.compile(r"([a-z0-9+.-]*)://(.*)", re.S | re.I)
 _WITH_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
-
-
-def is_url(text: object) -> bool:
-    """Check whether a text is meant as a URL, and not as a path; the URL may lack its scheme or bucket."""
-    return isinstance(text, str) and _URL.fullmatch(text) is not None
 
 
 def _whole_url(url: str, field: str) -> str:
@@ -26,7 +19,7 @@ def _whole_url(url: str, field: str) -> str:
     Raises:
         BadInput: the URL lacks its scheme, its bucket or its folder, as with an empty variable of the shell.
     """
-    found = _URL.fullmatch(url)
+    found = URL.fullmatch(url)
     scheme, rest = ("", "") if found is None else (found[1].lower(), found[2].rstrip("/"))
     if not scheme or not rest or (scheme in _WITH_BUCKETS and rest.startswith("/")):
         raise BadInput(

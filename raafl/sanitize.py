@@ -7,12 +7,20 @@ made (`sanitize_tree`).
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Final
 
 MOST = 200
 """Characters kept of a foreign text."""
+URL: Final = re.compile(r"([a-z0-9+.-]*)://(.*)", re.S | re.I)
+"""A URL: its scheme, and what follows."""
 LARGEST = 2**63 - 1
 _MAX_VALUES, _MAX_DEPTH = 100_000, 24  # of a foreign table
+
+
+def is_url(text: object) -> bool:
+    """Check whether a text is meant as a URL, and not as a path; the URL may lack its scheme or bucket."""
+    return isinstance(text, str) and URL.fullmatch(text) is not None
 
 
 def sanitize_text(text: object, most: int = MOST) -> str:

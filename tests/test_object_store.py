@@ -8,7 +8,8 @@ import fsspec
 import pytest
 
 from raafl.errors import BadInput
-from raafl.object_store import ObjectStore, is_url
+from raafl.object_store import ObjectStore
+from raafl.sanitize import is_url
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -14,9 +14,9 @@ from raafl.commands.stored_runs import run_tables
 from raafl.config.argv import options_of
 from raafl.config.options import MODES
 from raafl.errors import BadInput
-from raafl.object_store import is_url
 from raafl.runfolder.books import signature_warning
 from raafl.runfolder.tail import RunTail
+from raafl.sanitize import is_url
 from raafl.units import duration
 from raafl.watch.progress import Progress
 from raafl.watch.show import plain, sentence

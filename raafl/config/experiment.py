@@ -19,9 +19,9 @@ from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, installing, nearest, parse_address, positive
 from raafl.local.options import FabricOptions
-from raafl.object_store import ObjectStore, is_url
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.rules import CURRENT
+from raafl.sanitize import is_url
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule, LightningModule
@@ -646,6 +646,8 @@ class Experiment:
         if self.output is None or self.resume is not None:
             return
         if is_url(self.output):
+            from raafl.object_store import ObjectStore
+
             with ObjectStore.answering(self.output, "output") as store:
                 if store.names():
                     raise BadInput(

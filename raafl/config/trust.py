@@ -22,9 +22,8 @@ from raafl.config.experiment import ABOUT, ACCELERATORS, marked
 from raafl.config.loggers import SHORT_NAMES
 from raafl.config.registry import registry, stand_ins
 from raafl.errors import BadInput, RunFailed
-from raafl.object_store import is_url
 from raafl.rules import recorded_revision
-from raafl.sanitize import LARGEST, inside, load_untrusted_yaml, sanitize_text
+from raafl.sanitize import LARGEST, inside, is_url, load_untrusted_yaml, sanitize_text
 
 _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.most} | {"Device.count": 1_000_000}
 """Beyond which a server only wants to use up what a client has."""

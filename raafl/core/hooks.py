@@ -25,6 +25,12 @@ class RunHooks:
         `saved`: the `raafl.runtime.lifecycle.resume.SavedRun` that the run resumes; None = a new run.
         """
 
+    def opened(self) -> None:
+        """Prepare what needs the run folder, which exists from now on; nothing has been trained yet."""
+
+    def start(self) -> None:
+        """Observe that the run's clock starts."""
+
     def on_settled(self, settled: Settled, now: float) -> None:
         """Observe the end of an assignment (merged, refused, lost or unused) at ``now`` seconds of the run's clock."""
 
@@ -59,8 +65,20 @@ class RunHooks:
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
         """Save the run's state, or copy it for saving later: the state may change as soon as this method returns."""
 
+    def saved(self) -> None:
+        """Observe that a checkpoint was written; called on the thread that writes, unlike all other methods."""
+
     def end(self, summary: dict[str, Any]) -> None:
-        """Observe the run's summary just before it is written; it must not be changed."""
+        """Observe the run's summary, or add an entry of this observer; a `failure` that it finds now still counts."""
+
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Send the results elsewhere, once the run's outcome, ``finished``, is decided; add what came of it."""
+
+    def written(self) -> None:
+        """Observe that the summary, the last file of the run folder, was written."""
+
+    def close(self) -> None:
+        """Release files, ports and threads; called whether or not the run failed, or has begun at all."""
 
 
 class HookList(RunHooks):
@@ -69,6 +87,21 @@ class HookList(RunHooks):
     def __init__(self, *hooks: RunHooks) -> None:
         """Call ``hooks``."""
         self._hooks = hooks
+
+    def begin(self, run: Any, saved: object = None) -> None:
+        """Call each observer; see `RunHooks.begin`."""
+        for hooks in self._hooks:
+            hooks.begin(run, saved)
+
+    def opened(self) -> None:
+        """Call each observer; see `RunHooks.opened`."""
+        for hooks in self._hooks:
+            hooks.opened()
+
+    def start(self) -> None:
+        """Call each observer; see `RunHooks.start`."""
+        for hooks in self._hooks:
+            hooks.start()
 
     def on_settled(self, settled: Settled, now: float) -> None:
         """Call each observer; see `RunHooks.on_settled`."""
@@ -113,3 +146,29 @@ class HookList(RunHooks):
         """Call each observer; see `RunHooks.on_checkpoint`."""
         for hooks in self._hooks:
             hooks.on_checkpoint(coordinator, version, clock)
+
+    def saved(self) -> None:
+        """Call each observer; see `RunHooks.saved`."""
+        for hooks in self._hooks:
+            hooks.saved()
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """Call each observer; the last one that failed says how the run has finished. See `RunHooks.end`."""
+        for hooks in self._hooks:
+            hooks.end(summary)
+            self.error = hooks.error or self.error
+
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Call each observer; see `RunHooks.publish`."""
+        for hooks in self._hooks:
+            hooks.publish(summary)
+
+    def written(self) -> None:
+        """Call each observer; see `RunHooks.written`."""
+        for hooks in self._hooks:
+            hooks.written()
+
+    def close(self) -> None:
+        """Call each observer; see `RunHooks.close`."""
+        for hooks in self._hooks:
+            hooks.close()

@@ -10,10 +10,9 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -23,8 +22,8 @@ from raafl.core.hooks import RunHooks
 from raafl.core.types import Settled
 from raafl.loggers.tracking import Measurements, RecentUpdates, RunIds, Tables, finish, log, prepare
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.schema import CLIENT, LOST, MERGED, REFUSED, TRAIN, Summary, kind_of
-from raafl.submodel import Spec
+from raafl.runfolder.schema import CLIENT, LOST, MERGED, REFUSED, TRAIN, kind_of
+from raafl.runfolder.statistics import Coverage
 
 CALL_S = 30.0
 """Seconds after which a call of a logger counts as hung."""
@@ -37,52 +36,39 @@ MAX_QUEUED = 1000
 class Loggers(RunHooks):
     """The Lightning loggers of a run. Each works in a thread of its own; only `finish` waits for them."""
 
-    def __init__(
-        self,
-        logger: Any,
-        folder: Path,
-        record: RunRecord,
-        warn: Callable[[str], None],
-        note: Callable[[str], None],
-        *,
-        share: Callable[[Iterable[Spec]], float | None] | None = None,
-    ) -> None:
-        """Create the workers; `start` builds the loggers.
-
-        Args:
-            logger: the config's field.
-            folder: of the run.
-            record: of the run, for figures.
-            warn: is called with warnings.
-            note: is called with where a logger writes, if that is not obvious.
-            share: returns how much of the model some submodels cover, for the histogram of coverage.
-        """
-        self._record, self._folder, self._since = record, folder, RecentUpdates(share)
+    def __init__(self, run: Any) -> None:
+        """Take the `raafl.runtime.run.Run` whose setting ``logger`` names them."""
+        self._run = run
         self._workers: list[_Worker] = []
-        ids = RunIds(folder / FOLDER)
-        for spec in specs(logger):
+
+    def opened(self) -> None:
+        """Create the workers; `start` builds the loggers."""
+        run, warn = self._run, self._run.progress.warn
+        self._since = RecentUpdates(Coverage(run.parts.submodels).share)
+        ids = RunIds(run.folder / FOLDER)
+        for spec in specs(run.parts.experiment.logger):
             same = sum(worker.spec.name == spec.name for worker in self._workers)
             name = f"{spec.name} {same + 1}" if same else spec.name
-            make = maker(spec, folder, warn, note, ids.of(name), record.evaluated_version)
+            make = maker(spec, run.folder, warn, run.progress.note, ids.of(name), run.record.evaluated_version)
             self._workers.append(_Worker(spec, name, make, warn, ids))
 
-    def start(self, config_yaml: str) -> None:
-        """Build the loggers and make them log the run's config."""
+    def start(self) -> None:
+        """Build the loggers and make them log the run's config, and the metrics of a new run's initial model."""
+        config_yaml = self._run.config_yaml
         for worker in self._workers:
             worker.start()
             worker.put(prepare)
             worker.put(lambda logger: logger.log_hyperparams(_hyper_parameters(config_yaml)))
+        if not self._run.resumed:
+            self.on_evaluate(0, 0.0, self._run.record.metrics)
 
     def on_settled(self, settled: Settled, now: float) -> None:
         """Record the end of a task, for the histograms that are logged at the next evaluation."""
-        if self._workers:
-            self._since.settled(settled)
+        self._since.settled(settled)
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
         """Log an evaluation, with the run's totals at that time, such as bytes; see `RunHooks.on_evaluate`."""
-        if not self._workers:
-            return
-        record = self._record
+        record: RunRecord = self._run.record
         row = {name: value for name, value in record.row.items() if value is not None}
         own = {name: value for name, value in row.items() if name.startswith((CLIENT, TRAIN.rstrip("/")))}
         ends = Counter[str]()
@@ -102,24 +88,20 @@ class Loggers(RunHooks):
         for worker in self._workers:
             worker.put(lambda logger: log(logger, measured), counted=True)
 
-    def finish(self, status: str, summary: Summary | None = None) -> dict[str, dict[str, Any]]:
-        """Wait, for a limited time, until the loggers have written everything; return the outcome of each logger.
-
-        Args:
-            status: end of the run: "success", "interrupted" or "failed".
-            summary: summary of the run, to log together with tables and the final model; None = log none of these.
-        """
-        tables = Tables(self._folder)
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Log summary, tables and final model; wait, for a limited time, until all is written, and add what came of it."""
+        folder, reason = self._run.folder, summary["finished"]
+        tables = Tables(folder)
+        status = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")
         for worker in self._workers:
-            if summary is not None:
-                with_model = worker.spec.init_args.get("log_model") is not False
-                worker.put(partial(finish, folder=self._folder, summary=summary, tables=tables, with_model=with_model))
+            with_model = worker.spec.init_args.get("log_model") is not False
+            worker.put(partial(finish, folder=folder, summary=summary, tables=tables, with_model=with_model))
             worker.end(lambda logger: _close(logger, status))
         until = time.monotonic() + FINISH_S
         for worker in self._workers:
             while worker.at_work and time.monotonic() < until:
                 worker.join(timeout=0.05)
-        return {worker.name: worker.give_up() for worker in self._workers}
+        summary["loggers"] = {worker.name: worker.give_up() for worker in self._workers}
 
     def close(self) -> None:
         """Tell the loggers' threads to stop, without waiting for them."""

@@ -98,11 +98,18 @@ def _exporter(name: str, warn: Callable[[str], None]) -> Any:
     return None
 
 
+def exported(run: Any) -> RunHooks:
+    """Return the observer that makes spans of a `raafl.runtime.run.Run`; it does nothing where they have no destination."""
+    sink = find_sink(run.progress.warn)
+    return RunHooks() if sink is None else Spans(sink.provider, sink.close)
+
+
 class Spans(RunHooks):
     """Observer that creates OpenTelemetry's trace spans for a distributed run."""
 
-    def __init__(self, provider: TracerProvider) -> None:
-        """Make spans for a ``provider``."""
+    def __init__(self, provider: TracerProvider, close: Callable[[], None] = lambda: None) -> None:
+        """Make spans for a ``provider``; ``close`` is called at the end."""
+        self.close = close  # type: ignore[method-assign]
         self._tracer = provider.get_tracer("raafl", __version__)
         self._merge: tuple[int, int, float] | None = None  # version, time of its end in ns, seconds
         self._merged: list[SpanContext] = []

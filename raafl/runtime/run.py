@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from raafl._version import __version__
 from raafl.config.experiment import Experiment, seconds
 from raafl.config.trust import remember
-from raafl.core.hooks import RunHooks
+from raafl.core.hooks import HookList, RunHooks
 from raafl.core.types import Warn
 from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
-from raafl.local.data_faults import fault_in
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.evaluation.metrics import MAX_LOGGED
 from raafl.local.failure import leave_traceback
-from raafl.local.lightning_hooks import uncalled
-from raafl.local.preparation.modes import eval_mode_note
-from raafl.local.preparation.trial import explained, try_single_samples, try_training
-from raafl.local.sparse_gradients import check_optimizer
-from raafl.loggers.loggers import Loggers
-from raafl.monitoring.monitor import Monitor
-from raafl.object_store import is_url
-from raafl.optimizers import configure
-from raafl.parts.select.axis_report import HALF_AND_QUARTER, axis_rows, remaining_shares, sentence_of
-from raafl.parts.select.submodels import Full
+from raafl.parts.select.axis_report import axis_rows
 from raafl.rules import Rules
 from raafl.runfolder.books import check_books
 from raafl.runfolder.journal import RunFolder, default_run_folder
@@ -33,19 +23,18 @@ from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CONFIG, JournalRow, Summary
 from raafl.runfolder.signing import Signer
 from raafl.runfolder.statistics import Coverage, RunStatistics
-from raafl.runtime.goals import check_goals, met_at_once
+from raafl.runtime.first_look import first_look, notes_before
+from raafl.runtime.goals import check_goals
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.lifecycle.batch_norm import StaticStatistics, StatisticsHookList
-from raafl.runtime.lifecycle.best_checkpoint import BestCheckpoint
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
-from raafl.runtime.lifecycle.divergence import Divergence
 from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.lifecycle.export import save_final
-from raafl.runtime.lifecycle.hub import push_model
-from raafl.runtime.lifecycle.mirror import Mirror, check_store
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.lifecycle.signals import Interrupt
-from raafl.runtime.setup import ServerSetup, build, data_notes, evaluation_seed, make_executor, max_norm_ratio
+from raafl.runtime.observers import absent, observers_of
+from raafl.runtime.setup import ServerSetup, build, evaluation_seed, make_executor, max_norm_ratio
+from raafl.sanitize import is_url
 from raafl.submodel import FULL
 from raafl.units import quantity
 from raafl.watch.eta import Goals
@@ -69,12 +58,15 @@ class Run:
         saved: resume.SavedRun | None = None,
         observer: RunHooks | None = None,
         signer: Signer | None = None,
-        monitor: Monitor | None = None,
+        num_queued: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
+        """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run.
+
+        `num_queued`: returns how many events wait for the run's loop.
+        """
         experiment = parts.experiment
-        self.parts, self.runtime, self.observer = parts, runtime, observer or RunHooks()
-        self.monitor = monitor or Monitor(experiment)
+        self.parts, self.runtime, self.config_yaml = parts, runtime, config_yaml
+        self.num_queued, self.resumed = num_queued, saved is not None
         submodels, data, device = parts.submodels, parts.data, parts.coordinator.state.values.device
         num, size = experiment.submodels.static_batches, parts.coordinator.fleet.batch_size
         self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
@@ -88,53 +80,41 @@ class Run:
         )
         self.saved_form = SavedForm(parts.module, lambda: self.evaluator.living)
         self.progress = Progress(experiment.progress)  # type: ignore[arg-type]
-        self._resumed, self.signer = saved is not None, signer or Signer.own()
+        self.signer = signer or Signer.own()
         self.folder = self._name_folder(saved)
-        metrics = self._first_metrics(saved)  # before there is a folder: a run that cannot start leaves none
-        self._notes = self._said_before(metrics if saved is None else {})
-        if saved is not None:
-            self._go_on(saved)
-        else:
-            self._begin(config_yaml, metrics)
-        self.record.figures.logged.expect(self._logs[:MAX_LOGGED])
-        self.mirror = Mirror.to(experiment.output, self.folder, self.progress.warn)
-        self.saver = Checkpointer(
-            self.folder,
-            self.saved_form,
-            experiment.keep_checkpoints,
-            runtime,
-            self.record,
-            every_s=seconds("checkpoint_s", experiment.checkpoint_s),
-            warn=self.progress.warn,
-            written=self.mirror.request,
-        )
-        self.loggers = Loggers(
-            experiment.logger,
-            self.folder,
-            self.record,
-            self.progress.warn,
-            self.progress.note,
-            share=Coverage(submodels).share if experiment.logger else None,
-        )
-        self.divergence = Divergence(self.progress.warn, strict=experiment.strict, fault=self._fault)
-        self.divergence.on_evaluate(0, 0.0, metrics)  # what can diverge
-        self.best = BestCheckpoint(self.folder, self.saved_form, experiment.keep_best, self.progress.warn)
-        self.hooks, self._config_yaml = self._observed(), config_yaml
+        self.observer = observer or RunHooks()
+        self.observers = observers_of(self, self.observer)
+        with ExitStack() as unless_begun:
+            unless_begun.callback(HookList(*self.observers).close)
+            HookList(*self.observers).begin(self, saved)
+            recorded = {} if saved is None else saved.section["record"]["metrics"]
+            look = first_look(
+                parts, self.evaluator, recorded
+            )  # before there is a folder: what cannot start leaves none
+            self.first_metrics = look.metrics if recorded else self.observer.on_measured(0, 0.0, look.metrics)
+            check_goals(experiment, self.first_metrics, has_client_tests=any(data.test_sizes))
+            self._notes, self._remaining = notes_before(
+                parts, look, self.saved_form, self.first_metrics, is_new=saved is None
+            )
+            if saved is not None:
+                self._go_on(saved)
+            else:
+                self._begin(config_yaml, self.first_metrics)
+            self.record.figures.logged.expect(look.logged[:MAX_LOGGED])
+            self.saver = Checkpointer(
+                self.folder,
+                self.saved_form,
+                experiment.keep_checkpoints,
+                runtime,
+                self.record,
+                every_s=seconds("checkpoint_s", experiment.checkpoint_s),
+                warn=self.progress.warn,
+                written=lambda: self.hooks.saved(),
+            )
+            self.hooks = StatisticsHookList(self.statistics, *self.observers, self.saver)
+            self.hooks.opened()
+            unless_begun.pop_all()
         self._interrupt = Interrupt(on_insist=self.progress.abandon)
-
-    def _observed(self) -> StatisticsHookList:
-        """Return all observers of the run."""
-        experiment = self.parts.experiment
-        info = {"run": experiment.name, "algorithm": experiment.algorithm.name, "raafl": __version__}
-        shown = self.monitor.observers(self.record, self.runtime, info, self.progress.warn)
-        return StatisticsHookList(
-            self.statistics, self.observer, self.divergence, self.saver, self.best, self.loggers, *shown
-        )
-
-    def _fault(self, client: int | None) -> str | None:
-        """Name a sample that is not finite, as `fault_in`; of a client that trains on data of its own nothing is known."""
-        info = None if client is None else self.parts.coordinator.roster.find(client)
-        return None if info is not None and info.own_data else fault_in(self.parts.data, client)
 
     def _name_folder(self, saved: resume.SavedRun | None) -> Path:
         if saved is not None:
@@ -149,7 +129,6 @@ class Run:
     def _begin(self, config_yaml: str, metrics: dict[str, float]) -> None:
         """Make a new run folder, and record the metrics of the initial model."""
         experiment, state = self.parts.experiment, self.parts.coordinator.state
-        check_store(experiment.output)
         self.folder = self._name_folder(None)  # anew: another run may have taken the name meanwhile
         check_space(self.folder, state.values.num_bytes, experiment.keep_checkpoints)
         try:
@@ -217,80 +196,6 @@ class Run:
         limits = self.parts.coordinator.limits
         return Goals(limits.max_updates, limits.max_time_s, tuple(self.parts.experiment.targets()))
 
-    def _first_metrics(self, saved: resume.SavedRun | None) -> dict[str, float]:
-        """Measure the initial model and try a step; finds at once a wrong metric, or a model that does not fit the data."""
-        module, data = self.evaluator.module, self.parts.data
-        self.observer.begin(self, saved)
-        self._try_step()
-        with explained(module, "validation_step", next(data.test_batches())[0]):
-            metrics = self.evaluator(self.parts.coordinator.state.values, 0)
-        if not metrics:
-            raise BadInput(
-                f"{type(module).__name__}.validation_step gives no metrics: return them in a dict, or log them"
-            )
-        kept = {} if saved is None else saved.section["record"]["metrics"]
-        metrics = {**metrics, **kept} if kept else self.observer.on_measured(0, 0.0, metrics)
-        check_goals(self.parts.experiment, metrics, has_client_tests=any(data.test_sizes))
-        return metrics
-
-    def _try_step(self) -> None:
-        """Try a training step; find what it logs, and what it changes that starts anew with each task."""
-        module, data, values = self.evaluator.module, self.parts.data, self.parts.coordinator.state.values
-        experiment, size = self.parts.experiment, self.parts.coordinator.fleet.batch_size
-        local = experiment.algorithm.local
-        self.evaluator.fill(values)
-        with local.trial(module):
-            tried = try_training(module, data.example_batch(2), values.device, lambda: data.example_batch(size))
-        self._logs, self._tried = tried.logged, tried.warnings
-        changed = self.evaluator.restarted(values)
-        check_optimizer(tried.optimizer, local, experiment.fabric.gradient_clip_val)
-        try_single_samples(module, data, experiment.train, values.device)
-        self.evaluator.fill(values)
-        configure(module)
-        configured = self.evaluator.restarted(values)  # what configure_optimizers sets is set anew in each task
-        self._restarted = [name for name in changed if name not in configured]
-        if self._restarted and local.exchange(self.parts.submodels) is not None:
-            raise BadInput(
-                f"'{self._restarted[0]}' changes in training_step, but split_fed runs training_step on two copies "
-                "of the module: keep no state in the module, or use a method that trains the whole model"
-            )
-
-    def _said_before(self, metrics: dict[str, float]) -> list[str]:
-        """Collect the notes of the start; raises `BadInput` for warnings where the run is strict."""
-        fleet = self.parts.coordinator.fleet.of(self.parts.clients)  # nobody has joined, but it is known who will
-        notes = [*data_notes(self.parts), *self.parts.coordinator.algorithm.notes(fleet, len(self.parts.clients))]
-        notes += met_at_once(self.parts.experiment, metrics)
-        notes += self._saved_notes()
-        algorithm = self.parts.coordinator.algorithm
-        left_out = uncalled(self.parts.module, algorithm.local.leaves_out, algorithm.name)
-        notes += [Warn(line) for line in (*self._tried, *left_out)]
-        notes += eval_mode_note(self.parts.module)
-        notes += [_restart_note(self._restarted)] if self._restarted else []
-        refuted = self.parts.submodels.refuted
-        notes += [Warn(f"axis '{name}' stays whole, {reason}") for name, reason in list(refuted.items())[:10]]
-        notes += [Warn(f"{len(refuted) - 10} more axes stay whole: see kept_whole")] if len(refuted) > 10 else []
-        if len(self._logs) > MAX_LOGGED:
-            notes.append(
-                Warn(f"training_step logs {len(self._logs)} metrics: only the first {MAX_LOGGED} are recorded")
-            )
-        guessed = self.parts.submodels.cost(FULL, fleet.batch_size).guessed
-        notes += [Warn(f"predicted times and memory are a guess: {guessed}")] if guessed else []
-        axes, is_cut = self.parts.submodels.axes, not isinstance(self.parts.coordinator.algorithm.select, Full)
-        self._remaining = remaining_shares(axes, HALF_AND_QUARTER, fleet.cost) if is_cut and axes else {}
-        notes += [sentence_of(self._remaining)] if self._remaining else []
-        warnings = [note for note in notes if isinstance(note, Warn)]
-        if warnings and self.parts.experiment.strict:
-            raise BadInput("\n".join([f"{warning} (an error, since strict is true)" for warning in warnings]))
-        return notes
-
-    def _saved_notes(self) -> list[Warn]:
-        """Try what checkpoints save of the module; return a warning for each part that they cannot hold."""
-        found: list[str] = []
-        values = self.parts.coordinator.state.values.clone()
-        with explained(self.parts.module, "state_dict, as a checkpoint calls it,"):
-            self.saved_form.contents(0, values, left_out=found.append)
-        return list(map(Warn, found))
-
     def start(self) -> None:
         """Start the run's clock and the progress display."""
         experiment, coordinator = self.parts.experiment, self.parts.coordinator
@@ -301,14 +206,11 @@ class Run:
             f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
         )
         self.progress.start(title)
-        if self.monitor.address is not None:
-            self.progress.note(f"metrics at http://{self.monitor.address}/metrics, health at /healthz")
         for note in self._notes:
             (self.progress.warn if isinstance(note, Warn) else self.progress.note)(note)
         self._interrupt.__enter__()  # until `close`: a signal while the run is wound up leaves it whole too
-        self.loggers.start(self._config_yaml)
-        self.mirror.request()
-        if self._resumed:
+        if self.resumed:
+            self.hooks.start()
             return
         row: JournalRow = {
             "time_s": 0.0,
@@ -325,7 +227,7 @@ class Run:
         self._writer.event(row)
         self._writer.seal(self._writer.sealed(), 0, [CONFIG])
         self.record.restart_clock()
-        self.loggers.on_evaluate(0, 0.0, self.record.metrics)
+        self.hooks.start()
 
     def show_executor(self, executor: Executor) -> None:
         """Show in the progress display how many processes train, and whether they train tasks in batches."""
@@ -372,21 +274,20 @@ class Run:
         with self.statistics.filled(coordinator.state.values, anew=False):
             where = save_final(self.folder, self.saver, self.parts, self.saved_form, self.progress, summary)
         summary["model"], summary["model_copy"] = where
-        summary["best"] = self.best.best
-        self.observer.end(cast(dict[str, Any], summary))
-        summary["finished"] = reason = self.observer.failure or self.divergence.failure or reason
-        outcome = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")
-        summary["loggers"] = self.loggers.finish(outcome, summary)
-        if self.observer.error is not None:
-            summary["traceback"] = leave_traceback(self.folder, reason, self.observer.error)
-        summary["hub"] = push_model(self.parts.experiment.push_to_hub, self.folder, reason, self.progress.warn)
-        whole = self.mirror.finish()
-        summary["mirror"] = self.mirror.report(whole)
+        told = cast(dict[str, Any], summary)
+        told.update(absent())
+        self.hooks.end(told)
+        failures = (observer.failure for observer in self.observers)
+        summary["finished"] = reason = next((failure for failure in failures if failure is not None), reason)
+        error = self.observer.error
+        traceback = None if error is None else leave_traceback(self.folder, reason, error)
+        self.hooks.publish(told)
+        if traceback is not None:
+            summary["traceback"] = traceback
         self._writer.finish(summary, self.saver.num_failed, self.progress.warnings)
         self._writer.seal(self._writer.sealed(), coordinator.state.version, [], final=True)
-        if whole:
-            self.mirror.finish()  # with the summary
-        return cast(dict[str, Any], summary)
+        self.hooks.written()
+        return told
 
     def _final_metrics(self) -> dict[str, float]:
         """Measure the final model on the test set, where evaluations of the run used a validation set."""
@@ -405,14 +306,8 @@ class Run:
         self.progress.stop()
         self.saver.close()  # first: it seals what it writes
         self._writer.close()
-        self.loggers.close()
-        self.mirror.close()
+        self.hooks.close()
         self._interrupt.__exit__(None, None, None)
-
-
-def _restart_note(names: list[str]) -> str:
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return f"attributes that start again in each task: {shown}; use a floating-point buffer for state that should carry over"
 
 
 def simulate(
@@ -436,8 +331,9 @@ def simulate(
         parts = build(experiment, pace=False)
         executor = make_executor(parts, experiment.workers, ranks=transport is not None)
         stack.callback(executor.close)
-        monitor = stack.enter_context(Monitor(experiment))  # after the executor, which forks: it starts a thread
-        run = Run(parts, config_yaml, "simulated", saved, observer, monitor=monitor)
+        run = Run(
+            parts, config_yaml, "simulated", saved, observer
+        )  # after the executor, which forks: it starts threads
         stack.callback(run.close)
         run.show_executor(executor)
         if transport is not None:

@@ -7,9 +7,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
+from torch import nn
 
 from raafl.config import loggers as logger_specs
 from raafl.config.loggers import specs
@@ -17,6 +19,7 @@ from raafl.data import Iid
 from raafl.errors import BadInput
 from raafl.loggers import loggers
 from raafl.runtime.run import simulate
+from raafl.submodel import Submodels
 from tests.helpers.small_runs import experiment
 
 ROOT = Path(__file__).parents[2]
@@ -153,14 +156,14 @@ def test_one_that_hangs_for_ever_costs_no_more_than_its_deadline(tmp_path, monke
 
 def test_a_slow_one_delays_no_merge_and_is_waited_for_at_the_end(tmp_path, monkeypatch, released):
     logger, written = Hanging(), []
-    finish = loggers.Loggers.finish
+    publish = loggers.Loggers.publish
 
-    def finish_now(self, *args):
+    def publish_now(self, *args):
         written.append(sum(call[0] == "metrics" for call in logger.calls))
         RELEASED.set()
-        return finish(self, *args)
+        return publish(self, *args)
 
-    monkeypatch.setattr(loggers.Loggers, "finish", finish_now)
+    monkeypatch.setattr(loggers.Loggers, "publish", publish_now)
     monkeypatch.setattr(loggers, "CALL_S", 100.0)
     summary, _ = run(tmp_path, logger)
     assert written[0] <= 1  # all that was merged was merged while it was still busy with the first
@@ -178,8 +181,17 @@ def test_one_that_is_too_slow_is_given_up_and_what_is_left_counted(tmp_path, mon
 def test_a_full_queue_drops_and_counts(monkeypatch, released):
     monkeypatch.setattr(loggers, "MAX_QUEUED", 4)
     warned = []
-    many = loggers.Loggers(Hanging(), Path(), record=Counts(), warn=warned.append, note=print)
-    many.start("")
+    run = SimpleNamespace(
+        parts=SimpleNamespace(experiment=SimpleNamespace(logger=Hanging()), submodels=Submodels(nn.Linear(1, 1))),
+        folder=Path(),
+        record=Counts(),
+        progress=SimpleNamespace(warn=warned.append, note=print),
+        config_yaml="",
+        resumed=True,
+    )
+    many = loggers.Loggers(run)
+    many.opened()
+    many.start()
     for version in range(50):
         many.on_evaluate(version, 0.0, {})
     assert 45 <= many._workers[0]._failed <= 48  # of 52 calls four wait, and up to three were taken

@@ -13,6 +13,7 @@ import pytest
 from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.monitoring.endpoint import MAX_CALLERS
+from raafl.monitoring.monitor import Monitor
 from raafl.runtime.run import simulate
 from tests.helpers.forked_command import in_fork
 from tests.helpers.small_runs import experiment, finish
@@ -24,7 +25,7 @@ class Looks(RunHooks):
     """Reads both paths at the last evaluation, while others hold connections open from the first event on."""
 
     def begin(self, run, saved=None):
-        self.monitor, self.callers = run.monitor, []
+        self.monitor, self.callers = next(found for found in run.observers if isinstance(found, Monitor)), []
 
     @property
     def where(self):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from raafl.core.hooks import RunHooks
 from raafl.core.types import HUGE_NORM, OVERFLOW, Settled
 from raafl.local.evaluation.metrics import left_out, logged_not_finite
+
+if TYPE_CHECKING:
+    from raafl.runtime.run import Run
 
 NON_FINITE = "refused:non-finite"
 TOO_LARGE = frozenset({f"refused:{HUGE_NORM}", f"refused:{OVERFLOW}"})
@@ -19,24 +23,18 @@ class Divergence(RunHooks):
 
     failure: str | None = None  # reason for ending the run; None = the run goes on
 
-    def __init__(
-        self,
-        warn: Callable[[str], None],
-        *,
-        strict: bool,
-        fault: Callable[[int | None], str | None] = lambda client: None,
-    ) -> None:
-        """Start without findings.
-
-        `fault`: names a sample with a non-finite value, of a client or (None) of the test set; returns None if there
-        is none.
-        """
-        self._warn, self._strict, self._fault = warn, strict, fault
+    def __init__(self, run: Run) -> None:
+        """Start without findings."""
+        self._run, self._warn, self._strict = run, run.progress.warn, run.parts.experiment.strict
         self._finite: set[str] = set()
         self._refused = False
         self._too_large: set[int] = set()  # clients; none that has been merged since
         self._said = False
         self._left_out: set[str] = set()  # names of logged values, each warned of once
+
+    def opened(self) -> None:
+        """Check the metrics of the initial model, or of a resumed one: what is finite now can diverge."""
+        self.on_evaluate(0, 0.0, self._run.first_metrics)
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
         """Check that metrics are finite; if the initial model's are not, look for the fault in the data. See `RunHooks`."""
@@ -89,6 +87,13 @@ class Divergence(RunHooks):
         self._warn(what)
         if self._strict and self.failure is None:
             self.failure = f"failed: {what} (an error, since strict is true)"
+
+    def _fault(self, client: int | None) -> str | None:
+        """Name a sample of a client, or (None) of the test set, that is not finite; None = none, or data of its own."""
+        from raafl.local.data_faults import fault_in
+
+        info = None if client is None else self._run.parts.coordinator.roster.find(client)
+        return None if info is not None and info.own_data else fault_in(self._run.parts.data, client)
 
     def stop_asked(self) -> str | None:
         """Return the reason for ending the run; None = the run goes on."""

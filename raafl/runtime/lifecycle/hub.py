@@ -5,25 +5,40 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from raafl.core.hooks import RunHooks
 from raafl.errors import one_line
 from raafl.runfolder.schema import MODEL
 
+if TYPE_CHECKING:
+    from raafl.runtime.run import Run
 
-def push_model(
-    repository: str | None, run_folder: Path, finished: str, warn: Callable[[str], None]
-) -> dict[str, Any] | None:
+
+class HubUpload(RunHooks):
+    """Observer that uploads the final model of a finished run."""
+
+    def __init__(self, run: Run) -> None:
+        """Upload to the repository ``push_to_hub``."""
+        self._run = run
+
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Upload the model, and add what came of it to the summary."""
+        run, repository = self._run, self._run.parts.experiment.push_to_hub
+        summary["hub"] = push_model(str(repository), run.folder, summary["finished"], run.progress.warn)
+
+
+def push_model(repository: str, run_folder: Path, finished: str, warn: Callable[[str], None]) -> dict[str, Any] | None:
     """Upload the folder `model` of a run to a private repository, which is created if needed.
 
     An error does not end the run; the model stays in the run folder.
 
-    `repository`: OWNER/NAME; None = nothing is uploaded.
+    `repository`: OWNER/NAME.
 
     Returns:
         Entry for the run's summary: ``repo``, ``url`` of the commit, and ``error``; None if nothing was to be uploaded.
     """
-    if repository is None or finished.startswith(("failed", "interrupted")):
+    if finished.startswith(("failed", "interrupted")):
         return None
     folder, url, why = run_folder / MODEL, None, None
     try:

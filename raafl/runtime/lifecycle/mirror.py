@@ -7,26 +7,28 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from raafl.core.hooks import RunHooks
 from raafl.errors import one_line
-from raafl.object_store import ObjectStore, is_url
+from raafl.object_store import ObjectStore
 from raafl.runfolder.schema import CHECKPOINTS, GROWING, SEALS
+
+if TYPE_CHECKING:
+    from raafl.runtime.run import Run
 
 _LEFT_OUT = "loggers"  # those have stores of their own
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 _log = logging.getLogger(__name__)
 
 
-def check_store(output: str | None) -> None:
-    """Write a small file to the object store of a new run and remove it; do nothing unless ``output`` is a URL.
+def check_store(output: str) -> None:
+    """Write a small file to the object store of a new run and remove it.
 
     Raises:
         BadInput: the store refuses one of the two, so that it could not hold a copy of the run.
     """
-    if output is None or not is_url(output):
-        return
     with ObjectStore.answering(output, "output") as store:
         name = f".{uuid4().hex}"  # the listing of a store leaves out such names
         store.write(b"raafl", name)
@@ -34,44 +36,34 @@ def check_store(output: str | None) -> None:
 
 
 class Mirror:
-    """Copies changed files of a run folder to an object store, on a thread of its own; without a store it does nothing.
+    """Copies changed files of a run folder to an object store, on a thread of its own.
 
     A run can be resumed from the copy at any time: a checkpoint is copied after the journal that belongs to it, and
     only then an older checkpoint is deleted. `request` may be called from any thread, the other methods from one.
 
-    `url`: URL of the folder in the store; empty = no store.
+    `url`: URL of the folder in the store.
     `num_failed`: number of failed attempts.
     """
 
     def __init__(
         self,
         folder: Path,
-        store: ObjectStore | None,
+        store: ObjectStore,
         warn: Callable[[str], None] = _log.warning,
         *,
         first_wait_s: float = _FIRST_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the thread; nothing is copied before `request`.
-
-        `store`: store to copy to; None = nothing is copied.
-        """
-        self.url, self.num_failed = "" if store is None else store.url, 0
+        """Start the thread; nothing is copied before `request`."""
+        self.url, self.num_failed = store.url, 0
         self._folder, self._warn, self._clock = folder, warn, clock
         self._first_wait_s = first_wait_s
         self._copied: dict[str, tuple[int, int]] = {}  # size and time of change by name; the thread's own
         self._changed = threading.Condition()
         self._asked = self._done = self._failed_in_a_row = 0
         self._moved_at, self._error, self._is_closed = clock(), "", False
-        self._thread: threading.Thread | None = None
-        if store is not None:
-            self._thread = threading.Thread(target=self._work, args=(store,), name="mirror", daemon=True)
-            self._thread.start()
-
-    @classmethod
-    def to(cls, output: str | None, folder: Path, warn: Callable[[str], None]) -> Self:
-        """Return the mirror that copies a run folder to an object store; it does nothing unless ``output`` is a URL."""
-        return cls(folder, ObjectStore(output) if output is not None and is_url(output) else None, warn)
+        self._thread = threading.Thread(target=self._work, args=(store,), name="mirror", daemon=True)
+        self._thread.start()
 
     def request(self) -> None:
         """Request a copy of the run folder in its present state; callable from any thread."""
@@ -80,12 +72,7 @@ class Mirror:
             self._changed.notify_all()
 
     def finish(self, *, failing_s: float = 60.0, silent_s: float = 600.0) -> bool:
-        """Copy the run folder in its present state, and wait until that is done.
-
-        Return whether the store has all files; false without a store.
-        """
-        if self._thread is None:
-            return False
+        """Copy the run folder in its present state, wait until that is done, and return whether the store has all files."""
         since = self._clock()
         with self._changed:
             self._asked += 1
@@ -106,17 +93,10 @@ class Mirror:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
+        self._thread.join(timeout=1.0)
 
-    def report(self, whole: bool) -> dict[str, Any] | None:
-        """Return an entry for the run's summary: URL of the copy, number of failed attempts and the last error.
-
-        Returns:
-            The entry; None without a store.
-        """
-        if self._thread is None:
-            return None
+    def report(self, whole: bool) -> dict[str, Any]:
+        """Return an entry for the run's summary: URL of the copy, number of failed attempts and the last error."""
         return {"url": self.url, "whole": whole, "failed": self.num_failed, "error": self._error or None}
 
     def _work(self, store: ObjectStore) -> None:
@@ -177,3 +157,47 @@ class Mirror:
 
     def _moved(self) -> None:
         self._moved_at = self._clock()
+
+
+class StoreCopy(RunHooks):
+    """Observer that keeps a copy of the run folder in the object store that ``output`` names."""
+
+    def __init__(self, run: Run) -> None:
+        """Copy nothing yet."""
+        self._run, self._output = run, str(run.parts.experiment.output)
+        self._mirror: Mirror | None = None  # None = the run folder is not there yet
+        self._is_whole = False
+
+    def begin(self, run: Run, saved: object = None) -> None:
+        """Try the store of a new run."""
+        if saved is None:
+            check_store(self._output)
+
+    def opened(self) -> None:
+        """Begin to copy the folder."""
+        self._mirror = Mirror(self._run.folder, ObjectStore(self._output), self._run.progress.warn)
+
+    def start(self) -> None:
+        """Copy the first files."""
+        self.saved()
+
+    def saved(self) -> None:
+        """Copy the checkpoint, and what belongs to it."""
+        if self._mirror is not None:
+            self._mirror.request()
+
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Copy all that is there, and add what came of it to the summary."""
+        if self._mirror is not None:
+            self._is_whole = self._mirror.finish()
+            summary["mirror"] = self._mirror.report(self._is_whole)
+
+    def written(self) -> None:
+        """Copy the summary, unless the store has failed before."""
+        if self._mirror is not None and self._is_whole:
+            self._mirror.finish()
+
+    def close(self) -> None:
+        """End the copying thread."""
+        if self._mirror is not None:
+            self._mirror.close()

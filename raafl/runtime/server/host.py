@@ -12,7 +12,6 @@ from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Trigger
 from raafl.core.hooks import HookList, RunHooks
-from raafl.monitoring.monitor import Monitor
 from raafl.parts.trigger import AllReported
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.lifecycle.service_manager import ServiceManager
@@ -69,8 +68,7 @@ def host(
     inbox = inbox or Inbox()
     with (
         transport,
-        Monitor(experiment, lambda: inbox.num_waiting) as monitor,
-        resume.opened(experiment.resume, "distributed") as saved,  # after the ports: they may be in use
+        resume.opened(experiment.resume, "distributed") as saved,  # after the port: it may be in use
     ):
         if transport.comes_and_goes:
             before = None if saved is None else saved.section["coordinator"]["min_clients"]
@@ -81,7 +79,8 @@ def host(
             min_clients=min_clients,
             count_lost=not transport.comes_and_goes,
         )
-        run = Run(parts, config_yaml, "distributed", saved, observer, None if terms is None else terms.signer, monitor)
+        signer = None if terms is None else terms.signer
+        run = Run(parts, config_yaml, "distributed", saved, observer, signer, lambda: inbox.num_waiting)
         if max_failures is None:
             _serve_others(run)
         note(run.folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -26,6 +28,13 @@ def values_of(model, number):
     return values
 
 
+def keeping(folder, model, metric):
+    parts = SimpleNamespace(experiment=SimpleNamespace(keep_best=metric))
+    observer = BestCheckpoint(SimpleNamespace(parts=parts, folder=folder, saved_form=SavedForm(model)))
+    observer.opened()
+    return observer
+
+
 def kept(folder):
     saved = load(folder / "checkpoints" / "best.ckpt")
     return saved.version, next(iter(saved.state_dict.values())).flatten()[0].item()
@@ -33,20 +42,19 @@ def kept(folder):
 
 @pytest.mark.parametrize(("metric", "best"), [("accuracy", (3, 3.0)), ("mse", (2, 2.0)), ("gap:min", (2, 2.0))])
 def test_the_best_is_kept_and_of_equal_ones_the_first(tmp_path, model, metric, best):
-    watcher = BestCheckpoint(tmp_path, SavedForm(model), metric)
+    watcher = keeping(tmp_path, model, metric)
     for version, value in enumerate((0.5, float("nan"), 0.2, 0.7, 0.7, 0.3), start=0):
         watcher.on_values(version, {metric.split(":")[0]: value}, values_of(model, float(version)))
     assert kept(tmp_path) == best and watcher.best["version"] == best[0]
 
 
 def test_a_resumed_run_goes_on_from_the_one_in_its_folder(tmp_path, model):
-    BestCheckpoint(tmp_path, SavedForm(model), "accuracy").on_values(5, {"accuracy": 0.8}, values_of(model, 5.0))
-    again = BestCheckpoint(tmp_path, SavedForm(model), "accuracy")
+    keeping(tmp_path, model, "accuracy").on_values(5, {"accuracy": 0.8}, values_of(model, 5.0))
+    again = keeping(tmp_path, model, "accuracy")
     again.on_values(6, {"accuracy": 0.7}, values_of(model, 6.0))
     assert kept(tmp_path) == (5, 5.0)
-    BestCheckpoint(tmp_path, SavedForm(model), "loss").on_values(
-        7, {"loss": 9.0}, values_of(model, 7.0)
-    )  # by another metric
+    by_another = keeping(tmp_path, model, "loss")
+    by_another.on_values(7, {"loss": 9.0}, values_of(model, 7.0))
     assert kept(tmp_path) == (7, 7.0)
 
 

@@ -6,6 +6,7 @@ import io
 import math
 from contextlib import redirect_stdout
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,9 +58,17 @@ def test_with_strict_it_fails_and_can_be_resumed(tmp_path, monkeypatch):
     assert run.summary["versions"] == 1 and checkpoint.load(run.folder).raafl["finished"] is None
 
 
+def watching(said, *, strict):
+    roster = SimpleNamespace(find=lambda client: SimpleNamespace(own_data=True))
+    parts = SimpleNamespace(
+        experiment=SimpleNamespace(strict=strict), coordinator=SimpleNamespace(roster=roster), data=None
+    )
+    return Divergence(SimpleNamespace(progress=SimpleNamespace(warn=said.append), parts=parts))
+
+
 def test_what_diverges_is_said_once():
     said = []
-    found = Divergence(said.append, strict=False)
+    found = watching(said, strict=False)
     found.on_evaluate(0, 0.0, {"loss": 2.0, "f1": math.nan})
     found.on_evaluate(1, 1.0, {"loss": 1.0, "f1": math.nan})
     assert said == []
@@ -75,7 +84,7 @@ def test_what_diverges_is_said_once():
 
 def test_logged_values_that_are_left_out_are_named_once_and_end_no_run():
     said = []
-    found = Divergence(said.append, strict=True)
+    found = watching(said, strict=True)
     for client, metrics in ((1, {"loss": math.nan, "f1": 0.5}), (2, {"f1": math.nan}), (1, {"f1": -math.inf})):
         update = Update(client, client, 0, FlatTensors.empty(Layout(())), 8, metrics=metrics)
         found.on_settled(Settled(None, client, "merged", 3, 0, update), 3.0)
@@ -85,7 +94,7 @@ def test_logged_values_that_are_left_out_are_named_once_and_end_no_run():
 
 def test_updates_that_are_far_too_large_are_divergence_only_of_several_clients():
     said = []
-    found = Divergence(said.append, strict=True)
+    found = watching(said, strict=True)
     for client, outcome in ((1, "refused:huge-norm"), (1, "refused:overflow"), (1, "merged"), (2, "refused:huge-norm")):
         found.on_settled(Settled(None, client, outcome, 3, 0), 3.0)
     assert said == [] and found.stop_asked() is None

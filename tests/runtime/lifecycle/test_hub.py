@@ -87,7 +87,6 @@ def test_a_finished_model_goes_to_a_private_repository_with_its_card(hub, tmp_pa
 @pytest.mark.parametrize("reason", ["failed: no clients", "interrupted"])
 def test_a_run_that_did_not_reach_its_end_sends_nothing(reason, tmp_path, hub):
     assert push_model("me/digits", tmp_path, reason, pytest.fail) is None
-    assert push_model(None, tmp_path, "max_updates", pytest.fail) is None
     assert hub.asked == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
+from functools import partialmethod
 
 import fsspec
 import pytest
@@ -113,9 +114,10 @@ def test_a_store_that_fails_for_a_while_is_tried_again_and_the_summary_says_so(t
     ]
 
 
-def test_a_store_that_fails_for_good_after_the_start_ends_no_run(here):
+def test_a_store_that_fails_for_good_after_the_start_ends_no_run(here, monkeypatch):
+    monkeypatch.setattr(Mirror, "finish", partialmethod(Mirror.finish, failing_s=0.05))
     url = f"flaky://{uuid.uuid4()}/run"
-    summary, folder = simulate(experiment(url, "fed_avg"), observer=GiveUpSoon())
+    summary, folder = simulate(experiment(url, "fed_avg"), observer=FailsFromNowOn())
     assert summary["finished"] == "max_updates" and (folder / "summary.json").is_file()
     assert summary["mirror"]["whole"] is False and summary["mirror"]["failed"] > 0
     assert summary["warnings"] == [
@@ -124,16 +126,9 @@ def test_a_store_that_fails_for_good_after_the_start_ends_no_run(here):
     ]
 
 
-class GiveUpSoon(RunHooks):
-    def begin(self, run, saved=None):
-        self.run = run
-
+class FailsFromNowOn(RunHooks):
     def on_settled(self, settled, now):
         Flaky.failures = 10**9
-
-    def end(self, summary):
-        finish = self.run.mirror.finish
-        self.run.mirror.finish = lambda: finish(failing_s=0.05)
 
 
 def test_an_attempt_of_which_nothing_is_heard_is_given_up(tmp_path, monkeypatch):

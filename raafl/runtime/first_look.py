@@ -1,0 +1,109 @@
+"""Try a user's model on its data before a run: measure it, train a step, and collect what is to be said at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raafl.core.types import Warn
+from raafl.errors import BadInput
+from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluation.metrics import MAX_LOGGED
+from raafl.local.lightning_hooks import uncalled
+from raafl.local.preparation.modes import eval_mode_note
+from raafl.local.preparation.trial import explained, try_single_samples, try_training
+from raafl.local.sparse_gradients import check_optimizer
+from raafl.optimizers import configure
+from raafl.parts.select.axis_report import HALF_AND_QUARTER, Shares, remaining_shares, sentence_of
+from raafl.parts.select.submodels import Full
+from raafl.runtime.goals import met_at_once
+from raafl.runtime.lifecycle.saved_form import SavedForm
+from raafl.runtime.setup import ServerSetup, data_notes
+from raafl.submodel import FULL
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """Findings about the initial model."""
+
+    metrics: dict[str, float]  # metrics of the initial model
+    logged: list[str]  # names of what its training step logs
+    warnings: list[str]  # what a step has shown
+    restarted: list[str]  # attributes that a step changes, and that start anew with each task
+
+
+def first_look(parts: ServerSetup, evaluator: Evaluator, recorded: Mapping[str, float]) -> FirstLook:
+    """Measure the initial model and try a step; finds at once a wrong metric, or a model that does not fit the data.
+
+    `recorded`: metrics of a resumed run, which count instead of those that the model has now.
+    """
+    module, data, values = evaluator.module, parts.data, parts.coordinator.state.values
+    experiment, size = parts.experiment, parts.coordinator.fleet.batch_size
+    local = experiment.algorithm.local
+    evaluator.fill(values)
+    with local.trial(module):
+        tried = try_training(module, data.example_batch(2), values.device, lambda: data.example_batch(size))
+    changed = evaluator.restarted(values)
+    check_optimizer(tried.optimizer, local, experiment.fabric.gradient_clip_val)
+    try_single_samples(module, data, experiment.train, values.device)
+    evaluator.fill(values)
+    configure(module)
+    configured = evaluator.restarted(values)  # what configure_optimizers sets is set anew in each task
+    restarted = [name for name in changed if name not in configured]
+    if restarted and local.exchange(parts.submodels) is not None:
+        raise BadInput(
+            f"'{restarted[0]}' changes in training_step, but split_fed runs training_step on two copies "
+            "of the module: keep no state in the module, or use a method that trains the whole model"
+        )
+    with explained(module, "validation_step", next(data.test_batches())[0]):
+        metrics = evaluator(values, 0)
+    if not metrics:
+        raise BadInput(f"{type(module).__name__}.validation_step gives no metrics: return them in a dict, or log them")
+    return FirstLook({**metrics, **recorded}, tried.logged, tried.warnings, restarted)
+
+
+def notes_before(
+    parts: ServerSetup, look: FirstLook, form: SavedForm, metrics: dict[str, float], *, is_new: bool
+) -> tuple[list[str], Shares]:
+    """Collect the notes of the start, and by rate the shares of parameters and FLOPs that it leaves.
+
+    Raises:
+        BadInput: there is a warning, and the run is strict.
+    """
+    coordinator, submodels = parts.coordinator, parts.submodels
+    fleet, algorithm = coordinator.fleet.of(parts.clients), coordinator.algorithm  # none has joined, but all are known
+    notes = [*data_notes(parts), *algorithm.notes(fleet, len(parts.clients))]
+    notes += met_at_once(parts.experiment, metrics if is_new else {})
+    notes += _saved_notes(parts, form)
+    left_out = uncalled(parts.module, algorithm.local.leaves_out, algorithm.name)
+    notes += [Warn(line) for line in (*look.warnings, *left_out)]
+    notes += eval_mode_note(parts.module)
+    notes += [_restart_note(look.restarted)] if look.restarted else []
+    refuted = submodels.refuted
+    notes += [Warn(f"axis '{name}' stays whole, {reason}") for name, reason in list(refuted.items())[:10]]
+    notes += [Warn(f"{len(refuted) - 10} more axes stay whole: see kept_whole")] if len(refuted) > 10 else []
+    if len(look.logged) > MAX_LOGGED:
+        notes.append(Warn(f"training_step logs {len(look.logged)} metrics: only the first {MAX_LOGGED} are recorded"))
+    guessed = submodels.cost(FULL, fleet.batch_size).guessed
+    notes += [Warn(f"predicted times and memory are a guess: {guessed}")] if guessed else []
+    is_cut = not isinstance(algorithm.select, Full) and submodels.axes
+    remaining = remaining_shares(submodels.axes, HALF_AND_QUARTER, fleet.cost) if is_cut else {}
+    notes += [sentence_of(remaining)] if remaining else []
+    warnings = [note for note in notes if isinstance(note, Warn)]
+    if warnings and parts.experiment.strict:
+        raise BadInput("\n".join([f"{warning} (an error, since strict is true)" for warning in warnings]))
+    return notes, remaining
+
+
+def _saved_notes(parts: ServerSetup, form: SavedForm) -> list[Warn]:
+    """Try what checkpoints save of the module; return a warning for each part that they cannot hold."""
+    found: list[str] = []
+    values = parts.coordinator.state.values.clone()
+    with explained(parts.module, "state_dict, as a checkpoint calls it,"):
+        form.contents(0, values, left_out=found.append)
+    return list(map(Warn, found))
+
+
+def _restart_note(names: list[str]) -> str:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"attributes that start again in each task: {shown}; use a floating-point buffer for state that should carry over"

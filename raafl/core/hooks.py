@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raafl.core.coordinator import Coordinator
+from raafl.core.state import GlobalState
 from raafl.core.types import Event, Settled
 from raafl.submodel import FlatTensors
 
@@ -47,6 +48,10 @@ class RunHooks:
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
         """Observe the metrics of ``version`` after they were written to the run folder."""
+
+    def figures(self, state: GlobalState) -> dict[str, float]:
+        """Return numbers about a new version of the global model, which become columns of metrics.csv."""
+        return {}
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
         """Observe an event after the coordinator has handled it."""
@@ -123,6 +128,10 @@ class HookList(RunHooks):
         """Call each observer; see `RunHooks.on_evaluate`."""
         for hooks in self._hooks:
             hooks.on_evaluate(version, now, metrics)
+
+    def figures(self, state: GlobalState) -> dict[str, float]:
+        """Return the numbers of all observers; see `RunHooks.figures`."""
+        return {name: number for hooks in self._hooks for name, number in hooks.figures(state).items()}
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
         """Call each observer; see `RunHooks.on_event`."""

@@ -99,8 +99,8 @@ def _exporter(name: str, warn: Callable[[str], None]) -> Any:
 
 
 def exported(run: Any) -> RunHooks:
-    """Return the observer that makes spans of a `raafl.runtime.run.Run`; it does nothing where they have no destination."""
-    sink = find_sink(run.progress.warn)
+    """Return the observer that makes spans of a `raafl.runtime.run.Run`; none without a destination, nor in simulations."""
+    sink = find_sink(run.progress.warn) if run.runtime == "distributed" else None
     return RunHooks() if sink is None else Spans(sink.provider, sink.close)
 
 

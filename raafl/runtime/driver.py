@@ -36,7 +36,6 @@ from raafl.core.types import (
 )
 from raafl.errors import CodeFailed
 from raafl.local.evaluation.evaluate import Evaluator
-from raafl.parts.merge.low_rank import rank_energy
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.secure_groups import SecureGroups
 from raafl.units import duration
@@ -163,7 +162,7 @@ class Driver(ABC):
                 now = self.now
                 state = self.coordinator.state
                 figures = self.coordinator.algorithm.merge.figures(state)
-                self.record.due(version, now, {**rank_energy(state), **figures})
+                self.record.due(version, now, {**self.hooks.figures(state), **figures})
                 self._measure(version, now)
             case Dismiss(client, incarnation, reason, error):
                 self._dismiss(client, incarnation, reason)

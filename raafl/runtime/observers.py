@@ -21,7 +21,7 @@ class Entry:
     """An observer of the table: who makes it, and when a run has it."""
 
     maker: str  # MODULE:NAME of what is called with the `raafl.runtime.run.Run`
-    is_wanted: Callable[[Experiment, str], bool]  # of a run's settings and its runtime, "simulated" or "distributed"
+    is_wanted: Callable[[Experiment], bool]  # of a run's settings
     absent: Mapping[str, Any] = field(default_factory=dict)  # entries of the summary of a run without it
 
     def make(self, run: Any) -> RunHooks:
@@ -31,33 +31,33 @@ class Entry:
         return made
 
 
-def _exports_spans(experiment: Experiment, runtime: str) -> bool:
-    has_provider = "opentelemetry.sdk.trace" in sys.modules  # set by the program
-    return runtime == "distributed" and (has_provider or bool(os.environ.get("OTEL_TRACES_EXPORTER")))
+def _exports_spans(experiment: Experiment) -> bool:
+    return "opentelemetry.sdk.trace" in sys.modules or bool(os.environ.get("OTEL_TRACES_EXPORTER"))
 
 
 BEFORE_CALLER: Final = (
     Entry(
         "raafl.runtime.lifecycle.best_checkpoint:BestCheckpoint",
-        lambda experiment, _: experiment.keep_best is not None,
+        lambda experiment: experiment.keep_best is not None,
         {"best": None},
     ),
 )
 """Observers that add to the summary what the caller's own observer sees there."""
 
 AFTER_CALLER: Final = (
-    Entry("raafl.runtime.lifecycle.divergence:Divergence", lambda experiment, _: True),
-    Entry("raafl.loggers.loggers:Loggers", lambda experiment, _: bool(experiment.logger), {"loggers": {}}),
-    Entry("raafl.monitoring.monitor:Monitor", lambda experiment, _: experiment.monitor is not None),
+    Entry("raafl.runtime.lifecycle.divergence:Divergence", lambda experiment: True),
+    Entry("raafl.parts.merge.low_rank:RankEnergy", lambda experiment: "peft" in sys.modules),  # which makes adapters
+    Entry("raafl.loggers.loggers:Loggers", lambda experiment: bool(experiment.logger), {"loggers": {}}),
+    Entry("raafl.monitoring.monitor:Monitor", lambda experiment: experiment.monitor is not None),
     Entry("raafl.monitoring.spans:exported", _exports_spans),
     Entry(
         "raafl.runtime.lifecycle.hub:HubUpload",
-        lambda experiment, _: experiment.push_to_hub is not None,
+        lambda experiment: experiment.push_to_hub is not None,
         {"hub": None},
     ),
     Entry(
         "raafl.runtime.lifecycle.mirror:StoreCopy",
-        lambda experiment, _: experiment.output is not None and is_url(experiment.output),
+        lambda experiment: experiment.output is not None and is_url(experiment.output),
         {"mirror": None},
     ),
 )
@@ -66,10 +66,10 @@ AFTER_CALLER: Final = (
 
 def observers_of(run: Any, *own: RunHooks) -> list[RunHooks]:
     """Make the observers that the settings of ``run`` ask for, with the run's ``own`` at their place among them."""
-    experiment, runtime = run.parts.experiment, run.runtime
+    experiment = run.parts.experiment
 
     def made(entries: tuple[Entry, ...]) -> list[RunHooks]:
-        return [entry.make(run) for entry in entries if entry.is_wanted(experiment, runtime)]
+        return [entry.make(run) for entry in entries if entry.is_wanted(experiment)]
 
     return [*made(BEFORE_CALLER), *own, *made(AFTER_CALLER)]
 

@@ -33,6 +33,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from raafl.core.hooks import RunHooks
 from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, derive_seed
@@ -314,6 +315,17 @@ class RaFLoRA(FlexLoRA):
     """
 
     by_rank = True
+
+
+class RankEnergy(RunHooks):
+    """Observer that adds the energy of the global adapters' ranks to the metrics of each version."""
+
+    def __init__(self, run: Any) -> None:
+        """Need nothing of ``run``."""
+
+    def figures(self, state: GlobalState) -> dict[str, float]:
+        """Return the shares of the energy; see `rank_energy`."""
+        return rank_energy(state)
 
 
 def rank_energy(state: GlobalState) -> dict[str, float]:

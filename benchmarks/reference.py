@@ -1,5 +1,7 @@
 """Write what docs/ has from the code: configuration.md, sections.md, parts.md and the settings of docs/methods/*.md.
 
+It also writes what `raafl algorithms` lists (`raafl/algorithms/described.json`), so that a list imports no method.
+
 python -m benchmarks.reference [--check]
 
 A table of settings stands between `<!-- settings: FACTORY ... -->` and `<!-- end of settings -->`. Its column with the paper's
@@ -11,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import sys
@@ -132,6 +135,13 @@ def parts() -> str:
     return "\n".join(text).rstrip() + "\n"
 
 
+def described() -> str:
+    """Return what `raafl algorithms` lists of each method, as JSON."""
+    from raafl.algorithms import ALGORITHMS
+
+    return json.dumps([factory().describe() for factory in ALGORITHMS.values()], indent=1) + "\n"
+
+
 def with_settings(page: Path) -> str:
     """Return a page with its tables of settings as the signatures and docstrings of the factories are."""
     return _MARKED.sub(
@@ -244,12 +254,15 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def main(argv: list[str]) -> int:
-    """Write the pages; with ``--check`` only say which are not as the code is, and return 1."""
-    stale = [name for name, page in PAGES.items() if not (DOCS / name).is_file() or (DOCS / name).read_text() != page()]
-    for name in stale:
+    """Write the pages, and the list of methods; with ``--check`` only say which are not as the code is, and return 1."""
+    from raafl.algorithms import DESCRIBED
+
+    written = {**{DOCS / name: page for name, page in PAGES.items()}, DESCRIBED: described}
+    stale = [file for file, text in written.items() if not file.is_file() or file.read_text() != text()]
+    for file in stale:
         if argv != ["--check"]:
-            (DOCS / name).write_text(PAGES[name](), encoding="utf-8")
-        print(("stale: " if argv == ["--check"] else "written: ") + f"docs/{name}")
+            file.write_text(written[file](), encoding="utf-8")
+        print(("stale: " if argv == ["--check"] else "written: ") + str(file.relative_to(DOCS.parent)))
     return 1 if stale and argv == ["--check"] else 0
 
 

@@ -6,12 +6,14 @@ Its module and its factory have the method's name. All else that lists methods d
 
 from __future__ import annotations
 
+import json
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from raafl.algorithms.ada_vit import ada_vit as ada_vit
@@ -91,6 +93,16 @@ class _Package(ModuleType):
 
 ALGORITHMS: Mapping[str, Callable[..., Algorithm]] = _Methods()
 """The factory of each method, by its name."""
+
+DESCRIBED: Final = Path(__file__).with_name("described.json")
+"""What `Algorithm.describe` says of each method with its defaults, as `python -m benchmarks.reference` writes it."""
+
+
+def described() -> list[dict[str, str]]:
+    """Return each method's name, paper and parts in words; imports only a method that the file does not have yet."""
+    known = {row["name"]: row for row in json.loads(DESCRIBED.read_text(encoding="utf-8"))}
+    return [known[name] if name in known else ALGORITHMS[name]().describe() for name in ALGORITHMS]
+
 
 sys.modules[__name__].__class__ = _Package
 

@@ -17,6 +17,7 @@ HELP = """\
 usage: raafl algorithms [NAME ...] [--json]
 
 The algorithms and their five answers; of one named, all it takes; of auto, how it chooses and among what."""
+NAME = "auto"  # as `raafl.lab.plan.auto` calls it
 _TABLE_FROM = 120
 """Columns from which a table reads well."""
 
@@ -30,8 +31,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     if any(item in ("--help", "-h") for item in argv):
         return HELP
     with quick_imports():
-        from raafl.algorithms import ALGORITHMS
-        from raafl.lab.plan.auto import NAME
+        from raafl.algorithms import ALGORITHMS, described
 
     names = [arg for arg in argv if arg != "--json"]
     for name in names:
@@ -43,7 +43,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
 
         known = Table.load()
         return json.dumps(known.to_json()) if "--json" in argv else known.text()
-    rows = [ALGORITHMS[name]().describe() for name in names or ALGORITHMS]
+    rows = [ALGORITHMS[name]().describe() for name in names] or described()
     if "--json" in argv:
         return json.dumps(rows, indent=2)
     if names:

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from benchmarks.reference import DOCS, PAGES, with_settings
-from raafl.algorithms import ALGORITHMS
+from benchmarks.reference import DOCS, PAGES, described, with_settings
+from raafl.algorithms import ALGORITHMS, DESCRIBED
 from tests.habits.source import ROOT
 
 
@@ -15,6 +15,11 @@ from tests.habits.source import ROOT
 def test_a_page_that_is_made_from_the_code_is_as_the_code_is(name):
     text = (DOCS / name).read_text(encoding="utf-8")
     assert text == PAGES[name](), f"docs/{name} is stale: python -m benchmarks.reference writes it anew"
+
+
+def test_the_list_of_methods_says_what_the_methods_say():
+    text = DESCRIBED.read_text(encoding="utf-8")
+    assert text == described(), "the list of methods is stale: python -m benchmarks.reference writes it anew"
 
 
 METHODS = sorted(page for page in (DOCS / "methods").glob("*.md") if page.name != "index.md")

@@ -81,6 +81,11 @@ class Rules:
         """Whether the attention within torch's `nn.MultiheadAttention` counts as the one kernel that a CPU runs for it."""
         return self.revision >= 2
 
+    @property
+    def starts_observers(self) -> bool:
+        """Whether buffers that are empty or infinite before a first step begin with the sizes and values that it gives them."""
+        return self.revision >= 2
+
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:
     """Return the revision in the config of a run folder; a folder older than the field has revision 1."""

@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ from raafl.local.numerics import device_problem, set_numerics
 from raafl.local.options import FabricOptions
 from raafl.local.preparation.modes import call_own_train
 from raafl.local.preparation.prepare import prepare
+from raafl.local.preparation.trial import start_observers
 from raafl.local.rng import generators, same_generators
 from raafl.local.train import LocalTrainer
 from raafl.parts.merge.pooled import pooled
@@ -179,6 +181,14 @@ def proven_submodels(
     return submodels
 
 
+def _start(
+    experiment: Experiment, module: LightningModule, data: FederatedData, build: Callable[[Experiment], LightningModule]
+) -> None:
+    """Give buffers that wait for a first step their sizes and values; ``build`` makes the module where it has no values."""
+    if Rules(experiment.rules).starts_observers:
+        start_observers(module, data.example_batch, partial(build, experiment))
+
+
 def proven(experiment: Experiment, module: LightningModule, data: FederatedData) -> Submodels:
     """Find which parts of a run's model can be cut, and check by a training step on its data that this is safe.
 
@@ -188,8 +198,11 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
 
     def plain() -> LightningModule:
         with skeleton():
-            return user_model(experiment)
+            module = user_model(experiment)
+        _start(experiment, module, data, user_model)
+        return module
 
+    _start(experiment, module, data, make_model)
     own = None if experiment.algorithm.local.proven_as_trained else plain
     return proven_submodels(
         experiment.submodels,
@@ -380,6 +393,7 @@ def client_parts(
         module = _prepared(experiment)
     if not same_generators(drawn, generators()) and has_values_beside(module):
         module = make_model(experiment)  # a skeleton draws other numbers for them than the server's model has
+    _start(experiment, module, data, make_model)
     submodels = submodels_of(experiment.submodels, module, data.example_batch(2), Rules(experiment.rules))
     if submodels.frozen:
         # of several forms of the base, a process that trains one client's tasks holds the one that these need

@@ -71,7 +71,7 @@ def reuse_findings() -> Iterator[None]:
         return known[key]
 
     def of(submodels: Submodels) -> tuple[Any, ...]:
-        return type(submodels), submodels.base is None, submodels.batch_norm, tuple(submodels.axes)
+        return type(submodels), submodels.base is None, submodels.batch_norm, submodels.rules, tuple(submodels.axes)
 
     def predicted(submodels: Submodels, spec: Spec, batch_size: int) -> Any:
         key = ("cost", *of(submodels), spec, batch_size)

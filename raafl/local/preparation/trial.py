@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,9 @@ from raafl.errors import USER_ERRORS, BadInput, user_frame
 from raafl.local.evaluation.record import Recorder
 from raafl.module_hooks import begin, move_batch
 from raafl.optimizers import Schedule, configure
-from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.cut.copying import copy_structure, persistent_buffers
 from raafl.submodel.flat import is_finite
+from raafl.submodel.isolated_run import loss_of, seeded, settle, undisturbed
 from raafl.submodel.nested_batch import batch_tensors, to_device
 from raafl.trainer_stand_in import TrainerStandIn, attach
 
@@ -179,13 +180,44 @@ def _check_buffers(module: nn.Module, before: Mapping[str, tuple[tuple[int, ...]
         if shape != shape_before:
             raise BadInput(
                 f"{kind}.training_step changes the shape of buffer '{name}' from {shape_before} to {shape}: give it its size in "
-                "__init__, if need be by a forward pass there (torch.ao's fake quantisation), or register it with persistent=False"
+                "__init__, if need be by a forward pass there, or register it with persistent=False"
             )
         if not (finite or finite_before):
             raise BadInput(
                 f"buffer '{name}' of {kind} has infinities or NaN, but all buffers are sent and must be finite: "
                 "register it with persistent=False"
             )
+
+
+def start_observers(module: nn.Module, example_batch: Callable[[int], Any], build: Callable[[], nn.Module]) -> None:
+    """Run a first step where persistent buffers are empty or infinite, and begin with the sizes and values that it gives them.
+
+    Ranges of torch.ao's observers are such buffers; an infinite one could not be averaged. Nothing changes where the step fails,
+    or where sizes depend on the number of samples: the trial says so.
+
+    `example_batch`: returns a batch of so many samples.
+    `build`: returns the same module with values, if ``module`` has none.
+    """
+    if all(buffer.numel() and is_finite(buffer) for buffer in persistent_buffers(module).values()):
+        return
+    with undisturbed(), suppress(*USER_ERRORS):
+        whole = build() if any(p.is_meta for p in module.parameters()) else module
+        started, other = (_after_a_step(whole, example_batch(num)) for num in (2, 3))
+        if any(buffer.shape != other[name].shape for name, buffer in started.items()):
+            return
+        for name, buffer in persistent_buffers(module).items():
+            if buffer.shape != started[name].shape or (not is_finite(buffer) and is_finite(started[name])):
+                path, _, own = name.rpartition(".")
+                module.get_submodule(path)._buffers[own] = started[name]
+
+
+def _after_a_step(module: nn.Module, batch: object) -> dict[str, Tensor]:
+    """Return the persistent buffers of a copy of a module after one training step."""
+    copy = copy_structure(module, {})
+    settle(copy)
+    seeded(0)
+    loss_of(copy, batch)
+    return {name: buffer.detach() for name, buffer in persistent_buffers(copy).items()}
 
 
 def try_single_samples(

@@ -15,7 +15,8 @@ from raafl.core.training import Training
 from raafl.data.federated import FederatedData
 from raafl.data.partition import Iid
 from raafl.errors import BadInput
-from raafl.local.preparation.trial import explained, shapes, try_single_samples, try_training
+from raafl.local.preparation.trial import explained, shapes, start_observers, try_single_samples, try_training
+from raafl.submodel import skeleton
 from tests.data.modules import Module
 
 INF = float("inf")
@@ -244,6 +245,44 @@ def test_a_buffer_that_changes_its_shape_is_named(in_place):
     assert failure(Growing()).startswith(
         "Growing.training_step changes the shape of buffer 'seen' from (1, 6) to (3, 6): give it its size in __init__, if need"
     )
+
+
+class Observed(Net):
+    """Has a range for each input, and one of all, as an observer before its first step; ``sized`` says how long the first is."""
+
+    def __init__(self, sized=lambda x: x.shape[1]):
+        super().__init__()
+        self.sized = sized
+        self.register_buffer("most", torch.zeros(0))
+        self.register_buffer("largest", torch.tensor(-INF))
+        self.register_buffer("count", torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        if self.most.numel() == 0:
+            self.most.resize_(self.sized(batch[0])).fill_(0.0)
+        self.largest = torch.maximum(self.largest, batch[0].max())
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+
+def rows(num):
+    return [torch.arange(6.0 * num).reshape(num, 6), torch.zeros(num, dtype=torch.long)]
+
+
+def test_buffers_that_wait_for_a_first_step_get_their_sizes():
+    with skeleton():
+        without_values = Observed()
+    for one in (Observed(), without_values):
+        start_observers(one, rows, Observed)
+        assert (one.most.shape, float(one.largest), float(one.count)) == ((6,), 11.0, 0.0)  # what had a value keeps it
+        assert one.first.weight.is_meta == (one is without_values)
+
+
+def test_a_buffer_whose_size_hangs_on_the_number_of_samples_is_still_refused():
+    module = Observed(sized=len)
+    start_observers(module, rows, Observed)
+    assert module.most.numel() == 0
+    assert failure(module).startswith("Observed.training_step changes the shape of buffer 'most' from (0,) to (")
 
 
 @pytest.mark.parametrize("persistent", [True, False])

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from benchmarks.common import Row, main
 from model_zoo import CNN, MLP
-from raafl.parts.select import leading
+from raafl.parts.select.units import leading
 from raafl.submodel import Submodels
 from tests.submodel.architectures import WORDS, Gated, NanoAttention, Step, Tokens
 

@@ -27,14 +27,11 @@ if TYPE_CHECKING:
     from raafl.core.state import GlobalState
     from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
     from raafl.errors import BadInput, at_least, fraction, one_of, positive
-    from raafl.parts.merge.mean import Deltas, Mean
-    from raafl.parts.merge.staleness import Staleness
-    from raafl.parts.select.ranking import Ranking
+    from raafl.parts.merge.mean import Deltas, Mean, Staleness
     from raafl.parts.select.rate_select import RateSelect
-    from raafl.parts.select.submodels import Fragments, Full
+    from raafl.parts.select.submodels import Fragments, Full, Ranking
     from raafl.parts.select.units import at_random, leading, rolling
-    from raafl.parts.select.window_pieces import WindowPieces
-    from raafl.parts.select.windows import RollingWindows
+    from raafl.parts.select.windows import RollingWindows, WindowPieces
     from raafl.parts.trigger import AllReported, Buffered, EachArrival, MinRatio
     from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 
@@ -49,12 +46,12 @@ _HOME = {
     **dict.fromkeys(("Assignment", "ClientInfo", "Update", "Work", "derive_seed"), "raafl.core.types"),
     **dict.fromkeys(("BadInput", "at_least", "fraction", "one_of", "positive"), "raafl.errors"),
     **dict.fromkeys(("Deltas", "Mean"), "raafl.parts.merge.mean"),
-    "Staleness": "raafl.parts.merge.staleness",
-    "Ranking": "raafl.parts.select.ranking",
+    "Staleness": "raafl.parts.merge.mean",
+    "Ranking": "raafl.parts.select.submodels",
     "RateSelect": "raafl.parts.select.rate_select",
     **dict.fromkeys(("Fragments", "Full"), "raafl.parts.select.submodels"),
     **dict.fromkeys(("at_random", "leading", "rolling"), "raafl.parts.select.units"),
-    "WindowPieces": "raafl.parts.select.window_pieces",
+    "WindowPieces": "raafl.parts.select.windows",
     "RollingWindows": "raafl.parts.select.windows",
     **dict.fromkeys(("AllReported", "Buffered", "EachArrival", "MinRatio"), "raafl.parts.trigger"),
     **dict.fromkeys(("FULL", "FlatTensors", "Spec", "Submodels"), "raafl.submodel"),

@@ -32,8 +32,7 @@ from raafl.core.algorithm import Algorithm, Hook, Merge, Select, Task
 from raafl.core.sample import Sample
 from raafl.errors import at_least, positive, refuse_unused
 from raafl.parts.local.distilled import ByExits, Exit, TrainsExits, counted, knowledge_loss
-from raafl.parts.merge.averaging import averaging
-from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.mean import Mean, averaging
 from raafl.parts.merge.variates import Variates
 from raafl.parts.select.leading_blocks import LeadingBlocks
 from raafl.parts.select.rate_select import Rates

@@ -10,8 +10,7 @@ from __future__ import annotations
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
 from raafl.parts.lora import LoRAMerge, with_lora
-from raafl.parts.merge.mean import Mean
-from raafl.parts.merge.staleness import Kind, Staleness
+from raafl.parts.merge.mean import Kind, Mean, Staleness
 from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import EachArrival
 

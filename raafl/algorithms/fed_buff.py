@@ -14,9 +14,8 @@ from __future__ import annotations
 from raafl.core.algorithm import Algorithm, Local, Merge, Select
 from raafl.core.sample import Sample
 from raafl.parts.lora import LoRAMerge, with_lora
-from raafl.parts.merge.mean import Deltas
+from raafl.parts.merge.mean import Deltas, Kind, Staleness
 from raafl.parts.merge.server_optimizer import ServerKind, ServerOptimizer
-from raafl.parts.merge.staleness import Kind, Staleness
 from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import Buffered
 

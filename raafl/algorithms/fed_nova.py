@@ -33,8 +33,7 @@ from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, Task
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.parts.merge.mean import Accumulator, SumMemory, chunks, trained_pieces
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import Accumulator, Staleness, SumMemory, chunks, trained_pieces
 from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import AllReported, Buffered
 from raafl.submodel import Spec

@@ -27,8 +27,8 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update, Warn
 from raafl.errors import nearest, one_of
 from raafl.parts.local.capture import linear_in
-from raafl.parts.merge.averaging import averaging
 from raafl.parts.merge.client_values import load_, store_
+from raafl.parts.merge.mean import averaging
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.select.submodels import Full
 from raafl.submodel import FlatTensors, Spec, Submodels

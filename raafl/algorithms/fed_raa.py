@@ -18,7 +18,7 @@ Choices that the paper leaves open:
   updates that cover it.
 - On an axis with fewer units than fragments (two heads, three fragments) each fragment has one unit, and some share it.
   A model without axes is one fragment, whatever M is; the run logs a warning.
-- K for the clients that floor(N/M) leaves over, and for N < M: see `raafl.parts.select.ranking.Ranking.bound`.
+- K for the clients that floor(N/M) leaves over, and for N < M: see `raafl.parts.select.submodels.Ranking.bound`.
 
 Table 3's rows: Gre-RAA (the default); Random ``select="random"``; MP ``select="fewest_updates"``; Sync ``trigger="all"``.
 """
@@ -30,8 +30,7 @@ from typing import Literal
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
 from raafl.errors import refuse_unused
-from raafl.parts.merge.mean import Mean
-from raafl.parts.merge.staleness import Kind, Staleness
+from raafl.parts.merge.mean import Kind, Mean, Staleness
 from raafl.parts.select.submodels import Choice, Fragments, fragment_ratios
 from raafl.parts.trigger import all_or_each
 

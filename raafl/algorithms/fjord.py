@@ -35,9 +35,9 @@ from raafl.core.types import derive_seed
 from raafl.errors import BadInput, fraction
 from raafl.parts.local.differentiable import with_tensors
 from raafl.parts.local.swap_parameters import patched, quiet
-from raafl.parts.merge.averaging import averaging
-from raafl.parts.select import leading
+from raafl.parts.merge.mean import averaging
 from raafl.parts.select.rate_select import Rates, by_rate
+from raafl.parts.select.units import leading
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.cost import Cost
 

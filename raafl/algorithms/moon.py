@@ -37,8 +37,8 @@ from raafl.core.types import Update
 from raafl.errors import at_least, positive
 from raafl.parts.local.capture import InputCapture, linear_in, requiring_layer
 from raafl.parts.local.swap_parameters import with_parameters
-from raafl.parts.merge.averaging import averaging
 from raafl.parts.merge.client_values import load_, store_
+from raafl.parts.merge.mean import averaging
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.select.submodels import Full
 from raafl.submodel import Cost, FlatTensors, Spec, Submodels

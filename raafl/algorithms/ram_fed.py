@@ -35,8 +35,8 @@ from raafl.algorithms.ra_fed import regions_of
 from raafl.algorithms.ra_fed.regions import Regions
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
+from raafl.parts.merge.mean import Kind, Staleness
 from raafl.parts.merge.remembered import Remembered, memory_folder_of
-from raafl.parts.merge.staleness import Kind, Staleness
 from raafl.parts.select.coverage import Level
 from raafl.parts.trigger import all_or_each
 

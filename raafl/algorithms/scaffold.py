@@ -37,8 +37,7 @@ from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.local.swap_parameters import with_parameters
-from raafl.parts.merge.mean import Deltas
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import Deltas, Staleness
 from raafl.parts.merge.variates import Variates, WithVariates
 from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import AllReported, Buffered

@@ -9,8 +9,7 @@ from functools import partial
 
 from raafl.core.algorithm import Algorithm, SelectContext
 from raafl.core.payload import Payload
-from raafl.core.quarantine import DAMAGED, RefusalBackoff
-from raafl.core.roster import Roster
+from raafl.core.roster import DAMAGED, RefusalBackoff, Roster
 from raafl.core.state import GlobalState, is_ruined
 from raafl.core.types import (
     DIVERGED,

@@ -22,13 +22,12 @@ from typing import Any, ClassVar, Literal
 
 from raafl.core.local import Hook, Local, Task
 from raafl.core.memory import Memory
-from raafl.core.part import Part
 from raafl.core.payload import Bundles
 from raafl.core.sample import Sample
 from raafl.core.select import OwnTests, Select, SelectContext
 from raafl.core.state import GlobalState, PendingUpdate
 from raafl.core.training import Training
-from raafl.core.types import Adjusted, Assignment, Update, Warn
+from raafl.core.types import Adjusted, Assignment, Part, Update, Warn
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.spec import Spec
 

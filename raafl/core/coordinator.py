@@ -14,8 +14,7 @@ from typing import overload
 from raafl.core.admission import ERROR, Admission
 from raafl.core.algorithm import Algorithm, OwnTests, SelectContext, Training, TriggerContext
 from raafl.core.payload import TransferCost
-from raafl.core.quarantine import RefusalBackoff
-from raafl.core.roster import Roster
+from raafl.core.roster import RefusalBackoff, Roster
 from raafl.core.state import GlobalState, PendingUpdate
 from raafl.core.types import (
     ENDS,

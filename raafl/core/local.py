@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from raafl.core.own_steps import followed_cost
-from raafl.core.part import Part
 from raafl.core.payload import Payload, UpAs, Way
 from raafl.core.task import Task as Task
-from raafl.core.types import Warn
+from raafl.core.types import Part, Warn
 from raafl.errors import at_least
 from raafl.submodel.cost import Cost
 from raafl.submodel.flat import Layout

@@ -7,7 +7,7 @@ storage, whose layout both ends derive from the spec before anything is allocate
 recorded as one.
 
 A *resident* payload stays on the client between its tasks: of the values only those travel that a task names, bundles never do
-(`raafl.compression.resident`).
+(`raafl.compression.streams`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raafl.core.part import Part
+from raafl.core.types import Part
 from raafl.errors import positive
 
 

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 from raafl.core.local import Local
-from raafl.core.part import Part
 from raafl.core.payload import TransferCost
 from raafl.core.state import GlobalState
 from raafl.core.training import Amount, Training
-from raafl.core.types import Assignment, ClientInfo, Work, derive_seed
+from raafl.core.types import Assignment, ClientInfo, Part, Work, derive_seed
 from raafl.devices.profiles import TaskTime
 from raafl.devices.times import time_on
 from raafl.devices.variation import real_time

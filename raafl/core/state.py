@@ -29,7 +29,7 @@ class ClientState:
     is complete, and a replay rebuilds the store from the journal.
     There are two exceptions, which a client loses when it disconnects: the state of compression (the copy of its values
     for top_k downwards, the residual of error feedback upwards), and the tensors that clients of some methods keep
-    between tasks (`raafl.compression.resident`).
+    between tasks (`raafl.compression.streams`).
 
     `values`: tensors by name, then by client.
     """

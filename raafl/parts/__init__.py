@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from raafl.parts.select.rate_select import Rated, RateSelect
-    from raafl.parts.select.window_pieces import WindowPieces
-    from raafl.parts.select.windows import RollingWindows
+    from raafl.parts.select.windows import RollingWindows, WindowPieces
 
 _HOME = {
     "RateSelect": "raafl.parts.select.rate_select",
     "Rated": "raafl.parts.select.rate_select",
     "RollingWindows": "raafl.parts.select.windows",
-    "WindowPieces": "raafl.parts.select.window_pieces",
+    "WindowPieces": "raafl.parts.select.windows",
 }
 __all__ = ["RateSelect", "Rated", "RollingWindows", "WindowPieces"]
 

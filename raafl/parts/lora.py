@@ -23,10 +23,20 @@ from torch import nn
 from raafl.core.algorithm import Algorithm, Hook, Local, SelectContext, Task
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, nearest, refuse_unused
-from raafl.parts.merge.low_rank import FedEx, FlexLoRA, FLoRA, HetLoRA, LoraMemory, LowRank, RaFLoRA, pairs
+from raafl.parts.merge.low_rank import (
+    FedEx,
+    FlexLoRA,
+    FLoRA,
+    HetLoRA,
+    LoraMemory,
+    LowRank,
+    Penalised,
+    PrunedRanks,
+    RaFLoRA,
+    pairs,
+)
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.wrapped import WrappedSelect
-from raafl.parts.rank_pruning import Penalised, PrunedRanks
 from raafl.submodel.lora import LoraPair, pairs_of
 
 LoRAMerge = Literal["hetlora", "hetlora_paper", "flora", "flexlora", "raflora", "fedex", "ffa", "rolora"]
@@ -48,7 +58,7 @@ def with_lora(
     """Return ``algorithm`` with a published method for merging LoRA adapters.
 
     `lora`: name of the method; None = average the matrices A and B separately, rank by rank.
-    `prune_share`: share of its ranks that a client keeps when its ranks are pruned (`raafl.parts.rank_pruning`), for
+    `prune_share`: share of its ranks that a client keeps when its ranks are pruned (`raafl.parts.merge.low_rank`), for
     hetlora; None = no pruning.
 
     Raises:

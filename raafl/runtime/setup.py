@@ -30,11 +30,7 @@ from raafl.local.preparation.prepare import prepare
 from raafl.local.preparation.trial import start_observers
 from raafl.local.rng import generators, same_generators
 from raafl.local.train import LocalTrainer
-from raafl.parts.merge.pooled import pooled
-from raafl.parts.merge.wide import widened
-from raafl.parts.protect.assembly import with_options
-from raafl.parts.protect.bounded import bounded
-from raafl.parts.protect.privacy import noise_key
+from raafl.parts.protect.assembly import sound, with_options
 from raafl.parts.select.submodels import Full
 from raafl.rules import Rules
 from raafl.runtime.secure_groups import secure, sends_of
@@ -271,14 +267,11 @@ def _assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
     Raises:
         BadInput: an option does not work with the algorithm.
     """
-    privacy = experiment.privacy
-    key = noise_key(privacy, experiment.seed) if privacy.is_on else b""
-    algorithm = with_options(
-        experiment.algorithm, experiment.rounds, experiment.guard, privacy, experiment.clients, key
-    )
+    options = experiment.rounds, experiment.guard, experiment.privacy, experiment.clients
+    algorithm = with_options(experiment.algorithm, *options, experiment.seed)
     if experiment.secure_aggregation.is_on:
         return secure(experiment, algorithm)
-    return bounded(widened(pooled(algorithm, submodels), submodels), max_norm_ratio(experiment))
+    return sound(algorithm, submodels, max_norm_ratio(experiment))
 
 
 def max_norm_ratio(experiment: Experiment) -> float | None:

@@ -16,7 +16,7 @@ from raafl.core import saving
 from raafl.core.sample import Sample
 from raafl.core.types import Arrived, Assign, ClientInfo, Joined, Lost, SetTimer, Settled, Timer
 from raafl.errors import BadInput
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import Staleness
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join, update_for, values_of

@@ -18,8 +18,7 @@ from raafl.data.sources import TrainTestData
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
-from raafl.parts.merge.mean import Mean
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import Mean, Staleness
 from raafl.parts.select.submodels import Fragments, Full
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FlatTensors, Spec

@@ -19,8 +19,7 @@ from raafl.core.algorithm import Local
 from raafl.core.sample import Sample
 from raafl.core.types import Update
 from raafl.errors import BadInput
-from raafl.parts.merge.mean import Deltas
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import Deltas, Staleness
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported, Buffered
 from raafl.submodel import FULL

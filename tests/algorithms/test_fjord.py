@@ -17,8 +17,8 @@ from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.local.differentiable import with_tensors
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select import leading
 from raafl.parts.select.rate_select import RateSelect
+from raafl.parts.select.units import leading
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from tests.helpers.small_runs import experiment, finish
 from tests.local.bench import assignment

@@ -14,9 +14,8 @@ from raafl.core.types import Arrived, Assignment, ClientInfo, Joined
 from raafl.data import Dirichlet
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts.merge.mean import Mean
-from raafl.parts.merge.staleness import Staleness
-from raafl.parts.select import unit_scores
+from raafl.parts.merge.mean import Mean, Staleness
+from raafl.parts.select.rate_select import unit_scores
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import (

@@ -18,12 +18,11 @@ from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput
-from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.mean import Mean, Staleness
 from raafl.parts.merge.remembered import Remembered
-from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
-from raafl.parts.select import of_regions
+from raafl.parts.select.coverage import of_regions
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.runfolder import checkpoints as checkpoint

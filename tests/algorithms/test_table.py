@@ -10,9 +10,8 @@ import pytest
 import raafl
 from raafl.algorithms import ALGORITHMS
 from raafl.core.algorithm import Algorithm
-from raafl.parts.merge.mean import Deltas
+from raafl.parts.merge.mean import Deltas, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
-from raafl.parts.merge.staleness import Staleness
 from tests.habits.source import ROOT
 
 PARTS = ("sample", "select", "local", "trigger", "merge")

@@ -9,8 +9,7 @@ import torch
 
 from raafl.compression.options import Compress
 from raafl.compression.plan import CompressionPlan
-from raafl.compression.resident import RESIDENT
-from raafl.compression.streams import DownlinkCodec, UplinkCodec
+from raafl.compression.streams import RESIDENT, DownlinkCodec, UplinkCodec
 from raafl.core.local import Local
 from raafl.core.state import ClientState
 from raafl.submodel import FULL, FlatTensors

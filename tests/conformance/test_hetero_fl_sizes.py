@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model_zoo import VGG
-from raafl.parts.select import leading
+from raafl.parts.select.units import leading
 from raafl.submodel import Submodels
 
 

@@ -25,7 +25,7 @@ from raafl.data.federated import ClientData
 from raafl.devices.profiles import Profile
 from raafl.local.context import ALONE
 from raafl.local.train import LocalTrainer
-from raafl.parts.select import leading
+from raafl.parts.select.units import leading
 from raafl.rules import Rules
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.cost import Cost

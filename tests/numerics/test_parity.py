@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from raafl.algorithms import fed_async, fed_buff
-from raafl.parts.merge.mean import Mean
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import Mean, Staleness
 from tests.helpers.plain_loop import Plain, close, run, values
 
 pytestmark = pytest.mark.timeout(120)

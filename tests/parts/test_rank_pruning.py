@@ -8,7 +8,7 @@ import torch
 from raafl.algorithms import fed_avg
 from raafl.core.types import Arrived, Update
 from raafl.errors import BadInput
-from raafl.parts.rank_pruning import RankMemory, kept, tail
+from raafl.parts.merge.low_rank import RankMemory, kept, tail
 from raafl.submodel import FlatTensors
 from tests.helpers.coordinators import assigned
 from tests.helpers.lora_merge import A, B, started
@@ -49,7 +49,7 @@ def test_a_client_whose_tail_has_shrunk_has_fewer_ranks_from_its_next_task_on():
 
 
 def test_the_loss_acts_on_the_ranks_that_would_go_alone(tmp_path):
-    from raafl.parts.rank_pruning import Penalised
+    from raafl.parts.merge.low_rank import Penalised
 
     class OneTask:
         def __init__(self, module):

@@ -36,7 +36,7 @@ from raafl.core.types import Assignment
 from raafl.data import ClientData
 from raafl.local import malloc
 from raafl.local.train import LocalTrainer
-from raafl.parts.select import Budget, largest_rate, leading, steps
+from raafl.parts.select.units import Budget, largest_rate, leading, steps
 from raafl.submodel import FULL, FlatTensors, Submodels, skeleton
 
 torch.set_num_threads(1)

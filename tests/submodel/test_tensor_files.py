@@ -23,7 +23,7 @@ from raafl.core.types import Update
 from raafl.errors import BadInput, RunFailed
 from raafl.local.malloc import give_back
 from raafl.parts.merge.remembered import Remembered
-from raafl.parts.select import of_regions
+from raafl.parts.select.coverage import of_regions
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from raafl.submodel.tensor_files import is_in_files, is_in_ram, zeros_in
 from tests.algorithms.test_ram_fed import CONFIG, Net

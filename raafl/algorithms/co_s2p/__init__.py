@@ -61,9 +61,8 @@ from raafl.algorithms.co_s2p.published_merge import PublishedMerge
 from raafl.core.algorithm import Algorithm, Merge, Select, Trigger
 from raafl.core.sample import Sample
 from raafl.errors import one_of, refuse_unused
-from raafl.parts.merge.mean import Deltas
+from raafl.parts.merge.mean import Deltas, Staleness
 from raafl.parts.merge.personal import RecordingSelect, WithScores
-from raafl.parts.merge.staleness import Staleness
 from raafl.parts.select.rate_select import Rates
 from raafl.parts.select.windows import Masks, RollingWindows
 from raafl.parts.trigger import AllReported, EachArrival, MinRatio

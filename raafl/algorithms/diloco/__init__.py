@@ -27,8 +27,8 @@ from raafl.algorithms.diloco.inner import KeptInner, WithInner
 from raafl.core.algorithm import Algorithm, Local, Merge, Select, Trigger
 from raafl.core.sample import Sample
 from raafl.errors import one_of, refuse_unused
+from raafl.parts.merge.mean import Kind, Staleness
 from raafl.parts.merge.nesterov import DelayedNesterov, Nesterov, Weights
-from raafl.parts.merge.staleness import Kind, Staleness
 from raafl.parts.select.by_speed import BySpeed
 from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import AllReported, EachArrival, MinRatio

@@ -43,8 +43,7 @@ from raafl.core.memory import Memory
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work
-from raafl.parts.merge.mean import Deltas
-from raafl.parts.merge.staleness import Kind, Staleness
+from raafl.parts.merge.mean import Deltas, Kind, Staleness
 from raafl.parts.merge.wrapped import WrappedSelect
 from raafl.parts.select.submodels import Full
 from raafl.submodel import Spec

@@ -37,7 +37,7 @@ from typing import Literal
 from raafl.algorithms.fed_mezo.zeroth_order import ForwardOnly, Rebuilt, ZerothOrder
 from raafl.core.algorithm import Algorithm, Select
 from raafl.core.sample import Sample
-from raafl.parts.merge.staleness import Kind, Staleness
+from raafl.parts.merge.mean import Kind, Staleness
 from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import all_or_each
 

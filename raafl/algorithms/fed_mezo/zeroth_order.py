@@ -19,8 +19,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
 from raafl.errors import positive
 from raafl.module_hooks import STEP_HOOKS
-from raafl.parts.merge.mean import CHUNK, chunks, zeros_like
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import CHUNK, Staleness, chunks, zeros_like
 from raafl.parts.merge.wrapped import WrappedSelect
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import statistics_of

@@ -31,8 +31,7 @@ from raafl.algorithms.fiarse.elements import ChangedMean, ImportanceAware, Share
 from raafl.core.algorithm import Algorithm, Local, Merge, Select
 from raafl.core.sample import Sample
 from raafl.errors import one_of
-from raafl.parts.merge.mean import Deltas
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import Deltas, Staleness
 from raafl.parts.select.rate_select import Rates, RateSelect
 from raafl.parts.trigger import AllReported, Buffered
 

@@ -10,8 +10,8 @@ from raafl.core.algorithm import Select, SelectContext
 from raafl.core.memory import MergeMemory
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput
-from raafl.parts.select import Axes, shared_fragments, spec_of
 from raafl.parts.select.submodels import uncut
+from raafl.parts.select.units import Axes, shared_fragments, spec_of
 from raafl.submodel import Axis, Spec
 
 

@@ -37,7 +37,7 @@ from raafl.algorithms.platon.scores import BestUnits, ScoredMean, Sensitivity
 from raafl.core.algorithm import Algorithm
 from raafl.core.sample import Sample
 from raafl.errors import refuse_unused
-from raafl.parts.merge.staleness import Kind, Staleness
+from raafl.parts.merge.mean import Kind, Staleness
 from raafl.parts.select.rate_select import Rates
 from raafl.parts.trigger import all_or_each
 

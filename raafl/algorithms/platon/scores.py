@@ -21,8 +21,8 @@ from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Update, Warn, Work
 from raafl.errors import BadInput, at_least, positive
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select import Budget, count, largest_rate, leading, spec_of, steps
 from raafl.parts.select.rate_select import Rates, RateSelect
+from raafl.parts.select.units import Budget, count, largest_rate, leading, spec_of, steps
 from raafl.submodel import FULL, Axis, Cost, Member, Spec, Submodels
 from raafl.submodel.flat import reals
 

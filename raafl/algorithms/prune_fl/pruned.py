@@ -17,9 +17,9 @@ from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, positive
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select import Budget, largest_rate, unit_scores
-from raafl.parts.select.rate_select import Rates, RateSelect
+from raafl.parts.select.rate_select import Rates, RateSelect, unit_scores
 from raafl.parts.select.submodels import uncut
+from raafl.parts.select.units import Budget, largest_rate
 from raafl.submodel import FULL, Spec, Submodels
 
 Unit = tuple[str, int]

@@ -6,7 +6,7 @@ step moves the global fragment. The worker mixes that in tau steps later: ``thet
 
 Choices that the paper leaves open, or that differ from it here:
 - A task is H/P steps, so H is ``fragments`` times `train.num_steps`. Fragments go out at its end, and come in with the next task.
-- What a worker holds stays on the client (`raafl.compression.resident`): its parameters, the values that it received last, and with
+- What a worker holds stays on the client (`raafl.compression.streams`): its parameters, the values that it received last, and with
   `inner_state` "kept" AdamW's moments. A client that joins, or returns, gets the whole model once and begins from it.
 - The paper overlaps a transfer with tau steps, and then waits for it. So it is here with `overlap`: a client makes the first tau
   steps of its next task (`Local.steps_ahead`) while its update and the merged fragment travel. tau is `sync_delay`, at most the

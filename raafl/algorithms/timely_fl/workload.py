@@ -14,8 +14,8 @@ from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
 from raafl.core.types import Adjusted, Assignment, ClientInfo, Warn, Work
 from raafl.errors import BadInput, fraction, one_of, refuse_unused
-from raafl.parts.select import leading, steps
 from raafl.parts.select.submodels import uncut
+from raafl.parts.select.units import leading, steps
 from raafl.submodel import FULL, Spec, Submodels, last_fraction
 from raafl.submodel.cost import Cost
 

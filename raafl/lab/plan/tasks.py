@@ -10,9 +10,8 @@ from statistics import median_low
 from raafl.core.algorithm import SelectContext
 from raafl.core.types import ClientInfo, Work
 from raafl.devices.variation import description
-from raafl.parts.select import leading
 from raafl.parts.select.submodels import TABLE_4, OneOf, fragment_specs
-from raafl.parts.select.units import axes_of
+from raafl.parts.select.units import axes_of, leading
 from raafl.submodel import FULL, Spec
 
 RATES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)

@@ -16,8 +16,7 @@ from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, one_of, positive
-from raafl.parts.merge.mean import Accumulator, SumMemory, chunks, trained_pieces, trained_values, zeros_like
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import Accumulator, Staleness, SumMemory, chunks, trained_pieces, trained_values, zeros_like
 from raafl.submodel import FlatTensors, Spec
 
 Weights = Literal["equal", "samples", "tokens"]

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from raafl.core.algorithm import Algorithm
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.parts.merge.wrapped import Wrapped
-from raafl.submodel import Spec, Submodels
+from raafl.submodel import Spec
 from raafl.submodel.batch_norm import Pooling
-
-
-def pooled(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
-    """Return ``algorithm`` with exact merging of batch norm's running statistics; unchanged if the model has none."""
-    pooling = Pooling.of(submodels.module, submodels.batch_norm)
-    return algorithm if pooling is None else replace(algorithm, merge=Pooled(algorithm.merge, pooling))
 
 
 @dataclass(frozen=True)

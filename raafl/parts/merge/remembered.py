@@ -14,8 +14,7 @@ from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, fraction, one_of, positive, refuse_unused
-from raafl.parts.merge.mean import chunks
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import Staleness, chunks
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.tensor_files import check_folder, check_room, is_in_ram, release

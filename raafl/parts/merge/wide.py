@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from raafl.core.algorithm import Algorithm
 from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
@@ -24,14 +23,6 @@ from raafl.submodel.submodels import Part
 
 VALUES = "wide values"
 """Key in `GlobalState.scratch` of the wide values, and of the change counters of the values from which they were copied."""
-
-
-def widened(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
-    """Return ``algorithm`` with its merge computed in at least single precision; unchanged if all trained parameters have it."""
-    trained = submodels.layout(part="trained")
-    if trained.wide is trained:
-        return algorithm
-    return replace(algorithm, merge=WideMerge(algorithm.merge, WideSubmodels(submodels)))
 
 
 class WideSubmodels(Submodels):

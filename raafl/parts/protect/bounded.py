@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch lists it in no __all__
 
-from raafl.core.algorithm import Algorithm
 from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState, PendingUpdate, copied, is_sound, restore
 from raafl.core.types import HUGE_NORM, Update
@@ -53,16 +52,6 @@ HEADROOM = 16.0
 
 Buffers = Mapping[torch.dtype, Tensor]
 """Flat buffers by dtype, as `FlatTensors` has them."""
-
-
-def bounded(algorithm: Algorithm, max_norm_ratio: float | None) -> Algorithm:
-    """Return ``algorithm`` with a merge whose result is always finite, whatever clients send; see `Bounded`.
-
-    Args:
-        algorithm: algorithm whose merge is wrapped.
-        max_norm_ratio: multiple of the usual norm above which an update is refused; None = no bound.
-    """
-    return replace(algorithm, merge=Bounded(algorithm.merge, max_norm_ratio))
 
 
 @dataclass(slots=True)

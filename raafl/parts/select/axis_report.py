@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from raafl.parts.select import leading
+from raafl.parts.select.units import leading
 from raafl.submodel import FULL, Axis, Cost, Spec, Submodels
 from raafl.units import percent
 

@@ -1,29 +1,65 @@
-"""Choose units of each axis: leading, rolling, at random, by ratio. Pure functions.
+"""Choose units of each axis: leading, rolling, at random, by ratio, and the largest rate within a budget. Pure functions.
 
 A rate is the kept share of an axis: ``ceil(rate * size)`` of its units, at least one. A unit is a neuron, a channel, a head, a
 key-value group or a block.
+
+| function | units that each axis keeps | method |
+| --- | --- | --- |
+| `leading` | the first | HeteroFL |
+| `rolling` | a window that moves on each round | FedRolex |
+| `at_random` | drawn anew in each round | Federated Dropout |
+| `magnitude` (`raafl.parts.select.rate_select`) | those with the largest weights | structured pruning |
+| `shared_fragments` | consecutive ranges by ratio, at least one unit each | Fed-RAA |
+
+The first four take ``(axes, rate, *, state, seed, round)`` and return a spec; `shared_fragments` returns one spec for each
+fragment.
+
+>>> from raafl.submodel import Axis, Member
+>>> hidden = {"hidden": Axis("hidden", 10, (Member("fc1.weight", 0), Member("fc2.weight", 1)))}
+>>> str(leading(hidden, width_of(0.25)))
+'hidden[0:5]'
+>>> str(rolling(hidden, 0.3, round=2))
+'hidden[2:5]'
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from raafl.core.types import derive_seed
+from raafl.devices.profiles import Profile
+from raafl.devices.times import time_on
 from raafl.errors import BadInput, fraction, nearest, positive
-from raafl.submodel import Axis, Spec, SpecError, Stack
+from raafl.submodel import Axis, Cost, Spec, SpecError, Stack
 
 if TYPE_CHECKING:
     from raafl.submodel import Submodels
+
 
 Axes = Mapping[str, Axis | Stack]
 """Axes of width and stacks of blocks, which are axes of depth, by name."""
 
 Rate = float | Mapping[str, float]
 """Kept share of every axis, or a mapping from its name; an axis that is not named stays whole."""
+
+
+def width_of(rate: float) -> float:
+    """Return the width (share of each layer's units) at which a model keeps about ``rate`` of its parameters: sqrt(rate).
+
+    A weight matrix that shrinks in both dimensions then keeps ``rate`` of its elements, as in HeteroFL, where width 1/2
+    means 1/4 of the parameters. One that shrinks in one dimension, such as the first and last layer's, keeps more. If
+    width and depth share the rate, each gets its square root (Co-S2P: ``r_w = r_d = sqrt(r)``).
+
+    Raises:
+        BadInput: the rate is not in (0, 1].
+    """
+    fraction("rate", rate)
+    return math.sqrt(rate)
 
 
 def axes_of(submodels: Submodels) -> dict[str, Axis | Stack]:
@@ -190,3 +226,76 @@ def _bounds(ratios: Sequence[float]) -> list[float]:
     bounds = [min(bound / total, 1.0) for bound in accumulate(ratios, initial=0.0)]
     bounds[-1] = 1.0  # rounding must not lose the last unit
     return bounds
+
+
+_INF = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits on the cost of a task; a task must meet all of them. Infinite = no limit."""
+
+    memory_bytes: float = _INF  # largest peak memory of a task in bytes (`Cost.peak_bytes`)
+    flops: float = _INF  # largest number of training FLOPs of a task
+    wire_bytes: float = _INF  # largest number of bytes that a task transfers, download and upload together
+    seconds: float = _INF  # longest predicted time of a task on ``profile``: download, computation and upload
+    params: float = _INF  # largest number of parameters in the submodel
+    profile: Profile = field(default_factory=Profile)  # profile of the client's device, needed for ``seconds``
+    samples: int = 1  # number of samples on which a task trains, needed for ``flops`` and ``seconds``
+    tested: float = 0.0  # number of test samples on which the client then evaluates, needed for ``seconds``
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "flops", "wire_bytes", "seconds", "params", "samples"):
+            positive(name, getattr(self, name))
+
+    def needs(self, cost: Cost) -> dict[str, float]:
+        """Return the amounts (bytes, FLOPs, seconds) that a task with this cost needs, by the name of their limit."""
+        return {
+            "memory_bytes": cost.peak_bytes,
+            "flops": cost.flops_per_sample * self.samples,
+            "wire_bytes": cost.down_bytes + cost.up_bytes,
+            "seconds": time_on(self.profile, cost, self.samples, self.tested).total_s,
+            "params": cost.params,
+        }
+
+    def over(self, cost: Cost) -> dict[str, float]:
+        """Return the amounts that exceed their limit, by the limit's name; empty if a task with this cost fits the budget."""
+        return {name: need for name, need in self.needs(cost).items() if need > getattr(self, name)}
+
+
+def steps(axes: Axes) -> list[float]:
+    """Return all rates (shares of the width) at which the size of a submodel changes, ascending, up to 1."""
+    return sorted({number / size for size in set(map(size_of, axes.values())) for number in range(1, size + 1)} | {1.0})
+
+
+def largest_rate(
+    spec_of_rate: Callable[[float], Spec],
+    cost_of: Callable[[Spec], Cost],
+    budget: Budget,
+    *,
+    rates: Sequence[float],
+    who: str = "the client",
+) -> float:
+    """Return the largest of ``rates`` whose submodel fits the budget, found by bisection.
+
+    Raises:
+        BadInput: not even the smallest rate fits the budget; the message lists each exceeded limit and what is needed.
+    """
+    if not budget.over(cost_of(spec_of_rate(rates[-1]))):
+        return rates[-1]
+    over = budget.over(cost_of(spec_of_rate(rates[0])))
+    if over:
+        limits = ", ".join(f"{name} is {getattr(budget, name):.4g}" for name in over)
+        needs = ", ".join(f"{name} {need:.4g}" for name, need in over.items())
+        raise BadInput(
+            f"{who}: {limits}, too little for any submodel (the smallest, {spec_of_rate(rates[0])}, needs {needs}): "
+            f"raise {' and '.join(over)}, use a smaller batch or model, or leave the client out"
+        )
+    fits, exceeds = 0, len(rates) - 1
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        if budget.over(cost_of(spec_of_rate(rates[middle]))):
+            exceeds = middle
+        else:
+            fits = middle
+    return rates[fits]

@@ -19,7 +19,7 @@ from raafl.core.admission import NO_SPACE
 from raafl.core.exchange import Exchange
 from raafl.core.local import Local
 from raafl.core.payload import Payload
-from raafl.core.quarantine import DAMAGED
+from raafl.core.roster import DAMAGED
 from raafl.core.state import ClientState
 from raafl.core.types import POLICY, Arrived, Assignment, ClientInfo, Joined, Lost, Update
 from raafl.errors import GpuLost, InvalidPayload, TaskFailed

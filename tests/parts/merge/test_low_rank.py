@@ -14,7 +14,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Lost, Update
 from raafl.parts import RateSelect
 from raafl.parts.merge.low_rank import LoraMemory
-from raafl.parts.protect.bounded import bounded
+from raafl.parts.protect.assembly import bounded
 from raafl.submodel import FlatTensors, Submodels
 from tests.helpers.coordinators import coordinator_for
 from tests.helpers.lora_merge import (

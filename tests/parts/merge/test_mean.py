@@ -9,9 +9,8 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.label_split import LabelSplit
-from raafl.parts.merge.mean import Deltas, Mean, trained_pieces
+from raafl.parts.merge.mean import Deltas, Mean, Staleness, trained_pieces
 from raafl.parts.merge.server_optimizer import ServerOptimizer
-from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import filled, line_state, values_of
 

@@ -7,8 +7,8 @@ import torch
 
 from raafl.core.types import Update
 from raafl.errors import BadInput
+from raafl.parts.merge.mean import Staleness
 from raafl.parts.merge.nesterov import DelayedNesterov, Nesterov, NesterovMemory
-from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import filled, line_state, values_of
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from raafl.errors import BadInput
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import Staleness
 
 
 def test_the_three_functions_of_fed_async():

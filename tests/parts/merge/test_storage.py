@@ -9,9 +9,8 @@ import torch
 
 from raafl.core.types import Update
 from raafl.parts.merge import mean as merges
-from raafl.parts.merge.mean import Deltas, Mean
+from raafl.parts.merge.mean import Deltas, Mean, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
-from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import filled, line_state
 from tests.helpers.merges import merge_all, take

@@ -11,8 +11,8 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.parts.merge.mean import Deltas, DeltasMemory, Mean
 from raafl.parts.merge.pooled import Pooled
-from raafl.parts.merge.wide import WideMerge, WideSubmodels, widened
-from raafl.parts.protect.assembly import guarded
+from raafl.parts.merge.wide import WideMerge, WideSubmodels
+from raafl.parts.protect.assembly import guarded, widened
 from raafl.parts.protect.options import Guard
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling

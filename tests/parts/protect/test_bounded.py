@@ -11,10 +11,10 @@ from raafl.algorithms import fed_avg, fed_buff, fed_dyn, scaffold
 from raafl.core import saving
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Suspend, Update
-from raafl.parts.merge.mean import Deltas, Mean
+from raafl.parts.merge.mean import Deltas, Mean, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
-from raafl.parts.merge.staleness import Staleness
-from raafl.parts.protect.bounded import Bounded, BoundedMemory, bounded
+from raafl.parts.protect.assembly import bounded
+from raafl.parts.protect.bounded import Bounded, BoundedMemory
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import (
     EXAMPLE,

@@ -9,11 +9,10 @@ import pytest
 from raafl.algorithms import fed_async, fed_avg, fed_buff, scaffold
 from raafl.core.types import Update
 from raafl.errors import BadInput
-from raafl.parts.merge.mean import Deltas, Mean
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import Deltas, Mean, Staleness
 from raafl.parts.protect.assembly import guarded
-from raafl.parts.protect.centred import Centred, CentredMemory
 from raafl.parts.protect.options import Guard
+from raafl.parts.protect.robust import Centred, CentredMemory
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, filled, line_state, values_of
 from tests.helpers.merges import merge_all, take

@@ -22,13 +22,10 @@ from raafl.core.memory import Memory
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Update
 from raafl.errors import BadInput
-from raafl.parts.merge.wide import widened
-from raafl.parts.protect.assembly import with_options
-from raafl.parts.protect.bounded import bounded
-from raafl.parts.protect.centred import CentredMemory
+from raafl.parts.protect.assembly import bounded, widened, with_options
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.parts.protect.privacy import PrivacyMemory, epsilon
-from raafl.parts.protect.robust import Copies
+from raafl.parts.protect.robust import CentredMemory, Copies
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels
 from tests.helpers.coordinators import EXAMPLE, Line, filled

@@ -12,9 +12,8 @@ import torch
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
 from raafl.core.types import Update
 from raafl.errors import BadInput
-from raafl.parts.merge.mean import Deltas, Mean
+from raafl.parts.merge.mean import Deltas, Mean, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
-from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect import privacy as privacies
 from raafl.parts.protect.privacy import Privacy, Private, epsilon, expected_updates, gaussian, noise_key, private
 from raafl.submodel import FULL, Spec

@@ -14,9 +14,8 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge import mean as merges
-from raafl.parts.merge.mean import Deltas, Mean
+from raafl.parts.merge.mean import Deltas, Mean, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
-from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect.assembly import guarded
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.robust import WINDOW, CoordinateWise, GuardMemory, NormFilter, comparators, locate, norm_of

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raafl.errors import BadInput
-from raafl.parts.select import RegionCoverage, mask_level, of_regions
-from raafl.parts.select.coverage import topped_up
+from raafl.parts.select.coverage import RegionCoverage, mask_level, of_regions, topped_up
 from raafl.submodel import FULL, Axis, Member, Spec, Stack
 
 AXES = {

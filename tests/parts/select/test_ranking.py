@@ -7,8 +7,7 @@ import pytest
 from raafl.core.algorithm import SelectContext, Training
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
-from raafl.parts.select.ranking import Ranking
-from raafl.parts.select.submodels import Fragments
+from raafl.parts.select.submodels import Fragments, Ranking
 from tests.helpers.coordinators import line_state
 
 

@@ -18,8 +18,7 @@ from raafl.core.types import Assignment, ClientInfo, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts import RateSelect
-from raafl.parts.merge.mean import Mean
-from raafl.parts.merge.staleness import Staleness
+from raafl.parts.merge.mean import Mean, Staleness
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.coordinators import Line, answer, assigned, coordinator_for, join, line_state

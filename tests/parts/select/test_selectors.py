@@ -11,18 +11,17 @@ from hypothesis import strategies as st
 from model_zoo import CNN, MLP
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts.select import (
+from raafl.parts.select.rate_select import magnitude, unit_scores
+from raafl.parts.select.units import (
     Budget,
     at_random,
     axes_of,
     count,
     largest_rate,
     leading,
-    magnitude,
     rolling,
     size_of,
     steps,
-    unit_scores,
     width_of,
 )
 from raafl.parts.select.windows import window_starts

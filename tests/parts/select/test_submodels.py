@@ -11,8 +11,7 @@ from raafl.core.algorithm import SelectContext, Training
 from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts.select.ranking import Ranking
-from raafl.parts.select.submodels import TABLE_4, Fragments, Full, fragment_ratios, fragment_specs
+from raafl.parts.select.submodels import TABLE_4, Fragments, Full, Ranking, fragment_ratios, fragment_specs
 from raafl.parts.select.units import shared_fragments
 from raafl.submodel import FULL, Axis, Member
 from tests.helpers.coordinators import line_state

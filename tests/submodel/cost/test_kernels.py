@@ -15,7 +15,7 @@ from raafl.core.algorithm import SelectContext, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
-from raafl.parts.select import Budget
+from raafl.parts.select.units import Budget
 from raafl.submodel import FULL, Submodels
 from raafl.submodel.cost import kernels
 from raafl.submodel.cost.ledger import Ledger

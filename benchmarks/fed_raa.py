@@ -1,4 +1,4 @@
-"""Simulated seconds to 93 % on MNIST: Fed-RAA against FedAvg and FedAsync (docs/methods/fed-raa.md says how they were tuned).
+"""Simulated seconds to 93 % on MNIST: Fed-RAA against FedAvg and FedAsync (docs/results/fed-raa.md says how they were tuned).
 
 Everything but what a row names is `configs/mnist-fed-raa.yaml`: model, data, clients, devices, learning rate, local
 epochs. The time is the virtual clock's when the global model first reaches the target, measured at every version; null

@@ -217,7 +217,7 @@ def staging(where: Where) -> list[Row]:
         return [row]
     row["copies_s"] = 2 * pinned_s(num_bytes, where.device)  # down and up, each there and back
     row |= {"value": 1 / row["ratio"], "goal": "0.7 of the link", "met": row["ratio"] <= 1 / 0.7}
-    return [row, {"transport": "CUDA IPC", "value": "not built: see docs/gpu-transport.md"}]
+    return [row, {"transport": "CUDA IPC", "value": "not built: see docs/gpu.md"}]
 
 
 def merges(where: Where) -> list[Row]:

@@ -44,22 +44,20 @@ def on_config(config: Any) -> Any:
 
 def _entry(item: Any) -> Any:
     if isinstance(item, str):
-        return item if item.startswith(("algorithms/", "api/")) or (ROOT / "docs" / item).exists() else None
+        return item if (ROOT / "docs" / item).exists() else None
     ((title, value),) = item.items()
+    if value == "api/":
+        return {title: [{name: f"api/{_slug(name)}.md"} for name in API]}
+    if value == "algorithms/":
+        return {title: [{name: f"algorithms/{name}.md"} for name in _algorithms()]}
     if isinstance(value, str):
-        if value == "api/":
-            return {title: [{name: f"api/{_slug(name)}.md"} for name in API]}
         return item if _entry(value) else None
-    kept = [entry for each in value if (entry := _entry(each)) is not None]
-    if title == "Algorithms":
-        kept += [{name: f"algorithms/{name}.md"} for name in _algorithms()]
-    return {title: kept}
+    return {title: [entry for each in value if (entry := _entry(each)) is not None]}
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages."""
-    pages = {"algorithms/index.md": algorithms_page()}
-    pages |= {f"algorithms/{name}.md": algorithm_page(name) for name in _algorithms()}
+    pages = {f"algorithms/{name}.md": algorithm_page(name) for name in _algorithms()}
     documented: set[str] = set()
     pages |= {f"api/{_slug(title)}.md": api_page(title, modules, documented) for title, modules in API.items()}
     for path, text in pages.items():
@@ -108,24 +106,6 @@ def _algorithms() -> dict[str, Any]:
     from raafl.algorithms import ALGORITHMS
 
     return ALGORITHMS
-
-
-def algorithms_page() -> str:
-    """Return the table of `raafl algorithms`."""
-    lines = [
-        "# Algorithms",
-        "",
-        "A federated algorithm is five answers: which clients work, on which part of the model, how, when their updates are",
-        "folded in, and how. This table is made from the code, as is `raafl algorithms`; the answers are those of the defaults.",
-        "",
-        "| algorithm | paper | submodel | merged | how |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, factory in _algorithms().items():
-        row = factory().describe()
-        cells = (f"[`{name}`]({name}.md)", row["paper"], row["select"], row["trigger"], row["merge"])
-        lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
-    return "\n".join(lines) + "\n"
 
 
 def algorithm_page(name: str) -> str:

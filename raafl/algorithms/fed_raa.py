@@ -7,13 +7,13 @@ arrival: ``q(j) += 1; theta_j <- (1 - alpha_t) theta_j + alpha_t theta_j_new``, 
 (Algorithm 1).
 
 Choices that the paper leaves open:
-- alpha, s, rho and the fragments' scale: docs/methods/fed-raa.md has the search behind the defaults. With a constant s an
+- alpha, s, rho and the fragments' scale: docs/results/fed-raa.md has the search behind the defaults. With a constant s an
   alpha near 1 does not learn once many clients work at a time (`raafl.parts.merge.mean.Mean.too_stale`).
 - Parameters that lie in no fragment (output bias, norms over an uncut width) are sent with every fragment and mixed in like
   the rest, with the same alpha_t.
 - A fragment is trained alone, yet the full network sums all M: `rescale` multiplies a cut layer's activation by
   1/keep-fraction while training, so that the sum has the scale each fragment was trained for. It also makes a fragment's
-  gradients larger, like a higher learning rate (docs/methods/fed-raa.md has measurements of both).
+  gradients larger, like a higher learning rate (docs/results/fed-raa.md has measurements of both).
 - trigger "all" (Table 3's Sync): the updates of a round are mixed in at once, each element with the unweighted mean of the
   updates that cover it.
 - On an axis with fewer units than fragments (two heads, three fragments) each fragment has one unit, and some share it.

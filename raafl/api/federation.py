@@ -270,7 +270,7 @@ class Federation:
         """Repeat a run that was started in Python, and check that the result is equal bit for bit.
 
         Settings come from the run folder. If the run's algorithm or partition was a Python object, which a folder cannot
-        store, that of this federation is used. See docs/replay-and-resume.md.
+        store, that of this federation is used. See docs/replay.md.
 
         Args:
             folder: folder of the run.

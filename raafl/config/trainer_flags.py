@@ -33,7 +33,7 @@ _INSTEAD = {
     "val_check_interval": "eval_every is the distance between evaluations",
     "check_val_every_n_epoch": "eval_every is the distance between evaluations",
     "strategy": _FRAMES,
-    "num_nodes": "`raafl serve` and `raafl join` are for several machines, or torchrun (docs/launch.md)",
+    "num_nodes": "`raafl serve` and `raafl join` are for several machines, or torchrun (docs/deploy.md)",
     "num_clients": "clients is their number",
     "plugins": _FRAMES,
     "sync_batchnorm": "submodels.batch_norm is merged or static",

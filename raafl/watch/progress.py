@@ -1,4 +1,4 @@
-"""Show a run while it goes on: a live table in a terminal, plain lines in a log file; see docs/watch.md."""
+"""Show a run while it goes on: a live table in a terminal, plain lines in a log file; see docs/monitoring.md."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.habits.source import ROOT
 
-PAGES = [ROOT / "README.md", *sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "methods").glob("*.md")])]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKER = re.compile(r"<!-- not run: (.+?) -->")
 NAMED = re.compile(r"`([\w./-]+\.\w+)`:$")
 COMMAND = re.compile(r"\$?\s*((?:[A-Z_]+=\S+ )*(?:raafl|torchrun|python -m|python \S+\.py|make|pip install)\b.*)$")

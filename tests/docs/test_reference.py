@@ -60,7 +60,6 @@ def test_every_message_of_the_troubleshooting_page_is_one():
     assert not [phrase for phrase in phrases if phrase not in source]
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "sections.md"])
-def test_each_field_is_described(name):
-    rows = [line.split(" | ") for line in PAGES[name]().splitlines() if line.startswith("| `")]
+def test_each_field_is_described():
+    rows = [line.split(" | ") for line in PAGES["configuration.md"]().splitlines() if line.startswith("| `")]
     assert len(rows) > 20 and [row[0] for row in rows if not row[2].strip(" |")] == []

@@ -37,7 +37,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_there_and_in_the_navigation(site):
-    pages = {file.stem for file in (ROOT / "docs").glob("*.md")} | {f"algorithms/{name}" for name in ALGORITHMS}
+    docs = ROOT / "docs"
+    pages = {file.relative_to(docs).with_suffix("").as_posix() for file in docs.rglob("*.md")}
+    pages |= {f"algorithms/{name}" for name in ALGORITHMS}
     home = (site / "index.html").read_text()
     assert not [page for page in pages if not (site / f"{page}.html").is_file()]
     assert not [page for page in pages - {"index"} if f'href="{page}.html"' not in home]

@@ -1,4 +1,4 @@
-"""The files that pages name exist, as do the names in the walk of an update, which has at most sixteen files."""
+"""What pages name exists: files, and the names in the walk of an update; the glossary has each term once."""
 
 from __future__ import annotations
 
@@ -62,3 +62,16 @@ def test_every_path_on_a_page_exists(page):
     text = page.read_text(encoding="utf-8")
     paths = re.findall(r"`((?:raafl|model_zoo|tests|docs|configs|launch|benchmarks)/[\w./-]+)`", text)
     assert not [path for path in paths if "NAME" not in path and not (ROOT / path).exists()]
+
+
+def test_every_page_that_code_configs_and_scripts_name_exists():
+    folders = ("raafl", "model_zoo", "benchmarks", "configs", "launch", "tests")
+    files = [file for name in folders for file in (ROOT / name).rglob("*") if file.suffix in (".py", ".yaml", ".sh")]
+    named = {page for file in files for page in re.findall(r"\bdocs/[\w/-]+\.md\b", file.read_text(encoding="utf-8"))}
+    assert len(named) > 20 and not [page for page in named if not (ROOT / page).exists()]
+
+
+def test_the_glossary_has_each_term_once_in_order():
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^\| ([^|]+?) \| [^|]+ \|[^|]*\|$", text, re.M)[2:]
+    assert len(terms) > 60 and terms == sorted(set(terms), key=str.lower)

@@ -257,7 +257,7 @@ def _file(folder: Path, kind: str, name: object) -> Path:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    return read_mapping(path, f"'{path}'", "see docs/unequal-bench.md for its fields")
+    return read_mapping(path, f"'{path}'", "see docs/results/unequal-bench.md for its fields")
 
 
 def _fields(path: Path, kind: type, needed: Sequence[str]) -> dict[str, Any]:

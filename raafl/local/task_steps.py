@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from raafl.core.algorithm import Hook, Local, Task, Training
+from raafl.core.algorithm import Hook, Task
 from raafl.core.local import SkippedBatch
 from raafl.core.payload import Bundles
 from raafl.core.types import Assignment
@@ -19,16 +18,15 @@ from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.local.context import TaskContext
 from raafl.local.evaluation.record import widened
-from raafl.local.options import FabricOptions
 from raafl.local.proximal import ProximalTerm
 from raafl.local.rng import RngStream
 from raafl.local.sparse_gradients import backward_of
 from raafl.local.trainable import TrainableSubmodel
 from raafl.optimizers import step_scheduler
-from raafl.submodel import FlatTensors, Submodels
+from raafl.submodel import FlatTensors
 
 if TYPE_CHECKING:
-    from lightning.fabric import Fabric
+    from raafl.local.train import LocalTrainer
 
 
 class Stopped(Exception):
@@ -48,162 +46,28 @@ class PreparedTask:
 
 
 class TaskSteps:
-    """Runner of the training steps of tasks, on one device and with one method."""
-
-    submodels: Submodels
-    local: Local
-    training: Training
-    options: FabricOptions
-    fabric: Fabric
-    _mixed = False
-    _generator: torch.Generator
-
-    def length(self, assignment: Assignment) -> tuple[int | None, int | None]:
-        """Return the number of epochs and the number of steps of a task, one of which is None."""
-        epochs, steps = assignment.num_epochs, assignment.num_steps
-        if epochs is None and steps is None:
-            epochs, steps = self.training.num_epochs, self.training.num_steps
-        return (epochs, None) if steps is None else (None, steps)
-
-    def announce(self, built: TrainableSubmodel, assignment: Assignment, data: ClientData) -> None:
-        """Set a task's length in the object that stands in for the module's Lightning Trainer.
-
-        Call it before `TrainableSubmodel.reset`, which rebuilds an optimizer or scheduler that reads this length.
-        """
-        epochs, steps = self.length(assignment)
-        per_epoch, accumulate = data.num_batches(self.training.batch_size), self.options.accumulate_grad_batches
-        num_whole, rest = divmod(steps or 0, per_epoch) if epochs is None else (epochs, 0)
-        num_steps = num_whole * math.ceil(per_epoch / accumulate) + math.ceil(rest / accumulate)
-        clip_val = self.options.gradient_clip_val
-        built.trainer.stage("training")
-        built.trainer.set(
-            current_epoch=0,
-            global_step=0,
-            is_last_batch=False,
-            num_training_batches=per_epoch,
-            estimated_stepping_batches=num_steps,
-            max_epochs=num_whole + bool(rest),
-            max_steps=-1 if steps is None else num_steps,
-            accumulate_grad_batches=accumulate,
-            gradient_clip_val=clip_val,
-            precision=self.options.precision,
-        )
-
-    def _steps(self, task: PreparedTask) -> tuple[int, float | None, dict[str, Any]]:
-        """Do the local steps; return the number of optimizer steps, the mean loss (None without any), and the hook's answer."""
-        context, progress, data = task.context, task.context.progress, task.data
-        epochs, steps = self.length(task.assignment)
-        per_epoch = data.num_batches(self.training.batch_size)
-        num_batches = steps if steps is not None else per_epoch * (epochs or 1)
-        loop = _Loop(self, task, per_epoch, num_batches)
-        loop.hook = self._hook(task, num_batches, loop)
-        progress.place = "batch 0"
-        try:
-            loop.begin()
-            for batch, num_samples in data.batches(self._generator, self.training.batch_size, epochs, steps):
-                if context.process_group is None and context.is_stopped:
-                    raise Stopped
-                task.built.recorder.weight = float(num_samples)
-                loop.run(batch)
-                progress.place = f"batch {loop.num_batches}"
-            progress.place = "after its last batch"
-            loop.end()
-            return loop.num_steps, loop.mean_loss, loop.hook.finish()
-        finally:
-            loop.hook.close()
-
-    def _hook(self, task: PreparedTask, num_batches: int, loop: _Loop) -> Hook:
-        built, group = task.built, task.context.process_group
-        pull = ProximalTerm.towards(task.received, built.module) if self.local.prox else None
-        seen = Task(
-            task.assignment,
-            self.submodels,
-            built.module,
-            built.optimizer,
-            task.received,
-            num_batches,
-            self._generator,
-            loss=lambda batch, index: self._loss(built, loop, batch, index % loop.per_epoch),
-            backward=backward_of(
-                lambda loss, _: self._backward(built, loss),
-                built.module,
-                built.optimizer,
-                self.local,
-                self.options.gradient_clip_val,
-                1 if group is None else group.size,
-            ),
-            update=lambda: self._update(task, pull),
-            down=task.down,
-            up=built.up,
-            draws=lambda seed: RngStream(self.fabric.device, seed),
-            link=task.context.link,
-            receive=task.context.receive,
-        )
-        return self.local.hook(seen)
-
-    def _loss(self, built: TrainableSubmodel, loop: _Loop, batch: object, index: int) -> Tensor:
-        with self.fabric.strategy.precision.forward_context() if self._mixed else nullcontext():
-            answer = built.module.training_step(batch, index)  # type: ignore[operator]
-        if answer is None:
-            raise SkippedBatch
-        if not isinstance(answer, Mapping):
-            return answer  # type: ignore[no-any-return]
-        if built.hooks is not None and "on_train_batch_end" in built.hooks.overridden:  # else its graph would live on
-            loop.extra = {name: value for name, value in answer.items() if name != "loss"}
-        loss: Tensor = answer["loss"]
-        return loss
-
-    def _backward(self, built: TrainableSubmodel, loss: Tensor) -> None:
-        if built.hooks is None or "backward" not in built.hooks.overridden:
-            self.fabric.strategy.backward(loss, None)
-        else:
-            built.hooks.call("backward", loss if self._scaler is None else self._scaler.scale(loss))
-
-    @property
-    def _scaler(self) -> Any:  # of 16-mixed
-        return getattr(self.fabric.strategy.precision, "scaler", None)
-
-    def _update(self, task: PreparedTask, pull: ProximalTerm | None) -> None:
-        built, group = task.built, task.context.process_group
-        optimizer, clip_val, hooks = built.optimizer, self.options.gradient_clip_val, built.hooks
-        if self._scaler is not None:  # processes of one client have averaged scaled gradients: all see the same inf
-            self._scaler.unscale_(optimizer)
-        if pull is not None:
-            pull.add_to_gradients(self.local.prox)
-        if hooks is not None:
-            hooks.before_step(optimizer, clip_val)
-        elif clip_val is not None:
-            torch.nn.utils.clip_grad_norm_(built.module.parameters(), clip_val)
-        self.fabric.strategy.optimizer_step(optimizer)
-        if hooks is None or not hooks.keeps_gradients:
-            optimizer.zero_grad()
-        if group is not None:
-            group.stepped()
-
-
-class _Loop:
-    """The batches of one task, with where it is among them.
+    """The training steps of one task: the batches, the method's hook, and the module's own hooks around them.
 
     `per_epoch`: batches of an epoch.
     `num_batches`: done.
     `num_steps`: optimizer steps made; a step all of whose batches were skipped is none.
-    `mean_loss`: over the batches that had one; None = there was none.
-    `extra`: what training_step returned beside the last loss.
     """
 
-    hook: Hook  # the method's
-
-    def __init__(self, steps: TaskSteps, task: PreparedTask, per_epoch: int, num_expected: int) -> None:
-        self._steps, self._built, self._context = steps, task.built, task.context
-        self.per_epoch, self._num_expected = per_epoch, num_expected
-        self.extra: dict[str, Any] = {}
+    def __init__(self, trainer: LocalTrainer, task: PreparedTask) -> None:
+        self._trainer, self._task = trainer, task
+        self._built, self._context = task.built, task.context
+        self._epochs, self._steps = trainer.length(task.assignment)
+        self.per_epoch = task.data.num_batches(trainer.training.batch_size)
+        self._num_expected = self._steps if self._steps is not None else self.per_epoch * (self._epochs or 1)
         self.num_batches = self.num_steps = self._num_losses = self._num_due = 0
         self._total: Tensor | float = 0.0
+        self._extra: dict[str, Any] = {}  # what training_step returned beside the last loss
         self._outputs: dict[str, Any] = {}  # what on_train_batch_end is given; empty for a skipped batch
-        self._has_gradient = self._skips_epoch = (
-            False  # since the last step; after on_train_batch_start has returned -1
-        )
+        self._has_gradient = False  # since the last step
+        self._skips_epoch = False  # after on_train_batch_start has returned -1
         self._epoch_began = False
+        self._pull = ProximalTerm.towards(task.received, task.built.module) if trainer.local.prox else None
+        self._hook = self._make_hook()
 
     @property
     def epoch(self) -> int:
@@ -217,28 +81,112 @@ class _Loop:
 
     @property
     def mean_loss(self) -> float | None:
+        """Mean over the batches that had a loss; None = there was none."""
         return float(self._total) / self._num_losses if self._num_losses else None
 
-    def begin(self) -> None:
-        """Call the module's hooks that precede the first batch."""
-        self._call("on_fit_start")
-        self._call("on_train_start")
+    def run(self) -> dict[str, Any]:
+        """Make all steps; return the hook's plain data for the server."""
+        progress, task = self._context.progress, self._task
+        progress.place = "batch 0"
+        try:
+            self._call("on_fit_start")
+            self._call("on_train_start")
+            batches = task.data.batches(
+                self._trainer.generator, self._trainer.training.batch_size, self._epochs, self._steps
+            )
+            for batch, num_samples in batches:
+                if self._context.process_group is None and self._context.is_stopped:
+                    raise Stopped
+                self._built.recorder.weight = float(num_samples)
+                self._run_batch(batch)
+                progress.place = f"batch {self.num_batches}"
+            progress.place = "after its last batch"
+            if self._epoch_began:  # steps have ended within an epoch
+                self._end_epoch(is_whole=False)
+            self._call("on_train_end")
+            self._call("on_fit_end")
+            return self._hook.finish()
+        finally:
+            self._hook.close()
 
-    def end(self) -> None:
-        """Call the module's hooks that follow the last batch."""
-        if self._epoch_began:  # steps have ended within an epoch
-            self._end_epoch(is_whole=False)
-        self._call("on_train_end")
-        self._call("on_fit_end")
+    # ---- what the method's hook may call ----
 
-    def run(self, batch: object) -> None:
+    def _make_hook(self) -> Hook:
+        trainer, task, built, group = self._trainer, self._task, self._built, self._context.process_group
+        seen = Task(
+            task.assignment,
+            trainer.submodels,
+            built.module,
+            built.optimizer,
+            task.received,
+            self._num_expected,
+            trainer.generator,
+            loss=self._loss,
+            backward=backward_of(
+                lambda loss, _: self._backward(loss),
+                built.module,
+                built.optimizer,
+                trainer.local,
+                trainer.options.gradient_clip_val,
+                1 if group is None else group.size,
+            ),
+            update=self._step,
+            down=task.down,
+            up=built.up,
+            draws=lambda seed: RngStream(trainer.fabric.device, seed),
+            link=self._context.link,
+            receive=self._context.receive,
+        )
+        return trainer.local.hook(seen)
+
+    def _loss(self, batch: object, index: int) -> Tensor:
+        with self._trainer.forward_context():
+            answer = self._built.module.training_step(batch, index % self.per_epoch)  # type: ignore[operator]
+        if answer is None:
+            raise SkippedBatch
+        if not isinstance(answer, Mapping):
+            return answer  # type: ignore[no-any-return]
+        hooks = self._built.hooks
+        if hooks is not None and "on_train_batch_end" in hooks.overridden:  # else its graph would live on
+            self._extra = {name: value for name, value in answer.items() if name != "loss"}
+        loss: Tensor = answer["loss"]
+        return loss
+
+    def _backward(self, loss: Tensor) -> None:
+        hooks, scaler = self._built.hooks, self._trainer.scaler
+        if hooks is None or "backward" not in hooks.overridden:
+            self._trainer.fabric.strategy.backward(loss, None)
+        else:
+            hooks.call("backward", loss if scaler is None else scaler.scale(loss))
+
+    def _step(self) -> None:
+        """Make an optimizer step from the gradients that are there."""
+        trainer, built, group = self._trainer, self._built, self._context.process_group
+        optimizer, clip_val, hooks = built.optimizer, trainer.options.gradient_clip_val, built.hooks
+        if trainer.scaler is not None:  # processes of one client have averaged scaled gradients: all see the same inf
+            trainer.scaler.unscale_(optimizer)
+        if self._pull is not None:
+            self._pull.add_to_gradients(trainer.local.prox)
+        if hooks is not None:
+            hooks.before_step(optimizer, clip_val)
+        elif clip_val is not None:
+            torch.nn.utils.clip_grad_norm_(built.module.parameters(), clip_val)
+        trainer.fabric.strategy.optimizer_step(optimizer)
+        if hooks is None or not hooks.keeps_gradients:
+            optimizer.zero_grad()
+        if group is not None:
+            group.stepped()
+
+    # ---- batches ----
+
+    def _run_batch(self, batch: object) -> None:
         """Train on one batch of data."""
         if not self._epoch_began:
             self._begin_epoch()
         is_last = self.index + 1 == self.per_epoch
         self._built.trainer.set(is_last_batch=is_last)
         if not self._skips_epoch:
-            batch = self._built.transfer(batch, self._steps.fabric.device)
+            batch = self._built.transfer(batch, self._trainer.fabric.device)
             self._skips_epoch = self._call("on_train_batch_start", batch, self.index) == -1
             if self._skips_epoch and self._context.process_group is not None:
                 raise BadInput(self._not_together("on_train_batch_start returns -1, to skip the rest of the epoch"))
@@ -252,7 +200,7 @@ class _Loop:
 
     def _train(self, batch: object, is_last: bool) -> None:
         index = self.index
-        is_due = (index + 1) % self._steps.options.accumulate_grad_batches == 0 or is_last
+        is_due = (index + 1) % self._trainer.options.accumulate_grad_batches == 0 or is_last
         is_due = is_due or self.num_batches + 1 == self._num_expected
         hooks = self._built.hooks
         if is_due and hooks is not None and "optimizer_step" in hooks.overridden:
@@ -277,10 +225,10 @@ class _Loop:
     def _compute(self, batch: object, is_due: bool) -> Tensor | None:
         """Compute loss and gradients of a batch; return the loss, None where the batch is skipped."""
         process_group, hooks, module = self._context.process_group, self._built.hooks, self._built.module
-        accumulate = self._steps.options.accumulate_grad_batches
+        accumulate = self._trainer.options.accumulate_grad_batches
         is_first = self.index % accumulate == 0
         try:
-            loss = self.hook.loss(batch, self.num_batches)
+            loss = self._hook.loss(batch, self.num_batches)
         except SkippedBatch:
             if process_group is not None:
                 raise BadInput(self._not_together("training_step returns None, to skip a batch")) from None
@@ -296,20 +244,20 @@ class _Loop:
                 hooks.zero_grad(self._built.optimizer, self.epoch, self.index)
             hooks.call("on_before_backward", loss)
         with process_group.summing(module) if process_group is not None and is_due else nullcontext():
-            self.hook.backward(loss)
+            self._hook.backward(loss)
         self._has_gradient = True
         if process_group is not None and is_due and process_group.average(self._context.is_stopped):
             raise Stopped  # all together
         if hooks is None:  # nobody asks for either
             return None
         hooks.call("on_after_backward")
-        self._outputs, self.extra = {"loss": loss.detach(), **self.extra}, {}
+        self._outputs, self._extra = {"loss": loss.detach(), **self._extra}, {}
         return loss.detach()
 
     def _update(self) -> None:
         if self._has_gradient:
             self.num_steps += 1
-            self.hook.update()
+            self._hook.update()
         self._has_gradient = False
 
     def _schedule(self, interval: str, index: int, *, plateau: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +32,7 @@ from raafl.submodel.frozen import FrozenBase
 __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
 
 
-class LocalTrainer(TaskSteps):
+class LocalTrainer:
     """Trainer that runs the tasks of any clients. It reuses submodels' modules, but no task influences the next one.
 
     Attributes:
@@ -80,7 +81,7 @@ class LocalTrainer(TaskSteps):
         self._mixed = self.options.precision not in ("32-true", "32")
         self._built: OrderedDict[Spec, TrainableSubmodel] = OrderedDict()
         self._max_built = max_built
-        self._generator = torch.Generator()
+        self.generator = torch.Generator()
         self._checked: WeakSet[FrozenBase] = WeakSet()
 
     def run(
@@ -114,14 +115,16 @@ class LocalTrainer(TaskSteps):
         seed_everything(
             assignment.seed if process_group is None else process_group.seed(assignment.seed), self.fabric.device
         )
-        self._generator.manual_seed(assignment.seed)
+        self.generator.manual_seed(assignment.seed)
         precision: Any = self._strategy.precision
-        if self._scaler is not None:  # anew: what it has learned in one task would show in the next
+        if self.scaler is not None:  # anew: what it has learned in one task would show in the next
             precision.scaler = torch.amp.GradScaler(self.fabric.device.type)
         with masking as classes:
-            num_steps, loss, extra = self._steps(task)
+            steps = TaskSteps(self, task)
+            extra = steps.run()
+            loss = steps.mean_loss
         loss = loss if process_group is None else process_group.finish(built.module, loss or 0.0, built.recorder)
-        return self.build_update(task, num_steps, loss, extra, classes)
+        return self.build_update(task, steps.num_steps, loss, extra, classes)
 
     def build_update(
         self, task: PreparedTask, num_steps: int, loss: float | None, extra: dict[str, Any], classes: list[int]
@@ -161,6 +164,46 @@ class LocalTrainer(TaskSteps):
         update.refusal = None if update.tensors.is_finite() else "non-finite"
         return update
 
+    def length(self, assignment: Assignment) -> tuple[int | None, int | None]:
+        """Return the number of epochs and the number of steps of a task, one of which is None."""
+        epochs, steps = assignment.num_epochs, assignment.num_steps
+        if epochs is None and steps is None:
+            epochs, steps = self.training.num_epochs, self.training.num_steps
+        return (epochs, None) if steps is None else (None, steps)
+
+    def announce(self, built: TrainableSubmodel, assignment: Assignment, data: ClientData) -> None:
+        """Set a task's length in the object that stands in for the module's Lightning Trainer.
+
+        Call it before `TrainableSubmodel.reset`, which rebuilds an optimizer or scheduler that reads this length.
+        """
+        epochs, steps = self.length(assignment)
+        per_epoch, accumulate = data.num_batches(self.training.batch_size), self.options.accumulate_grad_batches
+        num_whole, rest = divmod(steps or 0, per_epoch) if epochs is None else (epochs, 0)
+        num_steps = num_whole * math.ceil(per_epoch / accumulate) + math.ceil(rest / accumulate)
+        clip_val = self.options.gradient_clip_val
+        built.trainer.stage("training")
+        built.trainer.set(
+            current_epoch=0,
+            global_step=0,
+            is_last_batch=False,
+            num_training_batches=per_epoch,
+            estimated_stepping_batches=num_steps,
+            max_epochs=num_whole + bool(rest),
+            max_steps=-1 if steps is None else num_steps,
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=clip_val,
+            precision=self.options.precision,
+        )
+
+    @property
+    def scaler(self) -> Any:
+        """Scaler of losses in 16-mixed precision; None in others."""
+        return getattr(self._strategy.precision, "scaler", None)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass in the run's precision."""
+        return self._strategy.precision.forward_context() if self._mixed else nullcontext()
+
     def _test(self, built: TrainableSubmodel, data: ClientData, context: TaskContext) -> dict[str, float]:
         """Measure the trained submodel on the client's test part."""
 
@@ -175,9 +218,15 @@ class LocalTrainer(TaskSteps):
         static = self.submodels.batch_norm == "static"  # then a client has no running statistics
         norms = [mean.rpartition(".")[0] for mean, _ in statistics_of(built.module)] if static else []
         norms = [path for path in norms if self.submodels.module.get_submodule(path).training]  # others have their own
-        precision = self._strategy.precision.forward_context if self._mixed else nullcontext
         return measure_part(
-            built.module, built.recorder, built.buffers, data, batches(), self.fabric.device, precision, norms
+            built.module,
+            built.recorder,
+            built.buffers,
+            data,
+            batches(),
+            self.fabric.device,
+            self.forward_context,
+            norms,
         )
 
     def _check_base(self, built: TrainableSubmodel) -> None:

@@ -158,10 +158,12 @@ class Merge(Part, ABC):
         sends: content of an update: trained "values", or their "delta", the difference from the received values.
         by_client: whether the merge must see each client's update by itself, so that updates may not be summed
             beforehand.
+        extension: name of the extension of the runtime (`raafl.runtime.extensions`) that this merge needs; None = none.
     """
 
     sends: Literal["values", "delta"] = "values"
     by_client: ClassVar[bool] = False
+    extension: ClassVar[str | None] = None
 
     def check(self, state: GlobalState) -> list[str]:
         """Return every problem of this merge that can be found before training starts, one line each."""

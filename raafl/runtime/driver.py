@@ -37,7 +37,6 @@ from raafl.core.types import (
 from raafl.errors import CodeFailed
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.runfolder.record import RunRecord
-from raafl.runtime.secure_groups import SecureGroups
 from raafl.units import duration
 from raafl.watch.progress import Progress
 
@@ -50,7 +49,6 @@ class Driver(ABC):
     Attributes:
         reason: reason for which the run has ended; empty while it goes on.
         error: error of the user's code that ended the run; None = there was none.
-        groups: groups of clients whose updates are summed under masks; None = without secure aggregation.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class Driver(ABC):
         self.hooks, self.progress = hooks or RunHooks(), progress
         self.reason = ""
         self.error: CodeFailed | None = None
-        self.groups = SecureGroups.of(coordinator)
         self._is_summing = False  # a group's updates are being told one by one: no state between them is saved
 
     # ---- of each runtime ----
@@ -102,7 +99,7 @@ class Driver(ABC):
 
     def _dismiss(self, client: int, incarnation: int, reason: str) -> None:
         """Tell a client that there is no work for it."""
-        self._note(f"client {client} was dismissed: {reason}")
+        self.note(f"client {client} was dismissed: {reason}")
 
     @abstractmethod
     def _blame(self, client: int, error: Exception) -> None:
@@ -114,7 +111,7 @@ class Driver(ABC):
 
     # ---- of both ----
 
-    def _tell(self, event: Event) -> None:
+    def tell(self, event: Event) -> None:
         """Let the coordinator know what happens now."""
         now = self.now
         if self._admit(event, now):
@@ -140,13 +137,13 @@ class Driver(ABC):
             if isinstance(action, Fail):
                 self.stop(action.reason)
 
-    def _tell_group(self, updates: Sequence[Update]) -> None:
+    def tell_group(self, updates: Sequence[Update]) -> None:
         """Let the coordinator know of all updates of a group, refused ones first, with no other event between them."""
         ordered = sorted(updates, key=lambda update: update.group is not None)
         for left, update in zip(reversed(range(len(ordered))), ordered, strict=True):
             self._is_summing = left > 0
             if not self.reason:
-                self._tell(Arrived(update))
+                self.tell(Arrived(update))
         self._is_summing = False
 
     def _do(self, action: Action) -> None:
@@ -172,10 +169,10 @@ class Driver(ABC):
                 self.record.suspended(client)
                 num = self.coordinator.backoff.refused[client]
                 last = f"its last {num} updates were" if num > 1 else "its last update was"
-                self._note(f"client {client} is suspended for {duration(until - self.now)}: {last} refused ({reason})")
+                self.note(f"client {client} is suspended for {duration(until - self.now)}: {last} refused ({reason})")
             case Adjusted():
                 self.record.adjusted(action, self.now)
-                self._note(
+                self.note(
                     f"{action.setting} is {action.after:.4g} from now on, was {action.before:.4g}: {action.quantity} measured as "
                     f"{action.measured:.4g}, predicted as {action.predicted:.4g}"
                 )
@@ -202,7 +199,7 @@ class Driver(ABC):
         if not self.reason:
             if not self.coordinator.is_merging:
                 self._checkpoint()
-            self._tell(Stop(reason))
+            self.tell(Stop(reason))
 
     def _stop_if_asked(self) -> None:
         if not self.reason and (why := self.hooks.stop_asked()) is not None:
@@ -212,6 +209,7 @@ class Driver(ABC):
         """Return the reason for which the run has ended, a failure of the user's before all."""
         return self.reason if self.error is None else f"failed: {self.error}"
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Show a line to the user, if there is a progress display."""
         if self.progress is not None:
             self.progress.note(text)

@@ -1,13 +1,15 @@
-"""Time the steps that simulated clients make of their next task before it arrives."""
+"""Time what simulated clients do while an update travels: their next task, or the first steps of it (``overlap``)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from raafl.core.records_json import assignment_from_json, assignment_to_json
 from raafl.core.select import SelectContext
 from raafl.core.task import begins_alike, expected_next
-from raafl.core.types import Assignment, ClientInfo, Work
+from raafl.core.types import Assignment, ClientInfo, Sending, Work
+from raafl.runtime.simulation import ARRIVED, ClockExtension, Due, Simulation
 
 
 class EarlySteps:
@@ -48,3 +50,62 @@ class EarlySteps:
         """Restore the record from the result of `save`."""
         both = [(at, assignment_from_json(expected)) for at, expected in data]
         self._since = {expected.client: (at, expected) for at, expected in both}
+
+
+class OverlappedClock(ClockExtension):
+    """Simulated clients that train while they send: their whole next task, or the first steps of one they expect."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__(simulation)
+        self._overlaps = simulation.coordinator.overlap  # else they begin the next task before it is assigned
+        self._uplink_free: dict[int, float] = {}  # when the client's last update will have arrived
+        self._early = EarlySteps()
+
+    def uplink_free_s(self, client: int) -> float:
+        """Return the time until which an earlier update takes the client's uplink."""
+        return self._uplink_free.get(client, 0.0)
+
+    def saved_s(self, assignment: Assignment, received_s: float, compute_s: float) -> float:
+        """Return the seconds of a task's computing that are over when it is received."""
+        coordinator = self.simulation.coordinator
+        client = coordinator.roster.clients[assignment.client]
+        return self._early.saved_s(assignment, client, coordinator.fleet, received_s, compute_s)
+
+    def assigned(self, due: Due, trained_s: float, at_s: float) -> None:
+        """Queue the moment at which the client begins to send, and may have its next task."""
+        assignment, client = due.assignment, due.assignment.client
+        self._early.begin(assignment, trained_s)
+        if not self._overlaps:
+            return
+        free_s, self._uplink_free[client] = self.uplink_free_s(client), at_s
+        if due.time.up_s > 0:  # before the arrival, should both fall on one instant
+            sending = Sending(client, assignment.incarnation, assignment.id)
+            self.simulation.push(min(max(trained_s, free_s), at_s), ARRIVED, sending)
+
+    def refused(self, client: int) -> None:
+        """Forget the early steps of a client whose update cannot be used: it does not go on from it."""
+        self._early.forget(client)
+
+    def let_go(self, client: int) -> None:
+        """Drop the other of a client's two tasks."""
+        if self._overlaps:
+            self.simulation.cancel(client)
+
+    def cancelled(self, client: int, tasks: Iterable[int]) -> None:
+        """Forget a client that was lost."""
+        self._uplink_free.pop(client, None)
+        self._early.forget(client)
+
+    def save(self) -> dict[str, Any]:
+        """Return the early steps; when uplinks are free follows from the tasks."""
+        return {"early": self._early.save()}
+
+    def restore(self, data: dict[str, Any]) -> list[Due]:
+        """Restore the early steps."""
+        self._early.restore(data.get("early", []))
+        return []
+
+    def resumed(self, client: int, at_s: float) -> None:
+        """Take the client's uplink until its answer is there."""
+        if self._overlaps:
+            self._uplink_free[client] = max(at_s, self.uplink_free_s(client))

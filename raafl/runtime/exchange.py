@@ -7,7 +7,6 @@ each reply; the server waits at most ``waits.task_s`` in total. Invalid question
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -25,9 +24,11 @@ from raafl.local.options import FabricOptions
 from raafl.local.rng import RngStream
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.fields import Meta
-from raafl.runtime.protocol import Question
+from raafl.runtime.protocol import Assign, Question
+from raafl.runtime.server.session_protocol import Conversation, Sent, SessionExtension, SessionProtocol, Steps, Work
+from raafl.runtime.server.terms import Task as ServerTask
 from raafl.submodel import FlatTensors, Layout
-from raafl.transport import GIVEN_UP, Connection, Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout, Refused
 
 MAX_BYTES = 1 << 31
 """Longest question."""
@@ -153,66 +154,47 @@ class ClientSide(Questions):
 # ---- the server's end ----
 
 
-class Conversation:
-    """Messages between server and client during one task, with their bytes and times.
+class SplitSession(SessionExtension):
+    """A session's tasks that are split: the client is sent its part of the model, and the server trains the rest meanwhile."""
 
-    `down_bytes`: number of bytes sent.
-    `up_bytes`: number of bytes received.
-    `down_s`: seconds that sending took.
-    `up_s`: seconds spent receiving, from the first byte of each message to its last.
-    `stopping`: function that returns whether the run no longer needs the task.
-    """
+    def __init__(self, session: SessionProtocol) -> None:
+        super().__init__(session)
+        # as many threads as where the run was set up
+        self._side = ServerSide(session.setup.local, session.setup.device, torch.get_num_threads())
 
-    def __init__(
-        self,
-        pair: Connection,
-        assignment: Assignment,
-        task_s: float,
-        send: Callable[[Message], int],
-        stopping: Callable[[], bool],
-    ) -> None:
-        """Prepare."""
-        self._pair, self._assignment, self._left_s, self._send = pair, assignment, task_s, send
-        self.stopping = stopping
-        self.down_bytes = self.up_bytes = 0
-        self.down_s = self.up_s = 0.0
+    def _exchange(self, assignment: Assignment) -> Exchange | None:
+        return self.session.setup.local.exchange(self.session.setup.submodels, assignment.extra)
 
-    def send(self, kind: Kind, meta: dict[str, Any], tensors: FlatTensors | None = None) -> None:
-        """Send a message of this task.
+    def before(self, task: ServerTask, message: Assign, values: FlatTensors) -> tuple[Assign, FlatTensors]:
+        """Keep the client's part of the values."""
+        exchange = self._exchange(task.assignment)
+        if exchange is not None:
+            layout = exchange.client.layout(task.assignment.spec, "sent")
+            values = self.session.setup.terms.storage(layout, values.device).take_(values)
+        return message, values
 
-        `tensors`: payload of the message; None = none.
-        """
-        number, incarnation, since = self._assignment.id, self._assignment.incarnation, time.monotonic()
-        self.down_bytes += self._send(Message(kind, number, incarnation, meta, tensors))
-        self.down_s += time.monotonic() - since
+    def answer(self, sent: Sent, plain: Callable[[Sent], Steps[Update | None]]) -> Steps[Update | None]:
+        """Train the server's part while the client asks, then join both parts to one update."""
+        exchange = self._exchange(sent.assignment)
+        return plain(sent) if exchange is None else self.session.telling(sent, self._joined(exchange, sent))
 
-    def check(self) -> None:
-        """Raise `PeerLost` if the client is known to be gone."""
-        self._pair.check()
+    def _joined(self, exchange: Exchange, sent: Sent) -> Steps[Update | None]:
+        session, spec = self.session, sent.assignment.spec
 
-    def recv(self, wanted: Kind, into: Callable[[dict[str, Any]], FlatTensors]) -> Message:
-        """Receive a message of this task; raises the same errors as `Connection.recv`."""
-        begun: float | None = None  # when the message's header was here: the client may have trained for long before
+        def train(perform: Callable[[Steps[Any]], Any]) -> Update:
+            link = _SessionLink(session, sent.talk, perform)
+            return self._side.run(exchange, sent.assignment, sent.task.snapshot, link)
 
-        def expect(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors:
-            nonlocal begun
-            begun = time.monotonic()
-            if kind not in (wanted, Kind.FAILED):
-                raise Refused("bad-kind", f"expected {wanted.name}, got {kind.name}")
-            if assignment != self._assignment.id:
-                raise Refused("unknown-assignment", f"expected {self._assignment.id}, got {assignment}")
-            if kind is Kind.FAILED:
-                raise Refused(GIVEN_UP, "", Message(kind, assignment, meta=meta))
-            return into(meta)
-
-        since = time.monotonic()
-        try:
-            return self._pair.recv(expect, max(self._left_s, 1e-3), finite=True)
-        finally:
-            now = time.monotonic()
-            self._left_s -= now - since
-            self.up_s += 0.0 if begun is None else now - begun
-            self.up_bytes += self._pair.received_bytes
+        own: Update = yield Work(train)
+        layout, up = exchange.client.layout(spec, "trained"), session.plan.up
+        layout = layout if up is None else up.layout(layout)
+        message = yield from sent.talk.recv(Kind.UPDATE, lambda meta: session.buffer(layout))
+        update = session.update(message, sent)
+        whole = session.buffer(session.setup.submodels.layout(spec, "trained"))
+        update.tensors = whole.take_(update.tensors).take_(own.tensors)
+        update.num_steps, update.refusal = own.num_steps, own.refusal
+        update.metrics |= own.metrics  # the loss is known to this side alone
+        return update
 
 
 class ServerSide:
@@ -226,7 +208,7 @@ class ServerSide:
         self._local, self._device, self._num_threads = local, torch.device(device), num_threads
         self._built: tuple[Exchange, Question, LocalTrainer] | None = None
 
-    def run(self, exchange: Exchange, assignment: Assignment, snapshot: FlatTensors, talk: Conversation) -> Update:
+    def run(self, exchange: Exchange, assignment: Assignment, snapshot: FlatTensors, link: _SessionLink) -> Update:
         """Train the server's part of a task together with a client; return the resulting update.
 
         Its tensors are valid until the next task.
@@ -236,7 +218,6 @@ class ServerSide:
             Stopped: the run has ended.
         """
         torch.set_num_threads(self._num_threads)  # of this thread
-        link = _SessionLink(talk, self._device)
         questions = exchange.questions(assignment, link)
         assert link.terms is not None
         trainer = self._trainer(exchange, link.terms)
@@ -265,8 +246,10 @@ class _SessionLink:
     `stream`: what the server's side draws from; while it waits for the client, others draw.
     """
 
-    def __init__(self, talk: Conversation, device: torch.device) -> None:
-        self._talk, self._device, self.stream = talk, device, RngStream(device)
+    def __init__(self, session: SessionProtocol, talk: Conversation, perform: Callable[[Steps[Any]], Any]) -> None:
+        self._line, self._talk, self._perform = session.line, talk, perform
+        self._device = torch.device(session.setup.device)
+        self.stream = RngStream(self._device)
         self.terms: Question | None = None
 
     def hear(self, expect: Callable[[Mapping[str, Any]], Layout]) -> FlatTensors:
@@ -281,15 +264,15 @@ class _SessionLink:
             return FlatTensors.empty(layout, self._device)
 
         with self.stream.suspended():
-            tensors = self._talk.recv(Kind.QUESTION, into).tensors
+            tensors: FlatTensors | None = self._perform(self._talk.recv(Kind.QUESTION, into)).tensors
         assert tensors is not None
         return tensors
 
     def reply(self, tensors: Mapping[str, Tensor]) -> None:
         with self.stream.suspended():
-            if self._talk.stopping():
+            if self._line.stopping:
                 raise Stopped
-            self._talk.send(Kind.REPLY, {}, FlatTensors.from_named(tensors))
+            self._perform(self._talk.send(Kind.REPLY, {}, FlatTensors.from_named(tensors)))
 
     def draws(self, seed: int) -> AbstractContextManager[Any]:
         return RngStream(self._device, seed)

@@ -22,7 +22,6 @@ from raafl.devices.series import long_series, restored
 from raafl.errors import BadInput
 from raafl.runfolder.schema import EVENTS, JournalRow
 from raafl.runtime.executors import Executor
-from raafl.runtime.secure_groups import SecureGroups
 from raafl.submodel import FlatTensors
 
 
@@ -79,7 +78,7 @@ class Replay:
 
     def __post_init__(self) -> None:
         """Cut snapshots from the coordinator's state."""
-        self._snapshots, self._groups = CompressedSnapshots(self.coordinator), SecureGroups.of(self.coordinator)
+        self._snapshots = CompressedSnapshots(self.coordinator)
 
     def run(self, rows: Iterable[JournalRow], until: int | None = None) -> None:
         """Replay the rows of a journal in order, and compare each result with the recorded one.
@@ -180,9 +179,12 @@ class Replay:
             return Arrived(update)
         update.incarnation, update.num_samples = row["incarnation"], row["num_samples"]
         group = group_from_json(cast(dict[str, Any], row))
-        if group is not None and self._groups is not None:  # the sum is that of the bare numbers, whatever masked them
-            self._groups.encode(assignment, update, group.scale)
-            update.group = group
+        if group is not None:  # the sum is that of the bare numbers, whatever masked them
+            from raafl.runtime.secure_groups import SecureGroups
+
+            if (groups := SecureGroups.of(self.coordinator)) is not None:
+                groups.encode(assignment, update, group.scale)
+                update.group = group
         fingerprint = update.tensors.fingerprint()
         if self.first_difference is None and row["fingerprint"] not in ("", None, fingerprint):
             what = f"update of client {row['client']} for assignment {number}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Self
 
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm
 from raafl.core.coordinator import Coordinator
 from raafl.core.types import Assignment, SumGroup, Update
+from raafl.errors import TaskFailed
 from raafl.parts.protect.secure.assembly import secured
 from raafl.parts.protect.secure.coverage import IntegerLayouts
 from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE, OutOfRange
@@ -17,6 +18,7 @@ from raafl.parts.protect.secure.group import CannotOpen
 from raafl.parts.protect.secure.merge import SecureSum
 from raafl.parts.protect.secure.rehearsal import mask_and_open_
 from raafl.parts.trigger import Buffered
+from raafl.runtime.simulation import ClockExtension, Due, Simulation, item_from_plain, item_to_plain
 
 NOT_OPENED = "not-opened"
 """Why updates are refused whose sum could not be opened."""
@@ -107,6 +109,62 @@ class SecureGroups:
             update.group, update.refusal = (group, None) if opened else (None, NOT_OPENED)
 
 
+class SimulatedSums(ClockExtension):
+    """Groups in a simulation: tasks that are over wait for the others of their group, and are summed with them."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__(simulation)
+        groups = SecureGroups.of(simulation.coordinator)
+        assert groups is not None
+        self._groups = groups
+        self._ready: dict[int, Due] = {}  # by assignment: trained, and waiting for a group to be complete
+
+    def arrives(self, due: Due) -> bool:
+        """Keep a task that is over until its group is complete."""
+        self._ready[due.assignment.id] = due
+        return True
+
+    def turned(self) -> None:
+        """Train, encode and sum the tasks of a group once all of its clients are ready."""
+        groups, simulation = self._groups, self.simulation
+        if not groups.is_complete(self._ready):
+            return
+        dues = list(self._ready.values())[: groups.merge.point.num_members]
+        scale = groups.scale(due.assignment for due in dues)
+        updates = []
+        try:
+            for due in dues:
+                update = simulation.trained(due)
+                # into storage of its own: the next task reuses the trainer's
+                groups.encode(due.assignment, update, scale)
+                updates.append(update)
+        except TaskFailed as failed:  # all are trained again when the run is resumed
+            simulation.error = failed
+            return
+        for due in dues:
+            simulation.forget_task(due)
+            del self._ready[due.assignment.id]
+        sound = [(due.assignment, update) for due, update in zip(dues, updates, strict=True) if update.refusal is None]
+        groups.form_group(sound, scale)
+        simulation.tell_group(updates)
+
+    def cancelled(self, client: int, tasks: Iterable[int]) -> None:
+        """Continue without the tasks of a client that was lost."""
+        for number in tasks:
+            self._ready.pop(number, None)
+
+    def save(self) -> dict[str, Any]:
+        """Return the tasks that wait."""
+        return {"ready": [item_to_plain(due) for due in self._ready.values()]}
+
+    def restore(self, data: dict[str, Any]) -> list[Due]:
+        """Restore the tasks that wait, and return them."""
+        for item in map(item_from_plain, data.get("ready", [])):
+            assert isinstance(item, Due)
+            self._ready[item.assignment.id] = item
+        return list(self._ready.values())
+
+
 def secure(experiment: Experiment, algorithm: Algorithm) -> Algorithm:
     """Replace the merge of ``algorithm`` by one that merges sums, for a run with secure aggregation; return the new algorithm.
 
@@ -122,14 +180,6 @@ def secure(experiment: Experiment, algorithm: Algorithm) -> Algorithm:
         experiment.clients,
         experiment.compress.up,
     )
-
-
-def sends_of(experiment: Experiment) -> Literal["values", "delta"]:
-    """Return "values" if clients send parameter values, or "delta" if they send the difference from the received values.
-
-    Secure aggregation needs "delta".
-    """
-    return "delta" if experiment.secure_aggregation.is_on else experiment.algorithm.merge.sends
 
 
 def masking(experiment: Experiment) -> SecureSum | None:

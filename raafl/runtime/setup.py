@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -33,7 +33,6 @@ from raafl.local.train import LocalTrainer
 from raafl.parts.protect.assembly import sound, with_options
 from raafl.parts.select.submodels import Full
 from raafl.rules import Rules
-from raafl.runtime.secure_groups import secure, sends_of
 from raafl.submodel import Submodels, skeleton
 from raafl.submodel.depth.exits import give_exits
 from raafl.submodel.isolated_run import seeded
@@ -270,6 +269,8 @@ def _assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
     options = experiment.rounds, experiment.guard, experiment.privacy, experiment.clients
     algorithm = with_options(experiment.algorithm, *options, experiment.seed)
     if experiment.secure_aggregation.is_on:
+        from raafl.runtime.secure_groups import secure
+
         return secure(experiment, algorithm)
     return sound(algorithm, submodels, max_norm_ratio(experiment))
 
@@ -297,6 +298,14 @@ def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True)
         checkpoint_every=experiment.checkpoint_every,
         suspends_by_time=Rules(experiment.rules).suspends_by_time,
     )
+
+
+def sends_of(experiment: Experiment) -> Literal["values", "delta"]:
+    """Return "values" if clients send parameter values, or "delta" if they send the difference from the received values.
+
+    Secure aggregation needs "delta".
+    """
+    return "delta" if experiment.secure_aggregation.is_on else experiment.algorithm.merge.sends
 
 
 def compression_plan(experiment: Experiment, submodels: Submodels) -> CompressionPlan | None:

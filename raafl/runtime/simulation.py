@@ -34,10 +34,9 @@ from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import measuring, of_server
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver
-from raafl.runtime.early import EarlySteps
 from raafl.runtime.executors import Executor
+from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle.signals import Interrupt
-from raafl.runtime.secure_groups import SecureGroups
 from raafl.submodel import FlatTensors
 from raafl.watch.progress import Progress
 
@@ -49,7 +48,7 @@ LOST_FOR_EACH_CLIENT = 100
 
 
 @dataclass(frozen=True, slots=True)
-class _Due:
+class Due:
     """A task's answer, due at the far end of its simulated time."""
 
     assignment: Assignment  # assignment of the task
@@ -57,6 +56,54 @@ class _Due:
     more_bytes: int = 0  # number of bytes sent to the client beyond the prediction
     # seconds for which the trained update waited for its client's uplink, which an earlier update took
     waited_s: float = 0.0
+
+
+class ClockExtension:
+    """What a wing of raafl adds to each task in a simulation: before, around and after it. This base adds nothing.
+
+    `raafl.runtime.extensions` lists them, and says which run names which.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+
+    def uplink_free_s(self, client: int) -> float:
+        """Return the time until which an earlier update takes the client's uplink."""
+        return 0.0
+
+    def saved_s(self, assignment: Assignment, received_s: float, compute_s: float) -> float:
+        """Return the seconds of a task's computing that are over when it is received, at ``received_s``."""
+        return 0.0
+
+    def assigned(self, due: Due, trained_s: float, at_s: float) -> None:
+        """Take note of a task that was assigned: trained at ``trained_s``, its answer is there at ``at_s``."""
+
+    def arrives(self, due: Due) -> bool:
+        """Take a task whose time is over; return whether its answer is told later, by this extension."""
+        return False
+
+    def refused(self, client: int) -> None:
+        """Take note of a client whose update cannot be used."""
+
+    def turned(self) -> None:
+        """Continue after an event was handled, while the run goes on."""
+
+    def let_go(self, client: int) -> None:
+        """Take note of a client that was dismissed or suspended."""
+
+    def cancelled(self, client: int, tasks: Iterable[int]) -> None:
+        """Take note of a client that was lost with these tasks."""
+
+    def save(self) -> dict[str, Any]:
+        """Return entries of the checkpoint's section, as plain data."""
+        return {}
+
+    def restore(self, data: dict[str, Any]) -> list[Due]:
+        """Restore from the section; return the tasks that this extension holds."""
+        return []
+
+    def resumed(self, client: int, at_s: float) -> None:
+        """Take note of a task that a checkpoint had: its answer is there at ``at_s``."""
 
 
 class Simulation(Driver):
@@ -77,14 +124,12 @@ class Simulation(Driver):
         self.executor = executor
         self._has_raised = False  # a part of the method: the event at hand is half handled
         self._now = 0.0
-        self._heap: list[tuple[float, int, int, Event | _Due]] = []
+        self._heap: list[tuple[float, int, int, Event | Due]] = []
         self._sequence = 0
         self._num_lost = 0  # since the last arrival
         self._snapshots = CompressedSnapshots(coordinator)
         self._out: dict[int, dict[int, FlatTensors]] = {}  # client -> its unanswered assignments, with their values
-        self._uplink_free: dict[int, float] = {}  # where tasks overlap: when the client's last update will have arrived
-        self._early = EarlySteps()
-        self._ready: dict[int, _Due] = {}  # by assignment: trained, and waiting for a group to be complete
+        self._extensions: list[ClockExtension] = [make(self) for make in extensions_of(coordinator, "clock")]
         for client in clients:
             self._plan_join(client, 0.0)
 
@@ -99,47 +144,45 @@ class Simulation(Driver):
         """Return the clock, waiting events and snapshots of unfinished tasks as plain data and tensors, for a checkpoint."""
         out = [(client, *task) for client, tasks in self._out.items() for task in tasks.items()]
         snapshots = {id(snapshot): snapshot for _, _, snapshot in out}
-        return {
+        data: dict[str, Any] = {
             "now": self.now,
             "sequence": self._sequence,
             "num_lost": self._num_lost,
-            "early": self._early.save(),
-            "heap": [[at, priority, number, _item_to_plain(item)] for at, priority, number, item in self._heap],
-            "ready": [_item_to_plain(due) for due in self._ready.values()],
+            "heap": [[at, priority, number, item_to_plain(item)] for at, priority, number, item in self._heap],
             "out": [[client, number, id(snapshot)] for client, number, snapshot in out],
             "snapshots": [[key, to_plain(snapshot)] for key, snapshot in snapshots.items()],
         }
+        for extension in self._extensions:
+            data |= extension.save()
+        return data
 
     def restore(self, data: dict[str, Any]) -> None:
         """Restore the clock, waiting events and unfinished tasks from the result of `save`, but not the coordinator."""
         self._now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
-        self._early.restore(data.get("early", []))
-        self._heap = [(at, priority, number, _item_from_plain(item)) for at, priority, number, item in data["heap"]]
+        self._heap = [(at, priority, number, item_from_plain(item)) for at, priority, number, item in data["heap"]]
         limit = self.coordinator.limits.max_time_s
         if all(item != Timer(TIME_UP) or at != limit for at, _, _, item in self._heap):  # it is another than it was
             self._heap = [entry for entry in self._heap if entry[3] != Timer(TIME_UP)]
             if limit is not None and self.coordinator.started:
-                self._push(limit, TIMER, Timer(TIME_UP))
+                self.push(limit, TIMER, Timer(TIME_UP))
         heapq.heapify(self._heap)
         device = self.coordinator.state.values.device
         snapshots = {key: self._snapshots.adopt(from_plain(plain, device)) for key, plain in data["snapshots"]}
-        due = {item.assignment.id: (at, item) for at, _, _, item in self._heap if isinstance(item, _Due)}
-        for item in map(_item_from_plain, data.get("ready", [])):
-            assert isinstance(item, _Due)
-            self._ready[item.assignment.id] = item
-            due[item.assignment.id] = (self._now, item)
+        due = {item.assignment.id: (at, item) for at, _, _, item in self._heap if isinstance(item, Due)}
+        for extension in self._extensions:
+            due |= {item.assignment.id: (self._now, item) for item in extension.restore(data)}
         for client, number, key in data["out"]:
             at, item = due[number]
             snapshot = self._snapshots.share(snapshots[key])
             self._out.setdefault(client, {})[number] = snapshot
-            if self.coordinator.overlap:
-                self._uplink_free[client] = max(at, self._uplink_free.get(client, 0.0))
+            for extension in self._extensions:
+                extension.resumed(client, at)
             self.executor.submit(item.assignment, snapshot, at)
 
     def run(self) -> str:
         """Run until the coordinator finishes or no event is left; return the reason for the end."""
         if self.record.reached:  # by the initial model
-            self._tell(Stop("target"))
+            self.tell(Stop("target"))
         with Interrupt() as interrupt:
             self._stop_if_asked()
             while self._heap and not self.reason:
@@ -161,48 +204,36 @@ class Simulation(Driver):
         entry = heapq.heappop(self._heap)
         self._now, _, _, item = entry
         try:
-            if self.groups is not None and isinstance(item, _Due):
-                event = None
-                self._ready |= {item.assignment.id: item} if self._snapshot_of(item.assignment) is not None else {}
-            else:
-                event = self._arrive(item) if isinstance(item, _Due) else item
-                if isinstance(item, Sending) and item.assignment not in self._out.get(item.client, {}):
-                    event = None  # its client was lost meanwhile
+            event = self._event_of(item)
         except TaskFailed as failed:
             heapq.heappush(self._heap, entry)  # it is trained again when the run is resumed
-            self.error, event = failed, None
-        if event is not None:
-            self._tell(event)
-        if self.groups is not None and not self.reason and self.error is None:
-            self._sum_if_complete(self.groups)
-
-    def _sum_if_complete(self, groups: SecureGroups) -> None:
-        """Train, encode and sum the tasks of a group once all of its clients are ready."""
-        if not groups.is_complete(self._ready):
-            return
-        dues = list(self._ready.values())[: groups.merge.point.num_members]
-        scale = groups.scale(due.assignment for due in dues)
-        updates = []
-        try:
-            for due in dues:
-                update = self._trained(due)
-                groups.encode(
-                    due.assignment, update, scale
-                )  # into storage of its own: the next task reuses the trainer's
-                updates.append(update)
-        except TaskFailed as failed:  # all are trained again when the run is resumed
             self.error = failed
             return
-        for due in dues:
-            self._forget_task(due)
-            del self._ready[due.assignment.id]
-        sound = [(due.assignment, update) for due, update in zip(dues, updates, strict=True) if update.refusal is None]
-        groups.form_group(sound, scale)
-        self._tell_group(updates)
+        if event is not None:
+            self.tell(event)
+        for extension in self._extensions:
+            if not self.reason and self.error is None:
+                extension.turned()
+
+    def _event_of(self, item: Event | Due) -> Event | None:
+        """Return what the coordinator hears of an item that is due; None = nothing, or nothing yet."""
+        if isinstance(item, Sending):
+            return item if item.assignment in self._out.get(item.client, {}) else None  # its client was lost meanwhile
+        if not isinstance(item, Due):
+            return item
+        if self._snapshot_of(item.assignment) is None or any(one.arrives(item) for one in self._extensions):
+            return None
+        update = self.trained(item)
+        self.forget_task(item)
+        if update.refusal is not None:
+            for extension in self._extensions:
+                extension.refused(update.client)
+        return Arrived(update)
 
     # ---- events ----
 
-    def _push(self, at: float, priority: int, item: Event | _Due) -> None:
+    def push(self, at: float, priority: int, item: Event | Due) -> None:
+        """Queue an item for the time ``at``."""
         heapq.heappush(self._heap, (at, priority, self._sequence, item))
         self._sequence += 1
 
@@ -211,26 +242,16 @@ class Simulation(Driver):
         profile = client.profile
         at = not_before if profile.available(not_before) else profile.next_change_s(not_before)
         if at < float("inf"):
-            self._push(at, JOINED, Joined(client))
+            self.push(at, JOINED, Joined(client))
             leaves = profile.next_change_s(at)
             if leaves < float("inf"):
-                self._push(leaves, LOST, Lost(client.id, "unavailable", client.incarnation))
-
-    def _arrive(self, due: _Due) -> Event | None:
-        """Return the arrival of a task's answer, or None when its client was lost meanwhile."""
-        if self._snapshot_of(due.assignment) is None:
-            return None
-        update = self._trained(due)
-        self._forget_task(due)
-        if update.refusal is not None:
-            self._early.forget(update.client)
-        return Arrived(update)
+                self.push(leaves, LOST, Lost(client.id, "unavailable", client.incarnation))
 
     def _snapshot_of(self, assignment: Assignment) -> FlatTensors | None:
         """Return the values that a task started from, or None when its client was lost meanwhile."""
         return self._out.get(assignment.client, {}).get(assignment.id)
 
-    def _trained(self, due: _Due) -> Update:
+    def trained(self, due: Due) -> Update:
         """Return the answer of a task, whose tensors are valid until the next task's."""
         assignment, snapshot = due.assignment, self._snapshot_of(due.assignment)
         assert snapshot is not None
@@ -242,7 +263,7 @@ class Simulation(Driver):
         update.bytes_down, update.bytes_up = cost.down_bytes + due.more_bytes, cost.up_bytes
         return update
 
-    def _forget_task(self, due: _Due) -> None:
+    def forget_task(self, due: Due) -> None:
         """Give back the values that an answered task started from, and count what it sent."""
         tasks = self._out[due.assignment.client]
         self._snapshots.give_back(tasks.pop(due.assignment.id))
@@ -259,7 +280,7 @@ class Simulation(Driver):
 
     def _forget(self, lost: ClientInfo, event: Event) -> None:
         """Drop what a lost client was doing, and see when it comes back; give up when no task is ever finished."""
-        num_lost = self._cancel(lost.id)
+        num_lost = self.cancel(lost.id)
         self._plan_join(replace(lost, incarnation=lost.incarnation + 1), self.now)
         if not num_lost:
             return
@@ -268,13 +289,12 @@ class Simulation(Driver):
             reason = event.reason if isinstance(event, Lost) else ""
             self.stop(f"failed: {self._num_lost} tasks in a row were lost, the last as {reason}")
 
-    def _cancel(self, client: int) -> int:
+    def cancel(self, client: int) -> int:
         """Drop the tasks that a client has not answered; return their number."""
         tasks = self._out.pop(client, {})
-        self._uplink_free.pop(client, None)
-        self._early.forget(client)
+        for extension in self._extensions:
+            extension.cancelled(client, tasks)
         for number, snapshot in tasks.items():
-            self._ready.pop(number, None)
             self.executor.cancel(number)
             self._snapshots.give_back(snapshot)
         return len(tasks)
@@ -293,8 +313,9 @@ class Simulation(Driver):
             self._blame(action.client, action.error)
         else:
             super()._do(action)
-        if isinstance(action, Dismiss | Suspend) and self.coordinator.overlap:  # the other of its two tasks
-            self._cancel(action.client)
+        if isinstance(action, Dismiss | Suspend):
+            for extension in self._extensions:
+                extension.let_go(action.client)
 
     def _blame(self, client: int, error: Exception) -> None:
         """Take it that the method is at fault: what a client says here is this process's own, and it is not let go."""
@@ -314,29 +335,26 @@ class Simulation(Driver):
     # ---- actions ----
 
     def _set_timer(self, id: int, at: float) -> None:
-        self._push(max(at, self.now), TIMER, Timer(id))
+        self.push(max(at, self.now), TIMER, Timer(id))
 
     def _deliver(self, assignment: Assignment) -> None:
         snapshot = self._snapshots.cut(assignment)
         client, more_bytes = assignment.client, self._snapshots.more_bytes(assignment)
-        free_s = self._uplink_free.get(client, 0.0)
-        task_time = self._task_time(assignment, more_bytes, free_s)
-        self._early.begin(assignment, self.now + task_time.down_s + task_time.compute_s)
+        free_s = max((one.uplink_free_s(client) for one in self._extensions), default=0.0)
+        time = self._task_time(assignment, more_bytes, free_s)
         self.record.assigned(assignment)
         down_bytes = self.coordinator.fleet.cost(assignment.spec, assignment.extra).down_bytes
         self.record.moved(down=down_bytes + more_bytes)
-        trained_at = self.now + task_time.down_s + task_time.compute_s
-        at, waited_s = self.now + task_time.total_s, max(free_s - trained_at, 0.0)
+        trained_at = self.now + time.down_s + time.compute_s
+        at, waited_s = self.now + time.total_s, max(free_s - trained_at, 0.0)
         if waited_s:
-            at = free_s + task_time.up_s
+            at = free_s + time.up_s
         self._out.setdefault(client, {})[assignment.id] = snapshot
         self.executor.submit(assignment, snapshot, at)
-        if self.coordinator.overlap:
-            self._uplink_free[client] = at
-            if task_time.up_s > 0:  # before the arrival, should both fall on one instant
-                sending = Sending(client, assignment.incarnation, assignment.id)
-                self._push(min(max(trained_at, free_s), at), ARRIVED, sending)
-        self._push(at, ARRIVED, _Due(assignment, task_time, more_bytes, waited_s))
+        due = Due(assignment, time, more_bytes, waited_s)
+        for extension in self._extensions:
+            extension.assigned(due, trained_at, at)
+        self.push(at, ARRIVED, due)
 
     def _task_time(self, assignment: Assignment, more_bytes: int, up_from_s: float) -> TaskTime:
         """Return the durations of a task that is assigned now.
@@ -353,7 +371,7 @@ class Simulation(Driver):
         if more_bytes:
             time = replace(time, down_s=time.down_s + more_bytes / client.profile.down_bytes_per_s)
         real = fleet.real_time(client, time, self.now, assignment.task, up_from_s)
-        saved_s = self._early.saved_s(assignment, client, fleet, self.now + real.down_s, real.compute_s)
+        saved_s = sum(one.saved_s(assignment, self.now + real.down_s, real.compute_s) for one in self._extensions)
         return replace(real, compute_s=real.compute_s - saved_s) if saved_s else real
 
     def _measure(self, version: int, now: float) -> None:
@@ -366,11 +384,12 @@ class Simulation(Driver):
             return
         self.hooks.on_values(version, measured, self.coordinator.state.values)
         if self._measured(version, now, measured) and self.coordinator.finished is None:
-            self._push(now, ARRIVED, Stop("target"))
+            self.push(now, ARRIVED, Stop("target"))
 
 
-def _item_to_plain(item: Event | _Due) -> dict[str, Any]:
-    if isinstance(item, _Due):
+def item_to_plain(item: Event | Due) -> dict[str, Any]:
+    """Return a waiting event or answer as plain data, for a checkpoint."""
+    if isinstance(item, Due):
         return {
             "due": assignment_to_json(item.assignment),
             "time": [item.time.down_s, item.time.compute_s, item.time.up_s],
@@ -379,7 +398,8 @@ def _item_to_plain(item: Event | _Due) -> dict[str, Any]:
     return event_to_json(item)
 
 
-def _item_from_plain(data: dict[str, Any]) -> Event | _Due:
+def item_from_plain(data: dict[str, Any]) -> Event | Due:
+    """Return the item from the result of `item_to_plain`."""
     if "due" in data:
-        return _Due(assignment_from_json(data["due"]), TaskTime(*data["time"]), *data.get("more", ()))
+        return Due(assignment_from_json(data["due"]), TaskTime(*data["time"]), *data.get("more", ()))
     return event_from_json(data)

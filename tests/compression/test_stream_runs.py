@@ -25,6 +25,7 @@ from raafl.parts.protect.privacy import Privacy
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
+from raafl.runtime.server.session_protocol import SessionSetup
 from raafl.submodel import FULL, FlatTensors
 from raafl.transport import Kind, Message
 from raafl.transport.tcp.connection import TcpConnection
@@ -43,7 +44,8 @@ def test_a_session_refuses_places_that_cannot_be_and_goes_on():
     submodels, inbox = made.submodels, Inbox()
     ours, theirs = socket.socketpair()
     times = Timeouts(join_s=5.0, task_s=20.0, idle_s=20.0, stop_s=2.0)
-    session = Session(4, 0, lambda: TcpConnection(ours, 20.0), submodels, inbox, times, lambda d, u: None, plan=made)
+    setup = SessionSetup(submodels, times, plan=made)
+    session = Session(4, 0, lambda: TcpConnection(ours, 20.0), setup, inbox)
     session.start()
     pair = TcpConnection(theirs, 20.0)
     try:

@@ -7,7 +7,7 @@ import pytest
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_rolex, ram_fed
 from raafl.compression.compressors import Compress
 from raafl.runtime.replay import Replay
-from raafl.runtime.server.session import Session
+from raafl.runtime.server.session_protocol import SessionProtocol
 from raafl.runtime.setup import build, make_executor
 from raafl.transport import Refused
 from tests.conformance.clocks import on_both_clocks
@@ -66,14 +66,14 @@ def assert_replays(made, real):
 
 def test_an_update_that_is_damaged_on_its_way_moves_its_clients_residual(tmp_path, monkeypatch):
     """The client does not know, and goes on with what it left out of that one; so does a replay."""
-    sound = Session._update
+    sound = SessionProtocol.update
 
     def damaged(self, answer, *more):
         if answer.assignment in (5, 6, 9):
             raise Refused("bad-checksum", "payload")
         return sound(self, answer, *more)
 
-    monkeypatch.setattr(Session, "_update", damaged)
+    monkeypatch.setattr(SessionProtocol, "update", damaged)
     compress = Compress("top_k", "top_k", 0.3)
     made = experiment(tmp_path / "real", fed_async(), max_updates=20, emulate=False, compress=compress)
     with ranks(made) as fleet:

@@ -15,7 +15,7 @@ from raafl.core.algorithm import Training
 from raafl.data import Digits
 from raafl.errors import InvalidPayload
 from raafl.runtime.run import simulate
-from raafl.runtime.server.session import Session
+from raafl.runtime.server.session_protocol import SessionProtocol
 from raafl.transport import Refused
 from tests.conformance.clocks import on_both_clocks
 from tests.conformance.test_compress_two_clocks import assert_replays
@@ -54,7 +54,7 @@ def test_real_ranks_leave_the_simulated_runs_model(tmp_path, compress):
 )
 def test_a_refused_task_starts_its_clients_residual_anew_in_a_replay_too(tmp_path, monkeypatch):
     """Assignment 6 is refused in its second batch, 7 and 9 when all has come."""
-    update, layout = Session._update, Batches._expect
+    update, layout = SessionProtocol.update, Batches._expect
 
     def damaged(self, answer, *more):
         if answer.assignment in (7, 9):
@@ -66,7 +66,7 @@ def test_a_refused_task_starts_its_clients_residual_anew_in_a_replay_too(tmp_pat
             raise InvalidPayload("wrong-shape", "of a batch")
         return layout(self, meta)
 
-    monkeypatch.setattr(Session, "_update", damaged)
+    monkeypatch.setattr(SessionProtocol, "update", damaged)
     monkeypatch.setattr(Batches, "_expect", strange)
     config = made(tmp_path / "real", Compress("top_k", "top_k", 0.3), max_updates=20)
     with ranks(config) as fleet:

@@ -196,7 +196,7 @@ class Play(Driver):
         """Advance the clock, and fire the timers that are due."""
         self.at += 1.0
         while self.timers and self.timers[0][0] <= self.at:
-            self._tell(Timer(heapq.heappop(self.timers)[1]))
+            self.tell(Timer(heapq.heappop(self.timers)[1]))
 
     def _given_up(self, client: int) -> None:
         assignment, snapshot = self.out.pop(client, (None, None))
@@ -206,7 +206,7 @@ class Play(Driver):
 
     def join(self, client: int) -> None:
         """Let an honest client join."""
-        self._tell(Joined(self.parts.clients[client - 1]))
+        self.tell(Joined(self.parts.clients[client - 1]))
 
     def join_hostile(self, incarnation: int) -> bool:
         """Let the hostile client join; return True if it was admitted."""
@@ -218,7 +218,7 @@ class Play(Driver):
             self.turned_away += 1
             return False
         self._given_up(HOSTILE)
-        self._tell(Joined(info))
+        self.tell(Joined(info))
         return True
 
     def answer(self, client: int) -> str:
@@ -231,7 +231,7 @@ class Play(Driver):
         if client == HOSTILE:
             self._speak(update)
         before = self.record.outcomes.copy()
-        self._tell(Arrived(update))
+        self.tell(Arrived(update))
         found = self.record.outcomes - before
         return next((outcome for outcome in found if outcome.startswith("refused:")), "")
 
@@ -264,7 +264,7 @@ class Play(Driver):
             incarnation: incarnation of the client.
         """
         self._given_up(client)
-        self._tell(Lost(client, reason, incarnation))
+        self.tell(Lost(client, reason, incarnation))
 
 
 def world(folder: Path, algorithm: Any, seed: int, **fields: Any) -> Play:

@@ -22,10 +22,11 @@ from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost
 from raafl.data.federated import ClientData
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.worker import Client
-from raafl.runtime.exchange import ClientSide
+from raafl.runtime.exchange import ClientSide, SplitSession
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
+from raafl.runtime.server.session_protocol import SessionSetup
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from raafl.transport import Kind, Message
 from raafl.transport.tcp.connection import TcpConnection
@@ -57,16 +58,14 @@ class Table:
         self.values = self.submodels.state(module)
         ours, theirs = socket.socketpair()
         times = Timeouts(**{"join_s": 20.0, "task_s": 20.0, "idle_s": 20.0, "stop_s": 5.0, **waits})
-        self.session = Session(
-            4,
-            0,
-            lambda: TcpConnection(ours, 20.0),
+        setup = SessionSetup(
             self.submodels,
-            self.inbox,
             times,
             lambda down, up: self.moved.append((down, up)),
             local=local or split_fed(client_layers=1).local,
+            extensions=[SplitSession],
         )
+        self.session = Session(4, 0, lambda: TcpConnection(ours, 20.0), setup, self.inbox)
         self.session.start()
         self.pair = TcpConnection(theirs, 20.0)
         if greet:

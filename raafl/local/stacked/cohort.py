@@ -20,8 +20,7 @@ from raafl.local.stacked.masked import masked_together
 from raafl.local.stacked.products import Known
 from raafl.local.stacked.stacks import Unstackable
 from raafl.local.stacked.steps import Member, Place, Steps
-from raafl.local.task_steps import PreparedTask
-from raafl.local.train import LocalTrainer
+from raafl.local.train import LocalTrainer, PreparedTask
 from raafl.local.trainable import TrainableSubmodel
 from raafl.submodel import Spec
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Trigger
 from raafl.core.hooks import HookList, RunHooks
 from raafl.parts.trigger import AllReported
+from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.lifecycle.service_manager import ServiceManager
 from raafl.runtime.protocol import Reason
@@ -20,9 +22,9 @@ from raafl.runtime.run import Run
 from raafl.runtime.secure_groups import UNCERTIFIED
 from raafl.runtime.server.client_logs import ClientLogs
 from raafl.runtime.server.inbox import Inbox
-from raafl.runtime.server.overlapped import OverlappedSession
 from raafl.runtime.server.session import Session
-from raafl.runtime.server.site_rules import ANYTHING, SiteRules
+from raafl.runtime.server.session_protocol import SessionSetup
+from raafl.runtime.server.site_rules import ANYTHING, SiteRules, SiteSession
 from raafl.runtime.server.terms import Terms
 from raafl.runtime.server.wall_clock import Server
 from raafl.runtime.setup import build
@@ -99,11 +101,11 @@ def host(
             storage=_storage(experiment, run.folder) if transport.comes_and_goes else None,
         )
         logs = ClientLogs(run.folder, run.progress.warn)
-        if terms is not None:
-            terms = replace(terms, signer=run.signer, take_logs=logs.add)
-        transport.listen(
-            _admit(run, server, terms, rules), run.record.turned_away, parts.coordinator.state.values.device
-        )
+        setup = _session_setup(run, server, terms)
+        if terms is not None:  # clients are others'
+            at_sites = partial(SiteSession, rules=rules, signer=run.signer, take_logs=logs.add)
+            setup = replace(setup, extensions=[*setup.extensions, at_sites])
+        transport.listen(_admit(run, server, setup), run.record.turned_away, parts.coordinator.state.values.device)
         _note_transport(run, transport)
         try:
             _restore(server, saved)
@@ -158,37 +160,30 @@ def _restore(server: Server, saved: resume.SavedRun | None) -> None:
             server.restore(saved.section["clock"])
 
 
-def _admit(run: Run, server: Server, terms: Terms | None, rules: Callable[[int], SiteRules]) -> Admit:
+def _session_setup(run: Run, server: Server, terms: Terms | None) -> SessionSetup:
+    coordinator, waits = run.parts.coordinator, run.parts.experiment.waits
+    return SessionSetup(
+        run.parts.submodels,
+        waits if terms is None else replace(waits, join_s=_GREET_S),
+        run.record.moved,
+        coordinator.state.values.device,
+        replace(terms or Terms(), storage=server.storage),
+        CompressionPlan.on(coordinator),
+        coordinator.algorithm.local,
+        extensions_of(coordinator, "session"),
+    )
+
+
+def _admit(run: Run, server: Server, setup: SessionSetup) -> Admit:
     """Make what gives each client that a transport lets in a session of the server."""
-    parts, plan = run.parts, CompressionPlan.on(run.parts.coordinator)
-    experiment, waits = parts.experiment, parts.experiment.waits
-    waits = waits if terms is None else replace(waits, join_s=_GREET_S)
-    terms = replace(terms or Terms(), masked=experiment.secure_aggregation.is_on, storage=server.storage)
+    clients, num_clients = run.parts.clients, run.parts.experiment.clients
 
     def admit(client: int, peer: str, connect: Callable[[], Connection]) -> None:
-        if not 1 <= client <= experiment.clients:
-            problem = f"client is {client}: this run has clients 1 to {experiment.clients}"
+        if not 1 <= client <= num_clients:
+            problem = f"client is {client}: this run has clients 1 to {num_clients}"
             connect().send(Message(Kind.STOP, meta=Reason(f"refused: {problem}").to_meta()))
             raise Refused("unknown-client", problem)
-        known = parts.clients[client - 1]
-        own = replace(terms, site=rules(client))
-        kind = OverlappedSession if parts.coordinator.overlap else Session
-        server.enter(
-            client,
-            lambda incarnation: kind(
-                client,
-                incarnation,
-                connect,
-                parts.submodels,
-                server.inbox,
-                waits,
-                run.record.moved,
-                parts.coordinator.state.values.device,
-                own,
-                plan,
-                known,
-                parts.coordinator.algorithm.local,
-            ),
-        )
+        known = clients[client - 1]
+        server.enter(client, lambda incarnation: Session(client, incarnation, connect, setup, server.inbox, known))
 
     return admit

@@ -6,9 +6,15 @@ import queue
 
 from raafl.core.types import Event
 from raafl.runtime.server.link import LinkStep
-from raafl.runtime.server.secure import SecureStep
 
-Item = Event | SecureStep | LinkStep
+
+class ForExtension:
+    """Base class of what a session tells an extension in the loop; the coordinator does not hear of it."""
+
+    __slots__ = ()
+
+
+Item = Event | ForExtension | LinkStep
 """What a session's thread tells the loop: an event of the run, or a step that the coordinator does not hear of."""
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from raafl.core.roster import Roster
 from raafl.core.types import Event
-from raafl.runtime.server.inbox import Item
+from raafl.runtime.server.inbox import ForExtension, Item
 from raafl.runtime.server.link import Away, Back, Resumption
-from raafl.runtime.server.secure import SecureStep
 from raafl.units import duration
 
 
@@ -29,7 +28,7 @@ class LinkTracker:
         """Prepare."""
         self._roster, self._write, self._note, self._offer = roster, write, note, offer
 
-    def process(self, item: Item | None) -> Event | SecureStep | None:
+    def process(self, item: Item | None) -> Event | ForExtension | None:
         """Process an item of the inbox if it is about a broken or resumed connection, and return None; return any other item."""
         if isinstance(item, Resumption):
             item.is_taken.put(self._offer(item))

@@ -7,23 +7,24 @@ same when it is formed, when its sum is computed, and in a replay. There is one 
 
 from __future__ import annotations
 
+import logging
 import queue
 import secrets
-import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from raafl.core.types import Assignment, SumGroup, Update
-from raafl.local.train import Stopped
+from raafl.core.types import Arrived, Assignment, Event, Lost, SumGroup, Update
+from raafl.log import warn_once
 from raafl.parts.protect.privacy import Private
 from raafl.parts.protect.secure.agreement import is_signed, lists_text, senders_text
 from raafl.parts.protect.secure.coverage import IntegerLayouts
+from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE
 from raafl.parts.protect.secure.group import CannotOpen, Group, threshold_of
 from raafl.parts.protect.secure.opening import Opening
-from raafl.runtime.exchange import Conversation
 from raafl.runtime.fields import Meta
-from raafl.runtime.protocol import Answer
+from raafl.runtime.protocol import Answer, Failed
 from raafl.runtime.secure_groups import NOT_OPENED, SecureGroups
 from raafl.runtime.secure_protocol import (
     KEY_BYTES,
@@ -40,10 +41,16 @@ from raafl.runtime.secure_protocol import (
     to_bytes,
     to_tensors,
 )
+from raafl.runtime.server.inbox import ForExtension
+from raafl.runtime.server.session_protocol import Await, Confirm, Sent, SessionExtension, Steps
+from raafl.runtime.server.wall_clock import LoopExtension
 from raafl.submodel import FlatTensors, Layout
-from raafl.submodel.tensor_files import PayloadRoom
 from raafl.transport import Kind, Refused
 
+if TYPE_CHECKING:
+    from raafl.runtime.server.wall_clock import Server
+
+_log = logging.getLogger(__name__)
 Phase = Literal["ready", "shares", "masked", "signed", "opened"]
 NEXT: dict[Phase, Phase] = {"ready": "shares", "shares": "masked", "masked": "signed", "signed": "opened"}
 
@@ -58,7 +65,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class SecureStep:
+class SecureStep(ForExtension):
     """Message of a client in secure aggregation, passed from its session to the main loop."""
 
     assignment: Assignment  # task of the client
@@ -89,72 +96,49 @@ def _refused(step: SecureStep) -> Update:
     return update
 
 
-class SecureSession:
-    """Session of one client in secure aggregation: it takes the client through the protocol, on the session's thread."""
+class MaskedSession(SessionExtension):
+    """A session whose client masks its updates: it takes the client through the protocol of its group's sum."""
 
-    def __init__(
-        self,
-        put: Callable[[SecureStep], None],
-        checked: Callable[[Meta], Answer],
-        talk: Conversation,
-        keep_alive: Callable[[], None],
-        every_s: float,
-        storage: PayloadRoom | None = None,
-    ) -> None:
-        """Prepare.
+    def answer(self, sent: Sent, plain: Callable[[Sent], Steps[Update | None]]) -> Steps[Update | None]:
+        """Exchange all messages of a task with its client; the update itself is reported by `SecureAggregator`."""
+        return self.session.telling(sent, self._phases(sent))
 
-        `storage`: room for what the client sends, on the CPU, where masks are added; None = in memory.
-        """
-        self._put, self._checked, self._talk, self._storage = put, checked, talk, storage or PayloadRoom()
-        self._keep_alive, self._every_s, self._since = keep_alive, every_s, time.monotonic()
-
-    def run(self, assignment: Assignment) -> None:
-        """Exchange all messages of a task with its client. The update itself is reported by `SecureAggregator`.
-
-        Raises:
-            Refused: a message was invalid, or the sum of the group cannot be computed.
-            Stopped: the run has ended.
-        """
+    def _phases(self, sent: Sent) -> Steps[Update | None]:
+        session, talk, assignment = self.session, sent.talk, sent.assignment
         replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
         phase: Phase = "ready"
-        talk = self._talk
-        first = talk.recv(Kind.QUESTION, self._room(layout_of(keys=3 * KEY_BYTES)))
-        answer, claim, message = self._checked(first.meta), Claim.from_meta(first.meta), first
+        first = message = yield from talk.recv(Kind.QUESTION, self._room(layout_of(keys=3 * KEY_BYTES)))
+        answer, claim = session.checked_answer(assignment.spec, first.meta), Claim.from_meta(first.meta)
         while True:
             assert message.tensors is not None
             moved = (talk.down_bytes, talk.up_bytes)
             signature = Signed.from_meta(message.meta).signature if phase in ("masked", "signed") else b""
-            self._put(SecureStep(assignment, phase, answer, message.tensors, moved, replies, claim, signature))
+            step = SecureStep(assignment, phase, answer, message.tensors, moved, replies, claim, signature)
+            session.report(step)
             if phase == "opened":
-                return
-            reply = self._replied(replies)
-            talk.send(Kind.REPLY, reply.meta, reply.tensors)
-            phase = NEXT[phase]
-            kind = Kind.UPDATE if phase == "opened" else Kind.QUESTION
-            message = talk.recv(kind, self._room(reply.expect))
-
-    def _room(self, layout: Layout) -> Callable[[Meta], FlatTensors]:
-        return lambda meta: self._storage(layout)
-
-    def _replied(self, replies: queue.SimpleQueue[Reply | None]) -> Reply:
-        while True:
-            try:
-                reply = replies.get(timeout=0.5)
-            except queue.Empty:
-                self._look()
-                continue
+                break
+            reply: Reply | None = yield Await(replies)
             if reply is None:
                 raise Refused(NOT_OPENED, "too few clients are left in its group, or it was too late for it")
-            return reply
+            yield from talk.send(Kind.REPLY, reply.meta, reply.tensors)
+            phase = NEXT[phase]
+            kind = Kind.UPDATE if phase == "opened" else Kind.QUESTION
+            message = yield from talk.recv(kind, self._room(reply.expect))
+        session.setup.moved(0, talk.up_bytes)
+        yield Confirm(assignment.id)
+        return None
 
-    def _look(self) -> None:
-        """See that the client is there and the run goes on, and let the client know that it is not forgotten."""
-        if self._talk.stopping():
-            raise Stopped
-        self._talk.check()
-        if time.monotonic() - self._since > self._every_s:
-            self._keep_alive()
-            self._since = time.monotonic()
+    def _room(self, layout: Layout) -> Callable[[Meta], FlatTensors]:
+        """Return room for what the client sends, on the CPU, where masks are added."""
+        return lambda meta: self.session.setup.terms.storage(layout)
+
+    def refusal(self, failed: Failed) -> str | None:
+        """Return the reason of a client that takes no part in a sum."""
+        if failed.reason not in (NOT_OPENED, OUT_OF_RANGE, "non-finite"):
+            return None
+        why = Refused(failed.reason, failed.error)
+        warn_once(_log, f"client {self.session.client} takes no part in a sum: {why}")
+        return failed.reason
 
 
 @dataclass
@@ -362,3 +346,35 @@ class SecureAggregator:
                 self._done.append(_refused(step))
             else:
                 step.replies.put(None)
+
+
+class SecureLoop(LoopExtension):
+    """The place of secure aggregation in the server's loop: while a group is at work, all other events wait."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
+        groups = SecureGroups.of(server.coordinator)
+        assert groups is not None
+        self._aggregator = SecureAggregator(groups, server.note)
+        self._deferred: deque[Event] = deque()  # while a group is at work
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a group is at work, while the coordinator hears of nothing."""
+        return self._aggregator.is_running
+
+    def take(self, item: Event | ForExtension | None) -> None:
+        """See to groups of masked updates; return None: events are told here, when no group is at work."""
+        if isinstance(item, SecureStep):
+            self._aggregator.take(item)
+        elif isinstance(item, Lost):
+            self._aggregator.lose(item.client, item.incarnation or 0)
+        elif isinstance(item, Arrived):  # from a session: of a client that takes no part in its sum, or no longer
+            self._aggregator.lose(item.update.client, item.update.incarnation)
+        if item is not None and not isinstance(item, ForExtension):
+            self._deferred.append(item)
+        while not self.server.reason:
+            self.server.tell_group(self._aggregator.look(self.server.now))
+            if self.is_busy or not self._deferred:
+                break
+            self.server.tell(self._deferred.popleft())

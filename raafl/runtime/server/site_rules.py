@@ -1,11 +1,17 @@
-"""Define limits on what the clients of a site may claim about themselves."""
+"""Hold a session with a client of another site to what the site may claim, and to what the site wants to have proven."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from raafl.core.types import ClientInfo
+from raafl.runfolder.signing import Signer
+from raafl.runtime.fields import LogLine, SignedHead
+from raafl.runtime.protocol import Answer, Assign, Failed
+from raafl.runtime.server.session_protocol import SessionExtension, SessionProtocol
+from raafl.runtime.server.terms import Task
+from raafl.submodel import FlatTensors
 from raafl.transport import Refused
 
 
@@ -39,3 +45,37 @@ class SiteRules:
 
 ANYTHING = SiteRules()
 """No rules, for clients that are processes of the server's own command."""
+
+
+class SiteSession(SessionExtension):
+    """A session with a client of another site: rules for what it may claim, signed heads of the journal, its log lines."""
+
+    def __init__(
+        self,
+        session: SessionProtocol,
+        rules: Callable[[int], SiteRules],
+        signer: Signer | None,
+        take_logs: Callable[[int, Sequence[LogLine]], None],
+    ) -> None:
+        """Prepare.
+
+        `rules`: returns the limits of the client's site.
+        `signer`: signs the journal's hash that is sent with each task; None = it goes unsigned.
+        `take_logs`: is given the client's id and the log lines that it has sent, on any thread.
+        """
+        super().__init__(session)
+        self._rules, self._signer, self._take_logs = rules(session.client), signer, take_logs
+
+    def check(self, info: ClientInfo) -> None:
+        """Refuse a client that claims more than its site may."""
+        self._rules.check(info)
+
+    def before(self, task: Task, message: Assign, values: FlatTensors) -> tuple[Assign, FlatTensors]:
+        """Sign the journal's head, which the site keeps as evidence."""
+        if task.head is None:
+            return message, values
+        return replace(message, head=SignedHead.sign(task.head, task.assignment.id, self._signer)), values
+
+    def after(self, message: Answer | Failed) -> None:
+        """Store the log lines that the site lets the server have."""
+        self._take_logs(self.session.client, message.logs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +24,13 @@ from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import leave_traceback, of_server
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver
+from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.protocol import PAUSED
 from raafl.runtime.server.evaluator import SnapshotEvaluator
-from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.inbox import ForExtension, Inbox
 from raafl.runtime.server.link import Resumption
 from raafl.runtime.server.link_tracker import LinkTracker
-from raafl.runtime.server.secure import SecureAggregator, SecureStep
 from raafl.runtime.server.session import Session
 from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import NoRoom, PayloadRoom
@@ -43,6 +43,22 @@ _MAX_ENTERING = 4
 _MAX_KEPT = 20  # tracebacks of clients
 _MAX_LIVES = 8  # sessions of one client, those that are on their way in or out included
 _PARTING_S = 0.5  # for a session that was replaced to end by itself
+
+
+class LoopExtension:
+    """What a wing of raafl adds in the main loop of a real run; this base adds nothing. See `raafl.runtime.extensions`."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the coordinator is to hear of nothing, timers included."""
+        return False
+
+    def take(self, item: Event | ForExtension | None) -> Event | ForExtension | None:
+        """Take what a session has said, called in each turn of the loop; return what others are to see of it."""
+        return item
 
 
 class Server(Driver):
@@ -91,9 +107,8 @@ class Server(Driver):
         self._enter_lock = threading.Lock()
         self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end
         self._timers: list[tuple[float, int]] = []
-        self._links = LinkTracker(coordinator.roster, lambda row: record.link(row, self.now), self._note, self._offer)
-        self._aggregator = None if self.groups is None else SecureAggregator(self.groups, self._note)
-        self._deferred: deque[Event] = deque()  # while a group is at work
+        self._links = LinkTracker(coordinator.roster, lambda row: record.link(row, self.now), self.note, self._offer)
+        self._extensions: list[LoopExtension] = [make(self) for make in extensions_of(coordinator, "loop")]
         self._start: float | None = None  # when the clock read 0; None = it stands until the first task
         self._resumed_at = 0.0  # what the clock reads while it stands
         self._standing_since = 0.0
@@ -155,11 +170,11 @@ class Server(Driver):
         if not self.coordinator.started:
             wait_s = self.waits.join_s if self._patience_s is None else self._patience_s
             wanted = quantity(self.coordinator.limits.min_clients, "client")
-            self._note(f"waiting for {wanted}, for {duration(wait_s)} at most")
+            self.note(f"waiting for {wanted}, for {duration(wait_s)} at most")
         with self._interrupt:
             try:
                 if self.record.reached:  # by the initial model
-                    self._tell(Stop("target"))
+                    self.tell(Stop("target"))
                 while not self.reason:
                     self._turn()
             except KeyboardInterrupt:
@@ -185,15 +200,16 @@ class Server(Driver):
     def _turn(self) -> None:
         """Wait for one event, or the next timer, and see to it."""
         wait = min(self._timers[0][0] - self.now, 0.5) if self._timers else 0.5
-        event = self._sum(self._links.process(self.inbox.get(max(wait, 0.0))))
+        event = self._taken(self._links.process(self.inbox.get(max(wait, 0.0))))
         if self._interrupt.asked:  # clients that had the same Ctrl-C are not to be mourned
             self.stop("interrupted")
             return
         self._pass_suspension()
-        while not self._is_busy and self._timers and self._timers[0][0] <= self.now and not self.reason:
-            self._tell(Timer(heapq.heappop(self._timers)[1]))
+        busy = any(extension.is_busy for extension in self._extensions)
+        while not busy and self._timers and self._timers[0][0] <= self.now and not self.reason:
+            self.tell(Timer(heapq.heappop(self._timers)[1]))
         if event is not None and not self.reason:
-            self._tell(event)
+            self.tell(event)
         if self._evaluator is not None and not self.reason:
             self._take_metrics(self._evaluator.done())
             self._fail(self._evaluator.failure)
@@ -218,30 +234,12 @@ class Server(Driver):
         with self._enter_lock:
             return self._entering.pop((asked.client, asked.incarnation), None) is not None
 
-    @property
-    def _is_busy(self) -> bool:
-        """Whether a group is at work, while the coordinator hears of nothing."""
-        return self._aggregator is not None and self._aggregator.is_running
-
-    def _sum(self, event: Event | SecureStep | None) -> Event | None:
-        """See to groups of masked updates; return the event, or None where it is to wait until a group has ended."""
-        if self._aggregator is None:
-            assert not isinstance(event, SecureStep)
-            return event
-        if isinstance(event, SecureStep):
-            self._aggregator.take(event)
-        elif isinstance(event, Lost):
-            self._aggregator.lose(event.client, event.incarnation or 0)
-        elif isinstance(event, Arrived):  # from a session: of a client that takes no part in its sum, or no longer
-            self._aggregator.lose(event.update.client, event.update.incarnation)
-        if event is not None and not isinstance(event, SecureStep):
-            self._deferred.append(event)
-        while not self.reason:
-            self._tell_group(self._aggregator.look(self.now))
-            if self._is_busy or not self._deferred:
-                return None
-            self._tell(self._deferred.popleft())
-        return None
+    def _taken(self, item: Event | ForExtension | None) -> Event | None:
+        """Let the extensions see what has come; return the event that the coordinator is to hear of now."""
+        for extension in self._extensions:
+            item = extension.take(item)
+        assert not isinstance(item, ForExtension)
+        return item
 
     def _fail(self, error: CodeFailed | None) -> None:
         """End the run for what has failed of the user's, if anything has."""
@@ -328,7 +326,7 @@ class Server(Driver):
     def _take_metrics(self, results: list[tuple[int, float, dict[str, float]]]) -> None:
         for version, at_s, measured in results:
             if self._measured(version, at_s, measured) and not self.reason:
-                self._tell(Stop("target"))
+                self.tell(Stop("target"))
 
     def _end(self) -> None:
         """Let the clients go, then take in the last evaluation."""
@@ -369,7 +367,7 @@ class Server(Driver):
         if session is None:  # one that was there from the start
             if not self.coordinator.started:
                 there = len(self.coordinator.roster.clients) + 1
-                self._note(f"client {client} joined; {there} of {self.coordinator.limits.min_clients} are here")
+                self.note(f"client {client} joined; {there} of {self.coordinator.limits.min_clients} are here")
             return
         earlier, self.sessions[client] = self.sessions.get(client), session
         self._note_clients(f"client {client} joined{' again' if self.coordinator.roster.joins[client] else ''}")
@@ -393,7 +391,7 @@ class Server(Driver):
                 self._leaving.append((time.perf_counter() + self.waits.stop_s, session))
             self._announce(client, f"lost: {event.reason}")
         text = f"client {client} was {'refused' if entering is not None else 'lost'}: {event.reason}"
-        (self._note if self._patience_s is None else self._note_clients)(text)
+        (self.note if self._patience_s is None else self._note_clients)(text)
         return entering is None
 
     def _note_clients(self, text: str) -> None:
@@ -404,7 +402,7 @@ class Server(Driver):
         here = f"{quantity(there, 'client')} {'are' if there != 1 else 'is'} here"
         if not self.coordinator.started and there < wanted:
             here += f", the run starts with {wanted}"
-        self._note(f"{text}; {here}")
+        self.note(f"{text}; {here}")
 
     def _is_current(self, client: int, incarnation: int) -> bool:
         return client in self.sessions and self.sessions[client].incarnation == incarnation

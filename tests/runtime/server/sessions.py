@@ -11,6 +11,8 @@ from raafl.devices.profiles import Profile
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
+from raafl.runtime.server.session_protocol import SessionSetup
+from raafl.runtime.server.terms import Terms
 from raafl.submodel import FULL, FlatTensors
 from raafl.transport import Kind, Message
 from raafl.transport.tcp.connection import TcpConnection
@@ -28,21 +30,14 @@ def task(number=1, **fields):
 class Table:
     """A session and the other end of its pair, which the test plays."""
 
-    def __init__(self, terms=None, share=0, profile=None, kind=Session, **waits):
+    def __init__(self, terms=None, share=0, profile=None, extensions=(), **waits):
         self.state, self.inbox, self.moved = line_state(value=2.0), Inbox(), []
         ours, theirs = socket.socketpair()
         times = Timeouts(**{"join_s": WAIT_S, "task_s": WAIT_S, "idle_s": WAIT_S, "stop_s": 2.0, **waits})
-        self.session = kind(
-            4,
-            0,
-            lambda: TcpConnection(ours, 20.0),
-            self.state.submodels,
-            self.inbox,
-            times,
-            lambda down, up: self.moved.append((down, up)),
-            terms=terms,
-            known=ClientInfo(4, share, profile or Profile()),
-        )
+        moved = lambda down, up: self.moved.append((down, up))  # noqa: E731
+        setup = SessionSetup(self.state.submodels, times, moved, terms=terms or Terms(), extensions=extensions)
+        known = ClientInfo(4, share, profile or Profile())
+        self.session = Session(4, 0, lambda: TcpConnection(ours, 20.0), setup, self.inbox, known)
         self.session.start()
         self.theirs = theirs
         self.pair = TcpConnection(theirs, 20.0)

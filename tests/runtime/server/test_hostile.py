@@ -58,7 +58,7 @@ def test_what_gets_past_the_door_is_turned_away_within(tmp_path, monkeypatch):
     run = world(tmp_path, "timely_fl", seed=1)
     for client in (1, 2, 3):
         run.join(client)
-    run._tell(Joined(ClientInfo(HOSTILE, 5, Profile(flops_per_s=5e-324, latency_s=1e308))))
+    run.tell(Joined(ClientInfo(HOSTILE, 5, Profile(flops_per_s=5e-324, latency_s=1e308))))
     for _ in range(3):
         run.step()
         for client in sorted(run.out):

@@ -16,6 +16,7 @@ from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.link_tracker import LinkTracker
 from raafl.runtime.server.session import Session
+from raafl.runtime.server.session_protocol import SessionSetup
 from raafl.runtime.server.terms import Terms
 from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import PayloadRoom, is_in_files
@@ -50,16 +51,9 @@ class Door:
         ours, theirs = socket.socketpair()
         pair = TcpConnection(ours, 5.0)
         pair.resumes = True  # as over TLS
-        session = Session(
-            4,
-            len(self.sessions),
-            lambda: pair,
-            self.state.submodels,
-            self.inbox,
-            self.times,
-            lambda down, up: self.moved.append((down, up)),
-            terms=self.terms,
-        )
+        moved = lambda down, up: self.moved.append((down, up))  # noqa: E731
+        setup = SessionSetup(self.state.submodels, self.times, moved, terms=self.terms)
+        session = Session(4, len(self.sessions), lambda: pair, setup, self.inbox)
         self.sessions.append(session)
         session.start()
         return TcpConnection(theirs, 5.0)
@@ -242,7 +236,7 @@ def test_who_comes_again_and_again_while_nothing_arrives_has_resume_s_in_all(doo
         elif len(door.rows) > before:
             pairs[-1].close()
     assert isinstance(event, Lost) and [row["event"] for row in door.rows].count("away") in range(3, 10)
-    assert [len(by_layout) for by_layout in door.sessions[0]._scratch._kept.values()] == [1]
+    assert [len(by_layout) for by_layout in door.sessions[0].protocol.scratch._kept.values()] == [1]
 
 
 def test_a_run_that_ends_waits_for_nobody_who_is_away(door):

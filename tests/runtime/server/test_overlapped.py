@@ -19,7 +19,7 @@ COUNTS = {"num_samples": 17, "num_steps": 2, "metrics": {}}
 
 @pytest.fixture
 def table():
-    made = Table(kind=OverlappedSession)
+    made = Table(extensions=[OverlappedSession])
     made.greet()
     yield made
     made.close()

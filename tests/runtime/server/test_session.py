@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raafl.config.options import Timeouts
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
+from raafl.runtime.server.session_protocol import SessionSetup
 from raafl.runtime.server.terms import Terms
 from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import NoRoom, PayloadRoom, is_in_files
@@ -192,15 +192,8 @@ def test_abandoning_wakes_a_session_that_waits_for_an_answer():
 def test_a_client_that_does_not_come_is_lost_at_the_deadline():
     state, inbox = line_state(), Inbox()
     store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=1), wait_for_workers=False)
-    session = Session(
-        4,
-        0,
-        lambda: GlooConnection.connect(store, "pair", True, 0.5, HOST),
-        state.submodels,
-        inbox,
-        Timeouts(),
-        lambda d, u: None,
-    )
+    connect = lambda: GlooConnection.connect(store, "pair", True, 0.5, HOST)  # noqa: E731
+    session = Session(4, 0, connect, SessionSetup(state.submodels), inbox)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(session.run)
         event = inbox.get(20.0)

@@ -13,7 +13,7 @@ from raafl.runtime.protocol import Answer, Failed, Question
 from raafl.runtime.resumption import Resume
 from raafl.runtime.secure_protocol import KEY_BYTES, Claim, layout_of, to_tensors
 from raafl.runtime.server.link import Resumption
-from raafl.runtime.server.secure import Reply, SecureStep
+from raafl.runtime.server.secure import MaskedSession, Reply, SecureStep
 from raafl.runtime.server.terms import Terms
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.resumable import Position
@@ -83,9 +83,9 @@ class Bent(Table):
     """A session whose other end sends damaged frames; what the loop is told is counted."""
 
     def __init__(self, state):
-        terms = Terms(config_yaml=CONFIG, masked=state.startswith("masked"))
+        terms, masked = Terms(config_yaml=CONFIG), [MaskedSession] if state.startswith("masked") else []
         self.phase = ""
-        super().__init__(terms, join_s=20.0, task_s=20.0, idle_s=20.0, resume_s=0.0, stop_s=0.02)
+        super().__init__(terms, extensions=masked, join_s=20.0, task_s=20.0, idle_s=20.0, resume_s=0.0, stop_s=0.02)
         self.number, self.is_out, self.lost = 0, False, None
 
     def reach(self, state):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -62,6 +62,8 @@ class SecureSum(Wrapped):
     trained stays masked, so that this group does not change it. With privacy every weight is 1, and
     `Private.release_sum` adds the noise.
     """
+
+    extension: ClassVar[str | None] = "secure"
 
     point: FixedPoint  # fixed-point format in which changes are encoded
     options: SecureAggregation  # the run's options of secure aggregation

@@ -1,0 +1,66 @@
+"""List the extensions of a task: what a wing of raafl adds before, around and after each task, at each end.
+
+| end | base class, with its hooks | who calls them |
+| --- | --- | --- |
+| session | `raafl.runtime.server.session_protocol.SessionExtension` | the server's session with one client |
+| loop | `raafl.runtime.server.wall_clock.LoopExtension` | the server's main loop |
+| client | `raafl.runtime.client.worker.ClientExtension` | a client on one connection |
+| clock | `raafl.runtime.simulation.ClockExtension` | a simulation, in the place of all three |
+
+An extension is named by the run's algorithm, by its options, or by a task; its module is imported then, and not before.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+from raafl.core.local import Local
+
+if TYPE_CHECKING:
+    from raafl.core.algorithm import Algorithm
+    from raafl.core.coordinator import Coordinator
+
+End = Literal["session", "loop", "client", "clock"]
+
+EXTENSIONS: dict[str, dict[End, str]] = {
+    "split": {
+        "session": "raafl.runtime.exchange.SplitSession",
+        "client": "raafl.runtime.exchange.SplitClient",
+    },
+    "secure": {
+        "session": "raafl.runtime.server.secure.MaskedSession",
+        "loop": "raafl.runtime.server.secure.SecureLoop",
+        "client": "raafl.runtime.client.secure.MaskedClient",
+        "clock": "raafl.runtime.secure_groups.SimulatedSums",
+    },
+    "overlap": {
+        "session": "raafl.runtime.server.overlapped.OverlappedSession",
+        "client": "raafl.runtime.client.early.OverlappedClient",
+        "clock": "raafl.runtime.early.OverlappedClock",
+    },
+}
+"""By name, the classes at each end. An extension of a site has no entry: who serves or joins with certificates brings it."""
+
+
+def extension(name: str, end: End) -> Any:
+    """Import the class of an extension at one end; None = it has nothing to do there."""
+    path = EXTENSIONS[name].get(end)
+    if path is None:
+        return None
+    module, _, attribute = path.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
+def extensions_of(coordinator: Coordinator, end: End) -> list[Any]:
+    """Import the classes of the extensions of a run at one end."""
+    names = named_by(coordinator.algorithm)
+    if coordinator.overlap or coordinator.works_ahead:
+        names.append("overlap")
+    return [made for name in names if (made := extension(name, end)) is not None]
+
+
+def named_by(algorithm: Algorithm) -> list[str]:
+    """Return the names of the extensions that an algorithm needs."""
+    names = ["split"] if type(algorithm.local).exchange is not Local.exchange else []
+    return names if algorithm.merge.extension is None else [*names, algorithm.merge.extension]

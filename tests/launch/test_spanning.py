@@ -70,6 +70,7 @@ def test_when_a_process_dies_the_client_ends_with_a_line_and_is_lost(tmp_path, f
     address = ("--address", f"127.0.0.1:{free_port}", "--certs", str(tmp_path / "certs"))
     CertifiedSites(tmp_path / "certs").site()
     options = ("--config", QUICKSTART, "--clients", "1", "--max_updates", "1000000", "--progress", "quiet")
+    options += ("--waits.resume_s", "1")  # how long the server waits for the same process to come back
     if kind == "sharded":
         options += ("--algorithm", "diloco", "--fabric.shard", "true")
 

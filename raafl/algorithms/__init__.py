@@ -94,6 +94,9 @@ class _Package(ModuleType):
 ALGORITHMS: Mapping[str, Callable[..., Algorithm]] = _Methods()
 """The factory of each method, by its name."""
 
+AUTO: Final = "auto"
+"""Name that stands for the method that raafl chooses before a run (`raafl.lab.plan`)."""
+
 DESCRIBED: Final = Path(__file__).with_name("described.json")
 """What `Algorithm.describe` says of each method with its defaults, as `python -m benchmarks.reference` writes it."""
 

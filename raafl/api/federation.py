@@ -18,6 +18,7 @@ import torch
 import yaml
 from torch import nn
 
+from raafl.algorithms import AUTO
 from raafl.api.callback_hooks import CallbackHooks
 from raafl.api.callbacks import Callback, callbacks_of
 from raafl.api.datasets import as_datamodule
@@ -41,7 +42,6 @@ from raafl.config.experiment import Experiment
 from raafl.config.value_types import check_types
 from raafl.core.algorithm import Algorithm
 from raafl.errors import BadInput, CodeFailed, RunFailed
-from raafl.lab.plan.auto import NAME
 from raafl.local.numerics import numerics_left
 from raafl.local.preparation.modes import in_eval_mode
 from raafl.log import console
@@ -310,7 +310,7 @@ class Federation:
             resume=None if resume is None else str(resume),
             **fields,
         )
-        if experiment.algorithm.name == NAME:
+        if experiment.algorithm.name == AUTO:
             experiment = _chosen(experiment)
         config = config_of(experiment, spec, source)
         if resume is not None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 import yaml
 
-from raafl.algorithms import ALGORITHMS
+from raafl.algorithms import ALGORITHMS, AUTO
 from raafl.api.modules import ModuleSpec, qualified_name
 from raafl.api.python_objects import digest
 from raafl.compression.options import Compress
@@ -25,7 +25,6 @@ from raafl.devices.catalog import FIGURES
 from raafl.devices.files import no_file
 from raafl.devices.profiles import Device, num_devices
 from raafl.errors import BadInput, briefly, one_of
-from raafl.lab.plan.auto import NAME, auto
 from raafl.local.options import FabricOptions
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 
@@ -159,8 +158,12 @@ def algorithm_of(algorithm: Any) -> Algorithm:
         BadInput: ``algorithm`` is neither an algorithm nor the name of one.
     """
     if isinstance(algorithm, str):
-        one_of("algorithm", algorithm, [*ALGORITHMS, NAME])
-        return auto() if algorithm == NAME else ALGORITHMS[algorithm]()
+        one_of("algorithm", algorithm, [*ALGORITHMS, AUTO])
+        if algorithm != AUTO:
+            return ALGORITHMS[algorithm]()
+        from raafl.lab.plan.auto import auto
+
+        return auto()
     if not isinstance(algorithm, Algorithm):
         made = f"what it makes, raafl.{algorithm.__name__}()" if callable(algorithm) else "one, such as raafl.fed_raa()"
         raise BadInput(f"algorithm is {briefly(algorithm)}: give {made}, or its name")

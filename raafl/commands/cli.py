@@ -173,8 +173,16 @@ def _complain(text: str, *, known_to_all: bool = False) -> None:
     _log.error(text, extra={} if rank == "0" else {"prefix": f"raafl, rank {rank}: "})
 
 
-def _fit(argv: list[str]) -> int:
+def _with_local_resume(argv: list[str]) -> list[str]:
+    """Return the arguments with a folder of this machine where `--resume` names a URL, or the last run."""
+    if not values(argv, "--resume"):
+        return argv
     from raafl.commands.stored_runs import with_local_resume
+
+    return with_local_resume(argv)
+
+
+def _fit(argv: list[str]) -> int:
     from raafl.config.plain import check_plain
 
     if values(argv, "--local"):
@@ -184,7 +192,7 @@ def _fit(argv: list[str]) -> int:
             check_plain("fit", read(argv).options)
             return fit_local(argv)
         argv = without(argv, "--local", "--max_restarts")
-    argv = with_local_resume(argv)
+    argv = _with_local_resume(argv)
     check_plain("fit", argv)
     with quick_imports():
         from raafl.commands.auto import parse_run
@@ -199,11 +207,10 @@ def _fit(argv: list[str]) -> int:
 
 
 def _simulate(argv: list[str]) -> int:
-    from raafl.commands.stored_runs import with_local_resume
     from raafl.config.plain import check_plain
     from raafl.local.malloc import keep_freed
 
-    argv = with_local_resume(argv)
+    argv = _with_local_resume(argv)
     check_plain("simulate", argv)
     keep_freed()  # it trains here or in forks of it; and before torch starts threads
     with quick_imports():
@@ -231,12 +238,11 @@ def _num_ranks() -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    from raafl.commands.stored_runs import with_local_resume
     from raafl.config.plain import check_plain
     from raafl.config.remote_options import credentials, split
 
     own, rest = split("serve", argv)
-    rest = with_local_resume(rest)
+    rest = _with_local_resume(rest)
     check_plain("serve", rest)
     if not own.address.startswith("fd:"):
         resolves(own.address)

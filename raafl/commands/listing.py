@@ -17,7 +17,6 @@ HELP = """\
 usage: raafl algorithms [NAME ...] [--json]
 
 The algorithms and their five answers; of one named, all it takes; of auto, how it chooses and among what."""
-NAME = "auto"  # as `raafl.lab.plan.auto` calls it
 _TABLE_FROM = 120
 """Columns from which a table reads well."""
 
@@ -31,14 +30,14 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     if any(item in ("--help", "-h") for item in argv):
         return HELP
     with quick_imports():
-        from raafl.algorithms import ALGORITHMS, described
+        from raafl.algorithms import ALGORITHMS, AUTO, described
 
     names = [arg for arg in argv if arg != "--json"]
     for name in names:
         if name.startswith("-"):
             raise BadInput(f"unknown option '{name}': raafl algorithms takes names and --json only")
-        one_of("algorithm", name, [*ALGORITHMS, NAME])
-    if NAME in names:
+        one_of("algorithm", name, [*ALGORITHMS, AUTO])
+    if AUTO in names:
         from raafl.lab.plan.choose import Table
 
         known = Table.load()
@@ -49,7 +48,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     if names:
         return "\n\n".join(describe(ALGORITHMS[row["name"]], row, width) for row in rows)
     listed = table(rows, width) if width >= _TABLE_FROM else _paragraphs(rows, width)
-    about = f"{NAME}  raafl chooses one of them before the run: see `raafl algorithms {NAME}`"
+    about = f"{AUTO}  raafl chooses one of them before the run: see `raafl algorithms {AUTO}`"
     return "\n".join([listed, "", *textwrap.wrap(about, width)])
 
 

@@ -272,14 +272,10 @@ class CompressedSnapshots(Snapshots):
     def __init__(self, coordinator: Coordinator) -> None:
         super().__init__(coordinator)
         self._plan = CompressionPlan.on(coordinator)
+        self.remembers = self._plan.remembers
         self._part = self._plan.submodels if self._plan.submodels.whole is not None else None
         self._scratch = Scratch()
         self._ends: dict[int, tuple[DownlinkCodec, UplinkCodec]] = {}
-
-    @property
-    def remembers(self) -> bool:
-        """Whether a transfer depends on the client's earlier tasks, through error feedback or tensors that it keeps."""
-        return self._plan.remembers
 
     def _both(self, assignment: Assignment) -> tuple[DownlinkCodec, UplinkCodec]:
         """Return both ends of a client's connection; a new incarnation starts without state."""

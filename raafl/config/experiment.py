@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from raafl.compression.options import Compress
-from raafl.config.loggers import entries, specs
 from raafl.config.options import MODES, About, Target, Timeouts, about
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.core.training import Training
@@ -507,7 +506,7 @@ class Experiment:
             lambda: seconds("max_time", self.max_time),
             lambda: seconds("checkpoint_s", self.checkpoint_s),
             lambda: distance("eval_every", self.eval_every),
-            lambda: entries(self.logger),
+            self._loggers,
             self.targets,
             self.profiles,
             self._output,
@@ -542,7 +541,6 @@ class Experiment:
 
     def _problems(self) -> Iterator[str]:
         """Yield the problems of the parts, and of what this machine cannot do."""
-        from raafl.compression.compressors import up_name
         from raafl.parts.protect.assembly import with_options
 
         def protection() -> None:
@@ -572,8 +570,7 @@ class Experiment:
             yield "overlap and secure_aggregation are both on: leave overlap out, a group's members wait for one another"
         yield from self._gpu_problems()
         yield from self.algorithm.local.problems(self.fabric.precision, self.fabric.gradient_clip_val)
-        fixed = self.algorithm.local.up_as
-        yield from _refused((lambda: specs(self.logger), protection, lambda: up_name(self.compress, fixed)))
+        yield from _refused((lambda: self._loggers(importing=True), protection, self._compression))
 
     def _gpu_problems(self) -> Iterator[str]:
         import torch
@@ -630,6 +627,18 @@ class Experiment:
         except ValueError:
             raise BadInput(f"memory is '{self.memory}': give measure, none, or a number of bytes above 0") from None
         return float(self.memory)
+
+    def _loggers(self, *, importing: bool = False) -> None:
+        if self.logger is not None:
+            from raafl.config.loggers import entries, specs
+
+            (specs if importing else entries)(self.logger)
+
+    def _compression(self) -> None:
+        if (fixed := self.algorithm.local.up_as) is not None:
+            from raafl.compression.compressors import up_name
+
+            up_name(self.compress, fixed)
 
     def _monitor(self) -> None:
         seconds("monitor_stall_s", self.monitor_stall_s)

@@ -324,6 +324,22 @@ class ErrorCollector(Check):
         raise Wrong(f"unknown field {field}: {nearest(str(name), takes)}", field)
 
 
+class PlainErrors(ErrorCollector):
+    """Messages about plain fields alone, for a check before torch is imported (`raafl.config.plain`)."""
+
+    def __init__(self, parser: ArgumentParser, *, whole: bool) -> None:
+        super().__init__(parser)
+        self._made, self._whole = {}, whole
+
+    def check_object(self, kind: str, value: object, where: str) -> None:
+        """Accept any class or function, since importing it would take seconds."""
+
+    def missing(self) -> None:
+        """Record an error for each of model, data and algorithm that the config lacks."""
+        if self._whole:
+            super().missing()
+
+
 @lru_cache(maxsize=64)  # one message asks for the same few up to ten times, for 10 ms each
 def parser_of(factory: Any) -> ArgumentParser:
     """Return a parser with one field, ``of``, whose values are objects that ``factory`` (a class or function) creates."""

@@ -15,11 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from raafl.config import remote_options
 from raafl.config.argv import expand_algorithm, names_section, values
 from raafl.config.check import MADE, with_class_path
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
-from raafl.config.messages import explain, relative
 from raafl.config.options import GROUPS
 from raafl.errors import USER_ERRORS, BadInput, cause, nearest, user_frame
 from raafl.lean_import import PACKAGES
@@ -66,7 +64,7 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
         prog=f"raafl {command}",
         parser_mode=_parser_mode(),
         usage=f"raafl {command} --config FILE [--FIELD VALUE ...] [--json]",
-        epilog=_EPILOG + {"fit": _LOCAL, "serve": remote_options.SERVE, "join": remote_options.JOIN}.get(command, ""),
+        epilog=_EPILOG + _own_options(command),
         formatter_class=_formatter(),
         exit_on_error=False,
         allow_abbrev=False,
@@ -96,6 +94,15 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
             options["required"] = not plain
         groups[about.group].add_argument(f"--{field.name}", **options)
     return parser
+
+
+def _own_options(command: str) -> str:
+    """Describe the options of a command that are not fields of the config."""
+    if command not in ("serve", "join"):
+        return _LOCAL if command == "fit" else ""
+    from raafl.config.remote_options import JOIN, SERVE
+
+    return SERVE if command == "serve" else JOIN
 
 
 @cache
@@ -225,22 +232,29 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
         # nulls included; it has just been checked
         text = str(parser.dump(namespace, skip_unset=False, skip_validation=True))
     except (ArgumentError, ValueError, TypeError) as error:
-        raise BadInput(explain(f"the config is refused: {error}", parser, argv, hidden)) from error
+        raise BadInput(_explained(f"the config is refused: {error}", parser, argv, hidden)) from error
     except USER_ERRORS as error:
         if not user_frame(error):
             raise
-        raise BadInput(explain(f"the config is refused: {cause(error)}", parser, argv, hidden)) from error
+        raise BadInput(_explained(f"the config is refused: {cause(error)}", parser, argv, hidden)) from error
     try:
         return namespace, text, parser.instantiate(namespace)
     except BadInput:
         raise
     except USER_ERRORS as error:
         if user_frame(error):
-            raise BadInput(explain(_failed(error, namespace), parser, argv, hidden)) from error
+            raise BadInput(_explained(_failed(error, namespace), parser, argv, hidden)) from error
         if not isinstance(error, ArgumentError | ValueError | TypeError):
             raise
         # what a part says of its arguments, maybe among others' words
-        raise BadInput(explain(str(error), parser, argv, hidden)) from error
+        raise BadInput(_explained(str(error), parser, argv, hidden)) from error
+
+
+def _explained(text: str, parser: ArgumentParser, argv: Sequence[str], hidden: str | None) -> str:
+    """Say in raafl's words what jsonargparse or a part refuses."""
+    from raafl.config.messages import explain
+
+    return explain(text, parser, argv, hidden)
 
 
 def _count_clients(namespace: Namespace) -> None:
@@ -390,6 +404,8 @@ def _check_config(file: str) -> None:
 
 
 def _other_configs(path: Path) -> str:
+    from raafl.config.messages import relative
+
     folders = [path.parent, Path("configs")]
     known = {relative(str(file)) for folder in folders for file in folder.glob("[!.]*.y*ml") if folder.is_dir()}
     return nearest(relative(str(path)), known) if known else "give the path of a YAML file"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from raafl.config.argv import name_of, values
 from raafl.config.check import MADE
 from raafl.config.experiment import Experiment
-from raafl.config.messages import ErrorCollector
 from raafl.config.parse import NEEDS_CONFIG, TRUST, config_first, expand_strict, make_parser
 from raafl.errors import BadInput
 
@@ -44,9 +43,15 @@ def check_plain(command: str, argv: Sequence[str], *, whole: bool = True) -> Non
     whole = whole and not (values(argv, "--resume") and not values(argv, "--config"))
     parser = make_parser(command, plain=True)
     made = _made(parser, argv)
-    lines = _PlainErrors(parser, whole=whole).lines(argv) if made is None else _out_of_range(made, whole)
+    lines = _refused(parser, argv, whole) if made is None else _out_of_range(made, whole)
     if lines:
         raise BadInput("\n".join(lines))
+
+
+def _refused(parser: ArgumentParser, argv: Sequence[str], whole: bool) -> list[str]:
+    from raafl.config.messages import PlainErrors
+
+    return PlainErrors(parser, whole=whole).lines(argv)
 
 
 def _made(parser: ArgumentParser, argv: Sequence[str]) -> Namespace | None:
@@ -87,19 +92,3 @@ def _out_of_range(namespace: Namespace, whole: bool) -> list[str]:
         return list(dict.fromkeys(experiment.plain_problems(needs_end=whole)))
     except TypeError:  # a value of another type, which the full reading names
         return []
-
-
-class _PlainErrors(ErrorCollector):
-    """Messages about plain fields alone."""
-
-    def __init__(self, parser: ArgumentParser, *, whole: bool) -> None:
-        super().__init__(parser)
-        self._made, self._whole = {}, whole
-
-    def check_object(self, kind: str, value: object, where: str) -> None:
-        """Accept any class or function, since importing it would take seconds."""
-
-    def missing(self) -> None:
-        """Record an error for each of model, data and algorithm that the config lacks."""
-        if self._whole:
-            super().missing()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raafl.core.coordinator import Coordinator
-from raafl.core.types import Assignment
+from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.submodel import FlatTensors, Layout, Spec
 from raafl.submodel.tensor_files import PayloadRoom
 
@@ -14,6 +14,8 @@ class Snapshots:
     If a merge gives clients their own values (`Merge.personalize`), each task gets its own copy. Storage is reused,
     since allocating costs more than copying.
     """
+
+    remembers = False  # whether a transfer depends on the client's earlier tasks
 
     def __init__(self, coordinator: Coordinator, storage: PayloadRoom | None = None) -> None:
         """Prepare; ``storage`` makes room for the copies; None = in memory."""
@@ -79,6 +81,18 @@ class Snapshots:
         self._users[id(snapshot)] -= 1
         if not any(snapshot is current for current in self._current.values()):
             self._recycle(snapshot)
+
+    def more_bytes(self, assignment: Assignment) -> int:
+        """Return the number of bytes beyond the prediction that were sent to a client for its latest task."""
+        return 0
+
+    def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
+        """Replace the tensors of ``update`` by those that the server receives."""
+        if update.refusal != OUT_OF_MEMORY:  # then nothing was sent
+            update.tensors = update.tensors.to(self._state.values.device)
+
+    def refused(self, assignment: Assignment) -> None:
+        """Forget what the client's end remembers of a task that was refused."""
 
     def _recycle(self, snapshot: FlatTensors) -> None:
         if self._users[id(snapshot)] == 0:

@@ -13,6 +13,7 @@ from typing import Any
 
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import RunHooks
+from raafl.core.snapshots import Snapshots
 from raafl.core.types import (
     ENDS,
     Action,
@@ -213,3 +214,12 @@ class Driver(ABC):
         """Show a line to the user, if there is a progress display."""
         if self.progress is not None:
             self.progress.note(text)
+
+
+def snapshots_of(coordinator: Coordinator) -> Snapshots:
+    """Return the copies of values that simulated clients receive, changed as the run's compression would change them."""
+    if coordinator.fleet.plan is None:
+        return Snapshots(coordinator)
+    from raafl.compression.streams import CompressedSnapshots
+
+    return CompressedSnapshots(coordinator)

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
-from raafl.compression.streams import CompressedSnapshots
 from raafl.core.coordinator import Coordinator
 from raafl.core.records_json import event_from_json, group_from_json
 from raafl.core.types import OUT_OF_MEMORY, Action, Adjusted, Arrived, Assign, Assignment, Event, Lost, Update
 from raafl.devices.series import long_series, restored
 from raafl.errors import BadInput
 from raafl.runfolder.schema import EVENTS, JournalRow
+from raafl.runtime.driver import snapshots_of
 from raafl.runtime.executors import Executor
 from raafl.submodel import FlatTensors
 
@@ -78,7 +78,7 @@ class Replay:
 
     def __post_init__(self) -> None:
         """Cut snapshots from the coordinator's state."""
-        self._snapshots = CompressedSnapshots(self.coordinator)
+        self._snapshots = snapshots_of(self.coordinator)
 
     def run(self, rows: Iterable[JournalRow], until: int | None = None) -> None:
         """Replay the rows of a journal in order, and compare each result with the recorded one.

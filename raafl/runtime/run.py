@@ -17,7 +17,6 @@ from raafl.local.evaluation.metrics import MAX_LOGGED
 from raafl.local.failure import leave_traceback
 from raafl.parts.select.axis_report import axis_rows
 from raafl.rules import Rules
-from raafl.runfolder.books import check_books
 from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CONFIG, JournalRow, Summary
@@ -144,6 +143,8 @@ class Run:
 
     def _go_on(self, saved: resume.SavedRun) -> None:
         """Put everything back to where the checkpoint was; what came after it is marked lost."""
+        from raafl.runfolder.books import check_books
+
         coordinator, section = self.parts.coordinator, saved.section
         resume.check_limits(saved, coordinator.limits)
         try:

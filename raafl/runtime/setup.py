@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Distance, Experiment, distance, seconds
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.core.algorithm import Algorithm, OwnTests, Select
 from raafl.core.coordinator import Coordinator
+from raafl.core.local import Local
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Limits, derive_seed
 from raafl.data.federated import ClientData, FederatedData
@@ -34,14 +34,13 @@ from raafl.parts.protect.assembly import sound, with_options
 from raafl.parts.select.submodels import Full
 from raafl.rules import Rules
 from raafl.submodel import Submodels, skeleton
-from raafl.submodel.depth.exits import give_exits
 from raafl.submodel.isolated_run import seeded
 from raafl.submodel.module_state import has_values_beside
-from raafl.submodel.prove.proof import refuted
 
 if TYPE_CHECKING:
     from lightning import LightningModule
 
+    from raafl.compression.plan import CompressionPlan
     from raafl.runtime.executors import Executor
 
 
@@ -78,7 +77,10 @@ def user_model(experiment: Experiment) -> LightningModule:
         BadInput: the model cannot have these exits, or cannot be trained.
     """
     module: LightningModule = prepare(experiment.model())
-    give_exits(module, experiment.submodels.exits or ())
+    if experiment.submodels.exits:
+        from raafl.submodel.depth.exits import give_exits
+
+        give_exits(module, experiment.submodels.exits)
     if Rules(experiment.rules).keeps_modes:
         call_own_train(module)
     else:
@@ -169,6 +171,8 @@ def proven_submodels(
     rules = rules or Rules()
     submodels = submodels_of(options, module, batch, rules)
     if type(select) is not Full:
+        from raafl.submodel.prove.proof import refuted
+
         made = module if plain is None else plain()
         checked = submodels if plain is None else submodels_of(options, made, batch, rules)
         found = refuted(checked, made, batch, measures_rounding=rules.measures_rounding)
@@ -310,8 +314,13 @@ def sends_of(experiment: Experiment) -> Literal["values", "delta"]:
 
 def compression_plan(experiment: Experiment, submodels: Submodels) -> CompressionPlan | None:
     """Plan how transfers are compressed; server and clients get equal plans. None = no compression."""
-    algorithm = experiment.algorithm
-    return CompressionPlan.of(submodels, experiment.compress, sends_of(experiment), algorithm.local)
+    local, compress = experiment.algorithm.local, experiment.compress
+    is_plain = (compress.down, compress.up, local.up_as) == ("none", "none", None)
+    if is_plain and type(local).exchange is Local.exchange and not local.payload(submodels).has_bundles:
+        return None
+    from raafl.compression.plan import CompressionPlan
+
+    return CompressionPlan.of(submodels, compress, sends_of(experiment), local)
 
 
 def data_notes(parts: ServerSetup) -> list[str]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raafl.compression.streams import CompressedSnapshots
 from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import RunHooks
 from raafl.core.records_json import assignment_from_json, assignment_to_json, event_from_json, event_to_json
@@ -33,7 +32,7 @@ from raafl.errors import USER_ERRORS, BadInput, CodeFailed, TaskFailed
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import measuring, of_server
 from raafl.runfolder.record import RunRecord
-from raafl.runtime.driver import Driver
+from raafl.runtime.driver import Driver, snapshots_of
 from raafl.runtime.executors import Executor
 from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle.signals import Interrupt
@@ -127,7 +126,7 @@ class Simulation(Driver):
         self._heap: list[tuple[float, int, int, Event | Due]] = []
         self._sequence = 0
         self._num_lost = 0  # since the last arrival
-        self._snapshots = CompressedSnapshots(coordinator)
+        self._snapshots = snapshots_of(coordinator)
         self._out: dict[int, dict[int, FlatTensors]] = {}  # client -> its unanswered assignments, with their values
         self._extensions: list[ClockExtension] = [make(self) for make in extensions_of(coordinator, "clock")]
         for client in clients:

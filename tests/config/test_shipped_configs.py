@@ -68,7 +68,7 @@ def test_config_builds(config, tmp_path, request, monkeypatch):
 
     Its axes are not proven here: tests/submodel/prove/test_proof.py proves the zoo's, and each run its own.
     """
-    monkeypatch.setattr("raafl.runtime.setup.refuted", lambda *_, **__: {})
+    monkeypatch.setattr("raafl.submodel.prove.proof.refuted", lambda *_, **__: {})
     experiment = loaded(config)
     text = (ROOT / config).read_text()
     for package in re.findall(NEED_PACKAGE, text):

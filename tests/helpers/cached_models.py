@@ -12,14 +12,14 @@ from typing import Any
 from torch import nn
 
 from raafl.config.parse import load_experiment, make_parser
-from raafl.runtime import setup
 from raafl.submodel.find import discover
 from raafl.submodel.nested_batch import tensors_in
+from raafl.submodel.prove import proof
 from raafl.submodel.spec import Spec
 from raafl.submodel.submodels import Submodels
 
 _OF_THE_ZOO: dict[Any, Any] = {}
-_COST, _REFUTED, _DISCOVER = Submodels._cost, setup.refuted, discover.discover_axes
+_COST, _REFUTED, _DISCOVER = Submodels._cost, proof.refuted, discover.discover_axes
 
 
 def cache_inputs() -> None:
@@ -84,8 +84,8 @@ def reuse_findings() -> Iterator[None]:
     def discover_axes(module: nn.Module, batch: Any, *more: Any, **options: Any) -> Any:
         return once(("axes", *options.items()), module, batch, lambda: _DISCOVER(module, batch, *more, **options))
 
-    Submodels._cost, setup.refuted, discover.discover_axes = predicted, refuted, discover_axes
+    Submodels._cost, proof.refuted, discover.discover_axes = predicted, refuted, discover_axes
     try:
         yield
     finally:
-        Submodels._cost, setup.refuted, discover.discover_axes = _COST, _REFUTED, _DISCOVER
+        Submodels._cost, proof.refuted, discover.discover_axes = _COST, _REFUTED, _DISCOVER

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from raafl.algorithms import AUTO
 from raafl.algorithms.fed_buff import fed_buff
 from raafl.core.algorithm import Algorithm
 from raafl.core.select import SelectContext
 from raafl.parts.select.submodels import Full
 
-NAME = "auto"
+NAME = AUTO
 
 
 @dataclass(frozen=True, slots=True)

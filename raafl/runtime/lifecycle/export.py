@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,10 +20,8 @@ from torch import Tensor
 
 from raafl.core.state import GlobalState
 from raafl.data.federated import FederatedData
-from raafl.data.tokens import WORDS, Tokenizer, load_tokenizer
 from raafl.runfolder import checkpoints as checkpoint_files
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, cause
-from raafl.runtime.lifecycle.model_card import model_card
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.watch.progress import Progress
 
@@ -53,7 +51,12 @@ def save_final(
     """
     module, state, experiment = parts.module, parts.coordinator.state, parts.experiment
     is_pretrained = callable(getattr(module, "save_pretrained", None))
-    card = model_card(summary, experiment.name, type(module).__name__, is_pretrained=is_pretrained)
+
+    def card() -> str:
+        from raafl.runtime.lifecycle.model_card import model_card
+
+        return model_card(summary, experiment.name, type(module).__name__, is_pretrained=is_pretrained)
+
     path = _save_model(run_folder, saver.wait(), module, state, parts.data, progress, card)
     if experiment.saves_safetensors and not is_pretrained:
         path = _save_safetensors(run_folder, form, state, progress, card) or path
@@ -70,7 +73,7 @@ def _save_model(
     state: GlobalState,
     data: FederatedData,
     progress: Progress,
-    card: str,
+    card: Callable[[], str],
 ) -> str | None:
     """Save the final model into the run folder; return its path there, or None if it could not be saved.
 
@@ -82,7 +85,7 @@ def _save_model(
     if callable(getattr(module, "save_pretrained", None)):
         try:
             state.submodels.load_(module, state.values)
-            found = _save_pretrained(module, tokenizer_of(data.datamodule), run_folder / FOLDER, card)
+            found = _save_pretrained(module, tokenizer_of(data.datamodule), run_folder / FOLDER, card())
         except Exception as error:  # libraries wrap what the disk says in errors of their own
             progress.warn(
                 f"the final model cannot be written to {run_folder / FOLDER}: {cause(error)}; take it from the last "
@@ -127,7 +130,7 @@ def _save_pretrained(module: Any, tokenizer: Any, target: Path, card: str) -> Pa
 
 
 def _save_safetensors(
-    run_folder: Path, form: SavedForm, state: GlobalState, progress: Progress, card: str
+    run_folder: Path, form: SavedForm, state: GlobalState, progress: Progress, card: Callable[[], str]
 ) -> str | None:
     """Save the state dict of a plain module, and the card, to `RUN/model`; return its path, or None if that fails."""
     try:
@@ -143,7 +146,7 @@ def _save_safetensors(
             )
         with _whole(run_folder / FOLDER) as folder:
             save_file(named, folder / SAFETENSORS, metadata={"format": "pt"})
-            (folder / CARD).write_text(card, encoding="utf-8")
+            (folder / CARD).write_text(card(), encoding="utf-8")
     except Exception as error:  # as in `_save_model`
         progress.warn(f"the final model cannot be written to {run_folder / FOLDER}: {cause(error)}")
         return None
@@ -153,8 +156,10 @@ def _save_safetensors(
 def tokenizer_of(datamodule: object) -> object:
     """Return the ``tokenizer`` of a data module if it can be saved for transformers, else None."""
     tokenizer = getattr(datamodule, "tokenizer", None)
-    if hasattr(tokenizer, "save_pretrained"):
+    if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
         return tokenizer
+    from raafl.data.tokens import WORDS, Tokenizer, load_tokenizer
+
     if not isinstance(tokenizer, Tokenizer) or tokenizer.name == WORDS:
         return None
     return load_tokenizer(tokenizer.name)

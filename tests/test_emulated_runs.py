@@ -12,13 +12,13 @@ from torch import nn
 
 from model_zoo import MLP
 from raafl.algorithms import ca2fl, fadas, fed_async, fed_avg, fed_buff, fed_raa, hetero_fl
-from raafl.commands.replay import replay
 from raafl.compression.compressors import Compress
 from raafl.config.experiment import SubmodelOptions
 from raafl.core.algorithm import Training
 from raafl.local.train import FabricOptions
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
+from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from tests.helpers import cached_models
 from tests.helpers.crash import crash, simulated

@@ -16,11 +16,11 @@ import pytest
 
 from model_zoo import MLP
 from raafl.commands.cli import main
-from raafl.commands.replay import replay
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.events import JournalReader
 from raafl.runtime.lifecycle import signals
+from raafl.runtime.replay import replay
 from tests.helpers import forkserver
 from tests.helpers.forked_command import command, wait_for
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from raafl.algorithms import ALGORITHMS, fed_buff
-from raafl.commands.replay import replay
 from raafl.compression.compressors import Compress
 from raafl.local.train import FabricOptions
 from raafl.runfolder.checkpoints import load
+from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from tests.helpers import cached_models
 from tests.helpers.crash import crash, simulated

@@ -282,9 +282,9 @@ class Federation:
 
         Returns:
             Result of the replay: ``equal`` (whether all is equal), ``parted_at`` (the first event that is not), and more; see
-            `raafl.commands.replay.replay`.
+            `raafl.runtime.replay.replay`.
         """
-        from raafl.commands.replay import replay
+        from raafl.runtime.replay import replay
 
         loading = {name: how.pop(name, None) for name in ("batch_size", "collate_fn")}
         spec = ModuleSpec(module, **how)

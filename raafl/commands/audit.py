@@ -163,7 +163,8 @@ def _sites(folders: Sequence[Path]) -> list[_Site]:
 def _replay(folder: Path, options: Any, result: dict[str, Any]) -> None:
     """Replay the run, and add to ``result`` what came of it."""
     with quick_imports():
-        from raafl.commands.replay import client_file, replay
+        from raafl.commands.replay import client_file
+        from raafl.runtime.replay import replay
 
     files = {number: Path(file) for number, file in map(client_file, options.client_data)}
     try:

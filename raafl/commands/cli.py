@@ -277,12 +277,14 @@ def _certs(argv: list[str]) -> int:
 
 def _replay(argv: list[str]) -> int:
     """Replay a run folder; exit code 0 if the same model results, else 1."""
-    from raafl.commands.replay import client_file, lines_of, parser, replay
+    from raafl.commands.replay import client_file, lines_of, parser
     from raafl.commands.stored_runs import run_folder
 
     options = options_of(parser(), argv)
     at_least("workers", options.workers, 1)
     with _json_alone(argv):
+        from raafl.runtime.replay import replay
+
         files = {number: Path(file) for number, file in map(client_file, options.client_data)}
         result = replay(
             run_folder(options.run),

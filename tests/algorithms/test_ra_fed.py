@@ -9,11 +9,11 @@ import torch
 
 from raafl.algorithms import fed_avg, ra_fed, ram_fed
 from raafl.algorithms.ra_fed.regions import Regions
-from raafl.commands.replay import replay
 from raafl.config.parse import parse
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
+from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Spec
 from tests.habits.source import ROOT

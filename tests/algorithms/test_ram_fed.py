@@ -12,7 +12,6 @@ from torch import nn
 
 from raafl.algorithms import fed_avg, ra_fed, ram_fed
 from raafl.algorithms.ra_fed.regions import Regions
-from raafl.commands.replay import replay
 from raafl.config.parse import parse
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
@@ -26,6 +25,7 @@ from raafl.parts.select.coverage import of_regions
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.runfolder import checkpoints as checkpoint
+from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.habits.source import ROOT

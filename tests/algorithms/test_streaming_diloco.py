@@ -11,11 +11,11 @@ from torch import nn
 from model_zoo import MLP
 from raafl.algorithms import diloco, streaming_diloco
 from raafl.algorithms.streaming_diloco.fragments import Fragments
-from raafl.commands.replay import replay
 from raafl.compression.options import Compress
 from raafl.core.types import Joined, Lost
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
+from raafl.runtime.replay import replay
 from raafl.submodel import SpecError, Submodels
 from tests.helpers.coordinators import assigned, coordinator_for, join
 from tests.helpers.crash import crashed, simulated

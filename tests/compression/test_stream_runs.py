@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from raafl.algorithms import fed_avg, fed_buff
-from raafl.commands.replay import replay
 from raafl.compression.compressors import Compress, TopK
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import UplinkCodec
@@ -23,6 +22,7 @@ from raafl.parts.merge.mean import Deltas
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
 from raafl.runtime.identity import PROTOCOL
+from raafl.runtime.replay import replay
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
 from raafl.runtime.server.session_protocol import SessionSetup

@@ -12,10 +12,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
-from raafl.commands.replay import replay
 from raafl.core.algorithm import Training
 from raafl.data import FederatedData, Iid
 from raafl.runfolder import checkpoints as checkpoint
+from raafl.runtime.replay import replay
 from raafl.runtime.setup import make_model
 from tests.conformance.clocks import on_both_clocks
 from tests.helpers.lora_models import LAYERS, RANKS, Tokens, lora_bert, lora_run, rated, trained_bytes

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raafl.commands.replay import replay
 from raafl.config.options import Timeouts
 from raafl.config.parse import parse
 from raafl.core.types import Arrived, Joined, Lost, Stop
+from raafl.runtime.replay import replay
 from tests.helpers.certificates import federation
 from tests.helpers.joining_clients import SITE, remote
 from tests.helpers.real_ranks import Watched

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from model_zoo import MLP
-from raafl.commands.replay import replay
+from raafl.runtime.replay import replay
 from tests.helpers import forkserver
 from tests.helpers.forked_command import Command, command, wait_for
 

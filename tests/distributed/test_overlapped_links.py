@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.cut_link import Relay
-from raafl.commands.replay import replay
 from raafl.local.train import LocalTrainer
+from raafl.runtime.replay import replay
 from raafl.transport import frames
 from raafl.transport.tcp import stream
 from tests.distributed.test_come_and_go import settled, wait_for

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from raafl.commands.replay import replay
 from raafl.config.site_policy import SitePolicy, SitePrivacy
 from raafl.core.types import Arrived
+from raafl.runtime.replay import replay
 from raafl.runtime.secure_groups import UNCERTIFIED
 from raafl.runtime.server.secure import SecureAggregator
 from tests.distributed.test_come_and_go import SEEN, On, parsed, settled

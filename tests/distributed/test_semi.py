@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from raafl.commands.replay import replay
 from raafl.config.parse import parse
+from raafl.runtime.replay import replay
 from tests.habits.source import ROOT
 from tests.helpers.real_ranks import ranks
 

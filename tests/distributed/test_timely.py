@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from raafl.commands.replay import replay
 from raafl.config.parse import parse
+from raafl.runtime.replay import replay
 from raafl.submodel import FULL
 from tests.habits.source import ROOT
 from tests.helpers.real_ranks import ranks

@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff, fed_raa
 from raafl.algorithms.fed_mezo.zeroth_order import SCALARS, pack, unpack
-from raafl.commands.replay import replay
 from raafl.config.parse import parse
 from raafl.core.algorithm import Training
 from raafl.data import Digits
@@ -22,6 +21,7 @@ from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy, epsilon
+from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from tests.habits.source import ROOT
 from tests.helpers.crash import crash, simulated

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from raafl.commands.cli import main
-from raafl.commands.replay import replay
 from raafl.config.parse import parse
+from raafl.runtime.replay import replay
 from tests.helpers.joining_clients import remote
 
 pytestmark = pytest.mark.timeout(120)

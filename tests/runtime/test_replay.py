@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from raafl.commands.replay import replay
 from raafl.config.parse import parse
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runtime.replay import Replay
+from raafl.runtime.replay import Replay, replay
 from raafl.runtime.run import simulate
 from tests.helpers import forkserver
 from tests.helpers.forked_command import command

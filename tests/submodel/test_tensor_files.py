@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from raafl.algorithms import ram_fed
-from raafl.commands.replay import replay
 from raafl.core import saving
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
@@ -24,6 +23,7 @@ from raafl.errors import BadInput, RunFailed
 from raafl.local.malloc import give_back
 from raafl.parts.merge.remembered import Remembered
 from raafl.parts.select.coverage import of_regions
+from raafl.runtime.replay import replay
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from raafl.submodel.tensor_files import is_in_files, is_in_ram, zeros_in
 from tests.algorithms.test_ram_fed import CONFIG, Net

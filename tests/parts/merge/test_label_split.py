@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from model_zoo import MLP
 from raafl.algorithms import fed_avg, fed_rolex, hetero_fl
-from raafl.commands.replay import replay
 from raafl.config.parse import parse
 from raafl.core import saving
 from raafl.core.masked_loss import CLASSES, output_layer
@@ -23,6 +22,7 @@ from raafl.parts.merge.label_split import LabelSplit, RowsMemory
 from raafl.parts.merge.mean import Mean
 from raafl.parts.protect.assembly import guarded
 from raafl.parts.protect.options import Guard
+from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels
 from tests.habits.source import ROOT

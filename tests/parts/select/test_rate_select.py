@@ -8,7 +8,6 @@ import pytest
 
 import raafl.parts
 from raafl.algorithms import ALGORITHMS, fed_buff
-from raafl.commands.replay import replay
 from raafl.config.parse import load_experiment, parse
 from raafl.core import saving
 from raafl.core.algorithm import OwnTests, SelectContext, Training
@@ -19,6 +18,7 @@ from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts import RateSelect
 from raafl.parts.merge.mean import Mean, Staleness
+from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.coordinators import Line, answer, assigned, coordinator_for, join, line_state

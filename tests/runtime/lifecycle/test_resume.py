@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from raafl.commands.replay import replay
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.runfolder.append_file import write_table
@@ -22,6 +21,7 @@ from raafl.runfolder.books import check_books
 from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.lock import FolderLock
 from raafl.runtime.lifecycle.resume import SavedRun, load, mend
+from raafl.runtime.replay import replay
 from raafl.watch.state import follow
 from tests.helpers import forkserver
 from tests.helpers.crash import crashed, simulated

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from raafl.core.exchange import ClientLink
 from raafl.core.types import Assignment
-from raafl.local.client_group import ClientProcesses
+
+if TYPE_CHECKING:
+    from raafl.local.client_group import ClientProcesses
 
 
 @dataclass(slots=True)

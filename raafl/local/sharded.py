@@ -94,6 +94,12 @@ class Shards:
             if callable(getattr(module, name, None)):
                 register_fsdp_forward_method(module, name)
 
+    def build(
+        self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Fabric
+    ) -> TrainableSubmodel:
+        """Build the module of ``spec``, sharded over these processes; see `TrainableSubmodel`."""
+        return ShardedSubmodel(self, submodels, spec, local, payload, fabric)
+
     def spread(self, tensor: Tensor) -> None:
         """Overwrite a contiguous tensor, in place, with its values in the leading process (a broadcast)."""
         import torch.distributed as dist

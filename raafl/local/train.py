@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -28,13 +28,15 @@ from raafl.local.masked import masked
 from raafl.local.options import FabricOptions
 from raafl.local.proximal import ProximalTerm
 from raafl.local.rng import RngStream, current, seed_everything
-from raafl.local.sharded import ShardedSubmodel, Shards
 from raafl.local.sparse_gradients import backward_of
 from raafl.local.trainable import TrainableSubmodel
 from raafl.optimizers import step_scheduler
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase
+
+if TYPE_CHECKING:
+    from raafl.local.sharded import Shards
 
 __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
 
@@ -283,7 +285,7 @@ class LocalTrainer:
     def build(self, spec: Spec) -> TrainableSubmodel:
         """Build a new module for submodel ``spec``, for the caller alone; `built` returns the module that `run` uses."""
         if self.shards is not None:
-            return ShardedSubmodel(self.shards, self.submodels, spec, self.local, self.payload, self.fabric)
+            return self.shards.build(self.submodels, spec, self.local, self.payload, self.fabric)
         return TrainableSubmodel(self.submodels, spec, self.local, self.payload, self.fabric)
 
     def built(self, spec: Spec) -> TrainableSubmodel:

@@ -24,6 +24,7 @@ from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from raafl.runtime.run import simulate
 from tests.habits.source import ROOT
+from tests.helpers.refusals import refuses
 from tests.helpers.small_federations import federation, small_net
 from tests.helpers.small_runs import digits, experiment, small_mlp
 
@@ -362,42 +363,37 @@ def test_a_run_leaves_the_generators_of_an_emulated_gpu_as_they_were(tmp_path, e
     assert [torch.rand(1, device=f"cuda:{index}").item() for index in range(2)] == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_update": 3}, "Federation has no 'max_update': did you mean 'max_updates'"),
-        ({"algorithm": "fed_rra"}, "algorithm is 'fed_rra': did you mean 'fed_raa'"),
-        ({"train": {"epochs": 1}}, "unknown field train.epochs"),
-        ({"devices": [{"name": "x", "flops": 1}]}, "unknown field devices.flops"),
-        ({"devices": 3}, "devices is 3: it says what the clients can do"),
-        ({"devices": 0.5}, "give a list of devices"),
-        ({"devices": ["iphone-99"]}, "device 'iphone-99' is not in raafl's catalogue, and flops_per_s is missing"),
-        ({"max_epochs": 3}, "Federation has no 'max_epochs': a run ends by max_updates"),
-        (
-            {"callbacks": object()},
-            "callbacks has an object of object: give objects of raafl.Callback; callbacks of Lightning's Trainer do not work here",
-        ),
-        (
-            {"callbacks": [raafl.EarlyStopping]},
-            r"callbacks has the class EarlyStopping: give an object, EarlyStopping\(\)",
-        ),
-        (
-            {"callbacks": EarlyStopping("loss")},
-            "give objects of raafl.Callback, such as raafl.EarlyStopping; callbacks of Lightning's Trainer",
-        ),
-        ({"algorithm": raafl.fed_avg}, r"algorithm is fed_avg: give what it makes, raafl.fed_avg\(\), or its name"),
-        ({"guard": 3}, "guard is 3: give its fields as a dict"),
-        ({"clients": 2.5}, "clients is 2.5: give a whole number or null"),
-        ({"lr_time_s": "5m"}, "train.lr_time_s is '5m': give a number or null"),
-        ({"lr_versions": "3"}, "train.lr_versions is '3': give a whole number or null"),
-        ({"train": {"num_steps": 2.5}}, "train.num_steps is 2.5: give a whole number or null"),
-        ({"train": Training(lr_schedule="linear", lr_versions=True)}, "train.lr_versions is True: give a whole number"),
-        ({"max_updates": "auto"}, "max_updates is 'auto': give a whole number or null"),
-        ({"target": 0.9}, "target is 0.9: give text or a list of texts or null"),
-        ({"overlap": "no", "seed": 1.5}, "overlap is 'no': give true or false\nseed is 1.5: give a whole number"),
-        ({"devices": [{"flops_per_s": "fast"}]}, "devices.flops_per_s is 'fast': give a number"),
-    ],
+test_a_setting_that_is_none_is_named = refuses(
+    raafl.Federation,
+    ({"max_update": 3}, "Federation has no 'max_update': did you mean 'max_updates'"),
+    ({"algorithm": "fed_rra"}, "algorithm is 'fed_rra': did you mean 'fed_raa'"),
+    ({"train": {"epochs": 1}}, "unknown field train.epochs"),
+    ({"devices": [{"name": "x", "flops": 1}]}, "unknown field devices.flops"),
+    ({"devices": 3}, "devices is 3: it says what the clients can do"),
+    ({"devices": 0.5}, "give a list of devices"),
+    ({"devices": ["iphone-99"]}, "device 'iphone-99' is not in raafl's catalogue, and flops_per_s is missing"),
+    ({"max_epochs": 3}, "Federation has no 'max_epochs': a run ends by max_updates"),
+    (
+        {"callbacks": object()},
+        "callbacks has an object of object: give objects of raafl.Callback; callbacks of Lightning's Trainer do not work here",
+    ),
+    (
+        {"callbacks": [raafl.EarlyStopping]},
+        r"callbacks has the class EarlyStopping: give an object, EarlyStopping\(\)",
+    ),
+    (
+        {"callbacks": EarlyStopping("loss")},
+        "give objects of raafl.Callback, such as raafl.EarlyStopping; callbacks of Lightning's Trainer",
+    ),
+    ({"algorithm": raafl.fed_avg}, r"algorithm is fed_avg: give what it makes, raafl.fed_avg\(\), or its name"),
+    ({"guard": 3}, "guard is 3: give its fields as a dict"),
+    ({"clients": 2.5}, "clients is 2.5: give a whole number or null"),
+    ({"lr_time_s": "5m"}, "train.lr_time_s is '5m': give a number or null"),
+    ({"lr_versions": "3"}, "train.lr_versions is '3': give a whole number or null"),
+    ({"train": {"num_steps": 2.5}}, "train.num_steps is 2.5: give a whole number or null"),
+    ({"train": Training(lr_schedule="linear", lr_versions=True)}, "train.lr_versions is True: give a whole number"),
+    ({"max_updates": "auto"}, "max_updates is 'auto': give a whole number or null"),
+    ({"target": 0.9}, "target is 0.9: give text or a list of texts or null"),
+    ({"overlap": "no", "seed": 1.5}, "overlap is 'no': give true or false\nseed is 1.5: give a whole number"),
+    ({"devices": [{"flops_per_s": "fast"}]}, "devices.flops_per_s is 'fast': give a number"),
 )
-def test_a_setting_that_is_none_is_named(settings, message):
-    with pytest.raises(BadInput, match=message):
-        raafl.Federation(**settings)

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from torch.nn import functional as F
 
-from raafl.algorithms import depth_fl, fed_avg, fed_dyn, scale_fl
+from raafl.algorithms import depth_fl, scale_fl
 from raafl.algorithms.depth_fl import DynamicMutual, Mutual, MutualTraining, RegularisedMutual, teaching_weight
 from raafl.algorithms.scale_fl import WeighedByDepth, WeighedExits
 from raafl.core.sample import Sample
@@ -21,7 +21,6 @@ from raafl.parts.select.leading_blocks import LeadingBlocks
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FULL, Submodels, depth_window
-from tests.helpers.small_runs import experiment, finish
 from tests.parts.local.test_distilled import batch, filled, task_for, three_blocks
 
 
@@ -117,16 +116,3 @@ def test_the_hook_follows_the_version_and_the_regulariser(exits):
     assert type(RegularisedMutual(4, prox=0.1).hook(task)) is DynamicMutual
     assert WeighedExits(2.0, 3.0, kd_from=1).hook(task).gamma == 0.0  # version 0
     assert WeighedExits(2.0, 3.0, kd_from=0).hook(task).gamma == 2.0
-
-
-SAME = {
-    "depth_fl": (depth_fl(1.0, dyn_alpha=0.0), fed_avg(by_samples=False)),
-    "regularised depth_fl": (depth_fl(1.0, dyn_alpha=0.1), fed_dyn(0.1)),
-    "scale_fl": (scale_fl(1.0, 1.0), fed_avg(by_samples=False)),
-}
-
-
-@pytest.mark.parametrize("name", SAME)
-def test_without_exits_at_full_size_it_is_a_known_method_to_the_last_bit(tmp_path, name):
-    runs = [finish(experiment(tmp_path / str(i), one, max_updates=8)) for i, one in enumerate(SAME[name])]
-    assert runs[0].digest == runs[1].digest

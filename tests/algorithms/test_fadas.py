@@ -9,13 +9,12 @@ import torch
 
 from raafl.algorithms import fadas
 from raafl.algorithms.fadas import AmsgradMemory, DelayAdaptive
-from raafl.core import saving
 from raafl.core.sample import Sample
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.trigger import Buffered
 from raafl.submodel import FULL, Spec
-from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, filled, line_state, values_of
+from tests.helpers.coordinators import filled, line_state
 
 
 def merged(merge, state, *updates):
@@ -74,9 +73,3 @@ def test_what_no_update_covers_keeps_its_moments():
     assert first == [pytest.approx(0.1, rel=1e-2), 0.0]
     memory = state.memory.of(AmsgradMemory)
     assert [float(moment["fc2.weight"][0, 1]) for moment in (memory.m, memory.v, memory.peak)] == [0.0] * 3
-
-
-def test_a_checkpoint_in_the_middle_of_a_buffer_goes_on_to_the_same_bits():
-    whole, again = cut_in_the_middle(lambda: coordinator_for(fadas(3), min_clients=4), 4, float)
-    assert torch.equal(values_of(whole.state), values_of(again.state))
-    assert saving.save(whole).keys() == saving.save(again).keys()

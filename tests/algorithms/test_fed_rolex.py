@@ -2,17 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from raafl.algorithms import fed_avg, fed_rolex
+from raafl.algorithms import fed_rolex
 from raafl.core.algorithm import Local
 from raafl.core.sample import Sample
-from raafl.data import Dirichlet, Iid
 from raafl.errors import BadInput
 from raafl.parts.merge.label_split import LabelSplit
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join
-from tests.helpers.small_runs import experiment, finish
 
 
 def test_every_argument_reaches_its_part():
@@ -50,15 +48,3 @@ def test_five_rounds_by_hand():
         assert values["fc2.weight"].tolist() == [after]
         assert values["fc1.weight"].tolist() == [[value, value] for value in after]
         assert values["fc2.bias"].tolist() == [(first + second) / 2]
-
-
-@pytest.mark.parametrize(
-    ("settings", "partition"),
-    [({}, Iid()), ({"masked": False}, Dirichlet(alpha=0.1))],
-    ids=["equal clients", "unequal clients, not masked"],
-)
-def test_at_full_width_it_is_fed_avg_to_the_last_bit(tmp_path, settings, partition):
-    more = {"partition": partition, "max_updates": 8}
-    one = finish(experiment(tmp_path / "one", fed_rolex(rates=1.0, **settings), **more))
-    other = finish(experiment(tmp_path / "other", fed_avg(by_samples=False), **more))
-    assert one.digest == other.digest

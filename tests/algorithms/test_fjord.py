@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from model_zoo import MLP
-from raafl.algorithms import fed_avg, fjord
+from raafl.algorithms import fjord
 from raafl.algorithms.fjord import DrawnWidths, OrderedDropout, masks_of
 from raafl.core.local import Task
 from raafl.core.sample import Sample
@@ -20,7 +20,6 @@ from raafl.parts.merge.mean import Mean
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.units import leading
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
-from tests.helpers.small_runs import experiment, finish
 from tests.local.bench import assignment
 
 DATA = (torch.randn(5, 3, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 1, 0, 1]))
@@ -145,9 +144,3 @@ def test_a_model_whose_logits_are_not_seen_needs_distil_false():
     hook = hook_for(model, submodels, FULL, OrderedDropout())
     with pytest.raises(BadInput, match="set distil to false"):
         hook.loss(DATA, 0)
-
-
-def test_at_full_width_it_is_fed_avg_to_the_last_bit(tmp_path):
-    one = finish(experiment(tmp_path / "one", fjord(1.0, [1.0], distil=False), max_updates=8))
-    other = finish(experiment(tmp_path / "other", fed_avg(), max_updates=8))
-    assert one.digest == other.digest

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from raafl.algorithms import fed_avg, hetero_fl
+from raafl.algorithms import hetero_fl
 from raafl.core.algorithm import Local
 from raafl.core.sample import Sample
-from raafl.data import Dirichlet, Iid
+from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from raafl.parts.merge.label_split import LabelSplit
 from raafl.parts.merge.mean import Mean
@@ -52,18 +52,6 @@ def test_what_no_client_has_stays():
     answer(coordinator, tasks[1], 1.0)
     answer(coordinator, tasks[2], 2.0)
     assert coordinator.state.values["fc2.weight"].tolist() == [[1.5, 1.5, 0.0, 0.0]]
-
-
-@pytest.mark.parametrize(
-    ("settings", "partition"),
-    [({}, Iid()), ({"masked": False}, Dirichlet(alpha=0.1))],
-    ids=["equal clients", "unequal clients, not masked"],
-)
-def test_at_full_width_it_is_fed_avg_to_the_last_bit(tmp_path, settings, partition):
-    more = {"partition": partition, "max_updates": 8}
-    one = finish(experiment(tmp_path / "one", hetero_fl(rates=1.0, **settings), **more))
-    other = finish(experiment(tmp_path / "other", fed_avg(by_samples=False), **more))
-    assert one.digest == other.digest
 
 
 def test_masking_makes_a_difference_where_classes_are_missing(tmp_path):

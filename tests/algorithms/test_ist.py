@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from model_zoo import MLP
-from raafl.algorithms import fed_avg, ist
+from raafl.algorithms import ist
 from raafl.algorithms.ist.random_partition import DisjointUnits, deal
 from raafl.core.algorithm import Local
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Lost
-from raafl.data import Dirichlet
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
@@ -20,7 +19,6 @@ from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported
 from raafl.submodel import Axis, Member, Submodels
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join
-from tests.helpers.small_runs import experiment, finish
 
 AXES = {"a": Axis("a", 10, (Member("w", 0),)), "b": Axis("b", 2, (Member("v", 0),))}
 
@@ -122,10 +120,3 @@ def test_a_client_whose_memory_a_share_exceeds_is_named():
     problems = coordinator.algorithm.select.check(coordinator.fleet)
     assert len(problems) == 1
     assert problems[0].startswith("client 1: memory_bytes is 10, one of 1 equal shares needs ")
-
-
-def test_with_one_subnet_it_is_fed_avg_to_the_last_bit(tmp_path):
-    more = {"partition": Dirichlet(alpha=1.0), "max_updates": 8}
-    one = finish(experiment(tmp_path / "one", ist(subnets=1), **more))
-    other = finish(experiment(tmp_path / "other", fed_avg(by_samples=False), **more))
-    assert one.digest == other.digest

@@ -3,16 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raafl.algorithms import fed_avg, oap
+from raafl.algorithms import oap
 from raafl.core.algorithm import Local
 from raafl.core.sample import Sample
-from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state
-from tests.helpers.small_runs import experiment, finish
 
 
 def test_every_argument_reaches_its_part():
@@ -52,10 +50,3 @@ def test_what_all_have_pruned_stays():
     answer(coordinator, tasks[1], 7.0)
     answer(coordinator, tasks[2], 9.0)
     assert state.values["fc2.weight"].tolist() == [[1.0, 8.0, 2.0, 8.0]]
-
-
-def test_at_full_width_it_is_fed_avg_to_the_last_bit(tmp_path):
-    more = {"partition": Dirichlet(alpha=1.0), "max_updates": 8}
-    one = finish(experiment(tmp_path / "one", oap(rates=1.0), **more))
-    other = finish(experiment(tmp_path / "other", fed_avg(by_samples=False), **more))
-    assert one.digest == other.digest

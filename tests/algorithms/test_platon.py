@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from raafl.algorithms import fed_async, fed_avg, platon
+from raafl.algorithms import platon
 from raafl.algorithms.platon.scores import BestUnits, MeasuredSensitivity, PlatonMemory, ScoredMean, Sensitivity, cubic
 from raafl.core.algorithm import Task
 from raafl.core.sample import Sample
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined
-from raafl.data import Dirichlet
 from raafl.devices.profiles import Profile
-from raafl.errors import BadInput
-from raafl.parts.merge.mean import Mean, Staleness
+from raafl.parts.merge.mean import Staleness
 from raafl.parts.select.rate_select import unit_scores
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
@@ -27,6 +25,7 @@ from tests.helpers.coordinators import (
     update_for,
     values_of,
 )
+from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import experiment, finish
 
 
@@ -45,23 +44,18 @@ def test_every_argument_reaches_its_part():
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rates": 1.5}, "a rate in rates is 1.5"),
-        ({"warm_up": -1}, "warm_up is -1: give 0 or more"),
-        ({"rounds": 0}, "rounds is 0: give a number above 0"),
-        ({"beta1": 1.0}, "beta1 is 1.0: give a number from 0 to below 1"),
-        ({"beta2": -0.1}, "beta2 is -0.1"),
-        ({"groups": 0}, "groups is 0"),
-        ({"trigger": "al"}, "trigger is 'al': did you mean 'all'"),
-        ({"alpha": 0.5}, "alpha is 0.5, but trigger all"),
-        ({"trigger": "each", "alpha": 2.0}, "alpha is 2.0"),
-    ],
+test_bad_arguments_are_named = refuses(
+    platon,
+    ({"rates": 1.5}, "a rate in rates is 1.5"),
+    ({"warm_up": -1}, "warm_up is -1: give 0 or more"),
+    ({"rounds": 0}, "rounds is 0: give a number above 0"),
+    ({"beta1": 1.0}, "beta1 is 1.0: give a number from 0 to below 1"),
+    ({"beta2": -0.1}, "beta2 is -0.1"),
+    ({"groups": 0}, "groups is 0"),
+    ({"trigger": "al"}, "trigger is 'al': did you mean 'all'"),
+    ({"alpha": 0.5}, "alpha is 0.5, but trigger all"),
+    ({"trigger": "each", "alpha": 2.0}, "alpha is 2.0"),
 )
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(BadInput, match=message):
-        platon(**arguments)
 
 
 def test_the_schedule_by_hand():
@@ -282,24 +276,6 @@ def test_a_model_without_axes_is_averaged_and_a_note_says_so():
     assert Sensitivity(groups=2).notes(line_state().submodels) == [
         "platon scores 1 axes of more than 2 units by groups of neighbours"
     ]
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (platon(rates=1.0), fed_avg()),
-        (platon(rates=1.0, trigger="each", staleness="polynomial"), fed_async(staleness="polynomial")),
-    ],
-    ids=["fed_avg", "fed_async"],
-)
-def test_at_rate_1_it_is_plain_averaging_to_the_last_bit(tmp_path, one, other):
-    """The scores' bytes take their time: on links without a limit the order of arrival is the same."""
-    more = {"partition": Dirichlet(alpha=1.0), "max_updates": 8, "devices": None}
-    assert isinstance(one.merge, Mean)
-    assert (
-        finish(experiment(tmp_path / "a", one, **more)).digest
-        == finish(experiment(tmp_path / "b", other, **more)).digest
-    )
 
 
 @pytest.mark.parametrize("trigger", ["all", "each"])

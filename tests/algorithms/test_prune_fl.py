@@ -3,18 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raafl.algorithms import fed_avg, prune_fl
+from raafl.algorithms import prune_fl
 from raafl.algorithms.prune_fl import pruned
 from raafl.algorithms.prune_fl.pruned import Choice, ChosenMean, Pruned, choose, unit_times
 from raafl.core.algorithm import Local
 from raafl.core.sample import Sample
-from raafl.data import Dirichlet
-from raafl.errors import BadInput
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported
 from raafl.submodel import Spec
-from tests.helpers.coordinators import answer, assigned, coordinator_for, cut_in_the_middle, join, line_state, values_of
-from tests.helpers.small_runs import experiment, finish
+from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state
+from tests.helpers.refusals import refuses
 
 
 def test_every_argument_reaches_its_part():
@@ -29,19 +27,14 @@ def test_every_argument_reaches_its_part():
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"every": 0}, "every is 0: give a number above 0"),
-        ({"prunable": 0.0}, "prunable is 0.0: give a number above 0 and below 1"),
-        ({"prunable": 1.0}, "prunable is 1.0"),
-        ({"rates": 1.5}, "a rate in rates is 1.5"),
-        ({"every": 3, "submodel": RateSelect()}, "every is 3, but submodel says"),
-    ],
+test_bad_arguments_are_named = refuses(
+    prune_fl,
+    ({"every": 0}, "every is 0: give a number above 0"),
+    ({"prunable": 0.0}, "prunable is 0.0: give a number above 0 and below 1"),
+    ({"prunable": 1.0}, "prunable is 1.0"),
+    ({"rates": 1.5}, "a rate in rates is 1.5"),
+    ({"every": 3, "submodel": RateSelect()}, "every is 3, but submodel says"),
 )
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(BadInput, match=message):
-        prune_fl(**arguments)
 
 
 def test_units_take_their_share_of_the_flops():
@@ -107,19 +100,3 @@ def test_a_client_gets_the_best_of_the_chosen_within_its_rate():
     coordinator = coordinator_for(prune_fl(rates=[1.0, 0.6, 0.4]), state, min_clients=3)
     tasks = assigned(join(coordinator, [1, 2, 3]))
     assert [list(tasks[n].spec.indices("hidden")) for n in (1, 2, 3)] == [[0, 2, 3], [0, 2], [2]]
-
-
-def test_the_choice_survives_a_checkpoint():
-    def fresh():
-        return coordinator_for(prune_fl(every=2), line_state(value=0.5), min_clients=4)
-
-    whole, again = cut_in_the_middle(fresh, 6, lambda step: float(step % 5))
-    assert whole.state.memory.find(Choice) == again.state.memory.find(Choice) is not None
-    assert torch.equal(values_of(whole.state), values_of(again.state))
-
-
-def test_with_only_whole_rounds_it_is_fed_avg_to_the_last_bit(tmp_path):
-    more = {"partition": Dirichlet(alpha=1.0), "max_updates": 8}
-    one = finish(experiment(tmp_path / "one", prune_fl(every=1), **more))
-    other = finish(experiment(tmp_path / "other", fed_avg(), **more))
-    assert one.digest == other.digest

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from model_zoo import CNN, MLP, ViT
-from raafl.algorithms import fed_avg, q_vit
+from raafl.algorithms import q_vit
 from raafl.algorithms.q_vit.quantised import Quantised, QuantisedConv2d, QuantisedLinear, mean_bits, quantise, quantised
 from raafl.core.sample import Sample
-from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
 from raafl.submodel import Spec, Submodels, skeleton
+from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import experiment, finish
 
 
@@ -37,17 +37,12 @@ def test_every_argument_reaches_its_part():
     assert algorithm.describe()["local"].endswith("weights and inputs quantised, 3 bits, learned step sizes")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"bits": 1}, "bits is 1: give 2 to 8, or 32 for no quantisation"),
-        ({"edge_bits": 16}, "edge_bits is 16"),
-        ({"weight": 0.0}, "weight is 0.0: give a number above 0"),
-    ],
+test_bad_arguments_are_named = refuses(
+    q_vit,
+    ({"bits": 1}, "bits is 1: give 2 to 8, or 32 for no quantisation"),
+    ({"edge_bits": 16}, "edge_bits is 16"),
+    ({"weight": 0.0}, "weight is 0.0: give a number above 0"),
 )
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(BadInput, match=message):
-        q_vit(**arguments)
 
 
 X = [-2.0, -0.6, -0.2, 0.1, 0.4, 0.9, 1.3]
@@ -213,13 +208,6 @@ def test_costs_are_those_of_quantising_and_a_note_says_so():
         "q_vit uses edge_bits (8) for the first and the last layer, and the model has no others: bits (3) has no effect"
     )
     assert len(Quantised(3, edge_bits=3).notes(edges)) == 1
-
-
-@pytest.mark.parametrize("model", [deep_mlp, deep_cnn], ids=["mlp", "cnn"])
-def test_with_32_bits_it_is_fed_avg_to_the_last_bit(tmp_path, model):
-    more = {"partition": Dirichlet(alpha=1.0), "max_updates": 8, "model": model}
-    one = finish(experiment(tmp_path / "one", q_vit(bits=32), **more))
-    assert one.digest == finish(experiment(tmp_path / "other", fed_avg(), **more)).digest
 
 
 def test_it_learns_also_in_submodels(tmp_path):

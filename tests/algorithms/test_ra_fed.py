@@ -7,20 +7,16 @@ from collections import Counter
 import pytest
 import torch
 
-from raafl.algorithms import fed_avg, ra_fed, ram_fed
+from raafl.algorithms import ra_fed, ram_fed
 from raafl.algorithms.ra_fed.regions import Regions
-from raafl.config.parse import parse
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.runtime.replay import replay
-from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Spec
-from tests.habits.source import ROOT
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state
+from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import experiment, finish
 
-CONFIG = str(ROOT / "configs" / "ra-fed.yaml")
 REGION = [Spec.select({"hidden": range(2 * i, 2 * i + 2)}) for i in range(4)]
 
 
@@ -188,22 +184,17 @@ def test_a_client_gets_as_many_regions_as_its_memory_holds(tmp_path):
     assert problem.startswith("client 1: memory_bytes is") and "too small for one of 4 regions" in problem
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"regions": 0}, "regions is 0"),
-        ({"regions": 3}, "regions is 3, but the mask L-Arb is defined for 4 regions"),
-        ({"mask": [5]}, r"mask is \[5\]: give a list with the number of regions that each client trains, from 1 to 4"),
-        ({"mask": []}, r"mask is \[\]"),
-        ({"trained": 5}, "'trained' is 5: give 1 to 4"),
-        ({"every": 2}, "'every' is 2, but no round leaves regions out"),
-        ({"trained": 3, "every": 2, "rest": 9}, "'every' is 2, but 'rest' is 9, which needs"),
-        ({"coverage": 0}, "coverage is 0"),
-    ],
+test_bad_arguments_are_named = refuses(
+    ra_fed,
+    ({"regions": 0}, "regions is 0"),
+    ({"regions": 3}, "regions is 3, but the mask L-Arb is defined for 4 regions"),
+    ({"mask": [5]}, r"mask is \[5\]: give a list with the number of regions that each client trains, from 1 to 4"),
+    ({"mask": []}, r"mask is \[\]"),
+    ({"trained": 5}, "'trained' is 5: give 1 to 4"),
+    ({"every": 2}, "'every' is 2, but no round leaves regions out"),
+    ({"trained": 3, "every": 2, "rest": 9}, "'every' is 2, but 'rest' is 9, which needs"),
+    ({"coverage": 0}, "coverage is 0"),
 )
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(BadInput, match=message):
-        ra_fed(**arguments)
 
 
 def test_what_no_schedule_can_keep_is_found_before_training(tmp_path):
@@ -214,18 +205,6 @@ def test_what_no_schedule_can_keep_is_found_before_training(tmp_path):
 # ---- whole runs ----
 
 
-def test_full_coverage_is_fed_avg_to_the_last_bit(tmp_path):
-    runs = [
-        finish(experiment(tmp_path / name, algorithm))
-        for name, algorithm in (
-            ("ra", ra_fed(mask=[4])),
-            ("avg", fed_avg(by_samples=False)),
-            ("scaled", ra_fed(mask=[4], rescale=True)),  # by 1: nothing is cut
-        )
-    ]
-    assert runs[0].digest == runs[1].digest == runs[2].digest
-
-
 @pytest.mark.parametrize("algorithm", [ra_fed, ram_fed])
 def test_scaling_changes_what_cut_clients_learn(algorithm, tmp_path):
     plain, scaled = (
@@ -233,26 +212,6 @@ def test_scaling_changes_what_cut_clients_learn(algorithm, tmp_path):
         for value in (False, True)
     )
     assert plain != scaled
-
-
-@pytest.mark.long("tests/algorithms/test_ram_fed.py::test_a_run_of_the_config_repeats_and_replays_bit_for_bit")
-def test_a_run_of_the_config_repeats_and_replays_bit_for_bit(tmp_path):
-    summaries = []
-    for name in "ab":
-        parsed = parse(
-            "simulate",
-            [
-                "--config",
-                CONFIG,
-                "--progress=quiet",
-                f"--output={tmp_path / name}",
-                "--max_updates=30",
-                "--eval_every=9",
-            ],
-        )
-        summaries.append(simulate(parsed.experiment, parsed.config_yaml)[0])
-    assert summaries[0]["model_digest"] == summaries[1]["model_digest"]
-    assert replay(tmp_path / "a")["equal"] is True
 
 
 def test_a_model_without_axes_is_trained_whole():

@@ -28,21 +28,19 @@ from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
-from tests.habits.source import ROOT
 from tests.helpers.coordinators import (
     answer,
     assigned,
     coordinator_for,
-    cut_in_the_middle,
     filled,
     join,
     line_state,
     values_of,
 )
 from tests.helpers.merges import merge_all, take
+from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import experiment, finish
 
-CONFIG = str(ROOT / "configs" / "ram-fed.yaml")
 TOP, BOTTOM = Spec.select({"hidden": [0]}), Spec.select({"hidden": [1]})
 
 
@@ -205,23 +203,18 @@ def test_every_argument_reaches_its_part():
     assert ra_fed(rest=9).select == ram_fed(rest=9).select and ra_fed().merge == Mean(by_samples=False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"trigger": "al"}, "trigger is 'al'.*all"),
-        ({"staleness": "hinge"}, "staleness is 'hinge', but in a round no update is late"),
-        ({"server_lr": 0.0}, "server_lr is 0"),
-        ({"max_age": 0}, "max_age is 0"),
-        ({"memory": "disc"}, "memory is 'disc': did you mean 'disk'"),
-        ({"memory_folder": "there"}, "memory_folder is there, but there are no files if memory is ram"),
-        ({"mask": "M-Arb"}, "mask is 'M-Arb'"),
-        ({"cohort": 2, "rest": 5}, "cohort is 2, but trained, coverage, rest and hold"),
-        ({"submodel": RateSelect(), "mask": "S-Arb", "rest": 5}, "mask is S-Arb, rest is 5, but submodel says"),
-    ],
+test_bad_arguments_are_named = refuses(
+    ram_fed,
+    ({"trigger": "al"}, "trigger is 'al'.*all"),
+    ({"staleness": "hinge"}, "staleness is 'hinge', but in a round no update is late"),
+    ({"server_lr": 0.0}, "server_lr is 0"),
+    ({"max_age": 0}, "max_age is 0"),
+    ({"memory": "disc"}, "memory is 'disc': did you mean 'disk'"),
+    ({"memory_folder": "there"}, "memory_folder is there, but there are no files if memory is ram"),
+    ({"mask": "M-Arb"}, "mask is 'M-Arb'"),
+    ({"cohort": 2, "rest": 5}, "cohort is 2, but trained, coverage, rest and hold"),
+    ({"submodel": RateSelect(), "mask": "S-Arb", "rest": 5}, "mask is S-Arb, rest is 5, but submodel says"),
 )
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(BadInput, match=message):
-        ram_fed(**arguments)
 
 
 # ---- full coverage ----
@@ -264,38 +257,22 @@ def test_full_coverage_in_every_round_is_fed_avg(tmp_path):
         torch.testing.assert_close(tensor, averaged[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.quick_cases(1)
+IN_TURN = "--algorithm.trigger=each --rounds.deadline=null --algorithm.trained=null --algorithm.every=1"
+
+
+@pytest.mark.quick_cases("in turn")
 @pytest.mark.parametrize(
-    "options",
-    [[], ["--algorithm.trigger=each", "--rounds.deadline=null", "--algorithm.trained=null", "--algorithm.every=1"]],
+    ("config", "options"), [("ra-fed", ""), ("ram-fed", ""), ("ram-fed", IN_TURN)], ids=["ra", "ram", "in turn"]
 )
-def test_a_run_of_the_config_repeats_and_replays_bit_for_bit(tmp_path, options):
+def test_a_run_of_the_config_repeats_and_replays_bit_for_bit(tmp_path, config, options):
     summaries = []
     for name in "ab":
-        given = [
-            "--config",
-            CONFIG,
-            "--progress=quiet",
-            f"--output={tmp_path / name}",
-            "--max_updates=30",
-            "--eval_every=30",
-            *options,
-        ]
-        parsed = parse("simulate", given)
+        given = f"--config configs/{config}.yaml --progress=quiet --max_updates=30 --eval_every=30 {options}".split()
+        parsed = parse("simulate", [*given, f"--output={tmp_path / name}"])
         summaries.append(simulate(parsed.experiment, parsed.config_yaml)[0])
     assert summaries[0]["model_digest"] == summaries[1]["model_digest"]
-    assert summaries[0]["memory"]["clients"] == 10
+    assert config == "ra-fed" or summaries[0]["memory"]["clients"] == 10
     assert replay(tmp_path / "a")["equal"] is True
-
-
-@pytest.mark.parametrize("cut", [3, 6])
-def test_the_memory_survives_a_restart(cut):
-    def fresh():
-        return coordinator_for(ram_fed(mask=[1, 2], regions=2, max_age=2), line_state(hidden=4), min_clients=4)
-
-    whole, again = cut_in_the_middle(fresh, cut, lambda step: float(step % 5) - 1.0)
-    assert whole.state.version == again.state.version == 3
-    assert torch.equal(values_of(whole.state), values_of(again.state))
 
 
 def test_a_joint_result_is_of_no_client(tmp_path):

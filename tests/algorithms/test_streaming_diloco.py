@@ -19,6 +19,7 @@ from raafl.runtime.replay import replay
 from raafl.submodel import SpecError, Submodels
 from tests.helpers.coordinators import assigned, coordinator_for, join
 from tests.helpers.crash import crashed, simulated
+from tests.helpers.refusals import refuses
 from tests.helpers.single_task import Slope, give, task_of, whole
 from tests.helpers.small_runs import equal_replay, experiment, finish
 
@@ -246,23 +247,18 @@ def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypa
 # ---- settings ----
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"fragments": 0}, "fragments is 0"),
-        ({"pattern": "random"}, "pattern"),
-        ({"alpha": 1.5}, "alpha is 1.5"),
-        ({"sync_delay": -1}, "sync_delay is -1"),
-        ({"delay": 4}, "delay is 4"),
-        ({"least_steps": 3}, "least_steps is 3"),
-        ({"trigger": "quorum"}, "trigger"),
-        ({"inner_state": "old"}, "inner_state"),
-        ({"steps": "few"}, "steps"),
-    ],
+test_settings_that_do_not_go_together_are_refused = refuses(
+    streaming_diloco,
+    ({"fragments": 0}, "fragments is 0"),
+    ({"pattern": "random"}, "pattern"),
+    ({"alpha": 1.5}, "alpha is 1.5"),
+    ({"sync_delay": -1}, "sync_delay is -1"),
+    ({"delay": 4}, "delay is 4"),
+    ({"least_steps": 3}, "least_steps is 3"),
+    ({"trigger": "quorum"}, "trigger"),
+    ({"inner_state": "old"}, "inner_state"),
+    ({"steps": "few"}, "steps"),
 )
-def test_settings_that_do_not_go_together_are_refused(fields, named):
-    with pytest.raises(BadInput, match=named):
-        streaming_diloco(**fields)
 
 
 def test_error_feedback_has_no_place_beside_what_stays_on_the_client(tmp_path):

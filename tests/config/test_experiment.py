@@ -17,6 +17,7 @@ from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.local.options import FabricOptions
 from raafl.runtime.setup import limits_of, submodels_of
+from tests.helpers.refusals import refuses
 
 
 def nothing():
@@ -155,17 +156,12 @@ def test_workers_are_for_the_cpu_also_where_the_accelerator_is_found(monkeypatch
     ] * there
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"batch_norm": "dynamic"}, "submodels.batch_norm is 'dynamic': give merged, static or null"),
-        ({"residual_width": "no"}, "submodels.residual_width is 'no': give true, false or null"),
-        ({"static_batches": 0}, "submodels.static_batches is 0: give a number above 0"),
-    ],
+test_how_a_model_is_cut_is_checked_where_it_is_said = refuses(
+    SubmodelOptions,
+    ({"batch_norm": "dynamic"}, "submodels.batch_norm is 'dynamic': give merged, static or null"),
+    ({"residual_width": "no"}, "submodels.residual_width is 'no': give true, false or null"),
+    ({"static_batches": 0}, "submodels.static_batches is 0: give a number above 0"),
 )
-def test_how_a_model_is_cut_is_checked_where_it_is_said(fields, says):
-    with pytest.raises(BadInput, match=says):
-        SubmodelOptions(**fields)
 
 
 def test_settings_of_a_run_go_before_the_models_own():

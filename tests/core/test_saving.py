@@ -5,10 +5,24 @@ import io
 import pytest
 import torch
 
-from raafl.algorithms import diloco, fed_async, fed_avg, fed_buff, fed_opt, fed_raa
+from raafl.algorithms import (
+    co_s2p,
+    diloco,
+    fadas,
+    fed_async,
+    fed_avg,
+    fed_buff,
+    fed_opt,
+    fed_raa,
+    prune_fl,
+    ram_fed,
+    timely_fl,
+)
 from raafl.core.saving import from_plain, restore, save, to_plain
 from raafl.core.types import Evaluate
 from raafl.parts import RateSelect
+from raafl.parts.protect.assembly import guarded
+from raafl.parts.protect.options import Guard
 from raafl.submodel import Spec
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state, values_of
 
@@ -19,6 +33,15 @@ ALGORITHMS = {
     "fed_avg": lambda: fed_avg(cohort=3, concurrency=2),
     "fed_opt": lambda: fed_opt(cohort=3),
     "diloco": lambda: diloco(trigger="each", delay=5, submodel=RateSelect(rates=[1.0, 0.5], rate_of="width")),
+    "fadas": lambda: fadas(3),
+    "prune_fl": lambda: prune_fl(every=2),
+    "ram_fed": lambda: ram_fed(mask=[1, 2], regions=2, max_age=2),
+    "co_s2p": lambda: co_s2p(rates=[1.0, 0.25], mask_rounds=0, trigger="semi"),
+    "co_s2p, asynchronous": lambda: co_s2p(rates=[1.0, 0.25], mask_rounds=0, trigger="async"),
+    "timely_fl": lambda: timely_fl(slack=0.0, cohort=3),
+    "timely_fl, fixed": lambda: timely_fl(slack=0.0, adaptive=False),
+    "timely_fl, yogi": lambda: timely_fl(slack=0.0, server_optimizer="yogi"),
+    "centred": lambda: guarded(fed_buff(buffer_size=3), Guard(combine="centred_clip", radius=2.0)),
 }
 
 
@@ -43,7 +66,8 @@ def play(coordinator, at_work, begin, end, trace):
 @pytest.mark.parametrize("cut", [1, 4, 7, 12])
 def test_a_restored_coordinator_goes_on_as_if_nothing_had_happened(name, cut):
     def fresh():
-        return coordinator_for(ALGORITHMS[name](), seed=5, min_clients=6, eval_every=4, eval_unit="samples")
+        state = line_state(value=0.5)
+        return coordinator_for(ALGORITHMS[name](), state, seed=5, min_clients=6, eval_every=4, eval_unit="samples")
 
     whole, trace = fresh(), []
     at_work = {task.id: task for task in assigned(join(whole, range(1, 7))).values()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raafl.data import GaussianClusters
-from raafl.errors import BadInput
+from tests.helpers.refusals import refuses
 
 
 def drawn(**options):
@@ -36,10 +36,8 @@ def test_test_points_are_others_of_the_same_clusters_and_the_seed_decides_all():
     assert torch.cosine_similarity(centre, of_test, dim=0) > 0.85
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"num_train": 100}, "num_train is 100: give a multiple of 32"), ({"clusters": 0}, "clusters is 0")],
+test_what_cannot_be_shared_equally_is_refused = refuses(
+    GaussianClusters,
+    ({"num_train": 100}, "num_train is 100: give a multiple of 32"),
+    ({"clusters": 0}, "clusters is 0"),
 )
-def test_what_cannot_be_shared_equally_is_refused(options, message):
-    with pytest.raises(BadInput, match=message):
-        GaussianClusters(**options)

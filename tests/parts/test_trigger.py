@@ -13,6 +13,7 @@ from raafl.parts.protect.options import Guard, Privacy, Rounds
 from raafl.parts.trigger import AllReported, Buffered, BufferMemory, EachArrival, MinRatio
 from raafl.submodel import FULL
 from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, line_state
+from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import equal_replay, experiment, finish, windows
 
 
@@ -97,18 +98,13 @@ def test_a_round_closes_at_a_multiple_of_the_median_time_of_its_tasks():
     assert trigger.wake_at(waiting([2.0], 1, opened=2.0)) is None  # who answers at once says nothing of the others
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"close_at": 0.0}, "rounds.close_at is 0.0: give"),
-        ({"close_at": 1.5}, "rounds.close_at is 1.5: give"),
-        ({"deadline": 1.0}, "rounds.deadline is 1.0: give"),
-        ({"deadline": math.inf}, "rounds.deadline is inf: give"),
-    ],
+test_a_round_that_could_close_before_its_median_is_refused = refuses(
+    AllReported,
+    ({"close_at": 0.0}, "rounds.close_at is 0.0: give"),
+    ({"close_at": 1.5}, "rounds.close_at is 1.5: give"),
+    ({"deadline": 1.0}, "rounds.deadline is 1.0: give"),
+    ({"deadline": math.inf}, "rounds.deadline is inf: give"),
 )
-def test_a_round_that_could_close_before_its_median_is_refused(fields, named):
-    with pytest.raises(BadInput, match=named):
-        AllReported(**fields)
 
 
 # ---- a buffer in proportion to the clients at work ----

@@ -98,9 +98,39 @@ def _only_pictures(size: int = 32) -> Callable[[], Any]:
     return lambda: {"pixel_values": torch.randn(2, 3, size, size)}
 
 
-WIDE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+DEEP = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = {**DEEP, "intermediate_size": 64}
 GROUPED = {**WIDE, "num_key_value_heads": 2, "max_position_embeddings": 64}
 SEEN = {**WIDE, "image_size": 32, "patch_size": 8, "num_labels": 2}
+T5 = {
+    "vocab_size": WORDS,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+BOTH_WAYS = {**TEXT, **HEADS, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+BART = {"encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64, "decoder_start_token_id": 2}
+WHISPER = {"encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 8, "max_source_positions": 10}
+WHISPER |= {"max_target_positions": 16, "decoder_start_token_id": 1}
+POSITIONS = {"max_position_embeddings": 64}
+HEARD = {**WIDE, "conv_dim": (16, 16), "num_feat_extract_layers": 2, "classifier_proj_size": 16, "num_labels": 2}
+HUBERT = {
+    "conv_stride": (4, 4),
+    "conv_kernel": (8, 4),
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+}
+HUBERT |= {"mask_time_prob": 0.0, "layerdrop": 0.0, "apply_spec_augment": False}
+WAV2VEC2 = {
+    "conv_stride": (5, 2),
+    "conv_kernel": (10, 3),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+}
 
 TRANSFORMERS = {
     "GPT-2": Architecture(
@@ -110,62 +140,15 @@ TRANSFORMERS = {
     "GPT-NeoX": Architecture(
         _hub("GPTNeoXForCausalLM", "GPTNeoXConfig", **TEXT, **WIDE, max_position_embeddings=64), _causal()
     ),
-    "T5": Architecture(
-        _hub(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            vocab_size=WORDS,
-            d_model=32,
-            d_kv=8,
-            d_ff=64,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-        ),
-        _translated,
-    ),
+    "T5": Architecture(_hub("T5ForConditionalGeneration", "T5Config", **T5), _translated),
     "T5 gated": Architecture(
-        _hub(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            vocab_size=WORDS,
-            d_model=32,
-            d_kv=8,
-            d_ff=64,
-            num_layers=2,
-            num_heads=4,
-            feed_forward_proj="gated-gelu",
-            decoder_start_token_id=0,
-        ),
-        _translated,
+        _hub("T5ForConditionalGeneration", "T5Config", **T5, feed_forward_proj="gated-gelu"), _translated
     ),
     "BART": Architecture(
-        _hub(
-            "BartForConditionalGeneration",
-            "BartConfig",
-            **TEXT,
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
-            max_position_embeddings=64,
-            decoder_start_token_id=2,
-            forced_eos_token_id=2,
-        ),
-        _translated,
+        _hub("BartForConditionalGeneration", "BartConfig", **BOTH_WAYS, **BART, forced_eos_token_id=2), _translated
     ),
     "ELECTRA": Architecture(
-        _hub(
-            "ElectraForSequenceClassification",
-            "ElectraConfig",
-            **TEXT,
-            **WIDE,
-            embedding_size=16,
-            max_position_embeddings=64,
-        ),
+        _hub("ElectraForSequenceClassification", "ElectraConfig", **TEXT, **WIDE, **POSITIONS, embedding_size=16),
         _classified,
     ),
     "BLOOM": Architecture(
@@ -175,18 +158,7 @@ TRANSFORMERS = {
     "Phi": Architecture(_hub("PhiForCausalLM", "PhiConfig", **TEXT, **GROUPED), _causal()),
     "Phi-3": Architecture(_hub("Phi3ForCausalLM", "Phi3Config", **TEXT, **GROUPED), _causal()),
     "OPT": Architecture(
-        _hub(
-            "OPTForCausalLM",
-            "OPTConfig",
-            **TEXT,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            ffn_dim=64,
-            max_position_embeddings=64,
-            word_embed_proj_dim=32,
-        ),
-        _causal(),
+        _hub("OPTForCausalLM", "OPTConfig", **TEXT, **DEEP, **POSITIONS, ffn_dim=64, word_embed_proj_dim=32), _causal()
     ),
     "DeBERTa-v2": Architecture(
         _hub(
@@ -202,17 +174,7 @@ TRANSFORMERS = {
         _classified,
     ),
     "Falcon": Architecture(
-        _hub(
-            "FalconForCausalLM",
-            "FalconConfig",
-            **TEXT,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            multi_query=True,
-            parallel_attn=True,
-            bias=False,
-        ),
+        _hub("FalconForCausalLM", "FalconConfig", **TEXT, **DEEP, multi_query=True, parallel_attn=True, bias=False),
         _causal(),
     ),
     "GPT-BigCode": Architecture(
@@ -242,9 +204,7 @@ TRANSFORMERS = {
         _hub(
             "Dinov2ForImageClassification",
             "Dinov2Config",
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
+            **DEEP,
             mlp_ratio=2,
             image_size=32,
             patch_size=8,
@@ -287,58 +247,15 @@ TRANSFORMERS = {
         lambda: {"input_ids": torch.randint(3, WORDS, (2, 8))},
     ),
     "HuBERT": Architecture(
-        _hub(
-            "HubertForSequenceClassification",
-            "HubertConfig",
-            **WIDE,
-            conv_dim=(16, 16),
-            conv_stride=(4, 4),
-            conv_kernel=(8, 4),
-            num_conv_pos_embeddings=8,
-            num_conv_pos_embedding_groups=4,
-            num_feat_extract_layers=2,
-            mask_time_prob=0.0,
-            layerdrop=0.0,
-            classifier_proj_size=16,
-            num_labels=2,
-            apply_spec_augment=False,
-        ),
+        _hub("HubertForSequenceClassification", "HubertConfig", **HEARD, **HUBERT),
         lambda: {"input_values": torch.randn(2, 400), "labels": torch.tensor([0, 1])},
     ),
     "Wav2Vec2": Architecture(  # which hides drawn spans of what it hears
-        _hub(
-            "Wav2Vec2ForSequenceClassification",
-            "Wav2Vec2Config",
-            **WIDE,
-            vocab_size=WORDS,
-            conv_dim=(16, 16),
-            conv_stride=(5, 2),
-            conv_kernel=(10, 3),
-            num_feat_extract_layers=2,
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
-            classifier_proj_size=16,
-            num_labels=2,
-        ),
+        _hub("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **HEARD, **WAV2VEC2, vocab_size=WORDS),
         lambda: {"input_values": torch.randn(2, 4000), "labels": torch.tensor([0, 1])},
     ),
     "Whisper": Architecture(
-        _hub(
-            "WhisperForConditionalGeneration",
-            "WhisperConfig",
-            **TEXT,
-            d_model=32,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
-            num_mel_bins=8,
-            max_source_positions=10,
-            max_target_positions=16,
-            decoder_start_token_id=1,
-        ),
+        _hub("WhisperForConditionalGeneration", "WhisperConfig", **BOTH_WAYS, **WHISPER),
         lambda: {"input_features": torch.randn(2, 8, 20), "labels": torch.randint(3, WORDS, (2, 6))},
     ),
 }

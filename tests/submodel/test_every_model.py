@@ -1,4 +1,4 @@
-"""The invariants of a submodel, on every model of the zoo and on a model for each Hugging Face adapter.
+"""The invariants of a submodel, on every model of the zoo and on a model for each Hugging Face adapter and torch layer.
 
 All in double precision, so that what should be equal up to rounding is equal to twelve digits.
 """
@@ -17,7 +17,7 @@ from raafl.local.buffers import Buffers
 from raafl.submodel import FULL, FlatTensors, Spec, SpecError
 from tests.submodel.cut.test_shrink import filled, zeroed
 from tests.submodel.models import slow_masks, specs
-from tests.submodel.zoo import COVERING, MODELS, ZOO, any_spec, built, kept_masks, one_step, trains
+from tests.submodel.zoo import COVERING, MODELS, TORCHS, ZOO, any_spec, built, kept_masks, one_step, trains
 
 few = settings(deadline=None, max_examples=3, derandomize=True, phases=[Phase.explicit, Phase.generate])
 CLOSE = {"rtol": 1e-7, "atol": 1e-9}
@@ -117,7 +117,7 @@ def test_a_small_module_gives_the_same_outputs_after_copying_and_pickling(name):
     assert torch.equal(answers[1], answers[0]) and torch.equal(answers[2], answers[0])
 
 
-@pytest.mark.quick_cases(*COVERING)
+@pytest.mark.quick_cases(*COVERING, *TORCHS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_full_spec_gives_the_same_outputs_bit_for_bit(name):
     module, submodels, full = built(name, residual_width=True)
@@ -136,7 +136,7 @@ def test_a_full_spec_gives_the_same_outputs_bit_for_bit(name):
             assert torch.equal(MODELS[name].answer(small.train(training)), expected)
 
 
-@pytest.mark.quick_cases(*COVERING)
+@pytest.mark.quick_cases(*COVERING, *TORCHS)
 @pytest.mark.parametrize("name", MODELS)
 @few
 @given(st.data())
@@ -231,7 +231,8 @@ def test_a_step_of_the_whole_model_changes_every_matrix_that_it_uses(name):
     shrunk = filled(submodels, FULL, full)
     one_step(name, shrunk.module)
     still = {key for key, value in shrunk.trained.items() if value.dim() > 1 and torch.equal(value, full[key])}
-    assert not {key for key in still if "exits." not in key and "pooler." not in key}
+    # of two ways the head reads the last place, where the way back has no state yet
+    assert not [key for key in still if not any(part in key for part in ("exits.", "pooler.", "hh_l1_reverse"))]
 
 
 @pytest.mark.parametrize("name", GROUPED)

@@ -1,4 +1,4 @@
-"""Every model of the zoo in a tiny size, and a tiny model for each Hugging Face adapter, with the axes that each must have."""
+"""Every model of the zoo in a tiny size, and a tiny one for each Hugging Face adapter and torch layer, with its axes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _zoo(
     )
 
 
-def _hugging_face(name: str) -> Model:
+def _network(name: str) -> Model:
     case = networks.CASES[name]
     torch.manual_seed(3)
     inputs = {key: value.double() if value.is_floating_point() else value for key, value in case.inputs().items()}
@@ -79,7 +79,7 @@ def _hugging_face(name: str) -> Model:
         inputs,
         case.axes,
         case.width,
-        None if name in ("albert", "bert_tied") else "",
+        "" if name.startswith(HUGGING_FACE) and name not in ("albert", "bert_tied") else None,
     )
 
 
@@ -162,14 +162,12 @@ ZOO: dict[str, Model] = {
     "CharLM with LSTM": _zoo(lambda: model_zoo.CharLM(23, 4, 6, cell="lstm"), WINDOW, {"embedding": 4, "rnn": 6}),
 }
 
-HUGGING_FACE = {
-    name: _hugging_face(name)
-    for name in (
-        *("bert", "bert_tied", "roberta", "distilbert", "vit", "deit"),
-        *("albert", "llama", "llama_tied", "mistral", "qwen2"),
-    )
+HUGGING_FACE = ("bert", "roberta", "distilbert", "vit", "deit", "albert", "llama", "mistral", "qwen2")
+NETWORKS = {
+    f"{name} of transformers" if name.startswith(HUGGING_FACE) else name: _network(name) for name in networks.CASES
 }
-
+TORCHS = ("held", "encoder", "decoder", "attention", "both_ways", "lstm", "rnn")
+"""Networks of torch's own layers that have every kind of them between them."""
 COVERING = (
     "MLP",
     "CNN with batch norm",
@@ -187,7 +185,7 @@ COVERING = (
 )
 """Models that have every kind of layer between them; what holds for all is tested of the others in `make test-long`."""
 
-MODELS = {**ZOO, **{f"{name} of transformers": model for name, model in HUGGING_FACE.items()}}
+MODELS = {**ZOO, **NETWORKS}
 
 
 @cache

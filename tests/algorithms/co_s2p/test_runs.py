@@ -12,7 +12,7 @@ from raafl.data import Dirichlet, Iid
 from raafl.parts.local.mask_training import SCORES
 from raafl.submodel import FULL, FlatTensors, Spec
 from tests.algorithms.test_co_s2p import blocks
-from tests.helpers.coordinators import answer, assigned, coordinator_for, cut_in_the_middle, join, values_of
+from tests.helpers.coordinators import answer, assigned, coordinator_for, join, values_of
 from tests.helpers.small_runs import experiment, finish
 
 
@@ -97,18 +97,6 @@ def test_a_client_keeps_its_scores_through_a_checkpoint_and_hostile_ones_are_ref
     asked |= assigned(coordinator.handle(Arrived(Update(asked[1].id, 1, 0, scores, 1)), 2.0))
     assert coordinator.state.clients.find(SCORES, 1)["hidden"].tolist() == [0.0, 2.0, 1.0, 0.0]
     assert list(asked[1].spec.indices("hidden")) == [1, 2]
-
-
-def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been():
-    for trigger in ("semi", "async"):
-        whole, again = cut_in_the_middle(
-            lambda trigger=trigger: coordinator_for(
-                co_s2p(rates=[1.0, 0.25], mask_rounds=0, trigger=trigger), min_clients=4
-            ),
-            7,
-            lambda step: 0.5 + step,
-        )
-        assert torch.equal(values_of(whole.state), values_of(again.state))
 
 
 def test_a_model_without_blocks_is_cut_in_width_and_the_run_says_so(tmp_path):

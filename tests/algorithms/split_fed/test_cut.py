@@ -1,3 +1,5 @@
+"""Where a model can be cut in two, and what each half has."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -5,7 +7,11 @@ from collections.abc import Callable
 from torch import nn
 
 from raafl.algorithms.split_fed.cut import cuts_of
+from raafl.algorithms.split_fed.questions import halves
+from raafl.submodel import FULL
 from tests.algorithms.split_fed.models import Argmax, Conv, Masked, Skip, Tied, mlp, submodels_of
+
+# ---- cut ----
 
 
 def paths(make: Callable[[], nn.Module]) -> list[str]:
@@ -45,3 +51,21 @@ def test_batch_norms_statistics_belong_to_their_layer():
     cut = next(cut for cut in cuts_of(submodels_of(Conv))[0] if cut.path == "norm1")
     assert {"norm1.running_mean", "norm1.running_var", "norm1.num_batches_tracked"} <= cut.lower
     assert not any(name.startswith(("norm2", "conv2", "fc")) for name in cut.lower)
+
+
+# ---- half ----
+
+
+def test_each_half_has_its_own_values_and_no_memory_for_the_others():
+    submodels = submodels_of(mlp)
+    found = halves(submodels, "layers.2")
+    both = {"lower": found.client, "upper": found.server}
+    whole = submodels.layout(FULL, "trained").num_bytes
+    sizes = {side: half.layout(FULL, "trained").num_bytes for side, half in both.items()}
+    assert sizes == {"lower": 1560 * 4, "upper": whole - 1560 * 4}
+    for side, half in both.items():
+        shrunk = half.shrink()
+        held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in shrunk.module.parameters()}
+        blanks = 4 * (4 if side == "lower" else 2)  # one element for each tensor that is not there
+        assert sum(held.values()) == sizes[side] + blanks
+        assert {p.requires_grad for n, p in shrunk.module.named_parameters() if not half.has(n)} == {False}

@@ -22,6 +22,7 @@ from raafl.parts.trigger import AllReported
 from raafl.runtime.setup import build
 from raafl.submodel import FULL, FlatTensors
 from tests.algorithms.split_fed.models import Argmax, Conv, Masked, Skip, Tied, mlp
+from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import experiment, finish
 
 
@@ -38,18 +39,13 @@ def test_every_argument_reaches_its_part():
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"client_layers": 0}, "client_layers is 0: give a number above 0"),
-        ({"share": 1.5}, r"share is 1\.5"),
-        ({"share": 0.5, "cut": "layers.1"}, r"share is 0\.5 and cut is layers\.1: give exactly one"),
-        ({"client_layers": 1, "share": 0.5}, r"client_layers is 1 and share is 0\.5: give exactly one"),
-    ],
+test_bad_arguments_are_named = refuses(
+    split_fed,
+    ({"client_layers": 0}, "client_layers is 0: give a number above 0"),
+    ({"share": 1.5}, r"share is 1\.5"),
+    ({"share": 0.5, "cut": "layers.1"}, r"share is 0\.5 and cut is layers\.1: give exactly one"),
+    ({"client_layers": 1, "share": 0.5}, r"client_layers is 1 and share is 0\.5: give exactly one"),
 )
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(BadInput, match=message):
-        split_fed(**arguments)
 
 
 def test_simulation_pacing_and_plan_take_the_latency_from_one_place(tmp_path):

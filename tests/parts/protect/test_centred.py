@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from raafl.algorithms import fed_async, fed_avg, fed_buff, scaffold
+from raafl.algorithms import fed_async, fed_avg, scaffold
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Deltas, Mean, Staleness
@@ -14,7 +14,7 @@ from raafl.parts.protect.assembly import guarded
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.robust import Centred, CentredMemory
 from raafl.submodel import FULL, Spec
-from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, filled, line_state, values_of
+from tests.helpers.coordinators import filled, line_state, values_of
 from tests.helpers.merges import merge_all, take
 
 TOP, BOTTOM = (Spec.select({"hidden": kept}) for kept in (range(0, 2), range(2, 4)))
@@ -84,15 +84,6 @@ def test_in_a_round_values_and_deltas_are_the_same():
 def test_equal_updates_are_themselves():
     state = give(Centred(Mean(), None), line_state(value=1.0), [1.75] * 4)
     assert values_of(state).tolist() == [1.75] * 13
-
-
-def test_it_survives_a_checkpoint():
-    def fresh():
-        guard = Guard(combine="centred_clip", radius=2.0)
-        return coordinator_for(guarded(fed_buff(buffer_size=3), guard), line_state(value=1.0), num_clients=4)
-
-    whole, again = cut_in_the_middle(fresh, 8, lambda step: 0.3 * (step % 5))
-    assert whole.state.values.model_digest() == again.state.values.model_digest()
 
 
 def test_where_there_is_nothing_to_combine_it_is_refused_by_name():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from raafl.errors import BadInput
 from raafl.parts.select.coverage import RegionCoverage, mask_level, of_regions, topped_up
 from raafl.submodel import FULL, Axis, Member, Spec, Stack
+from tests.helpers.refusals import refuses
 
 AXES = {
     "a": Axis("a", 8, (Member("a.weight", 0),)),
@@ -136,28 +137,23 @@ def test_regions_share_the_units_of_an_axis_that_has_fewer():
     assert of_regions(AXES, range(5), 5) == FULL
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"takes": ()}, "'takes' is empty"),
-        ({"takes": (5,)}, "'takes' contains 5: give numbers from 1 to 4"),
-        ({"takes": (1, 1), "trained": 5}, "'trained' is 5: give 1 to 4"),
-        ({"takes": (1, 1)}, "cover 4 regions 0 times: give fewer trained regions, or more takes"),
-        ({"takes": (1,) * 10, "coverage": 3}, "coverage is 3: 10 clients take 10 regions .* give 1 to 2"),
-        ({"takes": (2, 2, 2), "trained": 2, "coverage": 4}, "coverage is 4.*give 1 to 3"),
-        ({"takes": (1,) * 4, "rest": 2}, r"rest \(.*\) is 2: .* needs 4 rounds .* give at least 3"),
-        (
-            {"takes": (1,) * 10, "rest": 200},
-            r"rest \(.*\) is 200: .* for more than 6: give at most that, or hold: true",
-        ),
-        ({"takes": (1,) * 10, "rest": 4, "hold": True}, "'rest' is 4, but with 'hold' the assignment never changes"),
-        (
-            {"takes": (4, 4, 1, 1), "coverage": 1, "rest": 3},
-            r"coverage is 1, but the smallest number .* is 2 \(4 clients train 1 or 4 of 4 ",
-        ),
-        ({"takes": (1,), "regions": 0}, "regions is 0"),
-    ],
+test_what_cannot_be_kept_is_refused = refuses(
+    RegionCoverage,
+    ({"takes": ()}, "'takes' is empty"),
+    ({"takes": (5,)}, "'takes' contains 5: give numbers from 1 to 4"),
+    ({"takes": (1, 1), "trained": 5}, "'trained' is 5: give 1 to 4"),
+    ({"takes": (1, 1)}, "cover 4 regions 0 times: give fewer trained regions, or more takes"),
+    ({"takes": (1,) * 10, "coverage": 3}, "coverage is 3: 10 clients take 10 regions .* give 1 to 2"),
+    ({"takes": (2, 2, 2), "trained": 2, "coverage": 4}, "coverage is 4.*give 1 to 3"),
+    ({"takes": (1,) * 4, "rest": 2}, r"rest \(.*\) is 2: .* needs 4 rounds .* give at least 3"),
+    (
+        {"takes": (1,) * 10, "rest": 200},
+        r"rest \(.*\) is 200: .* for more than 6: give at most that, or hold: true",
+    ),
+    ({"takes": (1,) * 10, "rest": 4, "hold": True}, "'rest' is 4, but with 'hold' the assignment never changes"),
+    (
+        {"takes": (4, 4, 1, 1), "coverage": 1, "rest": 3},
+        r"coverage is 1, but the smallest number .* is 2 \(4 clients train 1 or 4 of 4 ",
+    ),
+    ({"takes": (1,), "regions": 0}, "regions is 0"),
 )
-def test_what_cannot_be_kept_is_refused(arguments, message):
-    with pytest.raises(BadInput, match=message):
-        RegionCoverage(**arguments)

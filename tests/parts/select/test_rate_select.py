@@ -22,6 +22,7 @@ from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.coordinators import Line, answer, assigned, coordinator_for, join, line_state
+from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import Finished, equal_replay, experiment, finish, unequal
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -219,25 +220,20 @@ def test_where_there_is_nothing_to_cut_all_is_trained_and_this_is_said(rate_of):
     assert RateSelect(rates=0.5, rate_of=rate_of).notes(fleet_of(one)) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"selector": "leadin"}, "selector is 'leadin': did you mean 'leading'"),
-        ({"rates": [1.0, 0.0]}, "a rate in rates is 0.0"),
-        ({"rates": {"phone": 2.0}}, "a rate in rates is 2.0"),
-        ({"rates": []}, "rates is empty"),
-        ({"rate_of": "params"}, "rate_of is 'params': did you mean 'parameters'"),
-        ({"rounds": "clients"}, "rounds is 'clients': did you mean 'client'"),
-        ({"seconds": 0}, "seconds is 0"),
-        ({"steps_within_s": 0}, "steps_within_s is 0"),
-        ({"seconds": 1.0, "relative": True}, "relative is true, but measured is false"),
-        ({"measured": True}, "measured is true, but seconds, the limit that it adjusts to measured speed, is null"),
-        ({"steps_within_s": 9, "seconds": 9}, "seconds is 9, but steps_within_s says how many steps"),
-    ],
+test_bad_arguments_are_named = refuses(
+    RateSelect,
+    ({"selector": "leadin"}, "selector is 'leadin': did you mean 'leading'"),
+    ({"rates": [1.0, 0.0]}, "a rate in rates is 0.0"),
+    ({"rates": {"phone": 2.0}}, "a rate in rates is 2.0"),
+    ({"rates": []}, "rates is empty"),
+    ({"rate_of": "params"}, "rate_of is 'params': did you mean 'parameters'"),
+    ({"rounds": "clients"}, "rounds is 'clients': did you mean 'client'"),
+    ({"seconds": 0}, "seconds is 0"),
+    ({"steps_within_s": 0}, "steps_within_s is 0"),
+    ({"seconds": 1.0, "relative": True}, "relative is true, but measured is false"),
+    ({"measured": True}, "measured is true, but seconds, the limit that it adjusts to measured speed, is null"),
+    ({"steps_within_s": 9, "seconds": 9}, "seconds is 9, but steps_within_s says how many steps"),
 )
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(BadInput, match=message):
-        RateSelect(**arguments)
 
 
 # ---- measured times ----

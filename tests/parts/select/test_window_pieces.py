@@ -13,12 +13,12 @@ from model_zoo import MLP, ViT
 from raafl.algorithms import fed_raa
 from raafl.core.state import GlobalState
 from raafl.data import Digits
-from raafl.errors import BadInput
 from raafl.parts import WindowPieces
 from raafl.parts.local.distilled import with_every_exit
 from raafl.runtime.run import simulate
 from raafl.submodel import Submodels
 from tests.helpers.coordinators import coordinator_for
+from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import experiment, finish
 
 
@@ -98,15 +98,10 @@ def test_a_run_says_it_at_its_start(tmp_path):
     assert "these are Co-S2P's windows without its training: " in said.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rates": []}, "rates is empty"),
-        ({"rates": [1.5]}, "a rate in rates is 1.5"),
-        ({"how": "best"}, "select is 'best'"),
-        ({"ratio": -1.0}, "ratio is -1.0"),
-    ],
+test_bad_arguments_are_named = refuses(
+    WindowPieces,
+    ({"rates": []}, "rates is empty"),
+    ({"rates": [1.5]}, "a rate in rates is 1.5"),
+    ({"how": "best"}, "select is 'best'"),
+    ({"ratio": -1.0}, "ratio is -1.0"),
 )
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(BadInput, match=message):
-        WindowPieces(**arguments)

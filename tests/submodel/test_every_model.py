@@ -17,7 +17,7 @@ from raafl.local.buffers import Buffers
 from raafl.submodel import FULL, FlatTensors, Spec, SpecError
 from tests.submodel.cut.test_shrink import filled, zeroed
 from tests.submodel.models import slow_masks, specs
-from tests.submodel.zoo import COVERING, MODELS, TORCHS, ZOO, any_spec, built, kept_masks, one_step, trains
+from tests.submodel.zoo import COVERING, MODELS, SMALL, TORCHS, ZOO, any_spec, built, kept_masks, one_step, trains
 
 few = settings(deadline=None, max_examples=3, derandomize=True, phases=[Phase.explicit, Phase.generate])
 CLOSE = {"rtol": 1e-7, "atol": 1e-9}
@@ -28,6 +28,7 @@ TIED = {
     "LLaMA, tied": ["model.lm_head.weight"],
     "bert_tied of transformers": ["cls.predictions.decoder.weight", "cls.predictions.decoder.bias"],
     "llama_tied of transformers": ["lm_head.weight"],
+    "tied": ["score.weight"],
 }
 GROUPED = {
     "LLaMA": ("model.model.layers", 2, 2, 8),
@@ -47,7 +48,7 @@ def renewed(full: FlatTensors) -> FlatTensors:
     return other
 
 
-@pytest.mark.quick_cases(*COVERING)
+@pytest.mark.quick_cases(*COVERING, *SMALL)
 @pytest.mark.parametrize("name", MODELS)
 def test_axes_are_those_expected(name):
     _, submodels, _ = built(name)
@@ -68,7 +69,7 @@ def test_the_residual_width_is_an_axis_where_asked_for(name):
     assert width == MODELS[name].width and submodels.axes[width].size == (32 if name in ZOO else 12)
 
 
-@pytest.mark.quick_cases(*COVERING)
+@pytest.mark.quick_cases(*COVERING, *SMALL)
 @pytest.mark.parametrize("name", MODELS)
 @few
 @given(st.data())
@@ -117,7 +118,7 @@ def test_a_small_module_gives_the_same_outputs_after_copying_and_pickling(name):
     assert torch.equal(answers[1], answers[0]) and torch.equal(answers[2], answers[0])
 
 
-@pytest.mark.quick_cases(*COVERING, *TORCHS)
+@pytest.mark.quick_cases(*COVERING, *TORCHS, *SMALL)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_full_spec_gives_the_same_outputs_bit_for_bit(name):
     module, submodels, full = built(name, residual_width=True)
@@ -136,7 +137,7 @@ def test_a_full_spec_gives_the_same_outputs_bit_for_bit(name):
             assert torch.equal(MODELS[name].answer(small.train(training)), expected)
 
 
-@pytest.mark.quick_cases(*COVERING, *TORCHS)
+@pytest.mark.quick_cases(*COVERING, *TORCHS, *SMALL)
 @pytest.mark.parametrize("name", MODELS)
 @few
 @given(st.data())

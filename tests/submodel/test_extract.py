@@ -30,27 +30,6 @@ def numbered(layout, start=1.0):
     return flat
 
 
-@given(named_specs, PARTS)
-def test_gather_takes_exactly_what_the_masks_keep(named, part):
-    name, spec = named
-    _, submodels, full = built(name)
-    masks = slow_masks(submodels, spec)
-    small = submodels.plan(spec, part).gather(full)
-    assert small.layout == submodels.layout(spec, part)
-    for tensor_name, tensor in small.items():
-        assert torch.equal(tensor.flatten(), full[tensor_name][masks[tensor_name]])
-
-
-@given(named_specs, PARTS)
-def test_scatter_after_gather_changes_no_bit(named, part):
-    name, spec = named
-    _, submodels, full = built(name)
-    before = full.clone()
-    plan = submodels.plan(spec, part)
-    plan.scatter_(full, plan.gather(full))
-    assert full.fingerprint() == before.fingerprint()
-
-
 @given(named_specs, PARTS, st.sampled_from(["scatter", "add", "lerp", "cover", "apply"]))
 def test_every_operation_changes_what_is_kept_and_nothing_else(named, part, operation):
     name, spec = named

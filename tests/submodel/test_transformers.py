@@ -1,4 +1,4 @@
-"""Transformers and recurrent nets: axes by the type of the block, small modules that equal the full one with units zeroed."""
+"""Transformers and recurrent nets: heads, feed-forward units and residual width by the type of the block; shared tensors."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import model_zoo
 from raafl.submodel import FlatTensors, Spec, Submodels, add_exits
-from tests.submodel import networks
+from tests.submodel import models, networks
 from tests.submodel.models import slow_masks, specs
 
 
@@ -80,6 +80,16 @@ def _network(name: str) -> Model:
         case.axes,
         case.width,
         "" if name.startswith(HUGGING_FACE) and name not in ("albert", "bert_tied") else None,
+    )
+
+
+def _small(name: str) -> Model:
+    case = models.CASES[name]
+    torch.manual_seed(3)
+    inputs = case.inputs()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    return Model(
+        case.make, lambda module: module(inputs), lambda module: module(inputs).square().mean(), [inputs], case.axes
     )
 
 
@@ -166,8 +176,9 @@ HUGGING_FACE = ("bert", "roberta", "distilbert", "vit", "deit", "albert", "llama
 NETWORKS = {
     f"{name} of transformers" if name.startswith(HUGGING_FACE) else name: _network(name) for name in networks.CASES
 }
+SMALL = {name: _small(name) for name in models.CASES}
 TORCHS = ("held", "encoder", "decoder", "attention", "both_ways", "lstm", "rnn")
-"""Networks of torch's own layers that have every kind of them between them."""
+"""Networks of torch's own layers that have every kind of them between them; they and the small models are quick."""
 COVERING = (
     "MLP",
     "CNN with batch norm",
@@ -185,7 +196,7 @@ COVERING = (
 )
 """Models that have every kind of layer between them; what holds for all is tested of the others in `make test-long`."""
 
-MODELS = {**ZOO, **NETWORKS}
+MODELS = {**ZOO, **NETWORKS, **SMALL}
 
 
 @cache

@@ -7,47 +7,23 @@ import io
 
 from raafl.lab.compare import tables
 
+ROW = ("row", "seeds", "failed", "final", "difference", "time_to")
+
+
+def gap(mean, half, shown, p_holm):
+    """Of two pairs; an interval that shows it excludes 0."""
+    return {"mean": mean, "half": half, "num": 2, "excludes_0": shown, "shown": shown, "p_holm": p_holm, "tests": 2}
+
+
+def reached(median_s, number, seeds):
+    return {"0.5": {"median_s": median_s, "reached": number, "seeds": seeds}}
+
+
+FINAL = [{"mean": mean, "half": half, "num": n} for mean, half, n in ((0.9, 0.01, 2), (0.8, 0.2, 2), (0.7, None, 1))]
 ROWS = [
-    {
-        "row": "A & B_1",
-        "seeds": [0, 1],
-        "failed": 0,
-        "final": {"mean": 0.9, "half": 0.01, "num": 2},
-        "difference": None,
-        "time_to": {"0.5": {"median_s": 12.5, "reached": 2, "seeds": 2}},
-    },
-    {
-        "row": "C",
-        "seeds": [0, 1],
-        "failed": 1,
-        "final": {"mean": 0.8, "half": 0.2, "num": 2},
-        "difference": {
-            "mean": -0.1,
-            "half": 0.3,
-            "num": 2,
-            "excludes_0": False,
-            "shown": False,
-            "p_holm": 0.3,
-            "tests": 2,
-        },
-        "time_to": {"0.5": {"median_s": None, "reached": 1, "seeds": 2}},
-    },
-    {
-        "row": "D",
-        "seeds": [0],
-        "failed": 0,
-        "final": {"mean": 0.7, "half": None, "num": 1},
-        "difference": {
-            "mean": 0.25,
-            "half": 0.125,
-            "num": 2,
-            "excludes_0": True,
-            "shown": True,
-            "p_holm": 0.02,
-            "tests": 2,
-        },
-        "time_to": {"0.5": {"median_s": None, "reached": 0, "seeds": 1}},
-    },
+    dict(zip(ROW, ("A & B_1", [0, 1], 0, FINAL[0], None, reached(12.5, 2, 2)), strict=True)),
+    dict(zip(ROW, ("C", [0, 1], 1, FINAL[1], gap(-0.1, 0.3, False, 0.3), reached(None, 1, 2)), strict=True)),
+    dict(zip(ROW, ("D", [0], 0, FINAL[2], gap(0.25, 0.125, True, 0.02), reached(None, 0, 1)), strict=True)),
 ]
 RESULT = {"rows": ROWS, "metric": "accuracy", "reference": "A & B_1"}
 

@@ -13,100 +13,25 @@ LINKS = {"down_bytes_per_s": 1000.0, "up_bytes_per_s": 500.0, "latency_s": 0.5}
 FREE = {"down_bytes_per_s": None, "up_bytes_per_s": None, "latency_s": 0.0}
 
 CONFIG = {"algorithm": {"class_path": "raafl.fed_raa", "init_args": {"alpha": 0.5}}, "seed": 0, "clients": 2}
+QUICK = {"num_samples": 30, "profile": {"name": "quick", "flops_per_s": 2e9, **LINKS}}
+SLOW = {"num_samples": 10, "profile": {"name": "slow", "flops_per_s": 1e9, **FREE}}
 EVENTS = [
     {"time_s": 0.0, "event": "run", "runtime": "simulated"},
-    {
-        "time_s": 0.0,
-        "event": "joined",
-        "client": 1,
-        "incarnation": 0,
-        "num_samples": 30,
-        "profile": {"name": "quick", "flops_per_s": 2e9, **LINKS},
-    },
-    {
-        "time_s": 0.0,
-        "event": "joined",
-        "client": 2,
-        "incarnation": 0,
-        "num_samples": 10,
-        "profile": {"name": "slow", "flops_per_s": 1e9, **FREE},
-    },
+    {"time_s": 0.0, "event": "joined", "client": 1, "incarnation": 0, **QUICK},
+    {"time_s": 0.0, "event": "joined", "client": 2, "incarnation": 0, **SLOW},
     {"time_s": 6.0, "event": "lost", "client": 2, "reason": "gone", "incarnation": 0},
-    {
-        "time_s": 8.0,
-        "event": "joined",
-        "client": 2,
-        "incarnation": 1,
-        "num_samples": 10,
-        "profile": {"name": "slow", "flops_per_s": 1e9, **FREE},
-    },
+    {"time_s": 8.0, "event": "joined", "client": 2, "incarnation": 1, **SLOW},
     {"time_s": 8.0, "event": "assigned", "id": 6, "client": 2},
 ]
+TASK = ("client", "assignment", "spec", "region", "version", "merged_version", "staleness", "assigned_s", "outcome")
+LOW, HIGH = ("a[0:4]", 1), ("a[4:8]", 2)
+SENT = {"bytes_down": 1000, "bytes_up": 500}
 TASKS = [
-    {
-        "client": 1,
-        "assignment": 1,
-        "spec": "a[0:4]",
-        "region": 1,
-        "version": 0,
-        "merged_version": 1,
-        "staleness": 0,
-        "assigned_s": 0.0,
-        "arrived_s": 4.0,
-        "bytes_down": 1000,
-        "bytes_up": 500,
-        "outcome": "merged",
-    },
-    {
-        "client": 2,
-        "assignment": 2,
-        "spec": "a[4:8]",
-        "region": 2,
-        "version": 0,
-        "merged_version": 2,
-        "staleness": 1,
-        "assigned_s": 0.0,
-        "arrived_s": 5.0,
-        "bytes_down": 1000,
-        "bytes_up": 500,
-        "outcome": "merged",
-    },
-    {
-        "client": 1,
-        "assignment": 3,
-        "spec": "a[0:4]",
-        "region": 1,
-        "version": 1,
-        "merged_version": 3,
-        "staleness": 1,
-        "assigned_s": 4.0,
-        "arrived_s": 9.0,
-        "bytes_down": 1000,
-        "bytes_up": 500,
-        "outcome": "merged",
-    },
-    {
-        "client": 2,
-        "assignment": 4,
-        "spec": "a[4:8]",
-        "region": 2,
-        "version": 2,
-        "merged_version": 2,
-        "staleness": 0,
-        "assigned_s": 5.0,
-        "outcome": "lost:gone",
-    },
-    {
-        "client": 1,
-        "assignment": 5,
-        "spec": "a[4:8]",
-        "region": 2,
-        "version": 3,
-        "merged_version": 3,
-        "staleness": 0,
-        "assigned_s": 9.0,
-        "outcome": "unused",
-    },
+    dict(zip(TASK, (1, 1, *LOW, 0, 1, 0, 0.0, "merged"), strict=True), arrived_s=4.0, **SENT),
+    dict(zip(TASK, (2, 2, *HIGH, 0, 2, 1, 0.0, "merged"), strict=True), arrived_s=5.0, **SENT),
+    dict(zip(TASK, (1, 3, *LOW, 1, 3, 1, 4.0, "merged"), strict=True), arrived_s=9.0, **SENT),
+    dict(zip(TASK, (2, 4, *HIGH, 2, 2, 0, 5.0, "lost:gone"), strict=True)),
+    dict(zip(TASK, (1, 5, *HIGH, 3, 3, 0, 9.0, "unused"), strict=True)),
 ]
 METRICS = [
     {"version": 0, "time_s": 0.0, "wall_s": 0.0, "accuracy": 0.1, "bytes_up": 0, "bytes_down": 0},

@@ -1,7 +1,9 @@
-"""Format the summary of a finished run for people."""
+"""Format a run's method, and its summary at the end, for people."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from raafl.runfolder.schema import Summary
@@ -14,6 +16,13 @@ REASONS = {
     "epsilon": "privacy.max_epsilon reached",
 }
 """Why runs end, in words; any other reason is one already."""
+
+
+def method_lines(described: Mapping[str, str]) -> list[str]:
+    """Format what a method does (`Algorithm.describe`) as the lines that follow a run's title."""
+    what = re.sub(r"^full\b", "the whole model", described["select"])
+    late = ", s: merges since the task began" if "(s+1)" in described["merge"] else ""
+    return [f"  a client trains: {what}", f"  merge after: {described['trigger']}; how: {described['merge']}{late}"]
 
 
 def summary_lines(summary: Summary, folder: Path) -> list[str]:
@@ -32,11 +41,12 @@ def summary_lines(summary: Summary, folder: Path) -> list[str]:
         lines.append(f"time to {target}: " + (duration(at) if at is not None else "not reached"))
     lines += _participation(summary["participation"])
     staleness = summary["staleness"]
-    lines.append(
-        f"staleness mean {staleness['mean']:.2f}, max {staleness['max']}; "
-        f"clients at work {summary['utilisation']:.0%} of the time; "
-        f"{size(summary['bytes_down'])} down, {size(summary['bytes_up'])} up"
-    )
+    lines += [
+        f"while a client trained, {staleness['mean']:.2f} updates of others were merged on average, at most "
+        f"{staleness['max']} (staleness)",
+        f"clients worked {summary['utilisation']:.0%} of the time; {size(summary['bytes_down'])} were sent to them, "
+        f"{size(summary['bytes_up'])} came back",
+    ]
     bad = {f"refused as {reason}": n for reason, n in summary["updates_refused"].items()}
     if summary["updates_lost"]:
         bad["lost"] = summary["updates_lost"]
@@ -44,12 +54,13 @@ def summary_lines(summary: Summary, folder: Path) -> list[str]:
         lines.append("not merged: " + ", ".join(f"{n} {reason}" for reason, n in bad.items()))
     lines += [f"not written: {n} of {name}" for name, n in summary["unwritten"].items()]
     lines += [f"logger {name}: {n['failed']} calls failed" for name, n in summary["loggers"].items() if n["failed"]]
-    lines.append(f"model digest {summary['model_digest'][:16]}")
+    lines.append(f"model digest {summary['model_digest'][:16]} (a replay of the run ends with the same)")
     if summary.get("model"):
         lines.append(f"final model: {folder / summary['model']}")
     lines.append(f"run folder: {folder}")
     if mirror := summary.get("mirror"):
         lines.append(f"copy in {mirror['url']}" + ("" if mirror["whole"] else f", not whole: {mirror['error']}"))
+    lines.append(f"next: raafl report {folder}")
     return lines
 
 
@@ -58,7 +69,7 @@ def _participation(participation: dict[str, int]) -> list[str]:
     total = max(sum(participation.values()), 1)
     shown = list(participation.items())[:16]
     widest = max((n for _, n in shown), default=1) or 1
-    lines = ["who worked how much (merged updates of each client):"]
+    lines = ["merged updates of each client:"]
     lines += [f"  client {c:>3}  {n:5d}  {n / total:6.1%}  {'#' * round(30 * n / widest)}".rstrip() for c, n in shown]
     if len(participation) > len(shown):
         lines.append(f"  ... and {len(participation) - len(shown)} more, in summary.json")

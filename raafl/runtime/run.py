@@ -18,6 +18,7 @@ from raafl.local.failure import leave_traceback
 from raafl.parts.select.axis_report import axis_rows
 from raafl.rules import Rules
 from raafl.runfolder.journal import RunFolder, default_run_folder
+from raafl.runfolder.outcome import method_lines
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CONFIG, JournalRow, Summary
 from raafl.runfolder.signing import Signer
@@ -200,13 +201,13 @@ class Run:
     def start(self) -> None:
         """Start the run's clock and the progress display."""
         experiment, coordinator = self.parts.experiment, self.parts.coordinator
-        described = coordinator.algorithm.describe()
-        title = (
-            f"{experiment.name}: {described['name']} on {quantity(len(self.parts.clients), 'client')}, "
-            f"select {described['select']}, merge {described['merge']}, "
-            f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
-        )
-        self.progress.start(title)
+        described, clients = coordinator.algorithm.describe(), quantity(len(self.parts.clients), "client")
+        size = f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
+        head = f"{experiment.name}: {described['name']} on {clients}"
+        title = f"{head}, select {described['select']}, merge {described['merge']}, {size}"  # as journals have it
+        self.progress.start(f"{head}, a model of {size}")
+        for line in method_lines(described):
+            self.progress.note(line)
         for note in self._notes:
             (self.progress.warn if isinstance(note, Warn) else self.progress.note)(note)
         self._interrupt.__enter__()  # until `close`: a signal while the run is wound up leaves it whole too

@@ -65,7 +65,7 @@ def test_the_run_folder_is_whole(run, tmp_path):
         "summary.json",
     }
     summary = json.loads((folder / "summary.json").read_text())
-    assert out.splitlines()[-1] == f"run folder: {folder}"
+    assert out.splitlines()[-2:] == [f"run folder: {folder}", f"next: raafl report {folder}"]
     assert f"model digest {summary['model_digest'][:16]}" in out
     assert "after 6 updates, 6 versions" in out
     tasks = list(csv.DictReader((folder / "clients.csv").open()))

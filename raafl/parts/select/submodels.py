@@ -295,12 +295,11 @@ class OneOf(Select):
         )
 
     def __str__(self) -> str:
-        bound = (
-            ""
-            if self.how == "fewest_updates"
-            else f", K {'offline' if self.bound_s is None else f'{self.bound_s:g} s'}"
-        )
-        return f"{self.how} over {self.what()}{bound}"
+        if self.how == "fewest_updates":
+            return f"of {self.what()} the one merged least often"
+        limit = "K seconds, K set before the run" if self.bound_s is None else f"{self.bound_s:g} s"
+        chosen = "any at random" if self.how == "random" else "the one merged least often"
+        return f"of {self.what()} {chosen} that takes at most {limit} ({self.how})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """The figure of Unequal-Bench: `python -m benchmarks.unequal_picture` draws `docs/images/unequal.svg` from the committed result.
 
-For each task a table of methods by fleets: how many times the best method's time to the target a method takes (medians over seeds,
-where a run that did not reach it is later than all that did). Bold: the best, and those that are not later in each pair of runs.
+For each task and group of machines, a bar for each method: its median time to the target over that of the fastest method.
 """
 
 from __future__ import annotations
@@ -15,66 +14,78 @@ from raafl.lab.compare.grid_result import load_grid
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT, PICTURE = ROOT / "benchmarks/results/unequal-small.json", ROOT / "docs/images/unequal.svg"
-LEFT, ROW, HEAD, TOP = 170.0, 26.0, 30.0, 28.0
+LEFT, ROW, HEAD, TOP, GAP = 152.0, 23.0, 76.0, 62.0, 22.0
+LONGEST = 4.0  # times the fastest at which a bar ends
+TASKS = {
+    "mnist-mlp": "A small network learns handwritten digits, up to an accuracy of {target:.0%}",
+    "shakespeare-llama": "A small language model learns Shakespeare, down to a loss of {target:g}",
+}
+MACHINES = {
+    "equal": ("12 laptops", "all equal"),
+    "four-classes": ("4 kinds of boards", "the slowest 20 times slower"),
+    "phones": ("12 phones", "each there 8 hours a day"),
+    "gpus": ("4 kinds of GPUs", "speeds 8 : 4 : 2 : 1"),
+}
 
 
-def cell_text(behind: Mapping[str, Any] | None, label: str) -> tuple[str, bool, float]:
-    """Return the text of a cell, whether it is bold, and its shade, 0 to 1.
+def cell_text(behind: Mapping[str, Any] | None) -> tuple[str, float]:
+    """Return the text of a cell, and the length of its bar, from 0 to 1.
 
     Args:
         behind: behind of the row, see `raafl.lab.compare.grid_result.standings`; None = no row of the cell reached the target.
-        label: the row's method.
     """
     if behind is None or not behind["reached"]:
-        return "never", False, 0.0
-    missing = "" if behind["reached"] == behind["seeds"] else f" ({behind['reached']}/{behind['seeds']})"
+        return "never", 0.0
+    some = "" if behind["reached"] == behind["seeds"] else f" in {behind['reached']} of {behind['seeds']} runs"
     if behind["ratio"] is None:
-        return f"late{missing}", False, 0.0
-    level = behind["of"] == label or (not behind["shown"] and behind["later"] < behind["pairs"] and not missing)
-    return (
-        f"{behind['ratio']:.1f}{missing}",
-        level,
-        0.5 * behind["reached"] / behind["seeds"] / max(behind["ratio"], 1.0),
-    )
+        return f"only{some}", 0.0
+    return f"{behind['ratio']:.1f}{some}", min(max(behind["ratio"], 1.0), LONGEST) / LONGEST
 
 
 def draw(whole: Mapping[str, Any]) -> str:
     """Return the figure as SVG."""
     tasks, fleets, methods = list(whole["tasks"]), list(whole["fleets"]), list(whole["methods"])
     rows = {(cell["task"], cell["fleet"], row["row"]): row for cell in whole["cells"] for row in cell["rows"]}
-    width = (WIDTH - LEFT) / (len(tasks) * len(fleets))
-    picture = Picture(TOP + HEAD + ROW * len(methods) + 48, "Unequal-Bench: time to the target by method and fleet")
-    for number, label in enumerate(methods):
-        picture.text(LEFT - 12, TOP + HEAD + ROW * (number + 0.68), label, anchor="end")
-    for place, (task, fleet) in enumerate((task, fleet) for task in tasks for fleet in fleets):
-        x = LEFT + place * width
-        if not place % len(fleets):
-            targets = " or ".join(f"{target:g}" for target in whole["tasks"][task]["targets"][:1])
-            title = f"{task}: {whole['tasks'][task]['metric']} {targets}"
-            picture.text(x + width * len(fleets) / 2, TOP - 8, title, anchor="middle", bold=True)
-        picture.text(x + width / 2, TOP + HEAD - 12, fleet, anchor="middle", size=12.5)
-        for number, label in enumerate(methods):
-            y = TOP + HEAD + ROW * number
-            row = rows.get((task, fleet, label))
-            text, bold, dark = ("not run", False, 0.0) if row is None else cell_text(row["behind"], label)
-            picture.rect(x + 1, y + 1, width - 2, ROW - 2, GREEN, more=f' fill-opacity="{dark:.2f}"')
-            fill = INK if text[0].isdigit() else FAINT
-            picture.text(x + width / 2, y + ROW * 0.68, text, anchor="middle", size=13, bold=bold, fill=fill)
-    bottom = TOP + HEAD + ROW * len(methods)
+    width, block = (WIDTH - LEFT) / len(fleets), HEAD + ROW * len(methods) + GAP
+    picture = Picture(TOP + block * len(tasks), "Time to a target by method and group of machines, 1 is the fastest")
     seeds = len(whole["seeds"])
     picture.text(
-        LEFT,
-        bottom + 20,
-        f"Times the best method's median time to the target, {seeds} seeds; late = few, never = no seed got there.",
-        size=12.5,
+        0,
+        18,
+        "How long until the model is good enough? 1 = as fast as the fastest method on the same machines",
+        bold=True,
     )
     picture.text(
-        LEFT,
-        bottom + 38,
-        "Bold: the best, and those that are not later than it in each pair of runs.",
+        0,
+        38,
+        f"Short bars are better. Each number is a median of {seeds} simulated runs with unequal data; “in 1 of {seeds} runs”: "
+        "the others did not get there in time.",
         size=12.5,
     )
+    for number, task in enumerate(tasks):
+        top = TOP + block * number
+        title = TASKS.get(task, task).format(target=whole["tasks"][task]["targets"][0])
+        picture.text(0, top + 18, title, bold=True, size=15)
+        for line, label in enumerate(methods):
+            picture.text(LEFT - 12, top + HEAD + ROW * (line + 0.66), label, anchor="end")
+        for column, fleet in enumerate(fleets):
+            x = LEFT + column * width
+            name, more = MACHINES.get(fleet, (fleet, ""))
+            picture.text(x, top + 42, name, size=13.5, bold=True)
+            picture.text(x, top + 59, more, size=12, fill=FAINT)
+            for line, label in enumerate(methods):
+                _bar(picture, x, top + HEAD + ROW * line, 0.42 * width, label, rows.get((task, fleet, label)))
     return picture.svg()
+
+
+def _bar(picture: Picture, x: float, y: float, room: float, label: str, row: Mapping[str, Any] | None) -> None:
+    """Draw a method's bar at (x, y), at most `room` long, and its text beside it."""
+    text, length = ("not run", 0.0) if row is None else cell_text(row["behind"])
+    best = row is not None and row["behind"] is not None and row["behind"]["of"] == label
+    if length:
+        picture.rect(x, y + 4, room * length, ROW - 8, GREEN, more=f' fill-opacity="{0.9 if best else 0.45}"')
+    fill = INK if length else FAINT
+    picture.text(x + room * length + 6, y + ROW * 0.66, text, size=12.5, bold=best, fill=fill)
 
 
 def main() -> None:

@@ -13,20 +13,19 @@ def behind(ratio, *, shown=False, reached=3, of="A", later=6):
 
 
 @pytest.mark.parametrize(
-    ("row", "text", "bold", "shade"),
+    ("row", "text", "length"),
     [
-        (behind(1.0, of="B", later=None), "1.0", True, 0.5),
-        (behind(2.0), "2.0", True, 0.25),
-        (behind(2.0, shown=True), "2.0", False, 0.25),
-        (behind(1.0, reached=2), "1.0 (2/3)", False, 1 / 3),  # a seed did not get there
-        (behind(1.5, later=9), "1.5", False, 0.5 / 1.5),
-        (behind(None, reached=1), "late (1/3)", False, 0.0),
-        (behind(None, reached=0), "never", False, 0.0),
-        (None, "never", False, 0.0),
+        (behind(1.0, of="B", later=None), "1.0", 0.25),
+        (behind(2.0, shown=True), "2.0", 0.5),
+        (behind(7.0), "7.0", 1.0),
+        (behind(1.0, reached=2), "1.0 in 2 of 3 runs", 0.25),
+        (behind(None, reached=1), "only in 1 of 3 runs", 0.0),
+        (behind(None, reached=0), "never", 0.0),
+        (None, "never", 0.0),
     ],
 )
-def test_a_cell_says_what_ranks_show(row, text, bold, shade):
-    assert cell_text(row, "B") == (text, bold, pytest.approx(shade))
+def test_a_cell_has_a_bar_as_long_as_the_time(row, text, length):
+    assert cell_text(row) == (text, length)
 
 
 def test_the_committed_figure_is_that_of_the_committed_result():

@@ -28,15 +28,7 @@ from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
-from tests.helpers.coordinators import (
-    answer,
-    assigned,
-    coordinator_for,
-    filled,
-    join,
-    line_state,
-    values_of,
-)
+from tests.helpers.coordinators import answer, assigned, coordinator_for, filled, join, line_state, values_of
 from tests.helpers.merges import merge_all, take
 from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import experiment, finish

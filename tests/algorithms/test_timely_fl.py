@@ -357,10 +357,7 @@ test_bad_arguments_are_named = refuses(
     ({"participation": 0.0}, r"participation is 0\.0"),
     ({"participation": 1.5}, r"participation is 1\.5"),
     ({"slack": -0.1}, r"slack is -0\.1: give 0 or more, a share of the round's length"),
-    (
-        {"slack": 0.2, "most_slack": 0.2},
-        r"most_slack is 0\.2, but slack is 0\.2: give more, or null",
-    ),
+    ({"slack": 0.2, "most_slack": 0.2}, r"most_slack is 0\.2, but slack is 0\.2: give more, or null"),
     ({"adaptive": False, "most_slack": 0.2}, "most_slack is given, but adaptive is false"),
     ({"layers": "tine"}, "layers is 'tine': did you mean 'time'"),
     ({"clock": "papers"}, "clock is 'papers': known: device, share"),

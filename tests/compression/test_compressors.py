@@ -107,10 +107,7 @@ def test_the_count_of_top_k(share, numel, count):
 
 def test_bits_travel_eight_to_the_byte():
     layout = Bits().layout(flat(a=torch.zeros(3, 3), b=torch.zeros(8)).layout)
-    assert [(e.name, e.shape, e.dtype) for e in layout.entries] == [
-        ("a", (2,), torch.uint8),
-        ("b", (1,), torch.uint8),
-    ]
+    assert [(e.name, e.shape, e.dtype) for e in layout.entries] == [("a", (2,), torch.uint8), ("b", (1,), torch.uint8)]
 
 
 @pytest.mark.parametrize("name", EVERY)

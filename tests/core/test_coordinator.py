@@ -6,19 +6,7 @@ import pytest
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
 from raafl.core.algorithm import OwnTests
-from raafl.core.types import (
-    Arrived,
-    ClientInfo,
-    Evaluate,
-    Finish,
-    Joined,
-    Lost,
-    SetTimer,
-    Settled,
-    Stop,
-    Timer,
-    Update,
-)
+from raafl.core.types import Arrived, ClientInfo, Evaluate, Finish, Joined, Lost, SetTimer, Settled, Stop, Timer, Update
 from tests.helpers.coordinators import answer, assigned, coordinator_for, filled, join, update_for, values_of
 
 

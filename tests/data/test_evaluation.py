@@ -165,9 +165,7 @@ def test_unusable_loaders_are_refused():
 
 def test_the_users_collate_function_is_used_for_training_and_example():
     module = Module(
-        tensors(),
-        batch_size=4,
-        collate_fn=lambda samples: {"n": len(samples), "all": default_collate(samples)},
+        tensors(), batch_size=4, collate_fn=lambda samples: {"n": len(samples), "all": default_collate(samples)}
     )
     fed = FederatedData(module, Iid(), 2, 0)
     assert [b["n"] for b, _ in fed.client(1).batches(generator(), num_epochs=1)] == [4] * 6 + [1]

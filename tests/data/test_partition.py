@@ -265,10 +265,7 @@ def test_a_partition_of_ones_own_gives_numbers_of_samples_of_any_kind():
         (None, "Own.assign returned None for 3 clients: return one for each"),
         (3, "Own.assign returned 3 for 3 clients: return one for each"),
         (iter([[0], [1], [2]]), "Own.assign returned an object of list_iterator for 3 clients: return one for each"),
-        (
-            [[0], [], [1]],
-            "Own.assign returned 0 samples of type float64 for client 2: return the indices of one or",
-        ),
+        ([[0], [], [1]], "Own.assign returned 0 samples of type float64 for client 2: return the indices of one or"),
         ([[0], [0.5], [1]], "returned 1 samples of type float64 for client 2"),
         ([[0], [-1, 3], [1]], "Own.assign returned samples -1 to 3 for client 2: return indices from 0 to 999"),
         ([[0], [1], [1000]], "returned samples 1000 to 1000 for client 3"),

@@ -207,10 +207,7 @@ def test_a_list_that_is_written_out_is_no_path():
         ("[{name: box", "devices, given as '[{name: box', is not valid YAML: line 1, column"),
         ("{name: box}", "devices, given as '{name: box}', must hold a list of devices"),
         ("[{name: box, flops: 1}]", "devices: entry 1: unknown field flops; did you mean 'flops_per_s'?"),
-        (
-            "[{name: iphone-99}]",
-            "devices: entry 1: device 'iphone-99' is not in raafl's catalogue, and flops_per_s is",
-        ),
+        ("[{name: iphone-99}]", "devices: entry 1: device 'iphone-99' is not in raafl's catalogue, and flops_per_s is"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             load_devices(text)

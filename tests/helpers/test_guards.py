@@ -95,13 +95,7 @@ def test_each_leftover_fails_its_test_and_no_other(outcomes):
         "data": ["SKIPPED"],
         "skipped": ["SKIPPED"],
     }
-    for reason in (
-        "time.sleep(60)",
-        "thread left over",
-        "process group",
-        "variable LEFT_OVER",
-        "directory",
-    ):
+    for reason in ("time.sleep(60)", "thread left over", "process group", "variable LEFT_OVER", "directory"):
         assert reason in text
 
 

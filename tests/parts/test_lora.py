@@ -17,18 +17,7 @@ from raafl.parts.lora import Adapted
 from raafl.parts.merge.low_rank import rank_energy
 from raafl.submodel import FlatTensors, Submodels
 from tests.helpers.coordinators import assigned
-from tests.helpers.lora_merge import (
-    BY_RANK,
-    RANKS,
-    A,
-    B,
-    Tiny,
-    adapters,
-    give,
-    product,
-    started,
-    state_of,
-)
+from tests.helpers.lora_merge import BY_RANK, RANKS, A, B, Tiny, adapters, give, product, started, state_of
 
 # ---- one factor at a time ----
 

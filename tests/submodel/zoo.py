@@ -132,9 +132,7 @@ ZOO: dict[str, Model] = {
         {f"features.{place}": channels for place, channels in _VGG.items()},
     ),
     "VGG": _zoo(
-        lambda: model_zoo.VGG([4, "pool", 6], 1, 3),
-        (_normal(3, 1, 8, 8), LABELS),
-        {"features.0": 4, "features.4": 6},
+        lambda: model_zoo.VGG([4, "pool", 6], 1, 3), (_normal(3, 1, 8, 8), LABELS), {"features.0": 4, "features.4": 6}
     ),
     "ViT": _zoo(
         lambda: model_zoo.ViT("micro", 8, 4, num_classes=3),
@@ -149,10 +147,7 @@ ZOO: dict[str, Model] = {
         "model.width",
     ),
     "ALBERT": _zoo(
-        lambda: model_zoo.ALBERT("micro", 23, 16),
-        WINDOW,
-        {f"{_ALBERT}.heads": 2, f"{_ALBERT}.ffn": 128},
-        "model.width",
+        lambda: model_zoo.ALBERT("micro", 23, 16), WINDOW, {f"{_ALBERT}.heads": 2, f"{_ALBERT}.ffn": 128}, "model.width"
     ),
     "LLaMA": _zoo(lambda: model_zoo.LLaMA("micro", 23, 16), WINDOW, _blocks("model.model.layers", 88), "model.width"),
     "LLaMA, tied": _zoo(

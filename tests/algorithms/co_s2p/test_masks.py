@@ -10,14 +10,7 @@ import torch
 from torch import nn
 
 from raafl.core.local import Task
-from raafl.parts.local.mask_training import (
-    SCORES,
-    MaskTraining,
-    best,
-    first_score,
-    kept_share_loss,
-    masks_of,
-)
+from raafl.parts.local.mask_training import SCORES, MaskTraining, best, first_score, kept_share_loss, masks_of
 from raafl.parts.select.segments import Gates, Segments, cuts_of, readers
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from tests.helpers.coordinators import EXAMPLE, Line

@@ -163,11 +163,7 @@ def test_tensors_on_two_axes_and_statistics_against_a_slow_reference():
 
 def test_starts_are_kept_only_where_the_model_changes_under_a_client():
     state, merge = line_state(value=1.0), WithScores(ImportanceMerge())
-    for client, work in (
-        (1, Work()),
-        (2, Work(FIRST)),
-        (3, Work(Spec(trained=()), extra={"masks": ["hidden"]})),
-    ):
+    for client, work in ((1, Work()), (2, Work(FIRST)), (3, Work(Spec(trained=()), extra={"masks": ["hidden"]}))):
         record_work(state, client, work)
     take(merge, state, update(state, 1, 1.0), FULL, 0)
     merge_all(merge, state)

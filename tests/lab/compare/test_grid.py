@@ -33,16 +33,12 @@ FILES = {
         "targets": [0.01],
     },
     "fleets/alike": {"devices": [{"name": "one", "flops_per_s": 2e7}], "max_time": {"digits": "1s"}},
-    "fleets/jetsons": {
-        "devices": "fleet:four-classes/4e4",
-        "max_time": {"digits": 1},
-        "task_s": {"digits": 0.5},
-    },
+    "fleets/jetsons": {"devices": "fleet:four-classes/4e4", "max_time": {"digits": 1}, "task_s": {"digits": 0.5}},
     "methods/avg": {"options": "--algorithm fed_avg"},
     "methods/each": {"options": "--algorithm fed_async", "tasks": {"digits": "--algorithm.alpha 0.5"}},
     "methods/mine": {
         "options": "--algorithm fed_buff --algorithm.buffer_size 2 --algorithm.submodel raafl.parts.RateSelect "
-        "--algorithm.submodel.seconds {task_s}",
+        "--algorithm.submodel.seconds {task_s}"
     },
 }
 

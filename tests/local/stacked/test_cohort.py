@@ -81,21 +81,7 @@ def check(bench: Bench, tasks: list[Member]) -> None:
             assert getattr(found, name) == getattr(alone, name), name
 
 
-EQUAL = (
-    Net,
-    Dropping,
-    Normed,
-    Adam,
-    *ELEMENTWISE,
-    Groups,
-    Odd,
-    Logging,
-    Losses,
-    Recurrent,
-    Noisy,
-    Branching,
-    Cycled,
-)
+EQUAL = (Net, Dropping, Normed, Adam, *ELEMENTWISE, Groups, Odd, Logging, Losses, Recurrent, Noisy, Branching, Cycled)
 
 
 @pytest.mark.parametrize("make", EQUAL)

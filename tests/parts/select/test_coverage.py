@@ -13,10 +13,7 @@ from raafl.parts.select.coverage import RegionCoverage, mask_level, of_regions, 
 from raafl.submodel import FULL, Axis, Member, Spec, Stack
 from tests.helpers.refusals import refuses
 
-AXES = {
-    "a": Axis("a", 8, (Member("a.weight", 0),)),
-    "blocks": Stack("blocks", ("0", "1", "2", "3")),
-}
+AXES = {"a": Axis("a", 8, (Member("a.weight", 0),)), "blocks": Stack("blocks", ("0", "1", "2", "3"))}
 
 
 @st.composite
@@ -146,10 +143,7 @@ test_what_cannot_be_kept_is_refused = refuses(
     ({"takes": (1,) * 10, "coverage": 3}, "coverage is 3: 10 clients take 10 regions .* give 1 to 2"),
     ({"takes": (2, 2, 2), "trained": 2, "coverage": 4}, "coverage is 4.*give 1 to 3"),
     ({"takes": (1,) * 4, "rest": 2}, r"rest \(.*\) is 2: .* needs 4 rounds .* give at least 3"),
-    (
-        {"takes": (1,) * 10, "rest": 200},
-        r"rest \(.*\) is 200: .* for more than 6: give at most that, or hold: true",
-    ),
+    ({"takes": (1,) * 10, "rest": 200}, r"rest \(.*\) is 200: .* for more than 6: give at most that, or hold: true"),
     ({"takes": (1,) * 10, "rest": 4, "hold": True}, "'rest' is 4, but with 'hold' the assignment never changes"),
     (
         {"takes": (4, 4, 1, 1), "coverage": 1, "rest": 3},

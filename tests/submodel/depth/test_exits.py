@@ -91,11 +91,7 @@ class Holding(torch.nn.ModuleList):
     ("make", "exits", "says"),
     [
         (lambda: ViT("micro"), [2], r"submodels\.exits is \[2\]: there is no exit after 2 of 2 blocks: give 1 to 1"),
-        (
-            lambda: MLP(4, (4,), 2),
-            [1],
-            r"submodels\.exits is \[1\], but raafl does not know the last layers of MLP",
-        ),
+        (lambda: MLP(4, (4,), 2), [1], r"submodels\.exits is \[1\], but raafl does not know the last layers of MLP"),
         (
             lambda: Holding(ViT("micro"), ViT("micro")),
             [1],

@@ -141,8 +141,7 @@ PATTERNS = {
             windows,
             c=nn.Identity(),
             a=nn.Sequential(
-                nn.utils.weight_norm(nn.Conv2d(3, 8, 1)),
-                nn.utils.weight_norm(nn.Conv2d(8, 8, 3, padding=1, groups=8)),
+                nn.utils.weight_norm(nn.Conv2d(3, 8, 1)), nn.utils.weight_norm(nn.Conv2d(8, 8, 3, padding=1, groups=8))
             ),
         ),
         [8],

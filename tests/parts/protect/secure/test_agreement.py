@@ -198,9 +198,7 @@ def test_one_site_cannot_bring_as_many_members_as_would_sign_two_lists():
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"counted": 101}, {"counted": 0}, {"version": 10}, {"start": "other"}, {"start": ""}],
-    ids=str,
+    "fields", [{"counted": 101}, {"counted": 0}, {"version": 10}, {"start": "other"}, {"start": ""}], ids=str
 )
 def test_counts_and_what_was_sent_are_checked(fields):
     same = {"num_samples": 100, "counted": 100, "version": 9, "start": "a"}

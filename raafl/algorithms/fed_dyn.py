@@ -21,12 +21,13 @@ Choices that the paper leaves open:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
 from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
+from raafl.core.local import Traits
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
@@ -71,7 +72,11 @@ class Regularised(Local):
     """Local training with FedDyn's loss: the module's own plus a linear and a proximal term."""
 
     down: ClassVar[tuple[str, ...]] = (GRADIENT,)
-    uses_gradients: ClassVar[bool] = True
+
+    @property
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        return replace(super().traits, uses_gradients=True)
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that subtracts the client's stored gradient, which has the effect of FedDyn's linear term."""

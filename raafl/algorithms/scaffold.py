@@ -34,6 +34,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
+from raafl.core.local import Traits
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.local.swap_parameters import with_parameters
@@ -100,8 +101,13 @@ class Controlled(Local):
 
     down: ClassVar[tuple[str, ...]] = (SERVER, CLIENT)
     up: ClassVar[tuple[str, ...]] = (CLIENT,)
-    uses_gradients: ClassVar[bool] = True
     option: int = 2
+
+    @property
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        # several processes train a client together only with option 2, which has no further gradient
+        return replace(super().traits, uses_gradients=True, supports_data_parallel=self.option == 2)
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that corrects the steps by control variates."""
@@ -112,11 +118,6 @@ class Controlled(Local):
         cost = submodels.cost(spec, batch_size)
         cost = replace(cost, peak_bytes=cost.peak_bytes + submodels.layout(spec, "trained").single_copy_bytes)
         return cost if self.option == 2 else replace(cost, flops_per_sample=2 * cost.flops_per_sample)
-
-    @property
-    def supports_data_parallel(self) -> bool:
-        """Whether several processes can train one client together: only with option 2, which has no further gradient."""
-        return self.option == 2
 
     def __str__(self) -> str:
         return f"SGD with control variates, option {'I' * self.option}"

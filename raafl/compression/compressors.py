@@ -275,7 +275,7 @@ def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None
 def up_name(compress: Compress, fixed: str | None) -> str:
     """Return the name of the compressor for updates: the one that the method requires, or else ``compress.up``.
 
-    `fixed`: compressor that the method requires (`Local.up_as`); None = none.
+    `fixed`: compressor that the method requires (`Traits.up_as`); None = none.
 
     Raises:
         BadInput: both are given, and they differ.

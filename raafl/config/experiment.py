@@ -562,7 +562,7 @@ class Experiment:
         if cohort is not None and cohort > self.clients > 0:
             yield f"cohort is {cohort}, more than there are clients: give at most {self.clients}, or use more --clients"
         shape = self.train.lr_schedule
-        if shape != "constant" and not self.algorithm.local.uses_optimizer:
+        if shape != "constant" and not self.algorithm.local.traits.uses_optimizer:
             yield f"train.lr_schedule is {shape}, but {self.algorithm.name} steps without the module's optimizer: leave it out"
         if self.overlap and (why := self.algorithm.overlap_problem()) is not None:
             yield f"overlap is true, but {why}: leave it out, or choose fed_async or fed_buff"
@@ -635,7 +635,7 @@ class Experiment:
             (specs if importing else entries)(self.logger)
 
     def _compression(self) -> None:
-        if (fixed := self.algorithm.local.up_as) is not None:
+        if (fixed := self.algorithm.local.traits.up_as) is not None:
             from raafl.compression.compressors import up_name
 
             up_name(self.compress, fixed)

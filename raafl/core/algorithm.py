@@ -334,9 +334,9 @@ class Algorithm:
 
     def overlap_problem(self) -> str | None:
         """Explain why a client may not work on its next task while its update travels; None = it may."""
-        if self.local.steps_ahead:
+        if self.local.traits.steps_ahead:
             return None
-        if self.local.resident:
+        if self.local.traits.resident:
             return f"a client of {self.name} makes no step before it has what it receives; a sync_delay above 0 lets it"
         if not self.trigger.allows_overlap:
             return f"a client of {self.name} waits for the merge of its update before its next task"

@@ -76,10 +76,10 @@ class Coordinator(Admission):
             own_tests: how many samples clients measure their own submodels on; None = none.
             drop_last: whether clients drop their last, smaller batch.
             overlap: whether a client may work on its next task while its update travels: where it does not need that task
-                for its first steps (`Local.steps_ahead`), before it is assigned; else as soon as it is.
+                for its first steps (`Traits.steps_ahead`), before it is assigned; else as soon as it is.
             rules: rules by which times are predicted; None = those of a new run.
         """
-        self.works_ahead = overlap and algorithm.local.steps_ahead > 0
+        self.works_ahead = overlap and algorithm.local.traits.steps_ahead > 0
         self.overlap = overlap and not self.works_ahead
         self.algorithm, self.state, self.limits, self.seed, self.pace = algorithm, state, limits, seed, pace
         self.roster = Roster()

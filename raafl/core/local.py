@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -41,7 +41,7 @@ class Hook(Part):
     A hook must keep nothing for later tasks: the result may depend only on the assignment, the received tensors and the
     client's data. Values to remember go to the server in ``task.up`` or in the result of `finish`. There the merge
     stores them in `GlobalState.clients`, and `Merge.personalize` sends them back in ``task.down``.
-    In methods with `Local.resident` the tensors in ``task.up`` stay on the client instead; its next task finds them in
+    In methods with `Traits.resident` the tensors in ``task.up`` stay on the client instead; its next task finds them in
     ``task.down``.
     """
 
@@ -69,6 +69,26 @@ class Hook(Part):
         return
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a method's local training can do, needs, and leaves out."""
+
+    # whether axes are proven on the model as `prepare` makes it; False: what that adds acts by its width on purpose
+    proven_as_trained: bool = True
+    up_as: UpAs | None = None  # what its values always go up as, whatever `compress.up` says
+    uses_gradients: bool = False  # whether its hook works with gradients, which 16-mixed scales and may leave infinite
+    # whether it steps with the module's optimizer, whose learning rate ``train.lr_schedule`` changes
+    uses_optimizer: bool = True
+    # hooks of Lightning, of `raafl.module_hooks.TASK_HOOKS`, that its way of stepping does not call
+    leaves_out: frozenset[str] = frozenset()
+    # whether its bundles stay on the client from task to task, so that values travel only as `travels` says; see `Payload`
+    resident: bool = False
+    # whether several processes of one client can share a task and average the gradients of the module
+    supports_data_parallel: bool = True
+    # number of a task's first steps that need nothing of what is received, so that they may precede it
+    steps_ahead: int = 0
+
+
 @dataclass(frozen=True)
 class Local(Part):
     """Base class of the part of an algorithm that decides how a client trains its submodel.
@@ -87,24 +107,6 @@ class Local(Part):
             masked loss), and to tell the server which classes the client has (`raafl.parts.merge.label_split`).
     """
 
-    proven_as_trained: ClassVar[bool] = True
-    """False: what `prepare` adds to a model acts by its width on purpose, so that axes are proven on the user's own model."""
-
-    up_as: ClassVar[UpAs | None] = None
-    """What its values always go up as, whatever `compress.up` says."""
-
-    uses_gradients: ClassVar[bool] = False
-    """Whether its hook works with gradients before the step, which 16-mixed scales and may leave infinite."""
-
-    uses_optimizer: ClassVar[bool] = True
-    """Whether it steps with the module's optimizer, whose learning rate ``train.lr_schedule`` changes."""
-
-    leaves_out: ClassVar[frozenset[str]] = frozenset()
-    """Hooks of Lightning, of `raafl.module_hooks.TASK_HOOKS`, that its way of stepping does not call."""
-
-    resident: ClassVar[bool] = False
-    """Whether its bundles stay on the client from task to task, so that values travel only as `travels` says; see `Payload`."""
-
     down: ClassVar[tuple[str, ...]] = ()
     up: ClassVar[tuple[str, ...]] = ()
 
@@ -116,8 +118,10 @@ class Local(Part):
         at_least("prox", self.prox, 0)
 
     def __init_subclass__(cls, **more: object) -> None:
-        """Refuse a method with bundles and an exchange: in a task of two sides neither has a place for bundles."""
+        """Refuse a trait in the class, and bundles with an exchange: in a task of two sides neither has a place for bundles."""
         super().__init_subclass__(**more)
+        if stray := vars(cls).keys() & {one.name for one in fields(Traits)}:
+            raise TypeError(f"{cls.__name__} sets {', '.join(sorted(stray))}: return it in the property traits")
         if cls.exchange is not Local.exchange and (cls.down or cls.up):
             raise TypeError(
                 f"{cls.__name__} exchanges messages during a task and also sends bundles of extra tensors "
@@ -125,14 +129,9 @@ class Local(Part):
             )
 
     @property
-    def steps_ahead(self) -> int:
-        """Number of a task's first steps for which a client needs nothing of what it receives, so that they may precede it."""
-        return 0
-
-    @property
-    def supports_data_parallel(self) -> bool:
-        """Whether several processes of one client can share a task and average the gradients of the module."""
-        return True
+    def traits(self) -> Traits:
+        """What this method can do, needs, and leaves out; a subclass returns ``replace(super().traits, ...)``."""
+        return Traits()
 
     @property
     def steps_are_plain(self) -> bool:
@@ -171,13 +170,13 @@ class Local(Part):
 
     def payload(self, submodels: Submodels) -> Payload:
         """Return the layouts of all tensors that a task sends and receives."""
-        travels = partial(self.travels, submodels) if self.resident else None
-        return Payload(submodels, self.down, self.up, self.up_as, partial(self.layout_of, submodels), travels)
+        travels = partial(self.travels, submodels) if self.traits.resident else None
+        return Payload(submodels, self.down, self.up, self.traits.up_as, partial(self.layout_of, submodels), travels)
 
     def travels(self, submodels: Submodels, extra: Mapping[str, Any], way: Way) -> frozenset[str] | None:
         """Return the names of the values that are sent in one direction for a task; None = all.
 
-        Called only for methods in which clients keep their values between tasks (`resident`).
+        Called only for methods in which clients keep their values between tasks (`Traits.resident`).
 
         Args:
             submodels: submodels of the model.
@@ -261,7 +260,7 @@ class Local(Part):
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
         """Return reasons why this method cannot train with the given precision and gradient clipping, one line each."""
-        if self.uses_gradients and precision == "16-mixed":
+        if self.traits.uses_gradients and precision == "16-mixed":
             return [
                 "fabric.precision is 16-mixed, and this algorithm works with gradients, which are scaled: use bf16-mixed"
             ]

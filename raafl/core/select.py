@@ -189,13 +189,13 @@ class SelectContext:
         return self.task_time(client, work).total_s
 
     def early_share(self, client: ClientInfo, work: Work) -> float:
-        """Return the share of a task's computing that ``client`` may do before the task arrives; see `Local.steps_ahead`.
+        """Return the share of a task's computing that ``client`` may do before the task arrives; see `Traits.steps_ahead`.
 
         Args:
             client: client that trains the task.
             work: submodel and length of the task.
         """
-        samples, ahead = self.samples(client.num_samples, work), self.local.steps_ahead
+        samples, ahead = self.samples(client.num_samples, work), self.local.traits.steps_ahead
         early = min(self.samples(client.num_samples, Work(num_steps=ahead)), samples)
         # a forward pass costs a third of a step, as in `time_on`
         return early / (samples + self.tested(client, work.extra) / 3)

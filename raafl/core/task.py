@@ -65,7 +65,7 @@ class Task:
     def arrived(self) -> Assignment:
         """Wait until the task has arrived, and return its assignment; only then ``received`` has its values.
 
-        Before, ``received`` and ``down`` are what the client keeps (`Local.resident`), and ``assignment`` is the expected
+        Before, ``received`` and ``down`` are what the client keeps (`Traits.resident`), and ``assignment`` is the expected
         one, whose ``id``, ``version`` and ``extra`` are not the task's.
         """
         return self.assignment if self.receive is None else self.receive()
@@ -85,6 +85,6 @@ def expected_next(assignment: Assignment) -> Assignment | None:
 
 
 def begins_alike(expected: Assignment, actual: Assignment) -> bool:
-    """Check whether the first steps of two tasks of one client are the same, up to `Local.steps_ahead`."""
+    """Check whether the first steps of two tasks of one client are the same, up to `Traits.steps_ahead`."""
     names = ("client", "incarnation", "task", "spec", "num_epochs", "num_steps", "seed", "lr_scale")
     return all(getattr(expected, name) == getattr(actual, name) for name in names)

@@ -44,7 +44,7 @@ class TrainableSubmodel:
         self.recorder.attach(self.module)
         self.trainer = attach(self.module)
         self.trainer.measure(self.recorder.latest.metrics)
-        self.hooks = TaskHooks.of(self.module, local.leaves_out)
+        self.hooks = TaskHooks.of(self.module, local.traits.leaves_out)
         self.transfer = Transfer(self.module)
         self._configure()
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]

@@ -75,7 +75,7 @@ def notes_before(
     notes = [*data_notes(parts), *algorithm.notes(fleet, len(parts.clients))]
     notes += met_at_once(parts.experiment, metrics if is_new else {})
     notes += _saved_notes(parts, form)
-    left_out = uncalled(parts.module, algorithm.local.leaves_out, algorithm.name)
+    left_out = uncalled(parts.module, algorithm.local.traits.leaves_out, algorithm.name)
     notes += [Warn(line) for line in (*look.warnings, *left_out)]
     notes += eval_mode_note(parts.module)
     notes += [_restart_note(look.restarted)] if look.restarted else []

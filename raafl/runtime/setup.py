@@ -202,7 +202,7 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
         return module
 
     _start(experiment, module, data, make_model)
-    own = None if experiment.algorithm.local.proven_as_trained else plain
+    own = None if experiment.algorithm.local.traits.proven_as_trained else plain
     return proven_submodels(
         experiment.submodels,
         module,
@@ -315,7 +315,7 @@ def sends_of(experiment: Experiment) -> Literal["values", "delta"]:
 def compression_plan(experiment: Experiment, submodels: Submodels) -> CompressionPlan | None:
     """Plan how transfers are compressed; server and clients get equal plans. None = no compression."""
     local, compress = experiment.algorithm.local, experiment.compress
-    is_plain = (compress.down, compress.up, local.up_as) == ("none", "none", None)
+    is_plain = (compress.down, compress.up, local.traits.up_as) == ("none", "none", None)
     if is_plain and type(local).exchange is Local.exchange and not local.payload(submodels).has_bundles:
         return None
     from raafl.compression.plan import CompressionPlan

@@ -10,7 +10,7 @@ import torch
 from raafl.compression.options import Compress
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import RESIDENT, DownlinkCodec, UplinkCodec
-from raafl.core.local import Local
+from raafl.core.local import Local, Traits
 from raafl.core.state import ClientState
 from raafl.submodel import FULL, FlatTensors
 from tests.compression.ends import cut, drawn, model, task
@@ -20,7 +20,7 @@ from tests.compression.ends import cut, drawn, model, task
 class Halves(Local):
     """The last layer's tensors travel; a bundle of numbers stays."""
 
-    resident: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(resident=True)
     down: ClassVar[tuple[str, ...]] = ("own",)
     up: ClassVar[tuple[str, ...]] = ("own",)
 

@@ -14,7 +14,7 @@ from raafl.compression.compressors import Compress, TopK
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import UplinkCodec
 from raafl.config.options import Timeouts
-from raafl.core.local import Local
+from raafl.core.local import Local, Traits
 from raafl.core.records_json import client_to_json
 from raafl.core.types import ClientInfo, Joined
 from raafl.errors import BadInput
@@ -161,7 +161,7 @@ def test_protected_merges_go_by_what_was_received(tmp_path, fields):
 
 def test_what_is_wrong_is_found_before_the_run(tmp_path):
     class Masks(Local):
-        up_as = "bits"
+        traits = Traits(up_as="bits")
 
     masks = replace(fed_avg(), local=Masks())
     with pytest.raises(BadInput, match=r"compress\.up is 'int8', but this algorithm's updates travel as bits"):

@@ -259,5 +259,5 @@ def test_what_cannot_be_shared_is_refused_in_every_process(net, options, complai
 
 def test_algorithms_that_cannot_span_are_those_that_say_so():
     """One that joins them has to be refused, or to be averaged."""
-    refused = {name for name in ALGORITHMS if not ALGORITHMS[name]().local.supports_data_parallel}
+    refused = {name for name in ALGORITHMS if not ALGORITHMS[name]().local.traits.supports_data_parallel}
     assert refused == {"fed_mezo", "split_fed"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raafl.core.local import Local
+from raafl.core.local import Local, Traits
 from raafl.errors import BadInput
 from raafl.module_hooks import BATCH_HOOKS, STEP_HOOKS, TASK_HOOKS
 from tests.local.bench import NUM_SAMPLES, Bench, Net, assignment, batches, same
@@ -317,7 +317,7 @@ def test_what_a_trainer_alone_has_is_refused_by_name():
 
 def test_a_method_that_steps_by_itself_leaves_hooks_out():
     class Alone(Local):
-        leaves_out = frozenset(STEP_HOOKS)
+        traits = Traits(leaves_out=frozenset(STEP_HOOKS))
 
     bench = Bench.of(SpyAll, local=Alone())
     _, ours = trained(bench, assignment(epochs=1))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from raafl.algorithms.co_s2p.as_published import PublishedDistillation, PublishedMaskTraining
-from raafl.core.local import Hook, Local, Task
+from raafl.core.local import Hook, Local, Task, Traits
 from raafl.core.types import Assignment
 from raafl.errors import fraction, positive
 from raafl.module_hooks import OPTIMIZER_HOOKS
@@ -46,10 +46,6 @@ class MaskedAndDistilled(TrainsExits):
 
     down: ClassVar[tuple[str, ...]] = (SCORES,)
     up: ClassVar[tuple[str, ...]] = (SCORES,)
-    uses_gradients: ClassVar[bool] = (
-        True  # scores have an optimizer of their own, whose gradients no loss scaler unscales
-    )
-    leaves_out: ClassVar[frozenset[str]] = frozenset(OPTIMIZER_HOOKS)  # for the same reason
 
     distils: bool = True
     weight: float = 0.2
@@ -65,6 +61,12 @@ class MaskedAndDistilled(TrainsExits):
         positive("mask_lr", self.mask_lr)
         if self.strength != 0:
             positive("mask_strength", self.strength)
+
+    @property
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        # scores have an optimizer of their own, whose gradients no loss scaler unscales
+        return replace(super().traits, uses_gradients=True, leaves_out=frozenset(OPTIMIZER_HOOKS))
 
     def hook(self, task: Task) -> Hook:
         """Return the task's hook: for training mask scores, for training with distillation, or for ordinary training."""

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from raafl.algorithms.fed_mezo.scalars import pack, packed_bytes, unpack
 from raafl.core.algorithm import Hook, Local, Merge, SelectContext, Task
-from raafl.core.local import SkippedBatch, value_of
+from raafl.core.local import SkippedBatch, Traits, value_of
 from raafl.core.memory import MergeMemory, OneValue
-from raafl.core.payload import UpAs
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
 from raafl.errors import positive
@@ -186,10 +185,6 @@ class ZerothOrder(Local):
         epsilon: size of the perturbations.
     """
 
-    up_as: ClassVar[UpAs | None] = "scalars"
-    uses_optimizer: ClassVar[bool] = False
-    leaves_out: ClassVar[frozenset[str]] = frozenset(STEP_HOOKS)
-
     lr: float = 5e-3
     epsilon: float = 1e-3
 
@@ -198,9 +193,15 @@ class ZerothOrder(Local):
         positive("epsilon", self.epsilon)
 
     @property
-    def supports_data_parallel(self) -> bool:
-        """Return False: there are no gradients that several processes could average."""
-        return False
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        return replace(
+            super().traits,
+            up_as="scalars",
+            uses_optimizer=False,
+            leaves_out=frozenset(STEP_HOOKS),
+            supports_data_parallel=False,  # there are no gradients that several processes could average
+        )
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that trains by MeZO's steps."""

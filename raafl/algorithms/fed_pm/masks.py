@@ -18,8 +18,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from raafl.algorithms.fed_pm.masked import Masked, signs_of
 from raafl.core.algorithm import Hook, Local, Merge, Task
+from raafl.core.local import Traits
 from raafl.core.memory import MergeMemory
-from raafl.core.payload import UpAs
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, derive_seed
 from raafl.errors import BadInput, positive
@@ -179,11 +179,14 @@ class ProbabilisticMaskTraining(Local):
             optimizer is SGD, else `LR_FACTOR`.
     """
 
-    up_as: ClassVar[UpAs | None] = "bits"
-
     initial: float = 0.5
     floor: float = 0.01
     lr_factor: float | None = None
+
+    @property
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        return replace(super().traits, up_as="bits")
 
     def __post_init__(self) -> None:
         _check_floor(self.floor)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.core.algorithm import Hook, Local, Select, SelectContext, Task
+from raafl.core.local import Traits
 from raafl.core.memory import OneValue
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Update, Warn, Work
@@ -99,8 +100,6 @@ class Sensitivity(Local):
         groups: largest number of scores for a layer; neighbouring units of a wider layer share a score.
     """
 
-    uses_gradients: ClassVar[bool] = True
-
     beta1: float = 0.85
     beta2: float = 0.95
     groups: int = 64
@@ -110,6 +109,11 @@ class Sensitivity(Local):
             if not 0 <= getattr(self, name) < 1:
                 raise BadInput(f"{name} is {getattr(self, name)}: give a number from 0 to below 1")
         positive("groups", self.groups)
+
+    @property
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        return replace(super().traits, uses_gradients=True)
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that measures the scores of units."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from raafl.algorithms.ada_vit.adaptive import must_train
 from raafl.core.algorithm import Hook, Local, Task
+from raafl.core.local import Traits
 from raafl.errors import BadInput, positive
 from raafl.submodel import Submodels
 
@@ -165,8 +166,6 @@ class Quantised(Local):
         weight: weight of the loss on the mean number of bits.
     """
 
-    proven_as_trained: ClassVar[bool] = False  # gradients of step sizes are scaled by the size of their tensor
-
     bits: int = 4
     learn_bits: bool = True
     edge_bits: int = 8
@@ -179,6 +178,12 @@ class Quantised(Local):
                     f"{name} is {getattr(self, name)}: give {LEAST} to {MOST}, or {NONE} for no quantisation"
                 )
         positive("weight", self.weight)
+
+    @property
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        # gradients of step sizes are scaled by the size of their tensor
+        return replace(super().traits, proven_as_trained=False)
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Convert the layers to quantised ones, in place. The step sizes of inputs need data and are set later."""

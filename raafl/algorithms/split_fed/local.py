@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch.utils._pytree import tree_flatten
 
@@ -13,6 +13,7 @@ from raafl.algorithms.split_fed.half import Half
 from raafl.algorithms.split_fed.hooks import BothHook, LowerHook, UpperHook
 from raafl.algorithms.split_fed.questions import KEY, Halves, halves
 from raafl.core.algorithm import Hook, Local, Select, SelectContext, Task, Training
+from raafl.core.local import Traits
 from raafl.core.own_steps import followed_cost
 from raafl.core.types import ClientInfo, Warn, Work
 from raafl.data.epochs import batches_of_epoch, samples_of
@@ -33,9 +34,6 @@ class Split(Local):
         cut: path of the module whose output is sent to the server; it ends the client's part.
     """
 
-    # they would run twice, once in each half, or in one half alone
-    leaves_out: ClassVar[frozenset[str]] = frozenset(TASK_HOOKS)
-
     client_layers: int | None = 2
     share: float | None = None
     cut: str | None = None
@@ -51,9 +49,13 @@ class Split(Local):
             raise BadInput(f"{words}: give exactly one of client_layers, share and cut")
 
     @property
-    def supports_data_parallel(self) -> bool:
-        """Return False: a client's batches go to the server one by one, so that several processes cannot share them."""
-        return False
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        return replace(
+            super().traits,
+            leaves_out=frozenset(TASK_HOOKS),  # they would run twice, once in each half, or in one half alone
+            supports_data_parallel=False,  # a client's batches go to the server one by one
+        )
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
         """Return an error message for each setting that split_fed cannot support: gradient clipping and 16-bit loss scaling.

@@ -9,7 +9,7 @@ Choices that the paper leaves open, or that differ from it here:
 - What a worker holds stays on the client (`raafl.compression.streams`): its parameters, the values that it received last, and with
   `inner_state` "kept" AdamW's moments. A client that joins, or returns, gets the whole model once and begins from it.
 - The paper overlaps a transfer with tau steps, and then waits for it. So it is here with `overlap`: a client makes the first tau
-  steps of its next task (`Local.steps_ahead`) while its update and the merged fragment travel. tau is `sync_delay`, at most the
+  steps of its next task (`Traits.steps_ahead`) while its update and the merged fragment travel. tau is `sync_delay`, at most the
   steps of a task, H/P, so that a fragment is mixed in before the client sends its next one. Without `overlap` the arithmetic is the
   same, but a task starts once its fragment has arrived.
 - alpha and tau are as torchft and others describe the method; the paper's text was not at hand. alpha = 0 takes the global values,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from raafl.algorithms.diloco.inner import MOMENTS, MOST_STEPS, STEPS, adam_of
 from raafl.algorithms.streaming_diloco.fragments import DOWN, UP, Fragments
 from raafl.core.algorithm import Hook, Local, Task
-from raafl.core.local import value_of
+from raafl.core.local import Traits, value_of
 from raafl.core.payload import Way
 from raafl.errors import at_least, fraction
 from raafl.submodel import Layout, Spec, Submodels
@@ -34,7 +34,6 @@ class Replica(Local):
         sync_delay: number of local steps after which a received fragment is mixed in (tau).
     """
 
-    resident: ClassVar[bool] = True
     down: ClassVar[tuple[str, ...]] = (REPLICA, STEPS)
     up: ClassVar[tuple[str, ...]] = (REPLICA, STEPS)
 
@@ -63,9 +62,10 @@ class Replica(Local):
         return Layout.pack([("steps", (1,), torch.float32)]) if bundle == STEPS else None
 
     @property
-    def steps_ahead(self) -> int:
-        """Number of a task's first steps (tau), which use only the client's own parameters; 0 with a proximal term."""
-        return 0 if self.prox else self.sync_delay
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        # the first tau steps use the client's own parameters alone, but for a proximal term
+        return replace(super().traits, resident=True, steps_ahead=0 if self.prox else self.sync_delay)
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that loads the client's copy of the model, mixes in the received fragment, and stores the copy again."""

@@ -79,7 +79,7 @@ def refuse(site: ClientSetup) -> None:
 
     The processes of a client average their gradients and nothing else, which is not enough for some algorithms.
     """
-    if not site.experiment.algorithm.local.supports_data_parallel:
+    if not site.experiment.algorithm.local.traits.supports_data_parallel:
         raise BadInput(
             f"algorithm is '{site.experiment.algorithm.name}', whose clients cannot have several processes: join "
             "with one process, without torchrun"

@@ -94,7 +94,7 @@ def _misfits(algorithm: Algorithm, rounds: Rounds, guard: Guard, up: str) -> Ite
         yield f"{begin} {algorithm.name} merges each update, or a changing number of them: choose {METHODS}"
     elif inner_mean(algorithm.merge) is None and not guard.is_on:
         yield f"{begin} the merge of {algorithm.name} ({algorithm.merge}) needs more than a sum: choose {METHODS}"
-    sends_more = local.up or local.up_as or type(local).exchange is not Local.exchange
+    sends_more = local.up or local.traits.up_as or type(local).exchange is not Local.exchange
     if sends_more:
         yield f"{begin} clients of {algorithm.name} send more than their trained values: choose {METHODS}"
     if guard.is_on:

@@ -48,8 +48,8 @@ def problem(trainer: LocalTrainer) -> str | None:
     local, submodels = trainer.local, trainer.submodels
     if local.exchange(submodels) is not None:
         return "its method sends activations during a task"
-    if local.up_as is not None:
-        return f"its method sends {local.up_as} in the place of values"
+    if local.traits.up_as is not None:
+        return f"its method sends {local.traits.up_as} in the place of values"
     if trainer.payload.is_resident:
         return "its method goes on from what the last task has left on the client, which noise would spoil"
     if local.masked:

@@ -111,7 +111,9 @@ def _with_receipts(
     def kept(config_yaml: str | None) -> ClientSetup:
         site = make(config_yaml)
         if own.receipts:
-            stack.enter_context(site.receipts_kept(own.keep_inputs, say, signer))
+            from raafl.runtime.client.receipts import receipts_kept
+
+            stack.enter_context(receipts_kept(site, own.keep_inputs, say, signer))
         return site
 
     return kept

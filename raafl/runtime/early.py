@@ -15,7 +15,7 @@ from raafl.runtime.simulation import ARRIVED, ClockExtension, Due, Simulation
 class EarlySteps:
     """Record of when each client began to make the first steps of its next task: when its last update began to travel.
 
-    A real client does the same (`raafl.runtime.client.early`): it makes `Local.steps_ahead` steps of the task that it
+    A real client does the same (`raafl.runtime.client.early`): it makes `Traits.steps_ahead` steps of the task that it
     expects, and they count if that task comes.
     """
 

@@ -23,12 +23,13 @@ from raafl.local.context import TaskContext
 from raafl.local.options import FabricOptions
 from raafl.local.rng import RngStream
 from raafl.local.train import LocalTrainer, Stopped
+from raafl.runtime.client.worker import Client, ClientExtension
 from raafl.runtime.fields import Meta
 from raafl.runtime.protocol import Assign, Question
 from raafl.runtime.server.session_protocol import Conversation, Sent, SessionExtension, SessionProtocol, Steps, Work
 from raafl.runtime.server.terms import Task as ServerTask
-from raafl.submodel import FlatTensors, Layout
-from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.submodel import FlatTensors, Layout, SpecError
+from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 
 MAX_BYTES = 1 << 31
 """Longest question."""
@@ -37,22 +38,23 @@ MAX_BYTES = 1 << 31
 # ---- the client's end ----
 
 
-class Questions:
+class Questions(ClientExtension):
     """Client's side of questions to the server in the middle of a task.
 
     The training thread asks and waits; the receiving thread passes it the reply.
     """
 
-    def __init__(self, pair: Connection, device: torch.device | str = "cpu", wait_s: float | None = None) -> None:
+    def __init__(self, client: Client, device: torch.device | str = "cpu", wait_s: float | None = None) -> None:
         """Prepare.
 
         Args:
-            pair: connection to the server.
+            client: whose tasks have questions.
             device: device on which the tensors of replies are allocated.
             wait_s: seconds to wait for a reply before the connection is closed; None = no limit, since the server sends
                 heartbeats while other clients are slow.
         """
-        self._pair, self._reply_device, self._wait_s = pair, device, wait_s
+        super().__init__(client)
+        self._pair, self._reply_device, self._wait_s = client.pair, device, wait_s
         self._assignment: Assignment | None = None
         self._expected: Layout | None = None
         self._is_asking = False
@@ -88,53 +90,68 @@ class Questions:
             raise Stopped
         return reply
 
-    def expect(self, assignment: int) -> FlatTensors | None:
-        """Return the storage for the reply's tensors; called on the receiving thread."""
-        if not self._is_asking or self._assignment is None or assignment != self._assignment.id:
-            raise Refused("bad-kind", f"a reply for assignment {assignment}, which waits for none")
+    def asks(self, assignment: int) -> bool:
+        """Check whether this task waits for a reply."""
+        return self._is_asking and self._assignment is not None and assignment == self._assignment.id
+
+    def expect(self) -> FlatTensors | None:
+        """Return the storage for the reply's tensors."""
         self._is_asking = False
         return None if self._expected is None else FlatTensors.empty(self._expected, self._reply_device)
 
-    def deliver(self, meta: Meta, tensors: FlatTensors | None) -> None:
+    def hear(self, message: Message) -> None:
         """Pass the server's reply to the task that waits for it."""
-        self._replies.put((meta, tensors))
+        self._replies.put((message.meta, message.tensors))
 
-    def stop(self, assignment: int | None = None) -> None:
-        """Wake up a task that waits for a reply which will not come.
-
-        Args:
-            assignment: id of the task; None = any task, including later ones.
-        """
+    def given_up(self, assignment: int) -> None:
+        """Wake up a task that waits for a reply which will not come."""
         self._replies.put(assignment)
 
+    def ended(self) -> None:
+        """Wake up any task that waits for a reply, and later ones."""
+        self._replies.put(None)
 
-class ClientSide(Questions):
+
+class SplitClient(Questions):
     """Client's side of tasks that are split between client and server, as in split learning."""
 
-    def __init__(self, pair: Connection, whole: LocalTrainer, wait_s: float) -> None:
-        """Prepare."""
-        super().__init__(pair, whole.fabric.device, wait_s)
-        self._whole = whole
+    def __init__(self, client: Client) -> None:
+        waits = client.waits
+        super().__init__(client, client.trainer.fabric.device, waits.idle_s + waits.task_s + waits.stop_s)
+        self._whole = client.trainer
         self._built: tuple[Exchange, LocalTrainer] | None = None
 
-    def exchange(self, assignment: Assignment) -> Exchange | None:
-        """Return the division of a task between client and server, or None if the client trains all of it.
-
-        Raises:
-            SpecError: the task names parts that the model does not have.
-        """
+    def _exchange(self, assignment: Assignment) -> Exchange | None:
         return self._whole.local.exchange(self._whole.submodels, assignment.extra)
 
-    def begin(self, assignment: Assignment, context: TaskContext) -> tuple[LocalTrainer, TaskContext]:
-        """Return the trainer of the client's part of a task, and a task context that is connected to the server."""
-        exchange, whole = self.exchange(assignment), self._whole
+    def splits(self, assignment: Assignment) -> bool:
+        """Check whether the server trains a part of a task."""
+        return self._exchange(assignment) is not None
+
+    def layout(self, assignment: Assignment) -> Layout | None:
+        """Return the layout of the client's part; raises `SpecError` where it is not of the part that is known."""
+        exchange = self._exchange(assignment)
         if exchange is None:
-            return whole, context
+            return None
+        layout, plan = exchange.client.layout(assignment.spec, "sent"), self.client.plan
+        if plan is None:
+            return layout
+        if layout != plan.submodels.layout(assignment.spec, "sent"):
+            raise SpecError("it splits the model elsewhere than this client's config does: give both the same model")
+        return self.client.down.layout(assignment)
+
+    def begin(
+        self, assignment: Assignment, trainer: LocalTrainer, context: TaskContext
+    ) -> tuple[LocalTrainer, TaskContext]:
+        """Return the trainer of the client's part of a task, and a task context that is connected to the server."""
+        exchange, whole = self._exchange(assignment), self._whole
+        if exchange is None:
+            return trainer, context
         if self._built is None or self._built[0] is not exchange:
-            trainer = LocalTrainer(
+            part = LocalTrainer(
                 exchange.client, whole.local, whole.sends, whole.training, whole.options, pools=whole.pools
             )
-            self._built = exchange, trainer
+            self._built = exchange, part
         self._assignment = assignment
         return self._built[1], replace(context, link=self)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from raafl.core.local import Local
 
 if TYPE_CHECKING:
+    from raafl.config.experiment import Experiment
     from raafl.core.algorithm import Algorithm
     from raafl.core.coordinator import Coordinator
 
@@ -58,6 +59,12 @@ def extensions_of(coordinator: Coordinator, end: End) -> list[Any]:
     if coordinator.overlap or coordinator.works_ahead:
         names.append("overlap")
     return [made for name in names if (made := extension(name, end)) is not None]
+
+
+def named_by_config(experiment: Experiment) -> list[str]:
+    """Return the names of the extensions that a client's config names; that it may train while it sends, its tasks say."""
+    names = named_by(experiment.algorithm)
+    return [*names, "secure"] if experiment.secure_aggregation.is_on else names
 
 
 def named_by(algorithm: Algorithm) -> list[str]:

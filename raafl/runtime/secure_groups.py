@@ -182,10 +182,8 @@ def secure(experiment: Experiment, algorithm: Algorithm) -> Algorithm:
     )
 
 
-def masking(experiment: Experiment) -> SecureSum | None:
-    """Return the merge that encodes updates for masking and merges their sums; None = no secure aggregation."""
-    if not experiment.secure_aggregation.is_on:
-        return None
+def masking(experiment: Experiment) -> SecureSum:
+    """Return the merge that encodes updates for masking and merges their sums, for a run with secure aggregation."""
     merge = secure(experiment, experiment.algorithm).merge
     assert isinstance(merge, SecureSum)
     return merge

@@ -22,6 +22,7 @@ from raafl.config.experiment import Experiment
 from raafl.errors import BadInput, Replaced, RunFailed
 from raafl.runtime import identity
 from raafl.runtime.client.join import join
+from raafl.runtime.client.receipts import receipts_kept
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.client.site.admit import admit
 from raafl.runtime.client.site.gate import SiteGate
@@ -101,7 +102,7 @@ def _be_client(
     def make(_: str | None) -> ClientSetup:
         site = ClientSetup.build(mine, config_yaml, client, own_data=own is not None)
         if keep_inputs is not None:
-            stack.enter_context(site.receipts_kept(keep_inputs, say))
+            stack.enter_context(receipts_kept(site, keep_inputs, say))
         return site
 
     try:

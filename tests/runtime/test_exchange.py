@@ -22,7 +22,7 @@ from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost
 from raafl.data.federated import ClientData
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.worker import Client
-from raafl.runtime.exchange import ClientSide, SplitSession
+from raafl.runtime.exchange import SplitClient, SplitSession
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
@@ -300,7 +300,7 @@ def test_any_method_may_ask_in_the_middle_of_a_task():
     submodels = Submodels(Trained(2), EXAMPLE)
     trainer = LocalTrainer(submodels, Asking(), "values", Training(num_epochs=1, batch_size=1))
     data = ClientData(TensorDataset(torch.zeros(2, 2), torch.zeros(2)), torch.arange(2), 1)
-    client = Client(ClientInfo(4, 2), table.pair, submodels, trainer, data, Timeouts())
+    client = Client(ClientInfo(4, 2), table.pair, submodels, trainer, data, Timeouts(), extensions=[SplitClient])
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(client.run)
         assert isinstance(table.event(), Joined)
@@ -335,7 +335,7 @@ def test_real_ranks_leave_the_simulated_runs_model(tmp_path, model):
 
 
 def _ends_in_its_third_batch(rank: int) -> None:
-    ask = ClientSide.ask
+    ask = SplitClient.ask
 
     def broken(self, meta, *args):
         if meta["batch"] == 2:
@@ -343,7 +343,7 @@ def _ends_in_its_third_batch(rank: int) -> None:
         return ask(self, meta, *args)
 
     if rank == 2:
-        ClientSide.ask = broken  # in this process alone
+        SplitClient.ask = broken  # in this process alone
 
 
 def test_the_run_goes_on_without_a_client_that_dies_in_the_middle_of_a_batch(tmp_path):
@@ -357,11 +357,11 @@ def test_the_run_goes_on_without_a_client_that_dies_in_the_middle_of_a_batch(tmp
 
 
 def _waits_in_its_second_batch(rank: int) -> None:
-    begin, ask, stops = ClientSide.begin, ClientSide.ask, []
+    begin, ask, stops = SplitClient.begin, SplitClient.ask, []
 
-    def seen(self, assignment, context):
+    def seen(self, assignment, trainer, context):
         stops.append(context.stop)
-        return begin(self, assignment, context)
+        return begin(self, assignment, trainer, context)
 
     def slow(self, meta, *args):
         if meta["batch"] == 1:
@@ -369,7 +369,7 @@ def _waits_in_its_second_batch(rank: int) -> None:
         return ask(self, meta, *args)
 
     if rank == 2:
-        ClientSide.begin, ClientSide.ask = seen, slow
+        SplitClient.begin, SplitClient.ask = seen, slow
 
 
 def test_a_run_that_ends_stops_a_client_in_the_middle_of_its_batches(tmp_path):

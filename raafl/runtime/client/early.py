@@ -1,4 +1,4 @@
-"""Begin a client's next task before it arrives: Streaming DiLoCo's steps while a fragment travels."""
+"""Train while an update travels (``overlap``): send it beside the next task, or begin that task before it arrives."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from raafl.core.task import begins_alike
+from raafl.core.task import begins_alike, expected_next
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput, GpuLost, InvalidPayload, TaskFailed
 from raafl.local.context import TaskContext
+from raafl.local.evaluation.metrics import peak_bytes
 from raafl.local.failure import attempt
 from raafl.local.train import LocalTrainer, Stopped
+from raafl.runtime.client.worker import Arrival, Client, ClientExtension, Item, Work
 from raafl.submodel import FlatTensors
-
-Item = tuple[Assignment, FlatTensors] | str | Exception
-"""What a client's connection brings: a task with its values as received, the reason of a stop, or an error."""
 
 
 class EarlyTask:
@@ -85,8 +84,123 @@ class EarlyTask:
         if not isinstance(item, tuple) or not begins_alike(self.expected, item[0]):
             raise Stopped
         try:
-            self._unpack(*item, self.values)
+            self._unpack(item[0], item[1], self.values)
         except InvalidPayload:
             raise Stopped from None
         self._arrived = item[0]
         return self._arrived
+
+
+class Sender:
+    """Sender of a client's updates, one at a time, in the background.
+
+    Only the training thread calls these methods. Each update is sent by a thread of its own.
+    """
+
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+        """Prepare."""
+        self._on_error = on_error
+        self._thread: threading.Thread | None = None
+        self._storage: FlatTensors | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an update is being sent."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the last update has been sent, or ``timeout_s`` seconds have passed; None = no limit."""
+        if self._thread is not None:
+            self._thread.join(timeout=timeout_s)
+
+    def copy(self, tensors: FlatTensors) -> FlatTensors:
+        """Copy an update to storage that does not change while the next task is trained; call it only after `wait`."""
+        if self._storage is None or self._storage.layout != tensors.layout:
+            self._storage = None  # the old update goes before the new one comes
+            self._storage = FlatTensors.empty(tensors.layout, tensors.device)
+        return self._storage.copy_(tensors)
+
+    def start(self, send: Callable[[], None]) -> None:
+        """Call ``send`` on a new thread, and return at once; call it only after `wait`."""
+        self._thread = threading.Thread(target=self._send, args=(send,), name="sender", daemon=True)
+        self._thread.start()
+
+    def _send(self, send: Callable[[], None]) -> None:
+        try:
+            send()
+        except Exception as error:
+            self._on_error(error)
+
+
+class OverlappedClient(ClientExtension):
+    """A client that trains while an update travels, where the server's task says that it may, and no extension forbids it."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__(client)
+        self._sender = Sender(client.received.put)
+        self._expected: Assignment | None = None  # the next task, if it may be begun before it arrives
+        self._early: EarlyTask | None = None  # begun before it has arrived
+        self._begun: EarlyTask | None = None  # the last that was begun, until the task that came is trained
+
+    def announced(self, assignment: Assignment) -> None:
+        """End the early steps of another task than the one that begins to arrive."""
+        if (early := self._early) is not None:
+            early.watch(assignment)
+
+    def ended(self) -> None:
+        """End the early steps: no task will come."""
+        if (early := self._early) is not None:
+            early.stop.set()
+
+    def take(self, plain: Callable[[], Item]) -> Item:
+        """Train the next task from before it arrives, if that is possible; return what has arrived."""
+        self._begun = early = self._begin()
+        return plain() if early is None or early.item is None else early.item
+
+    def _begin(self) -> EarlyTask | None:
+        client, (expected, self._expected) = self.client, (self._expected, None)
+        device = client.trainer.fabric.device
+        own = None if expected is None else client.down.own(expected, device)
+        if expected is None or own is None:
+            return None
+        peak_bytes(device, anew=True)
+        early = self._early = EarlyTask(expected, own, client.received.get, client.down.unpack)
+        if (arrived := client.out) is not None:  # its arrival began before the reader could know of `early`
+            early.watch(arrived.assignment)
+        if client.stop.is_set():
+            early.stop.set()
+        early.train(client.trainer, client.data, client.context)
+        self._early = None
+        return early
+
+    def train(self, arrival: Arrival, plain: Callable[[Arrival], Work]) -> Work:
+        """Return the result of a task that was begun early, if it came as expected."""
+        early, self._begun = self._begun, None
+        update = None if early is None else early.result()
+        return plain(arrival) if early is None or update is None else Work(arrival, early.values, update)
+
+    def send(self, work: Work, plain: Callable[[Work], None]) -> None:
+        """Send an update beside the next task, where that one may come or be begun meanwhile."""
+        client, assignment = self.client, work.assignment
+        # a copy of what was refused may hold values that are not finite
+        begins = client.may("begin early") and client.context.process_group is None and work.update.refusal is None
+        self._expected = expected_next(assignment) if begins else None
+        self._sender.wait()  # the last update lies where this one will
+        if self._expected is None and not (work.arrival.ahead and client.may("send beside")):
+            work.settles = work.arrival.ahead
+            plain(work)
+            return
+        packed = client.pack(work)
+        if packed is work.update.tensors:  # the next task is trained in its place
+            packed = self._sender.copy(packed)
+        message, work.settles = client.message(work, packed), True
+        self._sender.start(lambda: client.deliver(message, work))
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until the last update has been sent."""
+        self._sender.wait(timeout_s)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an update is being sent."""
+        return self._sender.is_busy

@@ -16,11 +16,9 @@ from raafl.config.options import Timeouts
 from raafl.config.trust import from_server
 from raafl.errors import Replaced, RunFailed, TaskFailed
 from raafl.runtime.client.setup import ClientSetup
-from raafl.runtime.client.site.gate import Gate, PolicyRefusal
-from raafl.runtime.client.worker import Client
+from raafl.runtime.client.worker import Client, Gate, TaskRefused
 from raafl.runtime.protocol import PAUSED, Config, Failed, Reason, no_tensors
 from raafl.runtime.resumption import Resume, ToldToStop
-from raafl.runtime.secure_groups import UNCERTIFIED
 from raafl.transport import TRANSPORTS, Connection, ConnectOptions, Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.credentials import LocalToken
@@ -58,7 +56,7 @@ def join(
         BadInput: the address, the credentials or the config is wrong.
         Replaced: another client with the same id has joined.
         RunFailed: the server refused the client, or was absent for ``alone_s`` seconds.
-        PolicyRefusal: the site's policy does not allow the run.
+        TaskRefused: the site's policy does not allow the run.
     """
     gate = gate or Gate()
     transport = TRANSPORTS["tcp"](ConnectOptions(address=address, credentials=credentials, client=client, proxy=proxy))
@@ -77,7 +75,7 @@ def join(
             reason = _work(worker, site, say)
         except ToldToStop as told:
             reason = told.reason
-        except PolicyRefusal as refusal:
+        except TaskRefused as refusal:
             unsent = None
             _part(refusal, pair, link.worker, say)
             continue
@@ -124,7 +122,7 @@ def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
         raise
 
 
-def _part(refusal: PolicyRefusal, pair: Connection, worker: Client | None, say: Callable[[str], None]) -> None:
+def _part(refusal: TaskRefused, pair: Connection, worker: Client | None, say: Callable[[str], None]) -> None:
     """Leave a server whose run or task the site refuses; raises the refusal where it is for good.
 
     `worker`: that was refused a task, of which it has told the server; None = the client has not joined.
@@ -140,6 +138,8 @@ def _told(site: ClientSetup, say: Callable[[str], None], *, certified: bool) -> 
     for note in site.notes:
         say(note)
     if site.experiment.secure_aggregation.is_on and not certified:
+        from raafl.runtime.secure_groups import UNCERTIFIED
+
         say(UNCERTIFIED)
     return site
 
@@ -271,7 +271,7 @@ class _Link:
 
 def _tell_not_joining(pair: Connection, reason: str) -> None:
     """Tell a server that this client does not join, and wait until the server closes the connection."""
-    with suppress(PeerLost, PeerTimeout, Refused, PolicyRefusal):  # the reason is told already: this one is no news
+    with suppress(PeerLost, PeerTimeout, Refused, TaskRefused):  # the reason is told already: this one is no news
         pair.send(Message(Kind.FAILED, meta=Failed(reason).to_meta()))
         pair.recv(no_tensors, _PARTING_S)
 

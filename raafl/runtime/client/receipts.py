@@ -14,10 +14,11 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
@@ -30,10 +31,15 @@ from raafl.runfolder.checkpoints import load_plain
 from raafl.runfolder.json_text import to_json
 from raafl.runfolder.schema import CONFIG
 from raafl.runfolder.signing import Signer, is_signed
+from raafl.runtime.client.worker import Client, ClientExtension, Work
 from raafl.runtime.fields import SignedHead
+from raafl.runtime.lifecycle.environment import conditions
 from raafl.state_folder import state_folder
 from raafl.submodel import FlatTensors, Layout, SpecError
 from raafl.transport import Refused
+
+if TYPE_CHECKING:
+    from raafl.runtime.client.setup import ClientSetup
 
 SHARE: Final = 0.05
 """Share of tasks whose inputs are kept, unless the site says otherwise."""
@@ -210,6 +216,59 @@ def receipt_of(
     """
     told = None if head is None else head.to_meta()
     return Receipt(assignment_to_json(assignment), told, trained, sent, num_samples)
+
+
+class ReceiptsClient(ClientExtension):
+    """A client of which each update that it sends leaves a receipt; it stands before extensions that change updates."""
+
+    def __init__(self, client: Client, receipts: Receipts) -> None:
+        super().__init__(client)
+        self._receipts = receipts
+
+    def after(self, work: Work) -> None:
+        """Note what was trained, before the site's policy changes it."""
+        work.notes["trained"] = work.update.tensors.fingerprint()
+
+    def send(self, work: Work, plain: Callable[[Work], None]) -> None:
+        """Draw whether the task's inputs are kept, and send the update."""
+        client, assignment, update = self.client, work.assignment, work.update
+        leaves, trained = update.tensors.fingerprint(), work.notes["trained"]
+        whole = client.trains_whole(assignment)
+        as_it_is = client.plan is None or (client.plan.up is None and not client.plan.payload.is_resident)
+        # where the server gets other values, its fingerprint is of those
+        sent = leaves if whole and as_it_is and client.may("send as trained") else None
+        head, num_samples = work.arrival.head, update.num_samples
+        work.notes["receipt"] = receipt_of(assignment, head, trained=trained, sent=sent, num_samples=num_samples)
+        alone = whole and client.context.process_group is None and trained == leaves  # no noise of the site's own
+        work.notes["inputs"] = self._receipts.draw_inputs(work.received) if alone else None
+        plain(work)
+
+    def sent(self, work: Work) -> None:
+        """Write the receipt of an update that was sent."""
+        self._receipts.sent(work.notes["receipt"], work.notes["inputs"])
+
+
+@contextmanager
+def receipts_kept(
+    site: ClientSetup, share: float, say: Callable[[str], None], signer: Signer | None = None
+) -> Iterator[None]:
+    """Return a context in which a client writes a receipt (a signed record) for each update that it sends.
+
+    `share`: share of the tasks whose inputs are stored, from 0 to 1.
+    `signer`: holder of the key that signs receipts; None = this user's own key.
+    """
+    made = conditions(site.experiment)
+    receipts = Receipts.open(
+        site.info.id, site.config_yaml, made, share=share, own_data=site.info.own_data, signer=signer
+    )
+    if receipts is None:
+        say("no receipts are stored, since no file can be written in the state folder")
+        yield
+        return
+    say(f"keeps receipts in {receipts.folder}")
+    site.extensions.append(partial(ReceiptsClient, receipts=receipts))
+    with closing(receipts):
+        yield
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from raafl.core.types import Assignment, Update
+from raafl.local.train import Stopped
+from raafl.log import warn_once
 from raafl.parts.protect.secure.agreement import check_facts
 from raafl.parts.protect.secure.coverage import IntegerLayouts
 from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE, OutOfRange
 from raafl.parts.protect.secure.group import CannotOpen, GroupMember, statement
 from raafl.parts.protect.secure.member import Member
 from raafl.parts.protect.secure.merge import SecureSum
+from raafl.parts.trigger import AllReported
+from raafl.runtime.client.worker import Client, ClientExtension, Gate, Work
 from raafl.runtime.exchange import Questions
-from raafl.runtime.protocol import Answer
+from raafl.runtime.identity import Identity
+from raafl.runtime.protocol import Answer, Failed
+from raafl.runtime.secure_groups import NOT_OPENED, masking
 from raafl.runtime.secure_protocol import (
     Claim,
     Formed,
@@ -28,11 +38,15 @@ from raafl.runtime.secure_protocol import (
     to_bytes,
     to_tensors,
 )
-from raafl.submodel import FlatTensors, Submodels
-from raafl.transport import Connection
+from raafl.submodel import FlatTensors
 
 if TYPE_CHECKING:
+    from raafl.runtime.client.setup import ClientSetup
     from raafl.runtime.client.site_keys import SiteKeys
+    from raafl.transport.tcp.credentials import TlsFiles
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +63,47 @@ class SiteTerms:
     names_start: bool = False
 
 
-class SecureSide(Questions):
-    """Client's side of secure aggregation: it masks updates so that the server learns only their sum."""
+class MaskedClient(Questions):
+    """A client that masks its updates, so that the server learns only the sum of its group's."""
 
-    def __init__(
-        self, pair: Connection, submodels: Submodels, merge: SecureSum, terms: SiteTerms | None = None
-    ) -> None:
+    forbids = frozenset({"begin early", "send beside", "send logs", "send as trained"})
+
+    def __init__(self, client: Client, merge: SecureSum, terms: SiteTerms | None = None) -> None:
         """Prepare.
 
         `terms`: what its site contributes; None = nothing.
         """
-        super().__init__(pair)
-        self._submodels, self._merge, self._terms = submodels, merge, terms or SiteTerms()
+        super().__init__(client)
+        self._submodels, self._merge, self._terms = client.submodels, merge, terms or SiteTerms()
         self._scale = 1.0
 
-    def refusal(self, update: Update) -> str | None:
+    @classmethod
+    def of(cls, setup: ClientSetup, files: TlsFiles | None) -> Callable[[Client], ClientExtension]:
+        """Return what makes the extension, with what the client's site contributes."""
+        return partial(cls, merge=masking(setup.experiment), terms=_site_terms(setup, files))
+
+    def answer(self, answer: Answer) -> Answer:
+        """Leave out what would tell of this client alone."""
+        return replace(answer, metrics={}, extra={})
+
+    def send(self, work: Work, plain: Callable[[Work], None]) -> None:
+        """Send an update masked, and what opens its group's sum as the task's last message."""
+        client, assignment, update = self.client, work.assignment, work.update
+        assert work.answer is not None
+        if (refusal := self._refusal(update)) is not None:
+            client.give_up(assignment, Failed(refusal))
+            return
+        try:
+            revealed = self.mask(assignment, update, work.answer, work.received)
+        except CannotOpen as error:
+            warn_once(_log, f"client {client.info.id} takes no part in a sum: {error}")
+            client.give_up(assignment, Failed(NOT_OPENED, error=str(error)))
+        except Stopped:
+            pass  # what the reader has to say comes next
+        else:
+            client.deliver(client.message(work, revealed), work)
+
+    def _refusal(self, update: Update) -> str | None:
         """Return the reason why an update cannot be encoded for masking; None if it can."""
         if update.refusal is not None:
             return update.refusal
@@ -78,7 +118,7 @@ class SecureSide(Questions):
 
         The caller sends the shares in the task's last message.
 
-        `update`: trained update, for which `refusal` returned None.
+        `update`: trained update, which can be encoded.
 
         Raises:
             CannotOpen: the group that the server proposes breaks this client's rules, the members do not agree on who is
@@ -150,3 +190,25 @@ class SecureSide(Questions):
 def _start_of(assignment: Assignment, received: FlatTensors) -> str:
     """Return a digest of what a task began with, which clients of one version and submodel must have in common."""
     return hashlib.sha256(f"{received.model_digest()} {assignment.lr_scale!r}".encode()).hexdigest()
+
+
+def _site_terms(setup: ClientSetup, files: TlsFiles | None) -> SiteTerms:
+    """Return what the client's site contributes; ``files`` None = it has no certificate."""
+    equal = {name: digest for name, digest in setup.sections.items() if digest != "own"}
+    equal.pop("data", None)  # of other clients it may be their own
+    facts = Identity.of(setup.submodels, equal).to_meta()
+    facts.pop("raafl")  # clients of several versions may take part
+    run = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    alike = setup.experiment.compress.down == "none"  # else each has what it was sent before, too
+    in_rounds = isinstance(setup.experiment.algorithm.trigger, AllReported)
+    return SiteTerms(run, _site_keys(files, setup.gate), setup.gate.max_share, in_rounds, alike)
+
+
+def _site_keys(files: TlsFiles | None, gate: Gate) -> SiteKeys | None:
+    if files is None:
+        return None
+    from raafl.certs.revocations import Revocations
+    from raafl.runtime.client.site_keys import SiteKeys  # here: ranks of torchrun import nothing of certificates
+
+    revoked = frozenset if files.crl is None else Revocations(files.crl, files.ca).latest
+    return SiteKeys(files.ca, files.cert, files.key, revoked, gate.partners)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -20,23 +17,15 @@ from raafl.errors import BadInput
 from raafl.local.client_group import ClientProcesses, num_processes
 from raafl.local.numerics import set_numerics
 from raafl.local.train import LocalTrainer
-from raafl.parts.trigger import AllReported
 from raafl.rules import Rules
-from raafl.runfolder.signing import Signer
 from raafl.runtime.client.memory import settle_heap, with_memory
-from raafl.runtime.client.receipts import Receipts
-from raafl.runtime.client.secure import SecureSide, SiteTerms
-from raafl.runtime.client.site.gate import Gate
-from raafl.runtime.client.worker import Client
-from raafl.runtime.identity import Identity
-from raafl.runtime.lifecycle.environment import conditions
-from raafl.runtime.secure_groups import masking
+from raafl.runtime.client.worker import Client, ClientExtension, Gate
+from raafl.runtime.extensions import extension, named_by_config
 from raafl.runtime.setup import client_infos, client_parts, compression_plan, load_data
 from raafl.submodel import Submodels
 from raafl.transport import Connection
 
 if TYPE_CHECKING:
-    from raafl.runtime.client.site_keys import SiteKeys
     from raafl.transport.tcp.credentials import TlsFiles
 
 
@@ -54,7 +43,7 @@ class ClientSetup:
     # group of the processes that train this client together; None = one process
     process_group: ClientProcesses | None = None
     gate: Gate = field(default_factory=Gate)  # gate that checks each task against the policy of the client's site
-    receipts: Receipts | None = None  # writer of receipts for sent updates; None = no receipts are written
+    extensions: list[Callable[[Client], ClientExtension]] = field(default_factory=list)  # such as receipts of updates
     config_yaml: str = ""  # text of the client's config
 
     @classmethod
@@ -107,28 +96,6 @@ class ClientSetup:
         settle_heap(experiment, info, submodels, data, trainer.fabric.device, num_processes)
         return cls(experiment, info, submodels, trainer, mine, alike or {}, notes)
 
-    @contextmanager
-    def receipts_kept(self, share: float, say: Callable[[str], None], signer: Signer | None = None) -> Iterator[None]:
-        """Return a context in which the client writes a receipt (a signed record) for each update that it sends.
-
-        `signer`: holder of the key that signs receipts; None = this user's own key.
-        """
-        self.receipts = Receipts.open(
-            self.info.id,
-            self.config_yaml,
-            conditions(self.experiment),
-            share=share,
-            own_data=self.info.own_data,
-            signer=signer,
-        )
-        if self.receipts is None:
-            say("no receipts are stored, since no file can be written in the state folder")
-            yield
-            return
-        say(f"keeps receipts in {self.receipts.folder}")
-        with closing(self.receipts):
-            yield
-
     def client(
         self,
         pair: Connection,
@@ -142,8 +109,8 @@ class ClientSetup:
         `files`: TLS files, whose private key signs the client's public keys in secure aggregation; None = no files.
         `unsent`: id of a task whose update could not be sent on an earlier connection; None = none.
         """
-        merge = masking(self.experiment)
-        client = Client(
+        named = [extension(name, "client").of(self, files) for name in named_by_config(self.experiment)]
+        return Client(
             self.info,
             pair,
             self.submodels,
@@ -155,31 +122,8 @@ class ClientSetup:
             on_welcome=on_welcome,
             plan=compression_plan(self.experiment, self.submodels),
             process_group=self.process_group,
-            secure=None if merge is None else SecureSide(pair, self.submodels, merge, self._site_terms(files)),
+            extensions=[*self.extensions, *self.gate.extensions(), *named],
         )
-        client.gate, client.receipts = self.gate, self.receipts
-        return client
-
-    def _site_terms(self, files: TlsFiles | None) -> SiteTerms:
-        """Return what the client's site contributes to secure aggregation; ``files`` None = it has no certificate."""
-        equal = {name: digest for name, digest in self.sections.items() if digest != "own"}
-        equal.pop("data", None)  # of other clients it may be their own
-        facts = Identity.of(self.submodels, equal).to_meta()
-        facts.pop("raafl")  # clients of several versions may take part
-        run = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        alike = self.experiment.compress.down == "none"  # else each has what it was sent before, too
-        in_rounds = isinstance(self.experiment.algorithm.trigger, AllReported)
-        return SiteTerms(run, _site_keys(files, self.gate), self.gate.max_share, in_rounds, alike)
-
-
-def _site_keys(files: TlsFiles | None, gate: Gate) -> SiteKeys | None:
-    if files is None:
-        return None
-    from raafl.certs.revocations import Revocations
-    from raafl.runtime.client.site_keys import SiteKeys  # here: ranks of torchrun import nothing of certificates
-
-    revoked = frozenset if files.crl is None else Revocations(files.crl, files.ca).latest
-    return SiteKeys(files.ca, files.cert, files.key, revoked, gate.partners)
 
 
 def whole(experiment: Experiment) -> FederatedData:

@@ -6,21 +6,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import DownlinkCodec, UplinkCodec
 from raafl.config.options import Timeouts
+from raafl.config.site_policy import MAX_SHARE
 from raafl.core.payload import Payload
 from raafl.core.state import ClientState
-from raafl.core.task import expected_next
-from raafl.core.types import OUT_OF_MEMORY, POLICY, Assignment, ClientInfo, Update
+from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, Update
 from raafl.data.federated import ClientData
-from raafl.errors import InvalidPayload, TaskFailed
+from raafl.errors import InvalidPayload, RunFailed, TaskFailed
 from raafl.local.client_group import ClientProcesses
 from raafl.local.context import TaskContext
 from raafl.local.evaluation.metrics import PEAK, left_out, logged_not_finite, peak_bytes
@@ -28,22 +27,193 @@ from raafl.local.failure import attempt
 from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.log import warn_once
-from raafl.parts.protect.secure.group import CannotOpen
-from raafl.runtime.client.early import EarlyTask
-from raafl.runtime.client.receipts import Receipts, receipt_of
-from raafl.runtime.client.secure import SecureSide
-from raafl.runtime.client.sender import Sender
-from raafl.runtime.client.site.gate import Gate, PolicyRefusal
-from raafl.runtime.exchange import ClientSide, Questions
+from raafl.runtime.extensions import extension
 from raafl.runtime.fields import SignedHead
 from raafl.runtime.identity import Identity
 from raafl.runtime.protocol import Answer, Assign, Failed, Hello, Reason, Welcome
-from raafl.runtime.secure_groups import NOT_OPENED
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, SpecError, Submodels
 from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout, Refused
 
+if TYPE_CHECKING:
+    from raafl.transport.tcp.credentials import TlsFiles
+
 _log = logging.getLogger(__name__)
+
+Freedom = Literal["begin early", "send beside", "send logs", "send as trained"]
+"""What a plain client may do: begin a task before it is there, train while it sends, send its log, send what it has trained."""
+
+
+class Arrival(NamedTuple):
+    """A task that has arrived."""
+
+    assignment: Assignment
+    tensors: FlatTensors  # as they came over the wire
+    head: SignedHead | None = None  # hash of the server's journal
+    ahead: bool = False  # whether the next task may come while its update is sent
+    since: float = 0.0  # when it began to arrive, by `time.perf_counter`
+
+
+Item = Arrival | str | Exception
+"""What a client's connection brings: a task, the reason of a stop, or an error."""
+
+
+@dataclass
+class Work:
+    """A task that a client has trained, on its way to the server."""
+
+    arrival: Arrival
+    received: FlatTensors  # values from which it was trained
+    update: Update
+    answer: Answer | None = None  # what leaves beside the update's tensors
+    settles: bool = False  # whether to wait, once sent, until its tensors need not be sent again
+    notes: dict[str, Any] = field(default_factory=dict)  # of extensions
+
+    @property
+    def assignment(self) -> Assignment:
+        """Assignment of the task."""
+        return self.arrival.assignment
+
+
+class TaskRefused(RunFailed):
+    """Raised by an extension that does not let a client train a task, or send its update.
+
+    `then`: next action of the client: take the next task; leave until it may work again; leave for good.
+    """
+
+    server_reason = "policy"  # reason that is sent to the server
+
+    def __init__(self, text: str, then: Literal["go on", "wait", "end"] = "end") -> None:
+        super().__init__(text)
+        self.then = then
+
+
+class ClientExtension:
+    """What a wing of raafl adds to each task at the client's end: before, around and after it. This base adds nothing.
+
+    `raafl.runtime.extensions` lists them. The receiving thread calls `layout`, `announced`, `asks`, `expect`, `hear`, `given_up`
+    and `ended`, the training thread the others; `sent` comes on the thread that sends.
+
+    `forbids`: what a client with this extension may not do.
+    """
+
+    forbids: frozenset[Freedom] = frozenset()
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    @classmethod
+    def of(cls, setup: Any, files: TlsFiles | None) -> Callable[[Client], ClientExtension]:
+        """Return what makes the extension for a client's connections.
+
+        `setup`: the client's `raafl.runtime.client.setup.ClientSetup`.
+        `files`: TLS files of the client's site; None = it has none.
+        """
+        return cls
+
+    # ---- while messages arrive ----
+
+    def layout(self, assignment: Assignment) -> Layout | None:
+        """Return the layout of what comes down for a task; None = as without this extension.
+
+        Raises:
+            SpecError: the task names parts that the model does not have.
+        """
+        return None
+
+    def splits(self, assignment: Assignment) -> bool:
+        """Check whether the server trains a part of a task."""
+        return False
+
+    def announced(self, assignment: Assignment) -> None:
+        """Take note of a task that begins to arrive."""
+
+    def asks(self, assignment: int) -> bool:
+        """Check whether the server's reply is awaited in the middle of this task."""
+        return False
+
+    def expect(self) -> FlatTensors | None:
+        """Return the storage for the reply's tensors."""
+        return None
+
+    def hear(self, message: Message) -> None:
+        """Take a reply."""
+
+    def given_up(self, assignment: int) -> None:
+        """Take note of a task that the server has given up."""
+
+    def ended(self) -> None:
+        """Take note that nothing more will be received."""
+
+    # ---- for each task ----
+
+    def take(self, plain: Callable[[], Item]) -> Item:
+        """Wait for the next item of the connection."""
+        return plain()
+
+    def train(self, arrival: Arrival, plain: Callable[[Arrival], Work]) -> Work:
+        """Train a task; ``plain`` does it as without this extension."""
+        return plain(arrival)
+
+    def before(self, assignment: Assignment) -> None:
+        """Raise `TaskRefused` for a task that is not to be trained."""
+
+    def begin(
+        self, assignment: Assignment, trainer: LocalTrainer, context: TaskContext
+    ) -> tuple[LocalTrainer, TaskContext]:
+        """Return the trainer of a task and its context."""
+        return trainer, context
+
+    def after(self, work: Work) -> None:
+        """See or change the update of a task; raises `TaskRefused` where it is not to be sent."""
+
+    def answer(self, answer: Answer) -> Answer:
+        """Return what leaves beside the tensors."""
+        return answer
+
+    def send(self, work: Work, plain: Callable[[Work], None]) -> None:
+        """Send the update of a task; ``plain`` does it as without this extension."""
+        plain(work)
+
+    def sent(self, work: Work) -> None:
+        """Take note of an update that was sent."""
+
+    def failure(self, error: TaskFailed, told: Failed) -> Failed:
+        """Return what the server is told of the user's code that has failed."""
+        return told
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing of this client's is being sent, or ``timeout_s`` seconds have passed."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an update is being sent beside the next task."""
+        return False
+
+
+class Gate:
+    """What a client's site allows; this base class has no policy and allows everything."""
+
+    max_share: float = MAX_SHARE
+    """Largest share of an opened sum that one site may have, in secure aggregation with certificates."""
+    partners: Sequence[str] | None = None
+    """Sites that may be members of a group of secure aggregation; None = all of the federation."""
+
+    def extensions(self) -> Iterable[Callable[[Client], ClientExtension]]:
+        """Return what this gate adds to each task."""
+        return ()
+
+    def wait(self) -> bool:
+        """Wait until the site's policy allows work; return whether it was necessary to wait."""
+        return False
+
+    def connection(self, pair: Connection) -> Connection:
+        """Wrap a connection so that its traffic can be counted."""
+        return pair
+
+    def logs_kept(self) -> AbstractContextManager[None]:
+        """Return a context that collects log lines for the server; without a policy of the site, it collects none."""
+        return nullcontext()
 
 
 class Client:
@@ -57,9 +227,7 @@ class Client:
     Attributes:
         unsent: id of a task whose answer could not be sent; None = none.
         num_answered: number of tasks answered on this connection.
-        gate: gate that checks each task against the policy of the client's site.
         incarnation: number of times that this client has joined, as counted by the server.
-        receipts: writer of receipts for sent updates; None = no receipts are written.
     """
 
     def __init__(
@@ -76,7 +244,7 @@ class Client:
         on_welcome: Callable[[], None] = lambda: None,
         plan: CompressionPlan | None = None,
         process_group: ClientProcesses | None = None,
-        secure: SecureSide | None = None,
+        extensions: Iterable[Callable[[Client], ClientExtension]] = (),
     ) -> None:
         """Prepare; `run` sends the HELLO.
 
@@ -92,320 +260,263 @@ class Client:
             on_welcome: called once the server has admitted the client.
             plan: compression; None = none.
             process_group: processes that train this client together; None = only this one.
-            secure: masks updates; None = they go as they are.
+            extensions: make what is added to each task, in this order.
         """
-        self._plan, self._secure = plan, secure
-        self.receipts: Receipts | None = None
-        self._head: SignedHead | None = None  # came with `_assignment`
+        self.info, self.pair, self.submodels, self.trainer = info, pair, submodels, trainer
+        self.data, self.waits, self._config, self.plan = data, waits, config, plan
         travels = plan or CompressionPlan(Payload(submodels))
         kept = ClientState()  # of this connection: what stays here between tasks is of both directions
-        self._down, self._up = DownlinkCodec(travels, kept=kept), UplinkCodec(travels, kept=kept)
-        self._stop = threading.Event()
-        self._context = TaskContext(self._stop, process_group=process_group)
-        self._side = ClientSide(pair, trainer, waits.idle_s + waits.task_s + waits.stop_s)
-        self._questions: Questions = self._side if secure is None else secure
-        self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
-        self._data, self._waits, self._config = data, waits, config
+        self.down, self._up = DownlinkCodec(travels, kept=kept), UplinkCodec(travels, kept=kept)
+        self.stop = threading.Event()
+        self.context = TaskContext(self.stop, process_group=process_group)
         self.unsent, self._on_welcome = unsent, on_welcome
-        self.num_answered, self.gate, self.incarnation = 0, Gate(), 0
-        # The reader's thread receives into `_storage`, the other trains from it; `_free` hands it back. `_assignment` is cleared
+        self.num_answered, self.incarnation = 0, 0
+        # The reader's thread receives into `_storage`, the other trains from it; `_free` hands it back. `out` is cleared
         # before the answer goes out, not after: the next may be here while that send has not returned yet.
         self._storage: tuple[Layout, FlatTensors] | None = None
-        self._assignment: Assignment | None = None
-        self._since = 0.0
+        self.out: Arrival | None = None  # the task that arrives or is trained
         self._free = threading.Event()
         self._free.set()
-        self._received: queue.SimpleQueue[tuple[Assignment, FlatTensors] | str | Exception] = queue.SimpleQueue()
-        self._sender, self._goes_ahead = Sender(self._received.put), False  # where the next task may come meanwhile
-        self._expected: Assignment | None = None  # the next task, if it may be begun before it arrives
-        self._early: EarlyTask | None = None  # begun before it has arrived
+        self.received: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._overlaps = False
+        self._extensions = [make(self) for make in extensions]
 
     def run(self) -> str:
         """Work until the server tells the client to stop; return the server's reason, with the connection closed.
 
         Raises:
             TaskFailed: the user's code failed; the server was told.
-            PolicyRefusal: the policy of the site ends the session; the server was told.
+            TaskRefused: the policy of the site ends the session; the server was told.
             PeerLost: the connection was lost.
             PeerTimeout: the server sent nothing for ``Timeouts.idle_s``.
             Refused: the server sent an invalid message.
         """
-        self.gate.stopped = self._stop.is_set
-        self._pair.send(Message(Kind.HELLO, 0, self._info.incarnation, self._hello().to_meta()))
+        hello = Hello.of_client(Identity.of(self.submodels, self._config), self.info, self.unsent)
+        self.pair.send(Message(Kind.HELLO, 0, self.info.incarnation, hello.to_meta()))
         reader = threading.Thread(target=self._read, name="reader", daemon=True)
         reader.start()
         try:
             while True:
-                early = self._begin_early()
-                item = early.item if early is not None and early.item is not None else self._received.get()
+                item = self._around("take", self.received.get)
                 # the reader's last word is a reason or an error
                 if isinstance(item, str):
-                    self._sender.wait(self._waits.stop_s)
+                    self.flush(self.waits.stop_s)
                     return item
                 if isinstance(item, Exception):
                     raise item
-                self._work(*item, early)
-                del item, early  # its submodel goes before the next one comes
+                self._work(item)
+                del item  # its submodel goes before the next one comes
                 self._free.set()
         finally:
-            self._pair.close()
-            reader.join(timeout=self._waits.stop_s)
-            self._sender.wait(self._waits.stop_s)
-
-    def _read(self) -> None:
-        """Receive until the server says stop or is gone."""
-        wait_s = self._waits.join_s
-        try:
-            while True:
-                message = self._pair.recv(self._expect, wait_s)
-                self.incarnation = message.incarnation
-                wait_s = self._waits.idle_s  # it is heard from that often, whatever the others do
-                if message.kind is Kind.WELCOME:
-                    Welcome.from_meta(message.meta).apply_to(self._submodels)
-                    self.unsent = None
-                    self._on_welcome()
-                if message.kind is Kind.STOP:
-                    self._received.put(Reason.from_meta(message.meta).reason)
-                    break
-                if message.kind is Kind.ASSIGN and self._assignment is not None and message.tensors is not None:
-                    self._received.put((_of_its_frame(self._assignment, message), message.tensors))
-                    wait_s += self._waits.task_s  # a server that waits for an answer says nothing
-                if message.kind is Kind.REPLY:
-                    self._questions.deliver(message.meta, message.tensors)
-                    wait_s += self._waits.task_s
-                if message.kind is Kind.REFUSED:  # of a task with an exchange; nothing is packed now
-                    self._up.forget()
-                if message.kind is Kind.REFUSED and self._is_out(message.assignment):
-                    reason = Reason.from_meta(message.meta).reason
-                    warn_once(_log, f"client {self._info.id}: the server refuses a task: {reason}")
-                    self._assignment = None  # given up in the middle; the next may come
-                    self._questions.stop(message.assignment)
-        except Exception as error:
-            self._received.put(error)
-        self._stop.set()
-        if (early := self._early) is not None:
-            early.stop.set()
-        self._questions.stop()
+            self.pair.close()
+            reader.join(timeout=self.waits.stop_s)
+            self.flush(self.waits.stop_s)
 
     @property
     def has_task(self) -> bool:
         """Whether a task is being received or trained, or an update sent beside the next task."""
-        return self._assignment is not None or self._sender.is_busy
+        return self.out is not None or any(one.is_busy for one in self._extensions)
 
-    def _is_out(self, number: int) -> bool:
-        return self._assignment is not None and self._assignment.id == number
+    def may(self, what: Freedom) -> bool:
+        """Check whether no extension forbids something of a plain client."""
+        return not any(what in one.forbids for one in self._extensions)
 
-    def _hello(self) -> Hello:
-        return Hello.of_client(Identity.of(self._submodels, self._config), self._info, self.unsent)
+    def trains_whole(self, assignment: Assignment) -> bool:
+        """Check whether this client trains all of a task, so that the server trains none of it."""
+        return not any(one.splits(assignment) for one in self._extensions)
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is being sent, or ``timeout_s`` seconds have passed; None = no limit."""
+        for one in self._extensions:
+            one.flush(timeout_s)
+
+    def _around(self, hook: Literal["take", "train", "send"], plain: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a hook of all extensions, each around the next, and ``plain`` in their middle."""
+        for one in reversed(self._extensions):
+            plain = _bound(getattr(one, hook), plain)
+        return plain(*arguments)
+
+    # ---- the receiving thread ----
+
+    def _read(self) -> None:
+        """Receive until the server says stop or is gone."""
+        wait_s = self.waits.join_s
+        try:
+            while True:
+                message = self.pair.recv(self._expect, wait_s)
+                self.incarnation = message.incarnation
+                wait_s = self.waits.idle_s  # it is heard from that often, whatever the others do
+                if message.kind is Kind.WELCOME:
+                    Welcome.from_meta(message.meta).apply_to(self.submodels)
+                    self.unsent = None
+                    self._on_welcome()
+                if message.kind is Kind.STOP:
+                    self.received.put(Reason.from_meta(message.meta).reason)
+                    break
+                if message.kind is Kind.ASSIGN and self.out is not None and message.tensors is not None:
+                    self.received.put(_of_its_frame(self.out, message))
+                    wait_s += self.waits.task_s  # a server that waits for an answer says nothing
+                if message.kind is Kind.REPLY:
+                    self._pass_on(message)
+                    wait_s += self.waits.task_s
+                if message.kind is Kind.REFUSED:
+                    self._take_refusal(message)
+        except Exception as error:
+            self.received.put(error)
+        self.stop.set()
+        for one in self._extensions:
+            one.ended()
+
+    def _pass_on(self, reply: Message) -> None:
+        for one in self._extensions:
+            one.hear(reply)
+
+    def _take_refusal(self, message: Message) -> None:
+        """Give up a task that the server refuses in its middle; the next may come."""
+        self._up.forget()  # of a task in which both talk; nothing is packed now
+        if self.out is None or self.out.assignment.id != message.assignment:
+            return
+        reason = Reason.from_meta(message.meta).reason
+        warn_once(_log, f"client {self.info.id}: the server refuses a task: {reason}")
+        self.out = None
+        for one in self._extensions:
+            one.given_up(message.assignment)
 
     def _expect(self, kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
         if kind is Kind.REPLY:
-            return self._questions.expect(assignment)
+            asking = next((one for one in self._extensions if one.asks(assignment)), None)
+            if asking is None:
+                raise Refused("bad-kind", f"a reply for assignment {assignment}, which waits for none")
+            return asking.expect()
         if kind is not Kind.ASSIGN:
             return None
-        if self._assignment is not None:
-            raise Refused("bad-kind", f"assignment {assignment} came before {self._assignment.id} was answered")
-        self._since = time.perf_counter()
+        if self.out is not None:
+            raise Refused("bad-kind", f"assignment {assignment} came before {self.out.assignment.id} was answered")
+        since = time.perf_counter()
         try:
             message = Assign.from_meta(meta)
             found = message.assignment
             if found.id != assignment:
                 raise Refused("bad-json", f"assignment {assignment} names another, {found.id}")
-            layout = self._layout(found)  # what came before is unpacked: an answer to it has been sent
+            layouts = (layout for one in self._extensions if (layout := one.layout(found)) is not None)
+            layout = next(layouts, None) or self.down.layout(found)  # what came before is unpacked: it was answered
         except (SpecError, TypeError, KeyError) as error:
             raise Refused("bad-json", f"assignment {assignment}: {sanitize_text(error)}") from None
-        self._free.wait(self._waits.stop_s)
+        if not self._overlaps and (message.ahead or found.next_seed is not None):  # named by the task
+            self._overlaps = True
+            self._extensions.append(extension("overlap", "client")(self))
+        self._free.wait(self.waits.stop_s)
         self._free.clear()
         if self._storage is None or self._storage[0] != layout:
             self._storage = None  # the old submodel goes before the new one comes
-            self._storage = (layout, FlatTensors.empty(layout, self._trainer.fabric.device))
-        self._assignment, self._head, self._goes_ahead = found, message.head, message.ahead
-        if (early := self._early) is not None:
-            early.watch(found)
+            self._storage = (layout, FlatTensors.empty(layout, self.trainer.fabric.device))
+        self.out = Arrival(found, self._storage[1], message.head, message.ahead, since)
+        for one in self._extensions:
+            one.announced(found)
         return self._storage[1]
 
-    def _layout(self, assignment: Assignment) -> Layout:
-        """Return the layout of what comes down for a task; raises `SpecError` where it is not of the part that is known."""
-        exchange = self._side.exchange(assignment)
-        if exchange is not None:
-            plain = exchange.client.layout(assignment.spec, "sent")
-            if self._plan is None:
-                return plain
-            if plain != self._plan.submodels.layout(assignment.spec, "sent"):
-                raise SpecError(
-                    "it splits the model elsewhere than this client's config does: give both the same model"
-                )
-        return self._down.layout(assignment)
+    # ---- the training thread ----
 
-    def _begin_early(self) -> EarlyTask | None:
-        """Train the next task from before it arrives, if that is possible; None = wait for it."""
-        expected, self._expected = self._expected, None
-        device = self._trainer.fabric.device
-        own = None if expected is None else self._down.own(expected, device)
-        if expected is None or own is None:
-            return None
-        peak_bytes(device, anew=True)
-        early = self._early = EarlyTask(expected, own, self._received.get, self._down.unpack)
-        if (arrived := self._assignment) is not None:  # its arrival began before the reader could know of `early`
-            early.watch(arrived)
-        if self._stop.is_set():
-            early.stop.set()
-        early.train(self._trainer, self._data, self._context)
-        self._early = None
-        return early
+    def _trained(self, arrival: Arrival) -> Work:
+        peak_bytes(self.trainer.fabric.device, anew=True)
+        assignment, trainer, context = arrival.assignment, self.trainer, self.context
+        for one in self._extensions:
+            one.before(assignment)
+        received = self.down.unpack(assignment, arrival.tensors)
+        for one in self._extensions:
+            trainer, context = one.begin(assignment, trainer, context)
+        return Work(arrival, received, attempt(trainer, assignment, received, self.data, context))
 
-    def _trained(
-        self, assignment: Assignment, wire: FlatTensors, early: EarlyTask | None
-    ) -> tuple[Update, FlatTensors]:
-        """Return the result of a task, and the values from which it was trained."""
-        if early is not None and (update := early.result()) is not None:
-            return update, early.values
-        peak_bytes(self._trainer.fabric.device, anew=True)
-        self.gate.before(assignment)
-        received = self._down.unpack(assignment, wire)
-        trainer, context = self._side.begin(assignment, self._context)
-        return attempt(trainer, assignment, received, self._data, context), received
-
-    def _work(self, assignment: Assignment, wire: FlatTensors, early: EarlyTask | None) -> None:
+    def _work(self, arrival: Arrival) -> None:
+        assignment = arrival.assignment
         try:
-            update, received = self._trained(assignment, wire, early)
-            left = assignment.pace_s - (time.perf_counter() - self._since)
-            if left > 0 and self._stop.wait(left):
+            work: Work = self._around("train", self._trained, arrival)
+            left = assignment.pace_s - (time.perf_counter() - arrival.since)
+            if left > 0 and self.stop.wait(left):
                 raise Stopped
-            trained = "" if self.receipts is None else update.tensors.fingerprint()
-            if update.refusal != OUT_OF_MEMORY:
-                update = self.gate.after(assignment, update, received)
+            if work.update.refusal != OUT_OF_MEMORY:
+                for one in self._extensions:
+                    one.after(work)
         except Stopped:
             return  # what the reader has to say comes next
         except InvalidPayload as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
-        except PolicyRefusal as refusal:
-            self._give_up(assignment, Failed(POLICY))
+        except TaskRefused as refusal:
+            self.give_up(assignment, Failed(refusal.server_reason))
             if refusal.then != "go on":
                 raise
-            _log.warning(f"client {self._info.id}: {refusal}", extra={"private": True})
+            _log.warning(f"client {self.info.id}: {refusal}", extra={"private": True})
             return
         except TaskFailed as failed:
-            told = Failed.of(failed, private=self.gate.hides_tracebacks(self._info.own_data))
-            self._give_up(assignment, replace(told, logs=self.gate.log_lines()))
+            told = Failed.of(failed, private=self.info.own_data)
+            for one in self._extensions:
+                told = one.failure(failed, told)
+            self.give_up(assignment, told)
             with suppress(queue.Empty):  # until the server has taken it in
-                self._received.get(timeout=self._waits.stop_s)
+                self.received.get(timeout=self.waits.stop_s)
             raise
-        if update.refusal == OUT_OF_MEMORY:
-            warn_once(_log, f"client {self._info.id}: memory is too small for {assignment.spec}")
-            self._give_up(assignment, Failed(OUT_OF_MEMORY))
+        if work.update.refusal == OUT_OF_MEMORY:
+            warn_once(_log, f"client {self.info.id}: memory is too small for {assignment.spec}")
+            self.give_up(assignment, Failed(OUT_OF_MEMORY))
             return
-        self._answer(assignment, update, received, trained)
+        work.answer = self._answer(work.update, assignment.spec.base)
+        self._around("send", self._send, work)
 
-    def _answer(self, assignment: Assignment, update: Update, received: FlatTensors, trained: str) -> None:
-        """Send an update, masked where updates are, with what the site lets leave beside it.
-
-        Args:
-            assignment: its task.
-            update: as the site lets it leave.
-            received: from which it was trained.
-            trained: fingerprint of it before the site's policy; "" where no receipts are kept.
-        """
+    def _answer(self, update: Update, base: str | None) -> Answer:
+        """Return what leaves beside the tensors of an update."""
         if values := logged_not_finite(update.metrics):
-            warn_once(_log, left_out(self._info.id, values), private=True)  # names metrics that may not leave the site
-        head, leaves = self._head, "" if self.receipts is None else update.tensors.fingerprint()
-        device, base = self._trainer.fabric.device, assignment.spec.base
-        answer = Answer(
-            update.num_samples,
-            update.num_steps,
-            self.gate.metrics({**update.metrics, PEAK: float(peak_bytes(device))}),
-            update.extra,
-            None if base is None else self._submodels.bases.digest(base),
-            logs=() if self._secure is not None else self.gate.log_lines(),
-        )
-        overlaps = self._goes_ahead
-        is_alone = self._context.process_group is None and self._secure is None and not self.gate.asks_first
-        is_sound = update.refusal is None  # else its copy may hold values that are not finite
-        self._expected = expected_next(assignment) if is_alone and is_sound else None
-        goes_ahead = (overlaps and not self.gate.counts_bytes) or self._expected is not None
-        if self._secure is None:
-            self._sender.wait()  # the last update lies where this one will
-            packed = self._up.pack(assignment, update.tensors, received)
-            if goes_ahead and packed is update.tensors:  # the next task is trained in its place
-                packed = self._sender.copy(packed)
-        else:
-            answer = replace(answer, metrics={}, extra={})
-            revealed = self._masked(self._secure, assignment, update, answer, received)
-            if revealed is None:
-                return
-            packed = revealed
-        write_receipt: Callable[[], None] | None = None
-        if self.receipts is not None:
-            whole = self._side.exchange(assignment) is None  # the server trains nothing of it
-            as_it_is = self._plan is None or (self._plan.up is None and not self._plan.payload.is_resident)
-            plain = whole and self._secure is None and as_it_is
-            sent = leaves if plain else None  # else the server's fingerprint is of other values
-            receipt = receipt_of(assignment, head, trained=trained, sent=sent, num_samples=update.num_samples)
-            alone = whole and self._context.process_group is None and trained == leaves  # no noise of the site's own
-            inputs = self.receipts.draw_inputs(received) if alone else None
-            write_receipt = partial(self.receipts.sent, receipt, inputs)
-        self.unsent, self._assignment = assignment.id, None  # from here on the server may send the next
-        message = Message(Kind.UPDATE, assignment.id, assignment.incarnation, answer.to_meta(), packed)
-        if goes_ahead:
-            self._sender.start(partial(self._deliver, message, write_receipt, settles=True))
-        else:
-            self._deliver(message, write_receipt, settles=overlaps)
+            warn_once(_log, left_out(self.info.id, values), private=True)  # names metrics that may not leave the site
+        metrics = {**update.metrics, PEAK: float(peak_bytes(self.trainer.fabric.device))}
+        digest = None if base is None else self.submodels.bases.digest(base)
+        answer = Answer(update.num_samples, update.num_steps, metrics, update.extra, digest)
+        for one in self._extensions:
+            answer = one.answer(answer)
+        return answer
 
-    def _deliver(self, message: Message, write_receipt: Callable[[], None] | None, *, settles: bool = False) -> None:
-        """Send an update.
+    def _send(self, work: Work) -> None:
+        self.deliver(self.message(work, self.pack(work)), work)
 
-        Args:
-            message: the update.
-            write_receipt: called once it has been sent; None = no receipt is written.
-            settles: whether to wait until its tensors need not be sent again.
-        """
+    def pack(self, work: Work) -> FlatTensors:
+        """Compress the tensors of an update."""
+        return self._up.pack(work.assignment, work.update.tensors, work.received)
+
+    def message(self, work: Work, tensors: FlatTensors) -> Message:
+        """Return the message of an update; from here on the server may send the next task."""
+        assert work.answer is not None
+        assignment = work.assignment
+        self.unsent, self.out = assignment.id, None
+        return Message(Kind.UPDATE, assignment.id, assignment.incarnation, work.answer.to_meta(), tensors)
+
+    def deliver(self, message: Message, work: Work) -> None:
+        """Send the message of an update."""
         try:
-            self._pair.send(message)
+            self.pair.send(message)
         except (PeerLost, PeerTimeout):
             return
         finally:
             give_back()
         self.unsent = None
         self.num_answered += 1
-        if write_receipt is not None:
-            write_receipt()
-        if settles:
-            self._pair.settle(self._stop.is_set)
+        for one in self._extensions:
+            one.sent(work)
+        if work.settles:
+            self.pair.settle(self.stop.is_set)
 
-    def _masked(
-        self, secure: SecureSide, assignment: Assignment, update: Update, answer: Answer, received: FlatTensors
-    ) -> FlatTensors | None:
-        """Send an update masked; return what opens its group's sum, or None where the task has ended without.
-
-        Args:
-            secure: this client's side of the protocol.
-            assignment: its task.
-            update: as the site lets it leave.
-            answer: what leaves beside it.
-            received: from which it was trained.
-        """
-        refusal = secure.refusal(update)
-        try:
-            if refusal is None:
-                return secure.mask(assignment, update, answer, received)
-            self._give_up(assignment, Failed(refusal))
-        except CannotOpen as error:
-            warn_once(_log, f"client {self._info.id} takes no part in a sum: {error}")
-            self._give_up(assignment, Failed(NOT_OPENED, error=str(error)))
-        except Stopped:
-            pass  # what the reader has to say comes next
-        return None
-
-    def _give_up(self, assignment: Assignment, failed: Failed) -> None:
+    def give_up(self, assignment: Assignment, failed: Failed) -> None:
         """Tell the server that there will be no answer, and why."""
-        self._sender.wait()
-        self._assignment = None
+        self.flush()
+        self.out = None
         with suppress(PeerLost, PeerTimeout):
-            self._pair.send(Message(Kind.FAILED, assignment.id, assignment.incarnation, failed.to_meta()))
+            self.pair.send(Message(Kind.FAILED, assignment.id, assignment.incarnation, failed.to_meta()))
 
 
-def _of_its_frame(assignment: Assignment, message: Message) -> Assignment:
-    """Return a task's assignment; raise `Refused` if it names another incarnation than the frame in which it came."""
-    if assignment.incarnation != message.incarnation:
-        raise Refused("wrong-incarnation", f"{assignment.incarnation}, in a frame of {message.incarnation}")
-    return assignment
+def _bound(hook: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: hook(*arguments, plain)
+
+
+def _of_its_frame(arrival: Arrival, message: Message) -> Arrival:
+    """Return a task that has arrived; raise `Refused` if it names another incarnation than the frame in which it came."""
+    named = arrival.assignment.incarnation
+    if named != message.incarnation:
+        raise Refused("wrong-incarnation", f"{named}, in a frame of {message.incarnation}")
+    return arrival

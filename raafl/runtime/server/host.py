@@ -19,7 +19,6 @@ from raafl.runtime.lifecycle import resume
 from raafl.runtime.lifecycle.service_manager import ServiceManager
 from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run
-from raafl.runtime.secure_groups import UNCERTIFIED
 from raafl.runtime.server.client_logs import ClientLogs
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
@@ -143,6 +142,8 @@ def _note_transport(run: Run, transport: Transport) -> None:
     if transport.address:
         run.progress.note(f"listening at {transport.address}")
     if run.parts.experiment.secure_aggregation.is_on and not transport.certified:
+        from raafl.runtime.secure_groups import UNCERTIFIED
+
         run.progress.note(UNCERTIFIED)
 
 

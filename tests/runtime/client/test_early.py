@@ -118,7 +118,7 @@ def test_steps_end_as_soon_as_another_task_begins_to_arrive():
 
 def test_no_step_is_made_early_with_a_proximal_term():
     local = streaming_diloco(1, sync_delay=2).local
-    assert local.steps_ahead == 2 and replace(local, prox=0.1).steps_ahead == 0
+    assert local.traits.steps_ahead == 2 and replace(local, prox=0.1).traits.steps_ahead == 0
 
 
 def test_a_task_without_the_next_ones_seed_is_not_followed_by_an_early_one():

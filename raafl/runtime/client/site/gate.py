@@ -8,26 +8,30 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Any, Literal
 
 import yaml
 
 from raafl.config.hours import opens_at
-from raafl.config.site_policy import KINDS, MAX_SHARE, SitePolicy, same_part
-from raafl.core.types import POLICY, Assignment, Update
+from raafl.config.site_policy import KINDS, SitePolicy, same_part
+from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
-from raafl.errors import RunFailed
+from raafl.errors import TaskFailed
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.site.books import BudgetSpent, SiteBooks
 from raafl.runtime.client.site.consent import Consents
 from raafl.runtime.client.site.logs import LogBuffer
 from raafl.runtime.client.site.metered import MeteredConnection
 from raafl.runtime.client.site.noise import privatise, problem
+from raafl.runtime.client.worker import Client, ClientExtension, Gate, TaskRefused, Work
 from raafl.runtime.fields import LogLine
+from raafl.runtime.protocol import Answer, Failed
 from raafl.submodel import FlatTensors, Submodels
 from raafl.transport import Connection
 from raafl.units import quantity, size
@@ -45,76 +49,46 @@ def _say(text: str) -> None:
     _log.info(text, extra={"private": True})
 
 
-class PolicyRefusal(RunFailed):
-    """Raised for a run or task that the policy of the site does not allow; the message is shown only at the site.
-
-    `then`: next action of the client.
-    """
-
-    server_reason: ClassVar[str] = POLICY  # reason that is sent to the server
+class PolicyRefusal(TaskRefused):
+    """Raised for a run or task that the policy of the site does not allow; the message is shown only at the site."""
 
     def __init__(self, text: str, then: Then = "end") -> None:
-        super().__init__(f"the site's policy refuses {text}")
-        self.then = then
+        super().__init__(f"the site's policy refuses {text}", then)
 
 
-class Gate:
-    """Gate that checks tasks against the policy of a client's site; this base class has no policy and allows everything."""
+class SiteClient(ClientExtension):
+    """A client whose tasks and updates the policy of its site checks."""
 
-    asks_first = False
-    """Whether each task is checked before any of its steps is made, so that none is begun before it arrives."""
-    counts_bytes = False
-    """Whether the site limits its bytes, so that no task is trained while an update is sent, which may use up the rest."""
-    max_share: float = MAX_SHARE
-    """Largest share of an opened sum that one site may have, in secure aggregation with certificates."""
-    partners: Sequence[str] | None = None
-    """Sites that may be members of a group of secure aggregation; None = all of the federation."""
-    stopped: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether the task at hand is no longer wanted; set by the client."""
-
-    def wait(self) -> bool:
-        """Wait until the site's policy allows work; return whether it was necessary to wait."""
-        return False
-
-    def connection(self, pair: Connection) -> Connection:
-        """Wrap a connection so that its traffic can be counted."""
-        return pair
+    def __init__(self, client: Client, gate: SiteGate) -> None:
+        super().__init__(client)
+        self._gate, gate.stopped = gate, client.stop.is_set
+        # each task is checked before any of its steps; and what is sent beside a task may use up the site's bytes
+        self.forbids = frozenset({"begin early", "send beside"} if gate.counts_bytes else {"begin early"})
 
     def before(self, assignment: Assignment) -> None:
-        """Check a received task; raise `PolicyRefusal` if the policy of the client's site does not allow it."""
+        """Refuse a task that the policy does not allow."""
+        self._gate.before(assignment)
 
-    def after(self, assignment: Assignment, update: Update, received: FlatTensors) -> Update:
-        """Check a trained update against the site's policy, and return what is sent to the server, such as a noisy update.
+    def after(self, work: Work) -> None:
+        """Refuse an update that the policy does not let leave, or make it private."""
+        work.update = self._gate.after(work.assignment, work.update, work.received)
 
-        Raises:
-            PolicyRefusal: the policy forbids to send the update.
-        """
-        return update
+    def answer(self, answer: Answer) -> Answer:
+        """Leave out metrics that may not leave the site, and add its log lines."""
+        logs = self._gate.log_lines() if self.client.may("send logs") else ()
+        return replace(answer, metrics=self._gate.metrics(answer.metrics), logs=logs)
 
-    def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return those of the metrics that the site's policy allows to be sent to the server; without a policy, all."""
-        return dict(metrics)
-
-    def hides_tracebacks(self, own_data: bool) -> bool:
-        """Check whether the server gets only the type and place of an error, instead of the full traceback.
-
-        Without a policy the traceback is hidden if the client trains on data of its own.
-        """
-        return own_data
-
-    def logs_kept(self) -> AbstractContextManager[None]:
-        """Return a context that collects log lines for the server; without a policy of the site, it collects none."""
-        return nullcontext()
-
-    def log_lines(self) -> tuple[LogLine, ...]:
-        """Return the log lines collected for the server, and empty the collection."""
-        return ()
+    def failure(self, error: TaskFailed, told: Failed) -> Failed:
+        """Hide the traceback, unless the policy lets it leave, and add the site's log lines."""
+        told = Failed.of(error, private=not self._gate.policy.tracebacks)
+        return replace(told, logs=self._gate.log_lines())
 
 
 class SiteGate(Gate):
     """Gate that applies the policy of a client's site."""
 
-    asks_first = True
+    stopped: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether the task at hand is no longer wanted; set by the client."""
 
     def __init__(
         self,
@@ -137,6 +111,10 @@ class SiteGate(Gate):
         self._consents = Consents(policy.consent, lambda: self.stopped())
         self._asks: dict[str, Any] = {}
         self._models: list[str] = []
+
+    def extensions(self) -> Iterable[Callable[[Client], ClientExtension]]:
+        """Have each task checked."""
+        return (partial(SiteClient, gate=self),)
 
     # ---- before a client joins ----
 
@@ -256,7 +234,7 @@ class SiteGate(Gate):
     # ---- tasks ----
 
     def before(self, assignment: Assignment) -> None:
-        """Refuse a task outside the site's hours, beyond its byte limit, or with too few samples; see `Gate.before`."""
+        """Refuse a task outside the site's hours, beyond its byte limit, or with too few samples."""
         self._check_hours()
         self._check_bytes(assignment)
         epochs, steps = self._trainer.length(assignment)
@@ -266,7 +244,7 @@ class SiteGate(Gate):
         self._ask("task", {**_in_words(assignment), "epochs": epochs, "batches": steps})
 
     def after(self, assignment: Assignment, update: Update, received: FlatTensors) -> Update:
-        """Refuse an update outside the site's hours, or one trained on too few samples; see `Gate.after`."""
+        """Refuse an update outside the site's hours, or one trained on too few samples; return it with the policy's noise."""
         self._check_hours()
         self._check_samples(update.num_steps * self._trainer.options.accumulate_grad_batches)
         leaves = {"samples": update.num_samples, "metrics": self.metrics(update.metrics)}
@@ -280,10 +258,6 @@ class SiteGate(Gate):
         if allowed is None:
             return dict(metrics)
         return {name: value for name, value in metrics.items() if any(fnmatchcase(name, one) for one in allowed)}
-
-    def hides_tracebacks(self, own_data: bool) -> bool:
-        """Check whether the server gets only the type and place of an error, which `SitePolicy.tracebacks` decides."""
-        return not self.policy.tracebacks
 
     def logs_kept(self) -> AbstractContextManager[None]:
         """Return a context that collects log lines for the server, of the loggers that `SitePolicy.logs` names."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import socket
+import threading
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +14,11 @@ import yaml
 
 from raafl.algorithms import fed_avg
 from raafl.config.site_policy import Consent, SitePolicy, SitePrivacy
+from raafl.errors import TaskFailed
 from raafl.runtime.client.site.books import SiteBooks
-from raafl.runtime.client.site.gate import Gate, PolicyRefusal, SiteGate, model_digest
+from raafl.runtime.client.site.gate import PolicyRefusal, SiteGate, model_digest
+from raafl.runtime.client.worker import Gate
+from raafl.runtime.protocol import Failed
 from raafl.submodel import FlatTensors
 from raafl.transport import Connection, Kind, Message
 from raafl.transport.tcp.connection import TcpConnection
@@ -189,9 +194,12 @@ def test_bytes_are_counted_only_where_they_are_bounded():
 
 
 def test_tracebacks_stay_unless_the_site_allows_them():
-    gates = Gate(), site_gate(fed_avg()), site_gate(fed_avg(), tracebacks=True)
-    assert [gate.hides_tracebacks(own_data=False) for gate in gates] == [False, True, False]
-    assert [gate.hides_tracebacks(own_data=True) for gate in gates] == [True, True, False]
+    assert list(Gate().extensions()) == []  # without a policy the client decides, by its data
+    client, error = SimpleNamespace(stop=threading.Event()), TaskFailed(1, "batch 0", "ValueError: x (m.py:3)", "a\nb")
+    for allowed in (False, True):
+        (make,) = site_gate(fed_avg(), tracebacks=allowed).extensions()
+        for told in (Failed.of(error, private=False), Failed.of(error, private=True)):
+            assert make(client).failure(error, told) == Failed.of(error, private=not allowed)
 
 
 def test_only_named_metrics_leave():

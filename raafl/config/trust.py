@@ -19,7 +19,6 @@ import yaml
 from raafl.config import own_runs
 from raafl.config.check import MADE, Check
 from raafl.config.experiment import ABOUT, ACCELERATORS, marked
-from raafl.config.loggers import SHORT_NAMES
 from raafl.config.registry import registry, stand_ins
 from raafl.errors import BadInput, RunFailed
 from raafl.rules import recorded_revision
@@ -289,6 +288,8 @@ class _Check(Check):
 
     def loggers(self, value: object, where: str) -> None:
         """Check the loggers of an untrusted config: only short names, and no argument that says where to write."""
+        from raafl.config.loggers import SHORT_NAMES
+
         for entry in value if isinstance(value, list) else [] if value is None else [value]:
             spec = {"class_path": entry} if isinstance(entry, str) else entry
             known = {*SHORT_NAMES, *SHORT_NAMES.values()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,12 +25,10 @@ from raafl.runfolder.signing import Signer
 from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime.first_look import first_look, notes_before
 from raafl.runtime.goals import check_goals
-from raafl.runtime.lifecycle import resume
-from raafl.runtime.lifecycle.batch_norm import StaticStatistics, StatisticsHookList
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
 from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.lifecycle.export import save_final
-from raafl.runtime.lifecycle.saved_form import SavedForm
+from raafl.runtime.lifecycle.saved_form import AsItIs, SavedForm
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.observers import absent, observers_of
 from raafl.runtime.setup import ServerSetup, build, evaluation_seed, make_executor, max_norm_ratio
@@ -44,6 +42,7 @@ from raafl.watch.state import RunState, follow
 if TYPE_CHECKING:
     from raafl.runtime.executors import Executor
     from raafl.runtime.executors.ranks import RankExecutor
+    from raafl.runtime.lifecycle.resume import SavedRun
     from raafl.transport import Transport
 
 
@@ -55,7 +54,7 @@ class Run:
         parts: ServerSetup,
         config_yaml: str,
         runtime: str,
-        saved: resume.SavedRun | None = None,
+        saved: SavedRun | None = None,
         observer: RunHooks | None = None,
         signer: Signer | None = None,
         num_queued: Callable[[], int] = lambda: 0,
@@ -68,8 +67,7 @@ class Run:
         self.parts, self.runtime, self.config_yaml = parts, runtime, config_yaml
         self.num_queued, self.resumed = num_queued, saved is not None
         submodels, data, device = parts.submodels, parts.data, parts.coordinator.state.values.device
-        num, size = experiment.submodels.static_batches, parts.coordinator.fleet.batch_size
-        self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
+        self.statistics = _form_of(parts)
         self.evaluator = Evaluator(
             submodels,
             data.test_batches,
@@ -111,12 +109,12 @@ class Run:
                 warn=self.progress.warn,
                 written=lambda: self.hooks.saved(),
             )
-            self.hooks = StatisticsHookList(self.statistics, *self.observers, self.saver)
+            self.hooks = self.statistics.hooks(*self.observers, self.saver)
             self.hooks.opened()
             unless_begun.pop_all()
         self._interrupt = Interrupt(on_insist=self.progress.abandon)
 
-    def _name_folder(self, saved: resume.SavedRun | None) -> Path:
+    def _name_folder(self, saved: SavedRun | None) -> Path:
         if saved is not None:
             return saved.folder
         name, output = self.parts.experiment.name, self.parts.experiment.output
@@ -142,9 +140,10 @@ class Run:
         self.record.due(0, 0.0, self.parts.coordinator.algorithm.merge.figures(state))
         self.record.evaluated(0, 0.0, metrics)
 
-    def _go_on(self, saved: resume.SavedRun) -> None:
+    def _go_on(self, saved: SavedRun) -> None:
         """Put everything back to where the checkpoint was; what came after it is marked lost."""
         from raafl.runfolder.books import check_books
+        from raafl.runtime.lifecycle import resume
 
         coordinator, section = self.parts.coordinator, saved.section
         resume.check_limits(saved, coordinator.limits)
@@ -312,6 +311,27 @@ class Run:
         self._interrupt.__exit__(None, None, None)
 
 
+def _form_of(parts: ServerSetup) -> AsItIs:
+    """Return what a model's values need before they are evaluated or saved."""
+    if parts.submodels.batch_norm != "static":
+        return AsItIs()
+    from raafl.runtime.lifecycle.batch_norm import StaticStatistics
+
+    experiment, coordinator = parts.experiment, parts.coordinator
+    num, device = experiment.submodels.static_batches, coordinator.state.values.device
+    size = coordinator.fleet.batch_size
+    return StaticStatistics(parts.submodels, parts.data, num, size, experiment.seed, device)
+
+
+def opened(folder: str | None, runtime: str) -> AbstractContextManager[SavedRun | None]:
+    """Return a context of the run to be resumed, with its last checkpoint; None = a new run."""
+    if not folder:
+        return nullcontext()
+    from raafl.runtime.lifecycle import resume
+
+    return resume.opened(folder, runtime)
+
+
 def simulate(
     experiment: Experiment,
     config_yaml: str = "",
@@ -329,7 +349,7 @@ def simulate(
     from raafl.runtime.simulation import Simulation
 
     experiment.check()
-    with resume.opened(experiment.resume, "simulated") as saved, ExitStack() as stack:
+    with opened(experiment.resume, "simulated") as saved, ExitStack() as stack:
         parts = build(experiment, pace=False)
         executor = make_executor(parts, experiment.workers, ranks=transport is not None)
         stack.callback(executor.close)
@@ -352,7 +372,6 @@ def simulate(
             progress=run.progress,
         )
         if saved is not None:
-            with resume.restoring(saved):
-                simulation.restore(saved.section["clock"])
+            saved.restore_clock(simulation.restore)
         reason = simulation.run()
         return run.finish(reason, simulation.now, simulation.error, executor.report()), run.folder

@@ -18,6 +18,7 @@ from raafl.local.evaluation.record import Recorder
 from raafl.local.preparation.trial import explained
 from raafl.local.rng import seed_everything
 from raafl.module_hooks import begin, move_batch
+from raafl.runtime.lifecycle.saved_form import AsItIs
 from raafl.submodel import FULL, FlatTensors, Submodels, collect_statistics
 from raafl.submodel.batch_norm import Pooling
 from raafl.submodel.module_state import ModuleState
@@ -25,7 +26,7 @@ from raafl.submodel.nested_batch import to_device
 from raafl.trainer_stand_in import stage
 
 
-class StaticStatistics:
+class StaticStatistics(AsItIs):
     """Computes the running statistics of batch norm layers from the server's training data.
 
     The global model does not contain these statistics, so a run can be replayed and resumed without them. The samples
@@ -102,6 +103,10 @@ class StaticStatistics:
         It does nothing unless these statistics are computed on the server (``batch_norm: static``).
         """
         return self._norms.untouched(values)
+
+    def hooks(self, *hooks: RunHooks) -> HookList:
+        """Return the observers as one, which get models with these statistics."""
+        return StatisticsHookList(self, *hooks)
 
     def _run(self, module: nn.Module, numbered: tuple[int, Tensor]) -> None:
         index, rows = numbered

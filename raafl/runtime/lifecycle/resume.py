@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -52,6 +52,11 @@ class SavedRun:
         """Return the values of the global model in the checkpoint as flat tensors, arranged as ``layout`` says."""
         return FlatTensors.from_named({entry.name: self.named[entry.name] for entry in layout.entries}, layout)
 
+    def restore_clock(self, restore: Callable[[dict[str, Any]], object]) -> None:
+        """Restore the time, and what waits, by a function that takes them as the checkpoint has them."""
+        with restoring(self):
+            restore(self.section["clock"])
+
 
 def load(folder: Path, runtime: str) -> SavedRun:
     """Load the last checkpoint of a run.
@@ -76,17 +81,12 @@ def load(folder: Path, runtime: str) -> SavedRun:
 
 
 @contextmanager
-def opened(folder: str | None, runtime: str) -> Iterator[SavedRun | None]:
+def opened(folder: str, runtime: str) -> Iterator[SavedRun]:
     """Return a context that locks the folder of a run to be resumed, and has loaded its last checkpoint; see `load`.
-
-    `folder`: folder of the run; None = no run is resumed.
 
     Raises:
         BadInput: another process is writing the run, or it cannot be resumed.
     """
-    if not folder:
-        yield None
-        return
     path = Path(folder)
     # first: the checkpoint must still be the last one when the tables are cut back to it
     with FolderLock(path, "resume") if path.is_dir() else nullcontext():

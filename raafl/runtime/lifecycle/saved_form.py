@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from raafl.core.hooks import HookList, RunHooks
 from raafl.local.evaluation.living_metrics import LivingMetrics
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.submodel import FlatTensors
 from raafl.submodel.cut.copying import persistent_buffers
+
+
+class AsItIs:
+    """The global model's values as they are, for evaluations and files: nothing has to be computed for these."""
+
+    def fill_(self, values: FlatTensors) -> None:
+        """Leave the values as they are."""
+
+    def filled(self, values: FlatTensors, *, anew: bool) -> AbstractContextManager[None]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def untouched(self, values: FlatTensors) -> AbstractContextManager[None]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def hooks(self, *hooks: RunHooks) -> HookList:
+        """Return the observers as one."""
+        return HookList(*hooks)
+
 
 States = Mapping[str, Mapping[str, Any]]
 

@@ -15,10 +15,9 @@ from raafl.core.algorithm import Trigger
 from raafl.core.hooks import HookList, RunHooks
 from raafl.parts.trigger import AllReported
 from raafl.runtime.extensions import extensions_of
-from raafl.runtime.lifecycle import resume
 from raafl.runtime.lifecycle.service_manager import ServiceManager
 from raafl.runtime.protocol import Reason
-from raafl.runtime.run import Run
+from raafl.runtime.run import Run, opened
 from raafl.runtime.server.client_logs import ClientLogs
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
@@ -69,7 +68,7 @@ def host(
     inbox = inbox or Inbox()
     with (
         transport,
-        resume.opened(experiment.resume, "distributed") as saved,  # after the port: it may be in use
+        opened(experiment.resume, "distributed") as saved,  # after the port: it may be in use
     ):
         if transport.comes_and_goes:
             before = None if saved is None else saved.section["coordinator"]["min_clients"]
@@ -107,7 +106,8 @@ def host(
         transport.listen(_admit(run, server, setup), run.record.turned_away, parts.coordinator.state.values.device)
         _note_transport(run, transport)
         try:
-            _restore(server, saved)
+            if saved is not None:
+                saved.restore_clock(server.restore)
             run.start()
             service.ready(f"{experiment.name}: listening at {transport.address}; run folder {run.folder}")
             reason = server.run()
@@ -153,12 +153,6 @@ def _storage(experiment: Experiment, folder: Path) -> PayloadRoom:
     if most_bytes is None or not hasattr(os, "posix_fallocate"):  # macOS: a full disk would kill the server
         return PayloadRoom()
     return PayloadRoom(str(folder), most_bytes)
-
-
-def _restore(server: Server, saved: resume.SavedRun | None) -> None:
-    if saved is not None:
-        with resume.restoring(saved):
-            server.restore(saved.section["clock"])
 
 
 def _session_setup(run: Run, server: Server, terms: Terms | None) -> SessionSetup:

@@ -288,6 +288,8 @@ class _Check(Check):
 
     def loggers(self, value: object, where: str) -> None:
         """Check the loggers of an untrusted config: only short names, and no argument that says where to write."""
+        if value is None:
+            return
         from raafl.config.loggers import SHORT_NAMES
 
         for entry in value if isinstance(value, list) else [] if value is None else [value]:

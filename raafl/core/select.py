@@ -224,6 +224,11 @@ class Select(Part, ABC):
     """Base class of the part of an algorithm that decides which submodel a client gets, and how long it trains it."""
 
     @property
+    def cuts(self) -> bool:
+        """Whether a client may get less than the whole model, so that its axes have to be proven."""
+        return True
+
+    @property
     def needs_last_update(self) -> bool:
         """Whether a client's next work depends on its last update, so that it can be chosen only after that has arrived."""
         return False

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from raafl.devices import catalog, fleets, recordings, sampling
+from raafl.devices import catalog, recordings, sampling
 from raafl.devices.checks import (
     CHANGES,
     change_problems,
@@ -21,7 +21,6 @@ from raafl.devices.checks import (
     spread_problems,
     window_problems,
 )
-from raafl.devices.files import is_list, read_list, read_rows, values
 from raafl.devices.sampling import Presence
 from raafl.errors import nearest
 
@@ -291,6 +290,9 @@ def load_devices(path: str | Path) -> list[Device]:
         FileNotFoundError: the file does not exist.
         ValueError: the file cannot be read as devices; the message lists every wrong entry.
     """
+    from raafl.devices import fleets
+    from raafl.devices.files import is_list, read_list, read_rows, values
+
     known = [f.name for f in fields(Device) if f.init]
     devices, problems = [], []
     text = path if isinstance(path, str) and is_list(path) else None

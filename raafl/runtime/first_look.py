@@ -14,8 +14,6 @@ from raafl.local.preparation.modes import eval_mode_note
 from raafl.local.preparation.trial import explained, try_single_samples, try_training
 from raafl.local.sparse_gradients import check_optimizer
 from raafl.optimizers import configure
-from raafl.parts.select.axis_report import HALF_AND_QUARTER, Shares, remaining_shares, sentence_of
-from raafl.parts.select.submodels import Full
 from raafl.runtime.goals import met_at_once
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.setup import ServerSetup, data_notes
@@ -64,7 +62,7 @@ def first_look(parts: ServerSetup, evaluator: Evaluator, recorded: Mapping[str, 
 
 def notes_before(
     parts: ServerSetup, look: FirstLook, form: SavedForm, metrics: dict[str, float], *, is_new: bool
-) -> tuple[list[str], Shares]:
+) -> tuple[list[str], dict[str, dict[str, float]]]:
     """Collect the notes of the start, and by rate the shares of parameters and FLOPs that it leaves.
 
     Raises:
@@ -86,9 +84,12 @@ def notes_before(
         notes.append(Warn(f"training_step logs {len(look.logged)} metrics: only the first {MAX_LOGGED} are recorded"))
     guessed = submodels.cost(FULL, fleet.batch_size).guessed
     notes += [Warn(f"predicted times and memory are a guess: {guessed}")] if guessed else []
-    is_cut = not isinstance(algorithm.select, Full) and submodels.axes
-    remaining = remaining_shares(submodels.axes, HALF_AND_QUARTER, fleet.cost) if is_cut else {}
-    notes += [sentence_of(remaining)] if remaining else []
+    remaining: dict[str, dict[str, float]] = {}
+    if algorithm.select.cuts and submodels.axes:
+        from raafl.parts.select.axis_report import HALF_AND_QUARTER, remaining_shares, sentence_of
+
+        remaining = remaining_shares(submodels.axes, HALF_AND_QUARTER, fleet.cost)
+        notes.append(sentence_of(remaining))
     warnings = [note for note in notes if isinstance(note, Warn)]
     if warnings and parts.experiment.strict:
         raise BadInput("\n".join([f"{warning} (an error, since strict is true)" for warning in warnings]))

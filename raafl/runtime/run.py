@@ -15,7 +15,6 @@ from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.evaluation.metrics import MAX_LOGGED
 from raafl.local.failure import leave_traceback
-from raafl.parts.select.axis_report import axis_rows
 from raafl.rules import Rules
 from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.outcome import method_lines
@@ -269,7 +268,11 @@ class Run:
         summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.clipped.items())}
         summary.update(cast(Summary, coordinator.algorithm.merge.report(coordinator.state)))
         summary["rates_leave"] = self._remaining
-        summary["axes"] = axis_rows(self.parts.submodels) if self._remaining else []
+        summary["axes"] = []
+        if self._remaining:
+            from raafl.parts.select.axis_report import axis_rows
+
+            summary["axes"] = axis_rows(self.parts.submodels)
         summary["kept_whole"] = self.parts.submodels.reasons
         self.saver.close()
         with self.statistics.filled(coordinator.state.values, anew=False):

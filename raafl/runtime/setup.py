@@ -31,7 +31,6 @@ from raafl.local.preparation.trial import start_observers
 from raafl.local.rng import generators, same_generators
 from raafl.local.train import LocalTrainer
 from raafl.parts.protect.assembly import sound, with_options
-from raafl.parts.select.submodels import Full
 from raafl.rules import Rules
 from raafl.submodel import Submodels, skeleton
 from raafl.submodel.isolated_run import seeded
@@ -170,7 +169,7 @@ def proven_submodels(
     """
     rules = rules or Rules()
     submodels = submodels_of(options, module, batch, rules)
-    if type(select) is not Full:
+    if select.cuts:
         from raafl.submodel.prove.proof import refuted
 
         made = module if plain is None else plain()

@@ -108,6 +108,11 @@ Choice = Literal["gre_raa", "random", "fewest_updates"]
 class Full(Select):
     """Select part (choice of submodels) that gives every client the whole model."""
 
+    @property
+    def cuts(self) -> bool:
+        """Whether a client may get less than the whole model; a subclass may give less."""
+        return type(self) is not Full
+
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the whole model."""
         return Work()

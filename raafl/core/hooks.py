@@ -162,10 +162,9 @@ class HookList(RunHooks):
             hooks.saved()
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Call each observer; the last one that failed says how the run has finished. See `RunHooks.end`."""
+        """Call each observer; see `RunHooks.end`."""
         for hooks in self._hooks:
             hooks.end(summary)
-            self.error = hooks.error or self.error
 
     def publish(self, summary: dict[str, Any]) -> None:
         """Call each observer; see `RunHooks.publish`."""

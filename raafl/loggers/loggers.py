@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -22,7 +22,7 @@ from raafl.core.hooks import RunHooks
 from raafl.core.types import Settled
 from raafl.loggers.tracking import Measurements, RecentUpdates, RunIds, Tables, finish, log, prepare
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.schema import CLIENT, LOST, MERGED, REFUSED, TRAIN, kind_of
+from raafl.runfolder.schema import CLIENT, LOST, MERGED, REFUSED, TRAIN, Summary, kind_of
 from raafl.runfolder.statistics import Coverage
 
 CALL_S = 30.0
@@ -91,11 +91,11 @@ class Loggers(RunHooks):
     def publish(self, summary: dict[str, Any]) -> None:
         """Log summary, tables and final model; wait, for a limited time, until all is written, and add what came of it."""
         folder, reason = self._run.folder, summary["finished"]
-        tables = Tables(folder)
+        tables, typed = Tables(folder), cast(Summary, summary)
         status = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")
         for worker in self._workers:
             with_model = worker.spec.init_args.get("log_model") is not False
-            worker.put(partial(finish, folder=folder, summary=summary, tables=tables, with_model=with_model))
+            worker.put(partial(finish, folder=folder, summary=typed, tables=tables, with_model=with_model))
             worker.end(lambda logger: _close(logger, status))
         until = time.monotonic() + FINISH_S
         for worker in self._workers:

@@ -283,8 +283,8 @@ class Run:
         self.hooks.end(told)
         failures = (observer.failure for observer in self.observers)
         summary["finished"] = reason = next((failure for failure in failures if failure is not None), reason)
-        error = self.observer.error
-        traceback = None if error is None else leave_traceback(self.folder, reason, error)
+        failed = self.observer.error
+        traceback = None if failed is None else leave_traceback(self.folder, reason, failed)
         self.hooks.publish(told)
         if traceback is not None:
             summary["traceback"] = traceback

@@ -21,7 +21,7 @@ from raafl.config.parse import parse
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import Assignment, derive_seed
 from raafl.local.failure import attempt
-from raafl.runfolder import growing_files
+from raafl.runfolder import journal
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import JournalRow
 from raafl.runtime.client.receipts import SiteReceipts, receipt_of
@@ -49,7 +49,7 @@ def append(num_rows: int) -> Row:
     times: dict[str, list[float]] = {"plain": [], "linked": []}
     for _ in range(REPEATS):
         times["linked"].append(_append_us(num_rows))
-        with mock.patch.object(growing_files, "link", lambda head, row: (row, head)):
+        with mock.patch.object(journal, "link", lambda head, row: (row, head)):
             times["plain"].append(_append_us(num_rows))
     found = {f"{name}_us": statistics.median(kept) for name, kept in times.items()}
     return {"what": "append a row", "tasks": num_rows, **found, "more_us": found["linked_us"] - found["plain_us"]}

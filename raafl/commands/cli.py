@@ -361,7 +361,7 @@ def _printed(module: str) -> Callable[[list[str]], int]:
 
 def _report(summary: dict[str, Any], folder: Path, parsed: Parsed) -> int:
     """Print the end of a run, or for a quiet run only what went wrong; return its exit code."""
-    from raafl.runfolder.json_text import to_json
+    from raafl.runfolder.append_file import to_json
 
     ended = summary["finished"]
     try:

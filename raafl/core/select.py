@@ -11,12 +11,11 @@ from functools import partial
 from typing import Any
 
 from raafl.core.local import Local
-from raafl.core.payload import TransferCost
+from raafl.core.payload import MAX_CACHED, TransferCost
 from raafl.core.state import GlobalState
 from raafl.core.training import Amount, Training
 from raafl.core.types import Assignment, ClientInfo, Part, Work, derive_seed
-from raafl.devices.profiles import TaskTime
-from raafl.devices.times import time_on
+from raafl.devices.profiles import TaskTime, time_on
 from raafl.devices.variation import real_time
 from raafl.errors import BadInput
 from raafl.rules import Rules
@@ -83,6 +82,7 @@ class SelectContext:
     drop_last: bool = False
     overlap: bool = False
     rules: Rules = field(default_factory=Rules)
+    _costs: dict[Spec, Cost] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def of(self, clients: Iterable[ClientInfo]) -> SelectContext:
         """Return a copy of this `SelectContext` with only these ``clients`` and an empty cache."""
@@ -98,12 +98,22 @@ class SelectContext:
             spec: submodel of the task.
             extra: further settings of the task (`Work.extra`); None = none.
         """
+        if not extra and (known := self._costs.get(spec)) is not None:
+            return known
+        cost = self._predicted(spec, extra or {})
+        if not extra:
+            if len(self._costs) >= MAX_CACHED:
+                self._costs.clear()
+            self._costs[spec] = cost
+        return cost
+
+    def _predicted(self, spec: Spec, extra: Mapping[str, Any]) -> Cost:
         if spec.base is None and (bases := self.state.submodels.bases.names):
             spec = replace(spec, base=bases[-1])
         own = type(self.local)
         is_own = own.cost is not Local.cost and own.estimate is Local.estimate  # a formula is all that it has
         predict = self.local.cost if self.rules.follows_methods or is_own else self.local.estimate
-        cost = predict(self.state.submodels, spec, self.batch_size, extra or {})
+        cost = predict(self.state.submodels, spec, self.batch_size, extra)
         cost = cost if self.plan is None else self.plan.cost(cost, spec, extra)
         # an update that travels is a copy beside the next task
         return replace(cost, peak_bytes=cost.peak_bytes + cost.up_bytes) if self.overlap else cost

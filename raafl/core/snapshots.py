@@ -19,7 +19,7 @@ class Snapshots:
 
     def __init__(self, coordinator: Coordinator, storage: PayloadRoom | None = None) -> None:
         """Prepare; ``storage`` makes room for the copies; None = in memory."""
-        self._storage = storage or PayloadRoom()
+        self._storage = storage or FlatTensors.empty
         self._state, self._payload, self._merge = coordinator.state, coordinator.payload, coordinator.algorithm.merge
         self._version = -1
         self._current: dict[Spec, FlatTensors] = {}

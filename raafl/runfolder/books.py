@@ -9,8 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from raafl.runfolder.append_file import complete_rows, measure
-from raafl.runfolder.chain import MAX_NAMED, START, ChainCheck
+from raafl.runfolder.append_file import MAX_NAMED, START, ChainCheck, complete_rows, measure
 from raafl.runfolder.schema import CHECKPOINTS, CONFIG, GROWING, JOURNAL, MODEL, SEALS, SUMMARY
 from raafl.runfolder.seals import Seal, TableDigest, file_digest, read_seals, seal_digest
 from raafl.runfolder.signing import is_signed, key_name

@@ -96,7 +96,7 @@ class JournalReader:
                     raise ValueError(f"{where} is not JSON ({error}); {_REMEDY}") from error
                 if not isinstance(row, dict):
                     raise ValueError(f"{where} is not a JSON object, but a {type(row).__name__}; {_REMEDY}")
-                row.pop("chain", None)  # of the file, see raafl.runfolder.chain; no field of an event
+                row.pop("chain", None)  # of the file, see raafl.runfolder.append_file; no field of an event
                 yield cast(JournalRow, row)
 
     def __iter__(self) -> Iterator[JournalRow]:

@@ -66,7 +66,7 @@ class JournalRow(TypedDict, total=False):
     ``incarnation`` is the number of times that the client had joined before, ``fingerprint`` a digest of an update's
     tensors, and ``refusal`` the reason why an update was refused.
 
-    In the file each row ends with its hash, ``chain`` (`raafl.runfolder.chain`), which readers leave out.
+    In the file each row ends with its hash, ``chain`` (`raafl.runfolder.append_file`), which readers leave out.
     """
 
     time_s: float

@@ -21,9 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
-from raafl.runfolder.append_file import AppendFile, complete_rows
-from raafl.runfolder.chain import START
-from raafl.runfolder.json_text import to_json
+from raafl.runfolder.append_file import START, AppendFile, complete_rows, to_json
 from raafl.runfolder.schema import GROWING
 from raafl.runfolder.signing import Signer
 

@@ -121,7 +121,7 @@ class SignedHead:
     A client can keep it as evidence against later changes of the journal.
     """
 
-    head: str  # hash of the last row and all rows before it; see `raafl.runfolder.chain`
+    head: str  # hash of the last row and all rows before it; see `raafl.runfolder.append_file`
     signature: str = ""  # signature of hash and task id; "" = unsigned
     key: str = ""  # public key of the signature; "" = unsigned
 

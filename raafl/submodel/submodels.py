@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -14,7 +16,6 @@ from raafl.rules import Rules
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes, without_overlaps
 from raafl.submodel.bases import Bases
 from raafl.submodel.batch_norm import BatchNorm, keep_static, still_buffers
-from raafl.submodel.caches import Caches
 from raafl.submodel.cut.copying import persistent_buffers, without_values
 from raafl.submodel.cut.shrink import Shrunk, Structure, build
 from raafl.submodel.declared import Exit, Stack, absent, check_names, find_exits, find_stacks, stand_ins, within
@@ -28,8 +29,41 @@ if TYPE_CHECKING:
     from raafl.submodel.cost.predicted import Cost
     from raafl.submodel.find.discover import DiscoveredAxes
 
-Part = Literal["present", "sent", "trained"]
+
 T = TypeVar("T")
+
+MAX_CACHED = 512
+"""Results remembered of each kind; the oldest goes first."""
+
+_MISSING: Any = object()
+
+
+class Caches:
+    """Cache of results by kind and key. Threads may share it; in the worst case two compute the same result at once."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._kept: dict[str, OrderedDict[Any, Any]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> T:
+        """Return a cached result; compute and store it if it is missing."""
+        cache = self._kept.setdefault(kind, OrderedDict())
+        found: T = cache.get(key, _MISSING)
+        if found is _MISSING:
+            found = make()
+            with self._lock:
+                cache[key] = found
+                while len(cache) > MAX_CACHED:
+                    cache.popitem(last=False)
+        return found
+
+    def clear(self) -> None:
+        """Delete all cached results."""
+        self._kept.clear()
+
+
+Part = Literal["present", "sent", "trained"]
 
 
 class Submodels:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import way
 
-MOST = {"join": (49, 745), "task": (35, 430), "merge": (52, 230), "evaluation": (71, 540)}
+MOST = {"join": (40, 560), "task": (34, 430), "merge": (43, 185), "evaluation": (60, 490)}
 """Most files and switches of an event of the quick start."""
 
 

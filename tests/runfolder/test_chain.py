@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raafl.runfolder.append_file import AppendFile
-from raafl.runfolder.chain import START, check_lines, link, read_head, unlink
+from raafl.runfolder.append_file import START, AppendFile, check_lines, link, read_head, unlink
 from raafl.runfolder.events import JournalReader
 from raafl.runfolder.journal import RunFolder
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from raafl.atomic_file import atomic_file
 from raafl.errors import BadInput
+from raafl.runfolder.append_file import to_json
 from raafl.runfolder.events import JournalReader
 from raafl.runfolder.journal import RunFolder, default_run_folder
-from raafl.runfolder.json_text import to_json
 from raafl.runfolder.schema import CLIENT_COLUMNS
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raafl.submodel.caches import MAX_CACHED, Caches
+from raafl.submodel.submodels import MAX_CACHED, Caches
 
 
 def test_a_result_is_computed_once_for_its_kind_and_key():

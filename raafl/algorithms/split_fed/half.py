@@ -20,13 +20,12 @@ from raafl.algorithms.split_fed.cut import Cut, Outline, Shapes, shapes_of, trac
 from raafl.parts.local.swap_parameters import patched, quiet
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, SpecError, Submodels
 from raafl.submodel.batch_norm import keep_static
-from raafl.submodel.caches import Caches
 from raafl.submodel.cost import Cost, Method
 from raafl.submodel.cut.copying import copy_structure
 from raafl.submodel.cut.shrink import Shrunk, Structure, build
 from raafl.submodel.frozen import FrozenBase
 from raafl.submodel.nested_batch import meta_batch
-from raafl.submodel.submodels import Part
+from raafl.submodel.submodels import Caches, Part
 
 Side = Literal["lower", "upper"]
 

@@ -17,7 +17,7 @@ from raafl.local.numerics import device_type
 from raafl.local.stacked import refusal_of, refusal_of_optimizer
 from raafl.optimizers import configure
 from raafl.parts.select.axis_report import RATES, facts
-from raafl.runfolder.json_text import finite
+from raafl.runfolder.append_file import finite
 from raafl.submodel import FULL, Submodels
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.prove.narrow import num_values

@@ -43,12 +43,12 @@ class Pooled(Wrapped):
                 pairs = (zip(*both, strict=True) for both in zip(received, current, strict=True))
                 for tensor, other in itertools.chain.from_iterable(pairs):
                     tensor.sub_(other)
-            super().receive(state, update, spec, staleness)
+            self.inner.receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
         """Apply the wrapped merge, then compute variances from the merged second moments."""
         with self.pooling.merging(state.values):
-            super().apply(state)
+            self.inner.apply(state)
 
     def __str__(self) -> str:
         return f"{self.inner}, running variances pooled"

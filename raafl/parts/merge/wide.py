@@ -17,9 +17,8 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, Submodels
-from raafl.submodel.caches import Caches
 from raafl.submodel.cost import Cost
-from raafl.submodel.submodels import Part
+from raafl.submodel.submodels import Caches, Part
 
 VALUES = "wide values"
 """Key in `GlobalState.scratch` of the wide values, and of the change counters of the values from which they were copied."""

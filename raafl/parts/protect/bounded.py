@@ -131,12 +131,13 @@ class Bounded(Wrapped):
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return the wrapped merge's reason to refuse the update, or "huge-norm" if its norm is far too large."""
-        reason = super().reject_reason(state, update, spec, staleness)
+        reason = self.inner.reject_reason(state, update, spec, staleness)
         if reason is not None:
             return reason
-        norms, is_large = self._measure(state, update, spec)
-        state.memory.of(BoundedMemory).measured = (update.assignment, norms, is_large)
-        most = self._most(state, spec, norms)
+        memory = state.memory.of(BoundedMemory)
+        norms, is_large = self._measure(state, memory, update, spec)
+        memory.measured = (update.assignment, norms, is_large)
+        most = self._most(state, memory, spec, norms)
         return HUGE_NORM if any(norm > most.get(name, math.inf) for name, norm in norms.items()) else None
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
@@ -144,26 +145,27 @@ class Bounded(Wrapped):
 
         There are two trials, since `detach` may change the order of sums: one calls it before the merge, one does not.
         """
-        _, is_large = self._measured(state, update, spec)
-        if not is_large and not state.memory.of(BoundedMemory).large:
+        memory = state.memory.of(BoundedMemory)
+        _, is_large = self._measured(state, memory, update, spec)
+        if not is_large and not memory.large:
             return False
         return not all(self._is_sound(state, update, spec, staleness, is_large, keep) for keep in (False, True))
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Record the update's norms, and pass the update to the wrapped merge."""
         memory = state.memory.of(BoundedMemory)
-        norms, is_large = self._measured(state, update, spec)
+        norms, is_large = self._measured(state, memory, update, spec)
         memory.measured = None
         if self.max_norm_ratio is not None:
-            self._accepted(state, spec).add(norms)
+            _accepted(state, memory, spec).add(norms)
         if is_large:
             memory.large = True
-        super().receive(state, update, spec, staleness)
+        self.inner.receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
         """Apply the wrapped merge; `overflows` has already checked that its result is finite."""
         state.memory.of(BoundedMemory).large = False
-        super().apply(state)
+        self.inner.apply(state)
 
     def _is_sound(
         self, state: GlobalState, update: Update, spec: Spec, staleness: int, is_large: bool, keep: bool
@@ -188,11 +190,11 @@ class Bounded(Wrapped):
                     buffer.mul_(HEADROOM)
         try:
             with state.clients.recording(saved["clients"]):
-                super().receive(state, tried, spec, staleness)
+                self.inner.receive(state, tried, spec, staleness)
                 state.waiting.append(PendingUpdate(tried, spec, staleness))
                 if keep:
-                    super().detach(state)
-                super().apply(state)
+                    self.inner.detach(state)
+                self.inner.apply(state)
             return is_sound(state, saved, MEMORY)
         except (ArithmeticError, LinAlgError):
             return False
@@ -201,14 +203,17 @@ class Bounded(Wrapped):
 
     # ---- norms ----
 
-    def _measured(self, state: GlobalState, update: Update, spec: Spec) -> tuple[dict[str, float], bool]:
+    def _measured(
+        self, state: GlobalState, memory: BoundedMemory, update: Update, spec: Spec
+    ) -> tuple[dict[str, float], bool]:
         """Return the norms of an update, and whether it is large; measured once for each update."""
-        memory = state.memory.of(BoundedMemory)
         if memory.measured is None or memory.measured[0] != update.assignment:
-            memory.measured = (update.assignment, *self._measure(state, update, spec))
+            memory.measured = (update.assignment, *self._measure(state, memory, update, spec))
         return memory.measured[1:]
 
-    def _measure(self, state: GlobalState, update: Update, spec: Spec) -> tuple[dict[str, float], bool]:
+    def _measure(
+        self, state: GlobalState, memory: BoundedMemory, update: Update, spec: Spec
+    ) -> tuple[dict[str, float], bool]:
         """Return the norms by which an update is judged, and whether it is large.
 
         If clients send values, the difference from the model is computed for one update in `EVERY`, and for those whose own norm
@@ -216,42 +221,43 @@ class Bounded(Wrapped):
         """
         buffers, parts = update.tensors.buffers, _parts(state, spec)
         norms = {name: _norm(flat.buffers) for name, flat in update.bundles.items()}
-        if numbers := self.numbers(update):
+        if numbers := self.inner.numbers(update):
             norms["numbers"] = math.hypot(*numbers)
         norms |= {name: _norm(buffers, None, part) for name, part in parts.items()}
         is_large = any(norm > SAFE for norm in norms.values()) or _is_near_half(state, update)
         if self.max_norm_ratio is None or self.sends == "delta":
             return norms, is_large
-        most, model = self._most(state, spec, parts), self._norm_of_model(state)
+        most, model = self._most(state, memory, spec, parts), _norm_of_model(state, memory)
         # twice the norm, since the model may have grown since it was measured
         are_within = all(norms[name] + 2 * model <= most.get(name, 0.0) for name in parts)
-        if are_within and self._accepted(state, spec).num % EVERY:
+        if are_within and _accepted(state, memory, spec).num % EVERY:
             return {name: norm for name, norm in norms.items() if name not in parts}, is_large
         before = _before(state, spec)
         return norms | {name: _norm(buffers, before, part) for name, part in parts.items()}, is_large
 
-    def _most(self, state: GlobalState, spec: Spec, names: Iterable[str]) -> dict[str, float]:
+    def _most(self, state: GlobalState, memory: BoundedMemory, spec: Spec, names: Iterable[str]) -> dict[str, float]:
         """Return the norms above which updates of ``spec`` are refused, for each of ``names``."""
         if self.max_norm_ratio is None:
             return {}
-        accepted = self._accepted(state, spec).of
+        accepted = _accepted(state, memory, spec).of
         most = {name: norms.median for name, norms in accepted.items() if len(norms.recent) >= WARM_UP}
         for name in {"parameters", "numbers"}.intersection(names) - most.keys():
-            norm = self._norm_of_model(state)
+            norm = _norm_of_model(state, memory)
             most[name] = max(norm, 1.0) if norm else 0.0
         return {name: self.max_norm_ratio * norm for name, norm in most.items() if norm > 0}
 
-    def _norm_of_model(self, state: GlobalState) -> float:
-        """Return the norm of all that trains of the global model, as it was at most `EVERY` versions ago."""
-        memory = state.memory.of(BoundedMemory)
-        if memory.model is None or state.version >= memory.model[0] + EVERY:
-            memory.model = (state.version, _norm(_before(state, FULL)))
-        return memory.model[1]
 
-    def _accepted(self, state: GlobalState, spec: Spec) -> _Accepted:
-        """Return the record of accepted updates of the layout of ``spec``."""
-        layout = state.submodels.layout(spec, "trained")
-        return state.memory.of(BoundedMemory).norms.setdefault(layout.fingerprint, _Accepted())
+def _norm_of_model(state: GlobalState, memory: BoundedMemory) -> float:
+    """Return the norm of all that trains of the global model, as it was at most `EVERY` versions ago."""
+    if memory.model is None or state.version >= memory.model[0] + EVERY:
+        memory.model = (state.version, _norm(_before(state, FULL)))
+    return memory.model[1]
+
+
+def _accepted(state: GlobalState, memory: BoundedMemory, spec: Spec) -> _Accepted:
+    """Return the record of accepted updates of the layout of ``spec``."""
+    layout = state.submodels.layout(spec, "trained")
+    return memory.norms.setdefault(layout.fingerprint, _Accepted())
 
 
 def _is_near_half(state: GlobalState, update: Update) -> bool:

@@ -32,8 +32,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from raafl.core.types import derive_seed
-from raafl.devices.profiles import Profile
-from raafl.devices.times import time_on
+from raafl.devices.profiles import Profile, time_on
 from raafl.errors import BadInput, fraction, nearest, positive
 from raafl.submodel import Axis, Cost, Spec, SpecError, Stack
 

@@ -26,9 +26,8 @@ from raafl.atomic_file import atomic_file
 from raafl.core.records_json import assignment_from_json, assignment_to_json
 from raafl.core.types import Assignment
 from raafl.errors import BadInput
-from raafl.runfolder.append_file import AppendFile, complete_rows
+from raafl.runfolder.append_file import AppendFile, complete_rows, to_json
 from raafl.runfolder.checkpoints import load_plain
-from raafl.runfolder.json_text import to_json
 from raafl.runfolder.schema import CONFIG
 from raafl.runfolder.signing import Signer, is_signed
 from raafl.runtime.client.worker import Client, ClientExtension, Work

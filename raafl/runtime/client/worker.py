@@ -269,7 +269,7 @@ class Client:
         self.down, self._up = DownlinkCodec(travels, kept=kept), UplinkCodec(travels, kept=kept)
         self.stop = threading.Event()
         self.context = TaskContext(self.stop, process_group=process_group)
-        self.unsent, self._on_welcome = unsent, on_welcome
+        self.unsent, self._on_welcome, self._is_welcome = unsent, on_welcome, False
         self.num_answered, self.incarnation = 0, 0
         # The reader's thread receives into `_storage`, the other trains from it; `_free` hands it back. `out` is cleared
         # before the answer goes out, not after: the next may be here while that send has not returned yet.
@@ -347,9 +347,7 @@ class Client:
                 self.incarnation = message.incarnation
                 wait_s = self.waits.idle_s  # it is heard from that often, whatever the others do
                 if message.kind is Kind.WELCOME:
-                    Welcome.from_meta(message.meta).apply_to(self.submodels)
-                    self.unsent = None
-                    self._on_welcome()
+                    self._take_welcome(Welcome.from_meta(message.meta))
                 if message.kind is Kind.STOP:
                     self.received.put(Reason.from_meta(message.meta).reason)
                     break
@@ -366,6 +364,13 @@ class Client:
         self.stop.set()
         for one in self._extensions:
             one.ended()
+
+    def _take_welcome(self, welcome: Welcome) -> None:
+        if self._is_welcome:  # axes would change under a task that is trained
+            raise Refused("bad-kind", "the server says WELCOME again")
+        self._is_welcome, self.unsent = True, None
+        welcome.apply_to(self.submodels)
+        self._on_welcome()
 
     def _pass_on(self, reply: Message) -> None:
         for one in self._extensions:

@@ -111,6 +111,16 @@ def shoot(state, name, num, seed):
     return seen
 
 
+def test_a_server_may_say_welcome_once():
+    """Another in the middle of a run would change axes under a task."""
+    lied, seen = Lied(), Counter()
+    lied.reach("idle")
+    lied.pair.send(MESSAGES["welcome"]())
+    lied.thread.join(30.0)
+    lied.close(seen)
+    assert seen == {"bad-kind": 1} and "WELCOME again" in str(lied.ended)
+
+
 CASES = [(state, name) for state, names in STATES.items() for name in names]
 
 

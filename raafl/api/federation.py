@@ -45,8 +45,8 @@ from raafl.errors import BadInput, CodeFailed, RunFailed
 from raafl.local.numerics import numerics_left
 from raafl.local.preparation.modes import in_eval_mode
 from raafl.log import console
+from raafl.rng import undisturbed
 from raafl.rules import recorded_revision
-from raafl.submodel.isolated_run import undisturbed
 from raafl.units import quantity
 
 OnInterrupt = Literal["raise", "return"]

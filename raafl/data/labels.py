@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ import torch
 
 from raafl.data.tensors import Fetch, is_tensors, unwrap
 from raafl.errors import BadInput
+from raafl.rng import undisturbed
 
 _KEYS = ("label", "labels", "target", "targets", "y")
 _COMPARED = 64
@@ -51,7 +50,7 @@ def trained_labels(dataset: Any, fetch: Fetch) -> npt.NDArray[Any]:
     length = len(dataset)
     num = min(length, _COMPARED)
     rows = torch.tensor([i * length // num for i in range(num)])
-    with _generators_restored():
+    with undisturbed():
         seen = _labels_of_batch(fetch(rows))
         if seen is None or len(seen) != num:
             return labels_of(dataset)
@@ -64,18 +63,6 @@ def trained_labels(dataset: Any, fetch: Fetch) -> npt.NDArray[Any]:
         found = [label for label in batches if label is not None]
         labels = torch.cat(found) if found else torch.empty(0)
     return labels.cpu().numpy() if len(labels) == length else labels_of(dataset)
-
-
-@contextmanager
-def _generators_restored() -> Iterator[None]:
-    """Return a context after which the global random generators are as before, since transforms may draw from them."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 def classes_in(batches: Iterable[Any]) -> frozenset[int] | None:

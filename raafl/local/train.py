@@ -27,10 +27,10 @@ from raafl.local.malloc import give_back
 from raafl.local.masked import masked
 from raafl.local.options import FabricOptions
 from raafl.local.proximal import ProximalTerm
-from raafl.local.rng import RngStream, current, seed_everything
 from raafl.local.sparse_gradients import backward_of
 from raafl.local.trainable import TrainableSubmodel
 from raafl.optimizers import step_scheduler
+from raafl.rng import RngStream, current, seed_everything
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase

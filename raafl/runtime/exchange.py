@@ -21,8 +21,8 @@ from raafl.core.types import Assignment, Update
 from raafl.errors import BadInput, InvalidPayload
 from raafl.local.context import TaskContext
 from raafl.local.options import FabricOptions
-from raafl.local.rng import RngStream
 from raafl.local.train import LocalTrainer, Stopped
+from raafl.rng import RngStream
 from raafl.runtime.client.worker import Client, ClientExtension
 from raafl.runtime.fields import Meta
 from raafl.runtime.protocol import Assign, Question

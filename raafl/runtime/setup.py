@@ -28,12 +28,11 @@ from raafl.local.options import FabricOptions
 from raafl.local.preparation.modes import call_own_train
 from raafl.local.preparation.prepare import prepare
 from raafl.local.preparation.trial import start_observers
-from raafl.local.rng import generators, same_generators
 from raafl.local.train import LocalTrainer
 from raafl.parts.protect.assembly import sound, with_options
+from raafl.rng import generators, same_generators, seeded
 from raafl.rules import Rules
 from raafl.submodel import Submodels, skeleton
-from raafl.submodel.isolated_run import seeded
 from raafl.submodel.module_state import has_values_beside
 
 if TYPE_CHECKING:

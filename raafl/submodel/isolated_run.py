@@ -1,16 +1,14 @@
-"""Run steps on an isolated copy of the model: no Trainer, RNG state restored, submodule outputs recorded."""
+"""Run steps on an isolated copy of the model: no Trainer, submodule outputs recorded."""
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -21,25 +19,6 @@ from raafl.submodel.nested_batch import batch_tensors
 
 Note = Callable[[str, list[Tensor]], None]
 """``note(path, tensors)``: the module of this path has given these."""
-
-
-@contextmanager
-def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
-    """Return a context that restores the state of all random generators at its end."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(list(gpus)):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
-def seeded(seed: int) -> None:
-    """Seed the CPU generators of torch, NumPy and Python; cheaper than `torch.manual_seed` on a machine without GPUs."""
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 @contextmanager

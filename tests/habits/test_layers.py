@@ -29,6 +29,7 @@ ORDER = (
         "log",
         "module_hooks",
         "object_store",
+        "rng",
         "optimizers",
         "plain_yaml",
         "rules",

@@ -18,8 +18,8 @@ from raafl.local.evaluation.living_metrics import LivingMetrics
 from raafl.local.evaluation.metric_partials import NotMergeable, PartialRecorder, add
 from raafl.local.evaluation.metrics import begin, end, step
 from raafl.local.evaluation.record import Recorder
-from raafl.local.rng import RngStream, generators, same_generators
 from raafl.module_hooks import overrides
+from raafl.rng import RngStream, generators, same_generators
 from raafl.submodel import FULL, FlatTensors, Submodels
 from raafl.submodel.flat import is_merged
 from raafl.submodel.module_state import ModuleState

@@ -18,9 +18,10 @@ from raafl.errors import USER_ERRORS, BadInput, user_frame
 from raafl.local.evaluation.record import Recorder
 from raafl.module_hooks import begin, move_batch
 from raafl.optimizers import Schedule, configure
+from raafl.rng import seeded, undisturbed
 from raafl.submodel.cut.copying import copy_structure, persistent_buffers
 from raafl.submodel.flat import is_finite
-from raafl.submodel.isolated_run import loss_of, seeded, settle, undisturbed
+from raafl.submodel.isolated_run import loss_of, settle
 from raafl.submodel.nested_batch import batch_tensors, to_device
 from raafl.trainer_stand_in import TrainerStandIn, attach
 

@@ -15,13 +15,13 @@ from raafl.core.payload import Payload
 from raafl.core.types import Update
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.options import FabricOptions
-from raafl.local.rng import generators, same_generators, seed_everything
 from raafl.local.stacked.masked import masked_together
 from raafl.local.stacked.products import Known
 from raafl.local.stacked.stacks import Unstackable
 from raafl.local.stacked.steps import Member, Place, Steps
 from raafl.local.train import LocalTrainer, PreparedTask
 from raafl.local.trainable import TrainableSubmodel
+from raafl.rng import generators, same_generators, seed_everything
 from raafl.submodel import Spec
 
 OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (

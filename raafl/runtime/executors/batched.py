@@ -23,9 +23,9 @@ from raafl.data.federated import ClientData
 from raafl.errors import USER_ERRORS, TaskFailed, format_error
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.failure import attempt, is_out_of_memory
-from raafl.local.rng import generators, same_generators
 from raafl.local.stacked import CohortTrainer, Member, Parted, Trained, Unstackable
 from raafl.local.train import LocalTrainer
+from raafl.rng import generators, same_generators
 from raafl.runtime.executors.base import Executor, Like, kind_of
 from raafl.submodel import FULL, FlatTensors, Spec
 

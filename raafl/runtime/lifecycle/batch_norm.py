@@ -16,8 +16,8 @@ from raafl.core.types import derive_seed
 from raafl.data.federated import FederatedData
 from raafl.local.evaluation.record import Recorder
 from raafl.local.preparation.trial import explained
-from raafl.local.rng import seed_everything
 from raafl.module_hooks import begin, move_batch
+from raafl.rng import seed_everything
 from raafl.runtime.lifecycle.saved_form import AsItIs
 from raafl.submodel import FULL, FlatTensors, Submodels, collect_statistics
 from raafl.submodel.batch_norm import Pooling

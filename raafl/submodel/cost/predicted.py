@@ -12,19 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raafl.errors import USER_ERRORS
+from raafl.rng import seeded, undisturbed
 from raafl.rules import Rules
 from raafl.submodel.cost.method import Method, MethodSteps
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.flat import FlatTensors
-from raafl.submodel.isolated_run import (
-    call,
-    draw,
-    loss_of,
-    one_line,
-    seeded,
-    settle,
-    undisturbed,
-)
+from raafl.submodel.isolated_run import call, draw, loss_of, one_line, settle
 from raafl.submodel.nested_batch import batch_tensors, meta_batch, num_samples, repeated
 from raafl.submodel.spec import FULL, Spec, SpecError
 from raafl.submodel.user_caches import uncached

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import USER_ERRORS
+from raafl.rng import seeded, undisturbed
 from raafl.submodel.axes import Axis
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.declared import within
@@ -24,7 +25,7 @@ from raafl.submodel.extract import CopyPlan
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.flat import FlatTensors, is_merged
 from raafl.submodel.frozen import select
-from raafl.submodel.isolated_run import loss_of, one_line, seeded, settle, undisturbed, unwrapped, watch_outputs
+from raafl.submodel.isolated_run import loss_of, one_line, settle, unwrapped, watch_outputs
 from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import mapped
 from raafl.submodel.prove.narrow import narrowed, num_values, random_values, shortened

@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 from raafl.core.algorithm import Local, Training
 from raafl.data.federated import ClientData
-from raafl.local.rng import generators, same_generators
 from raafl.local.stacked import CohortTrainer, Member, Parted, Unstackable
+from raafl.rng import generators, same_generators
 from raafl.submodel import FULL, Spec
 from tests.local.bench import BATCH_SIZE, Bench, Net, assignment, samples
 from tests.local.stacked.models import (

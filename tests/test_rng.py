@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from raafl.local.rng import RngStream, seed_everything
+from raafl.rng import RngStream, seed_everything
 from tests.helpers.emulated_cuda import Emulated
 
 

@@ -1,17 +1,34 @@
-"""Private random streams: seed the global generators, and switch between streams."""
+"""Seed, save and restore the global random generators of Python, NumPy and torch; and private streams of them."""
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from raafl.submodel.isolated_run import seeded
+
+@contextmanager
+def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
+    """Return a context that restores the state of all random generators at its end."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(list(gpus)):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def seeded(seed: int) -> None:
+    """Seed the CPU generators of torch, NumPy and Python; cheaper than `torch.manual_seed` on a machine without GPUs."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:

@@ -100,7 +100,7 @@ def _watched(found: dict[str, list[Trace]]) -> Iterator[None]:
     """Trace the events of simulations within this context into ``found``."""
     from raafl.runtime.simulation import Simulation
 
-    tell, trained = Simulation._tell, Simulation._trained
+    tell, trained = Simulation.tell, Simulation.trained
 
     def traced_tell(self: Simulation, event: Any) -> None:
         state, evaluated = self.coordinator.state, self.coordinator.evaluated
@@ -119,7 +119,7 @@ def _watched(found: dict[str, list[Trace]]) -> Iterator[None]:
         found["task"].append(trace)
         return update
 
-    with patch.object(Simulation, "_tell", traced_tell), patch.object(Simulation, "_trained", traced_training):
+    with patch.object(Simulation, "tell", traced_tell), patch.object(Simulation, "trained", traced_training):
         yield
 
 

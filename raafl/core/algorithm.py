@@ -197,6 +197,11 @@ class Merge(Part, ABC):
         """
         return
 
+    @property
+    def innermost(self) -> Merge:
+        """This merge itself; for a wrapper of merges, the method's own merge, which all wrappers enclose."""
+        return self
+
     def too_stale(self, staleness: float) -> str | None:
         """Explain why training is expected to fail at this mean staleness; None = no reason is known."""
         return None
@@ -213,7 +218,7 @@ class Merge(Part, ABC):
         return None
 
     def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
-        """Return names, shapes and dtypes of the tensors that the merge gets for an update.
+        """Return names, shapes and dtypes of the tensors that the merge gets for an update; asked of the outermost merge.
 
         They are those that the client trained, unless a merge that converts updates beforehand overrides this method.
 
@@ -348,7 +353,7 @@ class Algorithm:
 
     def notes(self, fleet: SelectContext, num_clients: int) -> list[str]:
         """Collect the remarks of the algorithm's five parts, for the user at the start of a run."""
-        stale = self.merge.too_stale(self.trigger.staleness(self.sample.most_at_work(num_clients)))
+        stale = self.merge.innermost.too_stale(self.trigger.staleness(self.sample.most_at_work(num_clients)))
         return (
             list((self.chosen or {}).get("reasons", ()))
             + self.select.notes(fleet)

@@ -15,7 +15,7 @@ from raafl.core.payload import MAX_CACHED, TransferCost
 from raafl.core.state import GlobalState
 from raafl.core.training import Amount, Training
 from raafl.core.types import Assignment, ClientInfo, Part, Work, derive_seed
-from raafl.devices.profiles import TaskTime, time_on
+from raafl.devices.profiles import Profile, TaskTime
 from raafl.devices.variation import real_time
 from raafl.errors import BadInput
 from raafl.rules import Rules
@@ -46,6 +46,23 @@ class OwnTests:
         """Return an upper bound of the number of test samples of ``client``; exact unless the client has its own data."""
         own = 1.0 / (1.0 - self.share) if client.own_data and self.share else 0.0
         return int(self.of(client) + own)
+
+
+def time_on(profile: Profile, cost: Cost, samples: float, tested: float = 0.0) -> TaskTime:
+    """Predict the time in which a device trains a task and then evaluates the result.
+
+    A sample to evaluate counts as a third of a training sample, since it needs the forward pass only.
+    """
+    passes = samples + tested / 3
+    return profile.task_time(
+        cost.flops_per_sample * passes,
+        cost.down_bytes,
+        cost.up_bytes,
+        cost.moved_bytes_per_sample * passes,
+        cost.padding_flops_per_sample * passes,
+        cost.num_exchanges,
+        cost.kernels_per_sample * passes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

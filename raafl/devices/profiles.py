@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raafl.devices import catalog, recordings, sampling
 from raafl.devices.checks import (
@@ -23,9 +23,6 @@ from raafl.devices.checks import (
 )
 from raafl.devices.sampling import Presence
 from raafl.errors import nearest
-
-if TYPE_CHECKING:
-    from raafl.submodel.cost import Cost
 
 Pairs = tuple[tuple[float, float], ...]
 
@@ -314,20 +311,3 @@ def load_devices(path: str | Path) -> list[Device]:
     if not devices:
         raise ValueError(f"{path} holds no devices; write at least one entry")
     return devices
-
-
-def time_on(profile: Profile, cost: Cost, samples: float, tested: float = 0.0) -> TaskTime:
-    """Predict the time in which a device trains a task and then evaluates the result.
-
-    A sample to evaluate counts as a third of a training sample, since it needs the forward pass only.
-    """
-    passes = samples + tested / 3
-    return profile.task_time(
-        cost.flops_per_sample * passes,
-        cost.down_bytes,
-        cost.up_bytes,
-        cost.moved_bytes_per_sample * passes,
-        cost.padding_flops_per_sample * passes,
-        cost.num_exchanges,
-        cost.kernels_per_sample * passes,
-    )

@@ -225,10 +225,6 @@ class ByFragment(Wrapped):
         """Return the reason for which the inner merge rule refuses the fragment; None = it accepts the fragment."""
         return self.inner.reject_reason(state, *self._part(state, update), staleness)
 
-    def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Check whether merging the fragment would give infinite or undefined numbers."""
-        return self.inner.overflows(state, *self._part(state, update), staleness)
-
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add the update's fragment to the next merge."""
         self.inner.receive(state, *self._part(state, update), staleness)

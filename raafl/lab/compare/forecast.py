@@ -8,9 +8,10 @@ from statistics import fmean
 from typing import Any
 
 from raafl.config.experiment import Experiment, distance, seconds
+from raafl.core.select import time_on
 from raafl.core.types import Work
 from raafl.devices.measure import measure_machine
-from raafl.devices.profiles import Profile, time_on
+from raafl.devices.profiles import Profile
 from raafl.lab.compare.comparison import Comparison
 from raafl.lab.compare.runs import parsed
 from raafl.lab.compare.search import rungs

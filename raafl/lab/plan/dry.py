@@ -259,7 +259,7 @@ def _gone_through(
         None if wanted is None else time_s / updates * wanted,
         min(tasks),
         max(tasks),
-        note=algorithm.merge.too_stale(staleness),
+        note=algorithm.merge.innermost.too_stale(staleness),
         bases=executor.bases,
         here_s=None if machine is None else executor.here_s,
         at_work=summary["utilisation"] * len(tasks),

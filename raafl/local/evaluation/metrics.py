@@ -98,16 +98,19 @@ def step(
 ) -> int:
     """Evaluate some batches, each given with its index; return the number of batches."""
     num = 0
+    start, end = (overrides(module, name) for name in ("on_validation_batch_start", "on_validation_batch_end"))
     for index, (batch, num_samples) in batches:
         num += 1
         recorder.weight = float(num_samples)
         batch = move_batch(module, batch, device, to_device)
-        _call(module, "on_validation_batch_start", batch, index)
+        if start:
+            module.on_validation_batch_start(batch, index)  # type: ignore[operator]
         with context():
             answer = module.validation_step(batch, index)  # type: ignore[operator]
         if isinstance(answer, Mapping):
             recorder.log_dict({_RETURNED + name: value for name, value in answer.items() if _is_number(value)})
-        _call(module, "on_validation_batch_end", answer, batch, index)
+        if end:
+            module.on_validation_batch_end(answer, batch, index)  # type: ignore[operator]
     return num
 
 

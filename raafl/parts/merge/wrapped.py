@@ -10,14 +10,16 @@ from raafl.core.algorithm import Merge, Select, SelectContext
 from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work
-from raafl.submodel import FlatTensors, Layout, Spec
+from raafl.submodel import FlatTensors, Spec
 
 
 @dataclass(frozen=True)
 class Wrapped(Merge):
     """Base class of merges that wrap another merge: calls that a wrapper does not override are passed on.
 
-    A subclass whose wrapped merge must see another state, such as one in which other updates wait, overrides `view`.
+    What only the outermost merge is asked (`overflows`, `received_layout`), or only the method's own (`too_stale`,
+    `numbers`; see `innermost`), is not passed on. A subclass whose wrapped merge must see another state, such as one in
+    which other updates wait, overrides `view`.
 
     Attributes:
         inner: the wrapped merge: the algorithm's own, or another wrapper.
@@ -44,6 +46,11 @@ class Wrapped(Merge):
         return self.inner.notes(self.view(state), num_clients)
 
     @property
+    def innermost(self) -> Merge:
+        """The method's own merge, which all wrappers enclose."""
+        return self.inner.innermost
+
+    @property
     def personalizes(self) -> bool:
         """Whether this merge or the wrapped one sends each client values of its own."""
         return type(self).personalize is not Wrapped.personalize or self.inner.personalizes
@@ -52,25 +59,9 @@ class Wrapped(Merge):
         """Let the wrapped merge write the values, and other tensors (bundles), that only this client receives."""
         self.inner.personalize(self.view(state), client, spec, values, bundles)
 
-    def too_stale(self, staleness: float) -> str | None:
-        """Return the wrapped merge's warning about late updates, if it has one."""
-        return self.inner.too_stale(staleness)
-
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return the wrapped merge's reason to refuse the update; None = it accepts the update."""
         return self.inner.reject_reason(self.view(state), update, spec, staleness)
-
-    def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
-        """Return the layout of the tensors that the wrapped merge expects in an update."""
-        return self.inner.received_layout(state, spec, layout)
-
-    def numbers(self, update: Update) -> Sequence[float]:
-        """Return the plain numbers in an update, beside its tensors, with which the wrapped merge changes the model."""
-        return self.inner.numbers(update)
-
-    def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Check whether the wrapped merge would overflow with this update."""
-        return self.inner.overflows(self.view(state), update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Pass the update to the wrapped merge."""

@@ -221,7 +221,7 @@ class Bounded(Wrapped):
         """
         buffers, parts = update.tensors.buffers, _parts(state, spec)
         norms = {name: _norm(flat.buffers) for name, flat in update.bundles.items()}
-        if numbers := self.inner.numbers(update):
+        if numbers := self.innermost.numbers(update):
             norms["numbers"] = math.hypot(*numbers)
         norms |= {name: _norm(buffers, None, part) for name, part in parts.items()}
         is_large = any(norm > SAFE for norm in norms.values()) or _is_near_half(state, update)

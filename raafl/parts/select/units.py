@@ -31,8 +31,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+from raafl.core.select import time_on
 from raafl.core.types import derive_seed
-from raafl.devices.profiles import Profile, time_on
+from raafl.devices.profiles import Profile
 from raafl.errors import BadInput, fraction, nearest, positive
 from raafl.submodel import Axis, Cost, Spec, SpecError, Stack
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raafl import rng
 from raafl.errors import USER_ERRORS
 from raafl.submodel import isolated_run
 from raafl.submodel.cost.ledger import storage_key
@@ -169,7 +170,7 @@ def trace(module: nn.Module, batch: object) -> TraceResult:
     first, runs = None, (isolated_run.loss_of, isolated_run.call) if _has_step(module) else (isolated_run.call,)
     ways, size = ["meta", "cpu"], sum(p.numel() for p in module.parameters())
     ways += (["blind"] if size > LARGE else []) + (["values"] if size <= MOST_VALUES else [])
-    with isolated_run.undisturbed():
+    with rng.undisturbed():
         if batch is None:
             with uncached(module, is_cold=False):
                 runs, batch = (isolated_run.call,), made_batch(module, partial(_runs, module))
@@ -248,7 +249,7 @@ def _attempt(
         if values:
             tracer.forget()
             isolated_run.draw(copy, time)
-        isolated_run.seeded(time)
+        rng.seeded(time)
         with torch.no_grad(), torch.device(default), isolated_run.unfused(), watch, tracer:
             run(copy, batch)
 

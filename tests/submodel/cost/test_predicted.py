@@ -12,7 +12,8 @@ from hypothesis import given
 from torch import nn
 
 from model_zoo import CNN, MLP, ViT
-from raafl.devices.profiles import Profile, time_on
+from raafl.core.select import time_on
+from raafl.devices.profiles import Profile
 from raafl.submodel import FULL, Spec, Submodels, depth_window
 from raafl.submodel.cost import predicted as cost_module
 from raafl.submodel.depth.exits import give_exits

@@ -1,4 +1,4 @@
-"""Write what docs/ has from the code: configuration.md, parts.md, and the tables of docs/methods/*.md.
+"""Write what docs/ has from the code: configuration.md, parts.md, tables of trainer.md and docs/methods/*.md.
 
 It also writes what `raafl algorithms` lists (`raafl/algorithms/described.json`), so that a list imports no method.
 
@@ -242,9 +242,18 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{' '.join(text[1:].split())}."
 
 
+def trainer() -> str:
+    """Return the page on Trainers with its table of arguments as the code takes them."""
+    from raafl.local.training_arguments import table
+
+    marked = re.compile(r"(<!-- arguments -->\n)(.*?)(<!-- end of arguments -->)", re.S)
+    return marked.sub(lambda found: f"{found[1]}\n{table()}\n\n{found[3]}", (DOCS / "trainer.md").read_text())
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "parts.md": parts,
+    "trainer.md": trainer,
     **{f"methods/{page.name}": partial(with_settings, page) for page in sorted((DOCS / "methods").glob("*.md"))},
 }
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from raafl.config.experiment import Experiment
     from raafl.errors import BadInput, RunFailed
     from raafl.lab.plan.auto import auto
+    from raafl.local.from_trainer import from_trainer
     from raafl.runtime.fit import fit
     from raafl.runtime.run import simulate
 
@@ -37,6 +38,7 @@ _HOME = {
     "RunFailed": "raafl.errors",
     "auto": "raafl.lab.plan.auto",
     "fit": "raafl.runtime.fit",
+    "from_trainer": "raafl.local.from_trainer",
     "simulate": "raafl.runtime.run",
 }
 

@@ -162,7 +162,7 @@ class Federation:
     def simulate(
         self,
         module: object,
-        data: object,
+        data: object = None,
         *,
         devices: object = None,
         loss: Loss | None = None,
@@ -175,9 +175,10 @@ class Federation:
         """Simulate a run on a virtual clock: device profiles determine how long tasks take; the training itself is real.
 
         Args:
-            module: a LightningModule; an nn.Module, with ``loss``; a function that returns one of them; or the name of
-                a transformers model. It is not changed.
+            module: a LightningModule; an nn.Module, with ``loss``; a function that returns one of them; the name of
+                a transformers model; or what `raafl.from_trainer` returns. It is not changed.
             data: a LightningDataModule; a pair (train, test) of map-style data sets; or the name of a Hugging Face data set.
+                None = ``module`` is of a Trainer, which has its data.
             devices: devices of the clients in this run; None = those given to the federation.
             loss: function of (output, target); only for an nn.Module.
             optimizer: function that gets a list of parameters and returns an optimizer; None = the LightningModule's
@@ -195,16 +196,17 @@ class Federation:
         """
         from raafl.runtime.run import simulate
 
+        module, data, fields = self._given(module, data)
         spec = ModuleSpec(module, loss, optimizer, metrics)
         source = as_datamodule(data, module, batch_size=batch_size, collate_fn=collate_fn)
         wanted = self.devices if devices is None else devices_of(devices)
         num_clients = self.clients if self.clients is not None else count_of(wanted) or 10
-        return self._run(simulate, spec, source, wanted, num_clients, resume)  # type: ignore[return-value]
+        return self._run(simulate, spec, source, wanted, num_clients, resume, fields)  # type: ignore[return-value]
 
     def fit(
         self,
         module: object,
-        data: object,
+        data: object = None,
         *,
         loss: Loss | None = None,
         optimizer: MakeOptimizer | None = None,
@@ -244,6 +246,7 @@ class Federation:
             raise BadInput(
                 f"local is {local}, but the federation has clients={self.clients}: give one of them, or the same"
             )
+        module, data, fields = self._given(module, data, processes=True)
         spec = ModuleSpec(module, loss, optimizer, metrics)
         source = as_datamodule(data, module, batch_size=batch_size, collate_fn=collate_fn)
         with local_clients(local) as starting:
@@ -255,13 +258,14 @@ class Federation:
             num_clients = self.clients if self.clients is not None else int(os.environ["WORLD_SIZE"]) - 1
             from raafl.runtime.fit import fit
 
-            return self._run(partial(fit, starting=starting), spec, source, self.devices, num_clients, resume)
+            run = partial(fit, starting=starting)
+            return self._run(run, spec, source, self.devices, num_clients, resume, fields)
 
     def replay(
         self,
         folder: str | Path,
-        module: nn.Module,
-        data: Any,
+        module: Any,
+        data: Any = None,
         *,
         until: int | None = None,
         trust_config: bool = False,
@@ -287,6 +291,7 @@ class Federation:
         from raafl.runtime.replay import replay
 
         loading = {name: how.pop(name, None) for name in ("batch_size", "collate_fn")}
+        module, data, _ = self._given(module, data)
         spec = ModuleSpec(module, **how)
         source = as_datamodule(data, module, **loading)
         given: dict[str, Any] = {"algorithm": copy.deepcopy(self.algorithm)}
@@ -296,11 +301,29 @@ class Federation:
         with console(), _left_as_it_was(), objects(**given):
             return replay(Path(folder), until=until, trust_config=trust_config)
 
+    def _given(self, module: Any, data: Any, *, processes: bool = False) -> tuple[Any, Any, Mapping[str, Any]]:
+        """Return module and data, and the fields of the run's config; those of a Trainer are from `raafl.from_trainer`."""
+        of_trainer = getattr(type(module), "for_federation", None)
+        if of_trainer is None and data is None:
+            raise BadInput("data is missing: give a LightningDataModule, or a pair (train, test) of data sets")
+        if of_trainer is None:
+            return module, data, self._fields
+        if data is not None:
+            raise BadInput("data is given, but the Trainer in from_trainer has data of its own: leave it out")
+        return of_trainer(module, self._fields, processes=processes)  # type: ignore[no-any-return]
+
     def _run(
-        self, run: Any, spec: ModuleSpec, source: Any, devices: Any, num_clients: int, resume: str | Path | None
+        self,
+        run: Any,
+        spec: ModuleSpec,
+        source: Any,
+        devices: Any,
+        num_clients: int,
+        resume: str | Path | None,
+        fields: Mapping[str, Any],
     ) -> Result | None:
         recorded = {} if resume is None else _settings_in(Path(resume))
-        fields = self._fields if resume is None else {"rules": recorded["rules"], **self._fields}
+        fields = fields if resume is None else {"rules": recorded["rules"], **fields}
         experiment = Experiment(
             model=lambda: spec.make(source),
             data=lambda: source,

@@ -166,7 +166,7 @@ class ModuleSpec:
 
             made: Any = HFSequenceClassifier(self.given, num_classes(data))
         else:
-            made = with_modes_of_training(copy_structure(self.given, {})) if self.is_module else self.given()
+            made = self._copied() if self.is_module else self.given()
         if not isinstance(made, nn.Module):
             raise BadInput(f"module is a function that makes {type(made).__name__}: let it return a module")
         made = uncompiled(made)
@@ -180,6 +180,12 @@ class ModuleSpec:
         if self.optimizer is not None:
             with_methods(made, configure_optimizers=_with(self.optimizer))
         return made  # type: ignore[no-any-return]
+
+    def _copied(self) -> nn.Module:
+        """Return a copy of the user's module, in the modes in which it trains."""
+        if _is_of_trainer(self.given):
+            return self.given.fresh()  # type: ignore[no-any-return]
+        return with_modes_of_training(copy_structure(self.given, {}))
 
     def _plain(self, net: nn.Module, data: LightningDataModule) -> Plain:
         if getattr(type(net).forward, "__name__", "") == "_forward_unimplemented":
@@ -195,10 +201,14 @@ class ModuleSpec:
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the user's own module from a LightningModule that `make` returned."""
+        if _is_of_trainer(module):
+            return module.model  # type: ignore[return-value]
         return module.net if isinstance(module, Plain) else module
 
     def trained_copy(self, module: nn.Module) -> nn.Module:
         """Return a trained copy of the user's module, with its original class, so that it can be saved."""
+        if _is_of_trainer(module):
+            return module.trained_model()  # type: ignore[no-any-return, operator]
         module = self.unwrap(module)
         module.__class__ = given_class(module)
         return module
@@ -214,6 +224,11 @@ class ModuleSpec:
 
 def _is_lightning(module: object) -> bool:
     return isinstance(module, lightning_classes("LightningModule"))
+
+
+def _is_of_trainer(module: object) -> bool:
+    """Check whether a module is a `raafl.local.from_trainer.TrainerModule`, which runs without a Trainer need not load."""
+    return callable(getattr(type(module), "trained_model", None))
 
 
 def _check_function(name: str, value: object, which: str) -> None:

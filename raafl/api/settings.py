@@ -240,7 +240,7 @@ def _module(spec: ModuleSpec) -> dict[str, Any]:
     return {
         "given": given if isinstance(given, str) else qualified_name(type(given) if spec.is_module else given),
         "settings": {**settings, **spec.settings()},
-        "weights": digest(given) if spec.is_module else None,
+        "weights": digest(spec.unwrap(given)) if spec.is_module else None,
         "shown": _shown(given) if spec.is_module else "",
     }
 

@@ -11,9 +11,10 @@ import inspect
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from raafl.config.experiment import field_types
+from raafl.errors import BadInput, briefly
 
 _KINDS: Mapping[str, str] = {
     "raafl.core.select.Select": "select",
@@ -24,15 +25,45 @@ _KINDS: Mapping[str, str] = {
 MADE = ("model", "data", "algorithm", "partition")
 """Fields of a config that do so."""
 
+OF_TRAINER: Final = "raafl.local.from_trainer."
+"""Module of the classes that stand for a Trainer's model and data in a config with ``trainer``."""
+
 
 def with_class_path(config: Any) -> Any:
-    """Replace a short algorithm name in a config by its import path: ``fed_buff`` becomes ``raafl.fed_buff``."""
-    given = config.get("algorithm") if isinstance(config, dict) else None
+    """Replace short forms in a config: an algorithm's name by its import path, and ``trainer`` by the model and data of it.
+
+    ``fed_buff`` becomes ``raafl.fed_buff``.
+
+    Raises:
+        BadInput: ``trainer`` names no function, or model or data are given beside it.
+    """
+    if not isinstance(config, dict):
+        return config
+    if "trainer" in config:
+        config = _of_trainer(config)
+    given = config.get("algorithm")
     name = given.get("class_path") if isinstance(given, dict) else given
     if not isinstance(name, str) or not name.isidentifier():
         return config
     path = f"raafl.{name}"
     return {**config, "algorithm": {**given, "class_path": path} if isinstance(given, dict) else path}
+
+
+def _of_trainer(config: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a config with model and data of its ``trainer``, the import path of a function, alone or with arguments."""
+    given = config["trainer"]
+    spec = {"class_path": given} if isinstance(given, str) else given
+    path = spec.get("class_path") if isinstance(spec, dict) and set(spec) <= {"class_path", "init_args"} else None
+    if not isinstance(path, str) or "." not in path:
+        raise BadInput(
+            f"trainer is {briefly(given)}: give the path of a function that makes a transformers.Trainer, such as "
+            "my_script.make_trainer"
+        )
+    if also := [name for name in ("model", "data") if name in config]:
+        raise BadInput(f"trainer and {also[0]} are both given: leave {also[0]} out, the Trainer has its own")
+    arguments = {"trainer": path, "arguments": spec.get("init_args")}
+    made = {name: {"class_path": OF_TRAINER + name.title(), "init_args": dict(arguments)} for name in ("model", "data")}
+    return {**{name: value for name, value in config.items() if name != "trainer"}, **made}
 
 
 def kind_of(hint: object) -> str | None:

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from raafl.config.argv import expand_algorithm, names_section, values
-from raafl.config.check import MADE, with_class_path
+from raafl.config.check import MADE, OF_TRAINER, with_class_path
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
 from raafl.config.options import GROUPS
 from raafl.errors import USER_ERRORS, BadInput, cause, nearest, user_frame
@@ -213,6 +213,16 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
             # what the config names has imported another package of Lightning's classes, which may be its own
             namespace, text, made = _read(make_parser(command, _packages()), config_first(argv), hidden)
     made_fields = {field.name: made[field.name] for field in fields(Experiment)}
+    if str(getattr(namespace.model, "class_path", "")).startswith(OF_TRAINER):
+        import yaml
+
+        from raafl.local.from_trainer import said_by_trainer
+
+        tree = yaml.safe_load(text)
+        said = said_by_trainer(tree)
+        made_fields |= said
+        tree |= {**said, "fabric": asdict(said["fabric"])}
+        text = yaml.safe_dump(tree, sort_keys=False)
     return Parsed(Experiment(**made_fields), text, bool(namespace.json))
 
 

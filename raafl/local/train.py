@@ -314,6 +314,8 @@ class TaskSteps:
         self.per_epoch = task.data.num_batches(trainer.training.batch_size)
         self._num_expected = self._steps if self._steps is not None else self.per_epoch * (self._epochs or 1)
         self.num_batches = self.num_steps = self._num_losses = self._num_due = 0
+        # as Lightning's, also where an epoch ends within a step; `_by_step` goes by the batches that the step has
+        self._divisor = trainer.options.accumulate_grad_batches
         self._total: Tensor | float = 0.0
         self._extra: dict[str, Any] = {}  # what training_step returned beside the last loss
         self._outputs: dict[str, Any] = {}  # what on_train_batch_end is given; empty for a skipped batch
@@ -348,7 +350,7 @@ class TaskSteps:
             batches = task.data.batches(
                 self._trainer.generator, self._trainer.training.batch_size, self._epochs, self._steps
             )
-            for batch, num_samples in batches:
+            for batch, num_samples in self._by_step(batches):
                 if self._context.process_group is None and self._context.is_stopped:
                     raise Stopped
                 self._built.recorder.weight = float(num_samples)
@@ -362,6 +364,29 @@ class TaskSteps:
             return self._hook.finish()
         finally:
             self._hook.close()
+
+    def _by_step(self, batches: Iterator[Sized]) -> Iterator[Sized]:
+        """Yield batches as the module's `on_step_batches` returns them, which sees all of an optimizer step before the first.
+
+        A module whose loss is a mean over all tokens of a step, as that of transformers' Trainer, has this method.
+        """
+        see = getattr(self._built.module, "on_step_batches", None)
+        if see is None:
+            yield from batches
+            return
+        window: list[Sized] = []
+        for number, batch in enumerate(batches):
+            window.append(batch)
+            if self._is_due(number):
+                seen, self._divisor = see([batch for batch, _ in window]), len(window)
+                yield from zip(seen, [num_samples for _, num_samples in window], strict=True)
+                window.clear()
+
+    def _is_due(self, number: int) -> bool:
+        """Check whether the optimizer steps after the batch with this number, from 0."""
+        index = number % self.per_epoch
+        is_whole = (index + 1) % self._trainer.options.accumulate_grad_batches == 0
+        return is_whole or index + 1 == self.per_epoch or number + 1 == self._num_expected
 
     # ---- what the method's hook may call ----
 
@@ -454,8 +479,7 @@ class TaskSteps:
 
     def _train(self, batch: object, is_last: bool) -> None:
         index = self.index
-        is_due = (index + 1) % self._trainer.options.accumulate_grad_batches == 0 or is_last
-        is_due = is_due or self.num_batches + 1 == self._num_expected
+        is_due = self._is_due(self.num_batches)
         hooks = self._built.hooks
         if is_due and hooks is not None and "optimizer_step" in hooks.overridden:
             hooks.optimizer_step(
@@ -479,8 +503,7 @@ class TaskSteps:
     def _compute(self, batch: object, is_due: bool) -> Tensor | None:
         """Compute loss and gradients of a batch; return the loss, None where the batch is skipped."""
         process_group, hooks, module = self._context.process_group, self._built.hooks, self._built.module
-        accumulate = self._trainer.options.accumulate_grad_batches
-        is_first = self.index % accumulate == 0
+        is_first = self.index % self._trainer.options.accumulate_grad_batches == 0
         try:
             loss = self._hook.loss(batch, self.num_batches)
         except SkippedBatch:
@@ -492,7 +515,7 @@ class TaskSteps:
         loss = loss if process_group is None else process_group.weighed(loss)
         self._total = self._total + widened(loss)
         self._num_losses += 1
-        loss = loss / accumulate if accumulate > 1 else loss
+        loss = loss / self._divisor if self._divisor > 1 else loss
         if hooks is not None:
             if is_first:
                 hooks.zero_grad(self._built.optimizer, self.epoch, self.index)

@@ -76,7 +76,9 @@ def notes_before(
     left_out = uncalled(parts.module, algorithm.local.traits.leaves_out, algorithm.name)
     notes += [Warn(line) for line in (*look.warnings, *left_out)]
     notes += eval_mode_note(parts.module)
-    notes += [_restart_note(look.restarted)] if look.restarted else []
+    unseen = getattr(parts.module, "restarts_unseen", ())
+    restarted = [name for name in look.restarted if name.rpartition(".")[2] not in unseen]
+    notes += [_restart_note(restarted)] if restarted else []
     refuted = submodels.refuted
     notes += [Warn(f"axis '{name}' stays whole, {reason}") for name, reason in list(refuted.items())[:10]]
     notes += [Warn(f"{len(refuted) - 10} more axes stay whole: see kept_whole")] if len(refuted) > 10 else []

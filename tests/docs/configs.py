@@ -31,7 +31,8 @@ def check_yaml(block: Block) -> None:
         return
     if "rows" in data:  # a comparison, which the page's command reads
         return
-    whole = BASE | data
+    base = {name: value for name, value in BASE.items() if "trainer" not in data or name not in ("model", "data")}
+    whole = base | data
     if isinstance(whole["devices"], list):  # a part of a config need not go with four clients
         whole["clients"] = data.get("clients", sum(device.get("count", 1) for device in whole["devices"]))
     with open("block.yaml", "w", encoding="utf-8") as file:

@@ -1,0 +1,493 @@
+"""Take model, data and training step from a `transformers.Trainer`, or from a subclass such as those of TRL."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from raafl.errors import USER_ERRORS, BadInput, briefly, format_error, installing, user_frame
+from raafl.lean_import import import_lightning
+from raafl.local.options import FabricOptions
+from raafl.local.preparation.prepare import given_class, with_methods
+from raafl.local.training_arguments import ACCUMULATED, check_arguments, fabric_of
+from raafl.submodel.cut.copying import copy_structure
+from raafl.submodel.isolated_run import undisturbed
+
+import_lightning()
+from lightning import LightningDataModule, LightningModule  # noqa: E402
+
+_OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of the environment by which a Trainer would join torchrun's processes."""
+_OWN_LOOP = (
+    *("train", "_inner_training_loop", "_prepare_inputs", "training_step", "get_batch_samples", "_clip_grad_norm"),
+    *("evaluate", "evaluation_loop"),
+)
+"""Methods around the loss that a federated task does not call."""
+_LOSS_WRAPPERS = (
+    "trl.trainer.sft_trainer",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.reward_trainer",
+    "trl.trainer.kto_trainer",
+)
+"""Modules whose trainers wrap `training_step` to offload activations, if their arguments say so, and `evaluate` to prepare data."""
+_LOCK = threading.RLock()
+
+
+@dataclass(frozen=True)
+class FromTrainer:
+    """Model and data of a Trainer, as `raafl.from_trainer` returns them for `Federation.simulate` and `fit`.
+
+    Attributes:
+        module: LightningModule whose steps are the Trainer's.
+        data: data sets of the Trainer, with its collator and batch size.
+        is_function: whether a function that makes the Trainer was given, so that each process can build its own.
+    """
+
+    module: TrainerModule
+    data: TrainerData
+    is_function: bool
+
+    def for_federation(
+        self, fields: Mapping[str, Any], *, processes: bool
+    ) -> tuple[TrainerModule, TrainerData, dict[str, Any]]:
+        """Return module and data, and the fields of the run's config with what the Trainer's arguments say.
+
+        Raises:
+            BadInput: a field and the Trainer's arguments differ; or the run has several ``processes``, each of which needs a
+                Trainer of its own, but no function that makes one was given.
+        """
+        if processes and not self.is_function:
+            raise BadInput(
+                "from_trainer was given a built Trainer, but `fit` has several processes, each with a Trainer of its own: give "
+                "from_trainer the function that makes it"
+            )
+        return self.module, self.data, _fields(self.module.trainer_of().args, fields)
+
+
+def _fields(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of a config with what a Trainer's arguments say; raise `BadInput` where both say it, and differ."""
+    options, default, said = given.get("fabric") or FabricOptions(), FabricOptions(), fabric_of(args)
+    for name, value in said.items():
+        own = getattr(options, name)
+        if own not in (getattr(default, name), value):
+            raise BadInput(
+                f"fabric.{name} is {own}, but the Trainer's arguments say {value}: set it in {type(args).__name__} alone"
+            )
+    return {"seed": int(args.seed), **given, "fabric": replace(options, **said)}
+
+
+def from_trainer(trainer: Any) -> FromTrainer:
+    """Take model, data, loss, optimizer and scheduler from a Trainer, for a federation to train.
+
+    Pass the result in place of module and data: ``federation.simulate(raafl.from_trainer(trainer))``. What the Trainer's
+    arguments say of precision, accumulation, clipping and seed holds for the run; docs/trainer.md lists every argument.
+    The Trainer and its model are not changed; ``result.module`` is a trained copy of the model.
+
+    Args:
+        trainer: a built `transformers.Trainer` or a subclass, such as TRL's SFTTrainer, DPOTrainer and RewardTrainer;
+            or a function without arguments that makes one, which `Federation.fit` needs.
+
+    Raises:
+        BadInput: ``trainer`` is none of these; it has an argument, callback or method that would have no effect; or it
+            generates its own data while it trains, as GRPO does.
+    """
+    is_function = not isinstance(trainer, _trainer_class())
+    made = _build(trainer) if is_function else trainer
+    check_trainer(made)
+    module = (TrainerModule if made.compute_metrics is None else MeasuredTrainerModule)(made)
+    return FromTrainer(module, TrainerData(made), is_function)
+
+
+@cache
+def _named(trainer: str, arguments: str) -> FromTrainer:
+    """Return model and data of the Trainer that a config names, built once: model and data are of the same one."""
+    path, _, name = trainer.rpartition(".")
+    try:
+        make = getattr(import_module(path), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadInput(
+            f"trainer is {trainer}, which cannot be imported ({error}): give MODULE.FUNCTION, of a module in this folder or "
+            "an installed one"
+        ) from error
+    if not callable(make):
+        raise BadInput(f"trainer is {trainer}, {briefly(make)}: name a function that makes a transformers.Trainer")
+    try:
+        return from_trainer(partial(make, **json.loads(arguments)))
+    except BadInput:
+        raise
+    except USER_ERRORS as error:
+        raise BadInput(f"trainer is {trainer}, which fails: {format_error(error)}{user_frame(error)}") from error
+
+
+def said_by_trainer(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the arguments of a config's Trainer say: its field ``fabric``, and ``seed`` unless the config has one.
+
+    Raises:
+        BadInput: the Trainer cannot be made or used, or a field and its arguments differ.
+    """
+    found = _named(**_key(**tree["model"]["init_args"]))
+    given = {"fabric": FabricOptions(**tree["fabric"]), **({"seed": tree["seed"]} if tree["seed"] else {})}
+    return _fields(found.module.trainer_of().args, given)
+
+
+def _key(trainer: str, arguments: dict[str, Any] | None = None) -> dict[str, str]:
+    """Return the arguments of `_named` for those of a config."""
+    return {"trainer": trainer, "arguments": json.dumps(arguments or {}, sort_keys=True)}
+
+
+class Model(LightningModule):
+    """Model of the Trainer that a config names under ``trainer``; creating it returns a `TrainerModule`."""
+
+    def __new__(cls, trainer: str, arguments: dict[str, Any] | None = None) -> Any:
+        """Build the Trainer, unless it was built before, and return a copy of its model."""
+        return _named(**_key(trainer, arguments)).module.fresh()
+
+    def __init__(self, trainer: str, arguments: dict[str, Any] | None = None) -> None:
+        """Describe the arguments; never called.
+
+        Args:
+            trainer: import path of a function that makes a `transformers.Trainer`.
+            arguments: of that function, by name.
+        """
+
+
+class Data(LightningDataModule):
+    """Data sets of the Trainer that a config names under ``trainer``; creating it returns a `TrainerData`."""
+
+    def __new__(cls, trainer: str, arguments: dict[str, Any] | None = None) -> Any:
+        """Return the data of the Trainer; the arguments are those of `Model`."""
+        return _named(**_key(trainer, arguments)).data
+
+    def __init__(self, trainer: str, arguments: dict[str, Any] | None = None) -> None:
+        """Describe the arguments; never called."""
+
+
+def _trainer_class() -> Any:
+    """Return `transformers.Trainer`."""
+    try:
+        from transformers import Trainer
+    except ImportError as error:
+        raise BadInput(f"from_trainer needs transformers ({error}): {installing('hf')}") from None
+    return Trainer
+
+
+def _build(make: Any) -> Any:
+    """Call a user's function that makes a Trainer: alone, whatever started this process, and each time with the same draws."""
+    if not callable(make):
+        raise BadInput(f"trainer is {briefly(make)}: give a transformers.Trainer, or a function that makes one")
+    with undisturbed(()), _without_ranks():
+        torch.manual_seed(0)
+        made = make()
+    if not isinstance(made, _trainer_class()):
+        raise BadInput(f"trainer is a function that makes {type(made).__name__}: let it return a transformers.Trainer")
+    return made
+
+
+@contextmanager
+def _without_ranks() -> Iterator[None]:
+    """Hide from accelerate that torchrun started this process: a client trains alone."""
+    hidden = {name: os.environ.pop(name) for name in _OF_RANKS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise `BadInput` for a Trainer of which a federated task would leave something out."""
+    kind, base = type(trainer).__name__, _trainer_class()
+    for name in _OWN_LOOP:
+        owner = next(cls for cls in type(trainer).__mro__ if name in vars(cls))
+        if owner is base or (name in ("training_step", "evaluate") and owner.__module__ in _LOSS_WRAPPERS):
+            continue
+        if name == "_prepare_inputs":
+            raise BadInput(
+                f"trainer is a {kind}, which makes its batches from the model as it trains: only trainers of a fixed data set "
+                "can be shared out, such as SFTTrainer, DPOTrainer and RewardTrainer"
+            )
+        where = "prediction_step or compute_metrics" if name.startswith("eval") else "compute_loss"
+        raise BadInput(f"{kind}.{name} is not called in a federated task: put what it does into {where}")
+    if trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
+        raise BadInput(
+            f"the {kind} was made for {max(trainer.args.world_size, trainer.args.n_gpu)} processes or GPUs, but a client trains "
+            "alone: give from_trainer the function that makes it, or CUDA_VISIBLE_DEVICES with one GPU"
+        )
+    if trainer.train_dataset is None:
+        raise BadInput(f"the {kind} has no train_dataset: give it one, which is shared out among the clients")
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        raise BadInput(
+            f"the {kind} was given optimizers=, which hold the whole model's parameters, but each task makes its own: give "
+            "optimizer_cls_and_kwargs=, TrainingArguments.optim, or override create_optimizer"
+        )
+    if isinstance(trainer.eval_dataset, dict):
+        raise BadInput(f"eval_dataset of the {kind} is a dict of {len(trainer.eval_dataset)}: give one data set")
+    check_arguments(trainer)
+
+
+class TrainerModule(LightningModule):
+    """LightningModule whose steps are a Trainer's `compute_loss` and `prediction_step`, on this copy of its model.
+
+    The Trainer is no part of the module: copies share it, and it sees the model of the copy that calls it.
+    """
+
+    # attributes that transformers and TRL set in each step: their restart with each task is no news
+    restarts_unseen: ClassVar[frozenset[str]] = frozenset(
+        ("_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks", "problem_type")
+    )
+    _MODES: ClassVar[Mapping[bool, str]] = {True: "train", False: "eval"}
+
+    def __init__(self, trainer: Any) -> None:
+        """Take the Trainer's model."""
+        super().__init__()
+        self.model = trainer.model
+        self.trainer_of = _holder(trainer)  # a function: what it encloses is neither copied nor recorded
+
+    def fresh(self) -> TrainerModule:
+        """Return a copy in train mode, as a Trainer's steps are, with the values that the Trainer's model has."""
+        made: Any = copy_structure(self, {})
+        for path, part in self.named_modules():
+            if isinstance(vars(part).get("forward"), types.MethodType):
+                copied = made.get_submodule(path)
+                function = copied.__dict__.pop("forward").__func__
+                with_methods(copied, forward=_patched_forward(function, part))
+        trainer = self.trainer_of()
+        _align(made.model, trainer.processing_class)
+        if trainer.args.activation_checkpointing:
+            options = dict(trainer.args.activation_checkpointing_kwargs or {})
+            further = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+            made.model.activation_checkpointing_enable(activation_checkpointing_kwargs=options or None, **further)
+        return made.cpu().train()  # type: ignore[no-any-return]
+
+    def trained_model(self) -> nn.Module:
+        """Return the model, as its library has it: without what a Trainer has set on its parts."""
+        for part in self.model.modules():
+            part.__class__ = given_class(part)
+        return self.model  # type: ignore[no-any-return]
+
+    def on_step_batches(self, batches: Sequence[Any]) -> list[Any]:
+        """Return the batches of one optimizer step with what a loss needs to know of all of them, as a Trainer counts it."""
+        trainer = self.trainer_of()
+        num_items = trainer._get_num_items_in_batch(list(batches), torch.device("cpu"))
+        return [(batch, num_items, len(batches)) for batch in batches]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the Trainer's loss of a batch; one that counts all tokens of a step is scaled to the mean of its batches."""
+        inputs, num_items, num_batches = batch if isinstance(batch, tuple) else self.on_step_batches([batch])[0]
+        with self._bound() as trainer:
+            trainer.current_gradient_accumulation_steps = num_batches
+            trainer.state.global_step = self.trainer.global_step
+            if isinstance(num_items, Tensor):
+                num_items = num_items.to(self.device)
+            with trainer.compute_loss_context_manager():
+                loss: Tensor = trainer.compute_loss(self.model, dict(inputs), num_items_in_batch=num_items)
+            scaled = trainer.loss_is_scaled_for_ga
+            if scaled is None:
+                scaled = (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func
+            self._log_metrics(trainer)
+        # a task divides each loss by the number of batches of its step
+        return loss * num_batches if scaled and num_batches > 1 else loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """Return the Trainer's loss of a batch, and log the metrics that it notes beside it."""
+        loss, _, _ = self._predict(batch, loss_only=True)
+        return {} if loss is None else {"loss": loss}
+
+    def _predict(self, batch: Any, *, loss_only: bool) -> tuple[Any, Any, Any]:
+        with self._bound() as trainer:
+            found: tuple[Any, Any, Any] = trainer.prediction_step(self.model, dict(batch), loss_only)
+            self._log_metrics(trainer)
+        return found
+
+    def configure_optimizers(self) -> Any:
+        """Return what the Trainer's `create_optimizer_and_scheduler` makes for this copy and the length of its task."""
+        with self._bound() as trainer:
+            try:
+                trainer.create_optimizer_and_scheduler(num_training_steps=self.trainer.estimated_stepping_batches)
+                optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+            finally:
+                trainer.optimizer = trainer.lr_scheduler = None
+        if scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save the model as its library does; of a PEFT model the adapter."""
+        self.model.save_pretrained(str(folder))
+
+    @contextmanager
+    def _bound(self) -> Iterator[Any]:
+        """Let the Trainer work on this copy of its model."""
+        trainer = self.trainer_of()
+        with _LOCK:  # an evaluation may run beside a task
+            before = trainer.model, trainer.model_wrapped
+            trainer.model = trainer.model_wrapped = self.model
+            trainer._prepare_inputs = lambda inputs: (
+                inputs
+            )  # batches are on the device of this copy, not on the Trainer's
+            reference, device = getattr(trainer, "ref_model", None), next(self.model.parameters()).device
+            if isinstance(reference, nn.Module) and device.type != "meta":
+                reference.to(device)
+            try:
+                yield trainer
+            finally:
+                del trainer._prepare_inputs
+                trainer.model, trainer.model_wrapped = before
+
+    def _log_metrics(self, trainer: Any) -> None:
+        """Log what TRL's trainers note beside a loss, such as rewards/accuracies."""
+        noted = getattr(trainer, "_metrics", None)
+        if not isinstance(noted, dict):
+            return
+        for name, values in (noted.get(self._MODES[self.model.training]) or {}).items():
+            if values and name != ACCUMULATED:
+                self.log(name, float(values[-1]))
+        for mode in noted.values():
+            mode.clear()
+
+
+class MeasuredTrainerModule(TrainerModule):
+    """Module of a Trainer with `compute_metrics`, which gets the predictions of the whole evaluation."""
+
+    def __init__(self, trainer: Any) -> None:
+        """Take the Trainer's model."""
+        super().__init__(trainer)
+        self._found: list[tuple[Any, Any]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """Return the Trainer's loss of a batch, and keep its predictions."""
+        loss, logits, labels = self._predict(batch, loss_only=False)
+        trainer = self.trainer_of()
+        if trainer.preprocess_logits_for_metrics is not None and logits is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, labels)
+        self._found.append((logits, labels))
+        return {} if loss is None else {"loss": loss}
+
+    def on_validation_epoch_end(self) -> None:
+        """Log what `compute_metrics` makes of all predictions."""
+        from transformers import EvalPrediction
+        from transformers import trainer_pt_utils as utils
+
+        if not self._found:
+            return
+        pt: Any = utils
+        columns: list[Any] = []
+        for column in zip(*self._found, strict=True):
+            joined = column[0]
+            for more in column[1:]:
+                joined = None if joined is None else pt.nested_concat(joined, more, padding_index=-100)
+            columns.append(None if joined is None else pt.nested_numpify(joined))
+        self._found.clear()
+        metrics = self.trainer_of().compute_metrics(EvalPrediction(predictions=columns[0], label_ids=columns[1]))
+        for name, value in metrics.items():
+            self.log(name.removeprefix("eval_"), float(value))
+
+
+def _align(model: Any, processor: Any) -> None:
+    """Give a model the padding token of its tokenizer, as a Trainer does when it trains; without one decoders classify no batch."""
+    token = getattr(processor, "pad_token_id", None)
+    config = getattr(model, "config", None)
+    if token is not None and config is not None and getattr(config, "pad_token_id", token) is None:
+        config.pad_token_id = token
+
+
+def _holder(trainer: Any) -> Callable[[], Any]:
+    return lambda: trainer
+
+
+def _patched_forward(function: Any, owner: nn.Module) -> Callable[..., Any]:
+    """Return a forward for the class of a part's copies, from the one that was set on ``owner`` alone.
+
+    TRL sets a fused head so. It encloses the forward that it replaces, bound to ``owner``: a copy would compute with that
+    one's weights. This forward binds it to the part that is called.
+    """
+
+    @functools.wraps(function)
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
+        return _bound_to(self, function, owner)(self, *args, **kwargs)
+
+    return forward
+
+
+def _bound_to(part: nn.Module, function: Any, owner: nn.Module) -> Any:
+    """Return a function that encloses methods of ``part`` where ``function`` encloses those of ``owner``."""
+    cells = getattr(function, "__closure__", None) or ()
+    methods = [isinstance(cell.cell_contents, types.MethodType) for cell in cells]
+    if not any(methods):
+        return function
+    closure = []
+    for cell, is_method in zip(cells, methods, strict=True):
+        method = cell.cell_contents
+        if is_method and method.__self__ is owner:
+            cell = types.CellType(types.MethodType(_bound_to(part, method.__func__, owner), part))
+        closure.append(cell)
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(closure)
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+@dataclass(frozen=True)
+class _Collate:
+    """Collate function of a Trainer whose batches are plain dictionaries."""
+
+    collate: Callable[[list[Any]], Any]  # the Trainer's own
+
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+        """Collate rows into one batch."""
+        return dict(self.collate(rows))
+
+
+class TrainerData(LightningDataModule):
+    """Data module of a Trainer's data sets, read through its own loaders."""
+
+    def __init__(self, trainer: Any) -> None:
+        """Take the Trainer."""
+        super().__init__()
+        self.trainer_of = _holder(trainer)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer or processor of the Trainer, saved with the model."""
+        return self.trainer_of().processing_class
+
+    def train_dataloader(self) -> object:
+        """Return the Trainer's training loader."""
+        return self._loader(self.trainer_of().get_train_dataloader)
+
+    def test_dataloader(self) -> object:
+        """Return the Trainer's evaluation loader; an empty list if it has no ``eval_dataset``."""
+        trainer = self.trainer_of()
+        return [] if trainer.eval_dataset is None else self._loader(trainer.get_eval_dataloader)
+
+    def _loader(self, make: Callable[[], Any]) -> object:
+        """Call a method that makes a loader, without accelerate's wrapper, which would shard it."""
+        accelerator = self.trainer_of().accelerator
+        accelerator.prepare = lambda loader: loader
+        try:
+            loader = make()
+        finally:
+            del accelerator.prepare
+        if isinstance(loader, DataLoader):
+            loader.collate_fn = _Collate(loader.collate_fn)
+        return loader
+
+    def __repr__(self) -> str:
+        trainer = self.trainer_of()
+        sets = (trainer.train_dataset, trainer.eval_dataset)
+        train, test = ("None" if one is None else f"{type(one).__name__} of {len(one)}" for one in sets)
+        return f"TrainerData(train={train}, test={test}, batch_size={trainer.args.train_batch_size})"

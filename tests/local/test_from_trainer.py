@@ -1,0 +1,264 @@
+"""A Trainer's model and data in a federation: the same steps to the bit, as submodels, from a config, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import raafl
+from raafl.config.parse import load_experiment
+from raafl.config.trust import from_server
+from raafl.errors import BadInput, RunFailed
+from tests.helpers import small_trainers
+from tests.helpers.small_trainers import classifier, dpo, kto, reward, sft
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[hf]'")
+needs_trl = functools.partial(pytest.importorskip, "trl", reason="trl is not installed: pip install '.[dev]'")
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+
+def simulate(trainer: Any, folder: Path, algorithm: Any = "fed_avg", clients: int = 1, **settings: Any) -> Any:
+    federation = raafl.Federation(
+        algorithm, clients=clients, output=folder / "run", progress="quiet", **{"max_updates": 1, **settings}
+    )
+    return federation, federation.simulate(raafl.from_trainer(trainer))
+
+
+def lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+
+
+MADE = {
+    "classifier": classifier,
+    "sft": sft,
+    "dpo": dpo,
+    "reward": reward,
+    "kto": kto,
+    "sft with an adapter": lambda folder, **more: sft(folder, peft_config=lora(), **more),
+    "dpo with an adapter": lambda folder, **more: dpo(folder, peft_config=lora(), **more),
+    "dpo with reference log-probabilities": lambda folder, **more: dpo(folder, precompute_ref_log_probs=True, **more),
+    "sft in bf16": lambda folder, **more: sft(folder, bf16=True, **more),
+    "sft with label smoothing": lambda folder, **more: sft(folder, label_smoothing_factor=0.1, **more),
+    "sft with a short last step": lambda folder, **more: sft(folder, 10, **more),
+}
+
+
+@pytest.mark.slow("trains twice, with transformers and TRL imported")
+@pytest.mark.quick_cases("classifier", "sft", "dpo")
+@pytest.mark.parametrize("name", MADE)
+def test_a_task_is_the_trainers_own_training_to_the_bit(name: str, tmp_path: Path) -> None:
+    if name != "classifier":
+        needs_trl()
+    make, alone = MADE[name], MADE[name](tmp_path / "alone")
+    _, result = simulate(make(tmp_path / "given"), tmp_path)
+    alone.train()
+    steps = [row["loss"] for row in alone.state.log_history if "loss" in row]
+    expected, found = dict(alone.model.named_parameters()), dict(result.module.named_parameters())
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+    before = dict(make(tmp_path / "before").model.named_parameters())
+    assert any(not torch.equal(value, before[key]) for key, value in found.items())
+    if "short" in name:  # its loss counts once, those of two batches twice: 4, 4 and 2 rows
+        assert float(result.clients[0]["loss"]) == pytest.approx((2 * steps[0] + 2 * steps[1] + steps[2]) / 5, abs=1e-6)
+    else:
+        assert float(result.clients[0]["loss"]) == pytest.approx(sum(steps) / len(steps), abs=1e-6)
+
+
+@pytest.mark.slow("imports TRL")
+def test_the_result_is_the_librarys_own_model_with_the_trained_weights(tmp_path: Path) -> None:
+    """TRL's fused head encloses the forward of the model that it was set on: a copy would generate with that one's weights."""
+    needs_trl()
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    trainer = sft(tmp_path, learning_rate=0.1)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    federation, result = simulate(trainer, tmp_path)
+    assert type(result.module) is LlamaForCausalLM
+    plain = LlamaForCausalLM(result.module.config).eval()
+    plain.load_state_dict(result.module.state_dict())
+    tokens = torch.tensor([[1, 5, 6]])
+    assert torch.equal(result.module(tokens).logits, plain(tokens).logits)
+    assert not torch.equal(trainer.model(tokens).logits, plain(tokens).logits)
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert torch.equal(saved.eval()(tokens).logits, plain(tokens).logits)
+    assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
+    assert federation.replay(tmp_path / "run", raafl.from_trainer(sft(tmp_path, learning_rate=0.1)))["equal"]
+
+
+@pytest.mark.slow("imports TRL, proves the axes of two models")
+@pytest.mark.parametrize("make", (sft, dpo))
+def test_clients_train_smaller_models(make: Any, tmp_path: Path) -> None:
+    needs_trl()
+    trainer = make(tmp_path, 12, gradient_accumulation_steps=1)
+    _, result = simulate(trainer, tmp_path, raafl.fed_raa(fragments=3), clients=3, max_updates=3)
+    specs = {row["spec"] for row in result.clients}
+    assert all("ffn" in spec and "heads" in spec for spec in specs), specs
+    assert "loss" in result.final and all(row["outcome"] == "merged" for row in result.clients[:3])
+
+
+def test_compute_metrics_sees_the_whole_evaluation(tmp_path: Path) -> None:
+    trainer, alone = classifier(tmp_path), classifier(tmp_path)
+    _, result = simulate(trainer, tmp_path)
+    alone.train()
+    expected = alone.evaluate()
+    assert result.final["accuracy"] == expected["eval_accuracy"]  # of 5 rows in 1 batch of 8
+    assert result.final["loss"] == pytest.approx(expected["eval_loss"], abs=1e-6)
+
+
+def test_arguments_of_the_trainer_are_those_of_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        simulate(classifier(tmp_path, seed=7, max_grad_norm=0.0), tmp_path)
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (config["seed"], config["fabric"]["accumulate_grad_batches"]) == (7, 2)
+    assert config["fabric"]["gradient_clip_val"] is None
+    assert "save_strategy: checkpoint_every, checkpoint_s" in caplog.text
+    trainer = classifier(tmp_path)
+    with pytest.raises(BadInput, match=r"fabric.gradient_clip_val is 1.0, but the Trainer's arguments say 0.5"):
+        raafl.Federation(max_updates=1, gradient_clip_val=1.0).simulate(raafl.from_trainer(trainer))
+    with pytest.raises(BadInput, match="data is given"):
+        raafl.Federation(max_updates=1).simulate(raafl.from_trainer(trainer), (1, 2))
+    with pytest.raises(BadInput, match="data is missing"):
+        raafl.Federation(max_updates=1).simulate(torch.nn.Linear(2, 2))
+    with pytest.raises(BadInput, match="give from_trainer the function that makes it"):
+        raafl.Federation(max_updates=1).fit(raafl.from_trainer(trainer), local=2)
+
+
+def test_a_federation_keeps_its_own_seed(tmp_path: Path) -> None:
+    simulate(classifier(tmp_path), tmp_path, seed=0)
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["seed"] == 0
+
+
+def with_own(name: str) -> Any:
+    from transformers import Trainer
+
+    return type("Own", (Trainer,), {name: lambda self, *args, **kwargs: None})
+
+
+def callback() -> Any:
+    from transformers import TrainerCallback
+
+    return type("Own", (TrainerCallback,), {})()
+
+
+def with_callback(folder: Path) -> Any:
+    trainer = classifier(folder)
+    trainer.add_callback(callback())
+    return trainer
+
+
+def with_optimizer(folder: Path) -> Any:
+    trainer = classifier(folder)
+    trainer.create_optimizer()
+    return trainer
+
+
+def without_data(folder: Path) -> Any:
+    trainer = classifier(folder)
+    trainer.train_dataset = None
+    return trainer
+
+
+REFUSED = {
+    "TrainingArguments.neftune_noise_alpha is 5.0": lambda folder: classifier(folder, neftune_noise_alpha=5.0),
+    "train_sampling_strategy is group_by_length: give 'random'": lambda folder: classifier(
+        folder, train_sampling_strategy="group_by_length"
+    ),
+    "lr_scheduler_type is greedy": lambda folder: classifier(folder, lr_scheduler_type="greedy", eval_strategy="epoch"),
+    "callback Own, which a federated task does not call": with_callback,
+    "Own.training_step is not called": lambda folder: classifier(folder, base=with_own("training_step")),
+    "makes its batches from the model": lambda folder: classifier(folder, base=with_own("_prepare_inputs")),
+    "was given optimizers=": with_optimizer,
+    "has no train_dataset": without_data,
+    "trainer is 5: give a transformers.Trainer": lambda folder: 5,
+    "makes list: let it return": lambda folder: list,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_would_have_no_effect_is_refused(message: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as refused:
+        raafl.from_trainer(REFUSED[message](tmp_path))
+    assert message in str(refused.value)
+
+
+@pytest.mark.slow("imports TRL")
+def test_grpo_is_refused_by_name(tmp_path: Path) -> None:
+    needs_trl()
+    from trl import GRPOConfig, GRPOTrainer
+
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    rows, words = small_trainers.preferences(8), small_trainers.tokenizer()
+    trainer = GRPOTrainer(small_trainers.llama(), len, args, train_dataset=rows, processing_class=words)
+    with pytest.raises(BadInput, match="trainer is a GRPOTrainer, which makes its batches from the model"):
+        raafl.from_trainer(trainer)
+
+
+def make_trainer(folder: str, num: int = 8) -> Any:
+    """Named by the configs below."""
+    return classifier(Path(folder), num)
+
+
+def config(folder: Path, **changes: Any) -> Path:
+    spec = {"class_path": f"{__name__}.make_trainer", "init_args": {"folder": str(folder)}}
+    run = {"algorithm": "fed_avg", "clients": 2, "max_updates": 2, "progress": "quiet", "output": str(folder / "run")}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"trainer": spec, **run, **changes}), encoding="utf-8")
+    return path
+
+
+def test_a_config_names_the_function_that_makes_it(tmp_path: Path) -> None:
+    from raafl.commands.cli import main
+
+    assert main(["simulate", "--config", str(config(tmp_path))]) == 0
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert written["model"]["class_path"] == "raafl.local.from_trainer.Model" and written["seed"] == 42
+    assert written["fabric"]["gradient_clip_val"] == 0.5
+    assert main(["replay", str(tmp_path / "run"), "--trust_config"]) == 0
+    experiment = load_experiment(config(tmp_path, seed=3, output=None))
+    assert experiment.seed == 3 and experiment.fabric.accumulate_grad_batches == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    (
+        ({"trainer": "nothing.make"}, "trainer is nothing.make, which cannot be imported"),
+        ({"trainer": 5}, "trainer is 5: give the path of a function"),
+        ({"trainer": "math.pi"}, "trainer is math.pi, 3.14"),
+        ({"model": {"class_path": "model_zoo.MLP"}}, "trainer and model are both given"),
+        ({"fabric": {"precision": "bf16-mixed"}}, "fabric.precision is bf16-mixed, but the Trainer's arguments say"),
+    ),
+)
+def test_a_wrong_config_has_one_clear_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=message):
+        load_experiment(config(tmp_path, **changes))
+
+
+def test_only_a_config_of_ones_own_may_name_a_trainer(tmp_path: Path) -> None:
+    named = {"class_path": "raafl.local.from_trainer.Model", "init_args": {"trainer": "os.system"}}
+    for tree in ({"trainer": "os.system"}, {"model": named}):
+        text = yaml.safe_dump({**tree, "algorithm": {"class_path": "raafl.fed_avg"}})
+        if "model" in tree:
+            with pytest.raises(RunFailed, match="which is not raafl's own"):
+                from_server(text)
+        else:
+            assert "trainer" not in from_server(text)
+        (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+        with pytest.raises(BadInput, match="its author could choose which code runs here"):
+            from raafl.config.parse import load_run
+
+            load_run(tmp_path, trusted=False)

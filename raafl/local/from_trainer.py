@@ -24,8 +24,8 @@ from raafl.lean_import import import_lightning
 from raafl.local.options import FabricOptions
 from raafl.local.preparation.prepare import given_class, with_methods
 from raafl.local.training_arguments import ACCUMULATED, check_arguments, fabric_of
+from raafl.rng import undisturbed
 from raafl.submodel.cut.copying import copy_structure
-from raafl.submodel.isolated_run import undisturbed
 
 import_lightning()
 from lightning import LightningDataModule, LightningModule  # noqa: E402

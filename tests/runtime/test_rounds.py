@@ -55,7 +55,8 @@ def test_a_deadline_that_nobody_misses_changes_no_bit(tmp_path):
 
 
 def test_rounds_belong_to_methods_that_have_them(tmp_path):
-    with pytest.raises(BadInput, match=r"fed_buff does not work in rounds .*: leave rounds out"):
-        experiment(tmp_path / "run", fed_buff(), rounds=Rounds(close_at=0.9)).check()
+    for rounds, options in ((Rounds(0.9), "--rounds.close_at 1"), (Rounds(deadline=10.0), "--rounds.deadline null")):
+        with pytest.raises(BadInput, match=rf"fed_buff does not work in rounds .*: leave rounds out, .* by {options}$"):
+            experiment(tmp_path / "run", fed_buff(), rounds=rounds).check()
     with pytest.raises(BadInput, match=r"rounds\.deadline is 0\.5: give a number above 1"):
         experiment(tmp_path / "run", rounds=Rounds(deadline=0.5)).check()

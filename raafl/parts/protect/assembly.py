@@ -27,9 +27,11 @@ def with_options(
     """
     if rounds.is_on:
         if not isinstance(algorithm.trigger, AllReported):
+            off = {"close_at 1": rounds.close_at < 1, "deadline null": rounds.deadline is not None}
             raise BadInput(
                 f"rounds is {rounds}, but {algorithm.name} does not work in rounds (its trigger is "
-                f"'{algorithm.trigger}'): leave rounds out"
+                f"'{algorithm.trigger}'): leave rounds out, on the command line by "
+                + " ".join(f"--rounds.{option}" for option, is_set in off.items() if is_set)
             )
         algorithm = replace(algorithm, trigger=AllReported(rounds.close_at, rounds.deadline))
     algorithm = guarded(algorithm, guard)

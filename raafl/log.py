@@ -99,3 +99,11 @@ def is_printed() -> bool:
     """Check whether raafl's log records are printed on the console, and not sent to other handlers or turned off."""
     logger = logging.getLogger("raafl")
     return logger.isEnabledFor(logging.INFO) and any(isinstance(handler, Console) for handler in logger.handlers)
+
+
+def reports_for_all() -> bool:
+    """Check whether this process reports what all ranks of torchrun find: rank 0 does, in the first attempt.
+
+    Another attempt goes on in the run folder of the first.
+    """
+    return os.environ.get("RANK", "0") == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"

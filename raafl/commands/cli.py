@@ -182,18 +182,25 @@ def _with_local_resume(argv: list[str]) -> list[str]:
     return with_local_resume(argv)
 
 
+def _check_first(command: str, argv: Sequence[str]) -> None:
+    """Check plain values before torch is imported, on the rank that reports for all."""
+    if log.reports_for_all():
+        from raafl.config.plain import check_plain
+
+        check_plain(command, argv)
+
+
 def _fit(argv: list[str]) -> int:
-    from raafl.config.plain import check_plain
 
     if values(argv, "--local"):
         from raafl.commands.fit_local import fit_local, read
 
         if not any(option in argv for option in ("--help", "-h", "--print_config")):
-            check_plain("fit", read(argv).options)
+            _check_first("fit", read(argv).options)
             return fit_local(argv)
         argv = without(argv, "--local", "--max_restarts")
     argv = _with_local_resume(argv)
-    check_plain("fit", argv)
+    _check_first("fit", argv)
     with quick_imports():
         from raafl.commands.auto import parse_run
         from raafl.runtime.fit import fit
@@ -207,11 +214,10 @@ def _fit(argv: list[str]) -> int:
 
 
 def _simulate(argv: list[str]) -> int:
-    from raafl.config.plain import check_plain
     from raafl.local.malloc import keep_freed
 
     argv = _with_local_resume(argv)
-    check_plain("simulate", argv)
+    _check_first("simulate", argv)
     keep_freed()  # it trains here or in forks of it; and before torch starts threads
     with quick_imports():
         from raafl.commands.auto import parse_run
@@ -238,12 +244,11 @@ def _num_ranks() -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    from raafl.config.plain import check_plain
     from raafl.config.remote_options import credentials, split
 
     own, rest = split("serve", argv)
     rest = _with_local_resume(rest)
-    check_plain("serve", rest)
+    _check_first("serve", rest)
     if not own.address.startswith("fd:"):
         resolves(own.address)
     with _json_alone(rest):

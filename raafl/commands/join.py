@@ -14,6 +14,7 @@ from raafl.config.plain import check_plain
 from raafl.config.remote_options import credentials, split, tls_key
 from raafl.errors import resolves
 from raafl.lean_import import quick_imports
+from raafl.log import reports_for_all
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.signing import Signer
 from raafl.runtime.lifecycle.signals import sigterm_interrupts
@@ -34,7 +35,8 @@ def command(argv: list[str]) -> int:
         KeyboardInterrupt: the user ended it by Ctrl-C or SIGTERM.
     """
     own, rest = split("join", argv)
-    check_plain("join", rest, whole=False)
+    if reports_for_all():
+        check_plain("join", rest, whole=False)
     if own.address is not None:  # as there is but for --help
         resolves(own.address)
 

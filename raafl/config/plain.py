@@ -5,7 +5,6 @@ Model, data, algorithm and partition are left to the full parsing in `raafl.conf
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -29,9 +28,6 @@ def check_plain(command: str, argv: Sequence[str], *, whole: bool = True) -> Non
         BadInput: a value is wrong; the message has a line for every error.
         SystemExit: `--help` was given.
     """
-    # rank 0 reports for all; and another attempt under torchrun goes on in the folder of the first
-    if os.environ.get("RANK", "0") != "0" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return
     if any(item in ("--help", "-h") for item in argv):
         make_parser(command, plain=True).parse_args(["--help"])
     argv = expand_strict([item for item in argv if item != TRUST])

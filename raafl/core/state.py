@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -225,3 +225,22 @@ def _leaves(value: object) -> Iterator[Tensor]:
         case list() | tuple():
             for item in value:
                 yield from _leaves(item)
+
+
+class ArrivalTimes(Sequence[float]):
+    """Arrival times of the updates that wait, read from the state's list without a copy."""
+
+    def __init__(self, waiting: Sequence[PendingUpdate]) -> None:
+        self._waiting = waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[float]: ...
+    def __getitem__(self, index: int | slice) -> float | list[float]:
+        if isinstance(index, slice):
+            return [item.arrived_s for item in self._waiting[index]]
+        return self._waiting[index].arrived_s

@@ -381,6 +381,34 @@ ENDS = ("max_updates", "max_time", "target", EPSILON)
 RESTART = "restart"
 """Why clients are lost whose server was started anew."""
 
+ERROR = "error"
+"""Reason for which a client is lost, and its update refused, whose words raised an exception."""
+
+LATE = "late"
+"""Reason for which an update is refused that comes after its round was closed."""
+
+NO_SPACE = "no-space"
+"""Reason for which a client is lost whose task or update finds no room on the server's disk."""
+
+LOSSES = frozenset(
+    {
+        "disconnected",
+        ERROR,
+        "failed",
+        "gpu",
+        "kept-out",
+        NO_SPACE,
+        "other",
+        "replaced",
+        RESTART,
+        "stopped",
+        "timeout",
+        "unavailable",
+        "unfit",
+    }
+)
+"""Every REASON of lost:REASON. Whatever else a client or its session says goes to the journal and the log alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from raafl.algorithms import fed_async, fed_avg
-from raafl.core.admission import LOSSES
-from raafl.core.types import Arrived, ClientInfo, Dismiss, Fail, Joined, Lost, SetTimer, Settled, Timer, Work
+from raafl.core.types import LOSSES, Arrived, ClientInfo, Dismiss, Fail, Joined, Lost, SetTimer, Settled, Timer, Work
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.submodels import Full
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join, update_for, values_of

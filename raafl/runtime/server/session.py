@@ -9,8 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from raafl.core.admission import NO_SPACE
-from raafl.core.types import Assignment, ClientInfo, Lost
+from raafl.core.types import NO_SPACE, Assignment, ClientInfo, Lost
 from raafl.errors import GpuLost, TaskFailed
 from raafl.local.train import Stopped
 from raafl.runtime.protocol import GPU_LOST, Reason

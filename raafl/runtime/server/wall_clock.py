@@ -14,11 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from raafl.config.options import Timeouts
-from raafl.core.admission import ERROR
 from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import RunHooks
 from raafl.core.snapshots import Snapshots
-from raafl.core.types import RESTART, Arrived, Assignment, Event, Joined, Lost, Stop, Timer
+from raafl.core.types import ERROR, RESTART, Arrived, Assignment, Event, Joined, Lost, Stop, Timer
 from raafl.errors import USER_ERRORS, CodeFailed, TaskFailed, format_error
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import leave_traceback, of_server
@@ -179,7 +178,7 @@ class Server(Driver):
                     self._turn()
             except KeyboardInterrupt:
                 self.stop("interrupted")
-            except USER_ERRORS as error:  # no client's: what one says is caught where it is worked with (`Admission`)
+            except USER_ERRORS as error:  # no client's: what one says is caught where it is worked with (`Coordinator`)
                 self._fail(of_server(error))
             finally:
                 self._end()

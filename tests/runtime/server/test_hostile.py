@@ -7,9 +7,8 @@ import json
 import pytest
 
 from raafl.algorithms import ALGORITHMS
-from raafl.core.admission import LOSSES
 from raafl.core.coordinator import Coordinator
-from raafl.core.types import ClientInfo, Joined
+from raafl.core.types import LOSSES, ClientInfo, Joined
 from raafl.devices import checks
 from raafl.devices.profiles import Profile
 from raafl.runfolder.record import RunRecord

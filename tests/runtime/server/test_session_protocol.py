@@ -1,0 +1,85 @@
+"""The steps of a session, performed from a list of messages: no socket, no thread, no queue."""
+
+from __future__ import annotations
+
+import pytest
+
+from raafl.core.records_json import client_to_json
+from raafl.core.types import Arrived, Joined
+from raafl.runtime.identity import PROTOCOL
+from raafl.runtime.server import session_protocol as needs
+from raafl.runtime.server.session_protocol import SessionProtocol, SessionSetup
+from raafl.runtime.server.terms import Task
+from raafl.transport import Kind, Message, Refused
+from tests.helpers.coordinators import filled, line_state
+from tests.runtime.server.sessions import INFO, task
+
+
+class Played:
+    """A session whose client, and whose loop, are lists; `sent` has what the session sends."""
+
+    closed = stopping = False
+    received_bytes = 7
+
+    def __init__(self, messages, tasks=()):
+        self.state, self.sent, self.events, self.turned_away = line_state(value=2.0), [], [], []
+        self.messages, self.tasks = list(messages), list(tasks)
+        self.protocol = SessionProtocol(4, 0, SessionSetup(self.state.submodels), self.events.append, self)
+
+    def meet(self, need):
+        match need:
+            case needs.Send(message):
+                self.sent.append(message)
+                return 11
+            case needs.Receive(expect):
+                message = self.messages.pop(0)
+                expect(message.kind, message.assignment, message.meta)
+                return message
+            case needs.NextTask():
+                return self.tasks.pop(0) if self.tasks else None
+            case needs.TurnAway(reason):
+                self.turned_away.append(reason)
+
+    def play(self):
+        steps, result, error = self.protocol.run(), None, None
+        while True:
+            try:
+                need = steps.send(result) if error is None else steps.throw(error)
+            except StopIteration:
+                return
+            try:
+                result, error = self.meet(need), None
+            except Refused as refused:
+                result, error = None, refused
+
+
+def hello(state):
+    meta = {"protocol": PROTOCOL, "model": state.submodels.layout().fingerprint, **client_to_json(INFO)}
+    return Message(Kind.HELLO, meta=meta)
+
+
+def answer(state, number, **meta):
+    counts = {"num_samples": 17, "num_steps": 2, "metrics": {"loss": 0.5}}
+    return Message(Kind.UPDATE, number, 0, counts | meta, filled(state, 3.0))
+
+
+def test_a_client_is_greeted_works_and_is_let_go():
+    state = line_state(value=2.0)
+    played = Played(
+        [hello(state), answer(state, 1), answer(state, 9), answer(state, 3)],
+        [Task(task(number), state.values) for number in (1, 2, 3)],
+    )
+    played.play()
+    assert [message.kind for message in played.sent] == [Kind.WELCOME, *[Kind.ASSIGN] * 3]
+    joined, *arrived = played.events
+    assert joined == Joined(INFO) and all(isinstance(event, Arrived) for event in arrived)
+    assert [event.update.refusal for event in arrived] == [None, "unknown-assignment", None]
+    assert [(event.update.bytes_down, event.update.bytes_up) for event in arrived] == [(11, 7)] * 3
+
+
+@pytest.mark.parametrize("kind", [Kind.UPDATE, Kind.KEEPALIVE, Kind.QUESTION])
+def test_who_begins_otherwise_is_told_why_it_may_not_join(kind):
+    played = Played([Message(kind)])
+    with pytest.raises(Refused, match="incompatible"):
+        played.play()
+    assert played.turned_away == [f"refused: expected HELLO, got {kind.name}"] and played.events == played.sent == []

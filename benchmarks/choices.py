@@ -26,12 +26,11 @@ from benchmarks.common import Row, report, table
 from raafl.config.experiment import Experiment
 from raafl.config.parse import parse
 from raafl.lab.compare.grid_result import tested_by_holm
+from raafl.lab.compare.report import p_value
 from raafl.lab.compare.statistics import censored_median, geometric, rank_test
-from raafl.lab.compare.tables import p_value
 from raafl.lab.plan.auto import auto
-from raafl.lab.plan.choose import NOT_REACHED, TABLE, Candidate, Cell, Table, choose
+from raafl.lab.plan.choose import NOT_REACHED, TABLE, Candidate, Cell, FleetSummary, Table, choose
 from raafl.lab.plan.dry import World
-from raafl.lab.plan.fleet import FleetSummary
 from raafl.runfolder.schema import JOURNAL
 
 GRID = Path(__file__).parent / "results" / "unequal-small.json"

@@ -13,10 +13,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from benchmarks.common import Row, main
+from raafl.commands.reproduce import papers_folder
 from raafl.config.experiment import Experiment
 from raafl.core.types import Assignment, Work
 from raafl.lab.compare.comparison import read
-from raafl.lab.compare.papers import papers_folder
 from raafl.lab.compare.runs import parsed
 from raafl.lab.plan.dry import DryRun, Untrained, World
 from raafl.runfolder.record import RunRecord

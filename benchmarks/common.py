@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from raafl.lab.compare.provenance import processor
+from raafl.lab.compare.runs import processor
 
 Row = dict[str, Any]
 TIMEOUT_S = 3600.0

@@ -3,7 +3,7 @@
 Local steps of models of `benchmarks.submodels`, whole and at the smallest rate, each in a process that keeps what it frees as
 a client's does. Each operation is timed by itself, the fastest of its calls with the same shapes; what it multiplies, padding as
 well, is taken off at the speed of matrix products, and the rest is divided by the bytes of its operands and results, at the
-speed of the layer of `raafl.devices.probes`. So `measured` is how many times its bytes count by the clock, `counted` how many
+speed of the layer of `raafl.devices.measure`. So `measured` is how many times its bytes count by the clock, `counted` how many
 times they count by `raafl/submodel/cost/kernels.py`. Rows are of one step, those that take longest first; operations that take
 less than a five-hundredth of it are left out.
 
@@ -43,7 +43,7 @@ def rows(models: Sequence[str] = MODELS, rates: Sequence[float] = (RATES[0], RAT
 
 def measured(model: str, rate: float) -> list[Row]:
     """Return the rows of one submodel, measured in this process."""
-    from raafl.devices.probes import Probes
+    from raafl.devices.measure import Probes
 
     work = WORKLOADS[model]
     client, submodels = client_of(work, time.process_time), submodels_of(work)

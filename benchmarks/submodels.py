@@ -140,7 +140,7 @@ def time_steps(model: str, rates: Sequence[float], turns: int | None, clock: Cal
         turns: repeats of a measurement; None = as many as the clock needs.
         clock: returns seconds.
     """
-    from raafl.devices.probes import Probes
+    from raafl.devices.measure import Probes
 
     work, found = WORKLOADS[model], cases(model, rates)
     client = client_of(work, clock)
@@ -206,7 +206,7 @@ def on_device(models: Sequence[str], rates: Sequence[float], device: str, num_st
     """
     import torch
 
-    from raafl.devices.probes import Probes
+    from raafl.devices.measure import Probes
     from raafl.local.train import FabricOptions
 
     on_gpu = torch.device(device).type == "cuda"

@@ -23,9 +23,9 @@ import yaml
 
 from raafl.lab.compare.comparison import read
 from raafl.lab.compare.grid_result import anew, cell_table, overall
-from raafl.lab.compare.provenance import machine_name
+from raafl.lab.compare.report import Cells, cells, p_value, quoted, short, time_cell, warnings
 from raafl.lab.compare.results import with_holm
-from raafl.lab.compare.tables import Cells, cells, p_value, quoted, short, time_cell, warnings
+from raafl.lab.compare.runs import machine_name
 from raafl.rules import CURRENT, recorded_revision
 
 ROOT = Path(__file__).parent.parent

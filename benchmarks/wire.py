@@ -139,10 +139,10 @@ def counts(pieces: Sequence[int] = (1, 4, 40)) -> list[Row]:
     """Count copies, bytes and waits of a task between two emulated GPUs, whose payload each way has so many pieces."""
     import pytest
 
-    from raafl.transport import frames, staging
+    from raafl.transport import frames
     from tests.helpers.emulated_cuda import emulation
 
-    sizes = {"gloo": staging.CHUNK_BYTES, "tcp": frames.PIECE_BYTES}
+    sizes = {"gloo": frames.CHUNK_BYTES, "tcp": frames.PIECE_BYTES}
     found = []
     with pytest.MonkeyPatch.context() as patch, emulation(patch) as gpus, ThreadPoolExecutor(2) as pool:
         for name, ends in {"gloo": _gloo_ends(pool), "tcp": _tcp_ends()}.items():

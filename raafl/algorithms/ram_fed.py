@@ -31,8 +31,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from raafl.algorithms.ra_fed import regions_of
-from raafl.algorithms.ra_fed.regions import Regions
+from raafl.algorithms.ra_fed import Regions, regions_of
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
 from raafl.parts.merge.mean import Kind, Staleness

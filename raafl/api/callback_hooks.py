@@ -6,8 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raafl.api.callbacks import Callback
-from raafl.api.run_view import MergedUpdate, RunView
+from raafl.api.callbacks import Callback, MergedUpdate, RunView
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import RunHooks
 from raafl.core.types import Event, Joined, Lost, Settled

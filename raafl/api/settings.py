@@ -16,9 +16,8 @@ from raafl.api.modules import ModuleSpec, qualified_name
 from raafl.api.python_objects import digest
 from raafl.compression.options import Compress
 from raafl.config.experiment import SECTIONS, Experiment, field_types, marked
-from raafl.config.options import Timeouts
-from raafl.config.submodel_options import SubmodelOptions
-from raafl.config.trainer_flags import unknown
+from raafl.config.messages import unknown
+from raafl.config.options import SubmodelOptions, Timeouts
 from raafl.config.value_types import check_types
 from raafl.core.algorithm import Algorithm, Training
 from raafl.devices.catalog import FIGURES

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from raafl.certs import files
-from raafl.certs.names import Holder, check_name, holder_of
+from raafl.certs.files import Holder, check_name, holder_of
 from raafl.certs.revocations import RevocationList, parse_list
 from raafl.errors import BadInput
 

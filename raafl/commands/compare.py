@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from raafl.config.argv import options_of
 from raafl.errors import BadInput, RunFailed, at_least
 from raafl.lab.compare.comparison import Comparison, read
-from raafl.lab.compare.grid import is_grid
+from raafl.lab.compare.grid import Grid, is_grid, read_grid
 from raafl.units import quantity
 
 if TYPE_CHECKING:
-    from raafl.lab.compare.fields import Options
+    from raafl.lab.compare.comparison import Options
     from raafl.lab.compare.runs import Run
 
 _log = logging.getLogger(__name__)
@@ -33,8 +33,6 @@ def compare(argv: Sequence[str]) -> str:
     """
     options = options_in(parser(), argv)
     if is_grid(options.file):
-        from raafl.commands.compare_grid import run_file
-
         return run_file(options)
     return run(read(options.file, options.variant), options)
 
@@ -154,15 +152,14 @@ def options_in(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
 
 
 def _forecast(comparison: Comparison, *, as_json: bool) -> str:
-    from raafl.lab.compare import forecast
-    from raafl.lab.compare.tables import text
+    from raafl.lab.compare import report
 
-    rows = forecast.forecast(comparison)
-    return json.dumps(forecast.as_json(rows)) if as_json else text(forecast.as_table(rows))
+    rows = report.forecast(comparison)
+    return json.dumps(report.as_json(rows)) if as_json else report.text(report.as_table(rows))
 
 
 def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Path]) -> str:
-    from raafl.lab.compare.tables import cells, sentences, text, warnings
+    from raafl.lab.compare.report import cells, sentences, text, warnings
 
     lines = [
         text(cells(found)),
@@ -175,8 +172,8 @@ def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Pat
 
 
 def _verify(folder: Path, share: float, jobs: int, *, as_json: bool) -> str:
+    from raafl.lab.compare.processes import chosen, verify
     from raafl.lab.compare.report import load
-    from raafl.lab.compare.verify import chosen, verify
 
     verdicts = []
     for verdict in verify(chosen(load(folder), share), folder, jobs):
@@ -192,3 +189,79 @@ def _verify(folder: Path, share: float, jobs: int, *, as_json: bool) -> str:
     if as_json:
         return json.dumps({"replayed": len(verdicts), "equal": True})
     return f"{quantity(len(verdicts), 'run')} replayed, each equal to what the result says, to the last bit"
+
+
+def run_file(options: Namespace) -> str:
+    """Run a grid (a comparison for each pair of a task and a set of devices), and return its tables as text.
+
+    With `--verify`, instead repeat some runs of the grid and check that the results are the same.
+
+    Raises:
+        BadInput: an option or a file of the grid is wrong; raised before any run starts.
+        RunFailed: some runs failed, or a repeated run gave another result.
+    """
+    from raafl.lab.compare.grid import GridRuns, root_of, run_grid
+    from raafl.lab.compare.grid_result import cell_table, grid_result, write_grid
+    from raafl.lab.compare.report import text, warnings
+    from raafl.lab.compare.runs import Runner
+
+    grid = read_grid(options.file, options.add)
+    if options.variant or options.plan:
+        raise BadInput(
+            f"'{options.file}' describes a grid of comparisons, for which --variant and --plan do not exist: leave them out"
+        )
+    if options.rows:
+        grid = grid.only(options.rows)
+    folder: Path = options.output or Path("comparisons") / grid.name
+    if options.verify is not None:
+        return _verify_grid(grid, folder, options)
+    runner = Runner(root_of(folder), options.jobs, options.any_code, _tell, options.ranks)
+
+    def write(runs: GridRuns) -> dict[str, Any]:
+        found = grid_result(grid, runs, folder)
+        write_grid(found, folder)
+        return found
+
+    runs = run_grid(grid, runner, options.jobs, _tell, write, finished_only=options.finished_only)
+    found = write(runs)
+    if options.beside is not None:
+        from raafl.lab.compare.grid_result import add_rows
+
+        found = add_rows(found, options.beside)
+    shown = [
+        "\n".join([f"{cell['task']} on {cell['fleet']}", text(cell_table(cell)), *warnings(cell)])
+        for cell in found["cells"]
+        if cell["rows"]
+    ]
+    refused = [
+        f"{cell['task']} on {cell['fleet']}: {row['row']}"
+        for cell in found["cells"]
+        for row in cell["rows"]
+        if row["accepted"] is False
+    ]
+    if refused:
+        raise RunFailed(
+            f"{len(refused)} rows are marked as not accepted in {folder / 'result.json'}, since replaying one of their runs "
+            f"gave another model; the first: {refused[0]}"
+        )
+    return json.dumps(found) if options.json else "\n\n".join([*shown, f"wrote {folder / 'result.json'}"])
+
+
+def _verify_grid(grid: Grid, folder: Path, options: Namespace) -> str:
+    from raafl.lab.compare.grid_result import verify_grid
+
+    path = options.beside or folder / "result.json"
+    verdicts = []
+    for verdict in verify_grid(grid, path, options.verify, folder, options.jobs):
+        verdicts.append(verdict)
+        _tell(
+            f"{verdict['cell']}, {verdict['row']}, seed {verdict['seed']}: {verdict['why'] or 'equal, to the last bit'}"
+        )
+    differing = [verdict for verdict in verdicts if verdict["why"]]
+    if differing:
+        raise RunFailed(
+            f"{len(differing)} of {len(verdicts)} repeated runs gave another result than {path} says: do not rely on it"
+        )
+    if options.json:
+        return json.dumps({"verified": len(verdicts), "equal": True})
+    return f"{quantity(len(verdicts), 'run')} made again and replayed, each equal to what {path} says, to the last bit"

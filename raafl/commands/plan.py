@@ -109,7 +109,7 @@ def _split(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def _answer(address: str) -> str:
-    from raafl.devices.link import Answerer
+    from raafl.devices.measure import Answerer
 
     answerer = Answerer(address)
     _log.info(f"answering on {parse_address(address)[0]}:{answerer.port}, until interrupted")

@@ -16,10 +16,9 @@ from raafl.errors import BadInput
 from raafl.lab.report import overview
 from raafl.lab.report.clients import Classes, classes_of, participation_chart, partition
 from raafl.lab.report.curves import curves
-from raafl.lab.report.figure import transpose_wide
 from raafl.lab.report.groups import Group, algorithm_of, group_runs, names_of
-from raafl.lab.report.page import collapsible, escaped, page, shown, table_html
-from raafl.lab.report.static import check_figure, draw
+from raafl.lab.report.overview import check_figure, draw
+from raafl.lab.report.page import collapsible, escaped, page, shown, table_html, transpose_wide
 from raafl.lab.report.submodels import axes, regions, specs, staleness
 from raafl.lab.report.timeline import time_spent, timeline
 from raafl.runfolder.books import signature_warning

@@ -13,8 +13,7 @@ from pathlib import Path
 from raafl.config.argv import values, without
 from raafl.errors import BadInput
 from raafl.object_store import ObjectStore
-from raafl.runfolder.journal import default_run_folder
-from raafl.runfolder.lock import FolderLock
+from raafl.runfolder.journal import FolderLock, default_run_folder
 from raafl.runfolder.schema import CHECKPOINTS, MODEL
 from raafl.sanitize import is_url
 

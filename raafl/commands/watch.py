@@ -18,8 +18,7 @@ from raafl.runfolder.books import signature_warning
 from raafl.runfolder.tail import RunTail
 from raafl.sanitize import is_url
 from raafl.units import duration
-from raafl.watch.progress import Progress
-from raafl.watch.show import plain, sentence
+from raafl.watch.progress import Progress, plain, sentence
 from raafl.watch.state import RunState, follow
 
 LOOK_S = 0.25

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from raafl.compression.options import Compress
-from raafl.config.options import MODES, About, Target, Timeouts, about
-from raafl.config.submodel_options import SubmodelOptions
+from raafl.config.options import MODES, About, SubmodelOptions, Target, Timeouts, about
 from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, installing, nearest, parse_address, positive

@@ -182,8 +182,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
             classes that are not part of raafl, and this user has not run it here.
         SystemExit: `--help` or `--print_config` was given.
     """
-    from raafl.config.registry import paths
-    from raafl.config.trust import SENDS, imports_only, is_trusted, of_folder
+    from raafl.config.trust import SENDS, imports_only, is_trusted, of_folder, paths
 
     trusted = TRUST in argv
     argv = expand_algorithm(expand_strict([item for item in argv if item != TRUST]))
@@ -309,7 +308,7 @@ def load_run(folder: Path, *overrides: str, trusted: bool, for_replay: bool = Fa
 
 def _names_own(argv: Sequence[str]) -> bool:
     """Check whether the user's own options name a class outside raafl, or a config that may."""
-    from raafl.config.registry import paths
+    from raafl.config.trust import paths
 
     known = set(paths())
     sections = ("--model", "--data", "--partition", "--algorithm")

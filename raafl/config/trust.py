@@ -1,4 +1,4 @@
-"""Check a config from another person: it may contain only names from `raafl.config.registry` and plain values.
+"""Check a config from another person: it may contain only names from `registry` and plain values.
 
 What is checked is the parsed tree, every value against the signature of what it is for. What cannot be a value of the
 declared type is refused, so that nothing is left which a later parser could read as a class path, a file or a config of its
@@ -8,21 +8,27 @@ names). `of_folder` is for the config of a run folder.
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import yaml
 
-from raafl.config import own_runs
+from raafl import data, parts
+from raafl.algorithms import ALGORITHMS
 from raafl.config.check import MADE, Check
 from raafl.config.experiment import ABOUT, ACCELERATORS, marked
-from raafl.config.registry import registry, stand_ins
 from raafl.errors import BadInput, RunFailed
 from raafl.rules import recorded_revision
 from raafl.sanitize import LARGEST, inside, is_url, load_untrusted_yaml, sanitize_text
+from raafl.state_folder import state_folder
 
 _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.most} | {"Device.count": 1_000_000}
 """Beyond which a server only wants to use up what a client has."""
@@ -146,7 +152,7 @@ def is_trusted(folder: Path, *, asked: bool) -> bool:
     if asked:
         return True
     try:
-        return own_runs.is_own((folder / "config.yaml").read_text(encoding="utf-8"))
+        return is_own((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return False
 
@@ -163,7 +169,7 @@ def remember(config_yaml: str, run_folder: Path) -> None:
     except UntrustedValue:
         named = True
     if named:
-        own_runs.remember(config_yaml, run_folder)
+        record_run(config_yaml, run_folder)
 
 
 def _check_names(tree: Mapping[str, Any]) -> None:
@@ -335,3 +341,110 @@ def _is(pattern: re.Pattern[str], text: str) -> bool:
 def _refuse(where: str, value: object, why: str) -> NoReturn:
     shown = ascii(value)
     raise UntrustedValue(f"{where} is {shown if len(shown) <= 80 else shown[:77] + '...'}, {why}")
+
+
+# Remember which configs this user has run, so that commands on these runs trust them without `--trust_config`.
+#
+# A config may name classes of the folder in which a command runs. Whoever has run that exact text there has already run those
+# classes; another person's config, or one altered since, has another digest. The notes lie in the user's state folder
+# (`$XDG_STATE_HOME/raafl/runs`), which no run folder reaches.
+
+_KEPT = 1000
+"""Notes that are kept; the oldest go first."""
+
+
+def record_run(config_yaml: str, run_folder: Path) -> None:
+    """Record that this user has run a config in this working folder; do nothing if the record cannot be written."""
+    with suppress(OSError, RuntimeError):  # read-only, or a user without a home
+        note = _note(config_yaml)
+        note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        note.write_text(json.dumps({"run": str(run_folder.absolute()), "working_folder": str(Path.cwd())}) + "\n")
+        notes = sorted(note.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        for old in notes[:-_KEPT]:
+            old.unlink(missing_ok=True)
+
+
+def is_own(config_yaml: str) -> bool:
+    """Check whether this user has run exactly this config in this working folder."""
+    with suppress(OSError, RuntimeError):
+        return _note(config_yaml).is_file()
+    return False
+
+
+def _note(config_yaml: str) -> Path:
+    digest = hashlib.sha256(f"{Path.cwd()}\0{config_yaml}".encode()).hexdigest()
+    return state_folder() / "runs" / f"{digest[:32]}.json"
+
+
+# List the names that a config from another person may use: each names one of raafl's own objects.
+#
+# A name that is not in these tables stands for code of somebody's choosing. A prefix would be no protection, since raafl's modules
+# have other modules among their attributes (`raafl.runtime.local.supervisor.subprocess`).
+
+DATA: Final = (
+    "AGNews",
+    "CIFAR10",
+    "CIFAR100",
+    "Digits",
+    "FPB",
+    "FineTuning",
+    "GaussianClusters",
+    "HuggingFace",
+    "HuggingFaceText",
+    "MNIST",
+    "SST2",
+    "Shakespeare",
+    "TextFolder",
+)
+PARTITIONS: Final = ("ByColumn", "ClassesPerClient", "Dirichlet", "Iid", "QuantitySkew")
+_STAND_INS: Final = {"model": "Module", "data": "Data", "algorithm": "algorithm", "partition": "partition"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Module and name of an object of raafl that an untrusted config may name."""
+
+    home: str
+    name: str
+
+    def find(self) -> object:
+        """Import the object and return it."""
+        return getattr(importlib.import_module(self.home), self.name)
+
+
+@cache
+def registry() -> Mapping[str, Mapping[str, Entry]]:
+    """Return the objects that an untrusted config may name for model, data, partition, algorithm and select."""
+    methods = {name: f"raafl.algorithms.{name}" for name in ALGORITHMS}
+    zoo = importlib.import_module("model_zoo")
+    return {
+        "model": _entries(zoo._HOMES, "model_zoo", ("model_zoo",)),
+        "data": _entries(data._HOME, "raafl.data", ("raafl.data",), DATA),
+        "partition": _entries(data._HOME, "raafl.data", ("raafl.data",), PARTITIONS),
+        "algorithm": _entries(methods, "", ("raafl", "raafl.algorithms")),
+        "select": _entries(parts._HOME, "", ("raafl.parts",)),
+    }
+
+
+@cache
+def stand_ins() -> Mapping[str, Mapping[str, Entry]]:
+    """Return the placeholders for Python objects in the config of a run that was started from Python."""
+    home = "raafl.api.python_objects"
+    return {kind: {f"{home}.{name}": Entry(home, name)} for kind, name in _STAND_INS.items()}
+
+
+def paths() -> list[str]:
+    """List all import paths that an untrusted config may name, and the paths of types that jsonargparse needs."""
+    named = {path for tables in (registry(), stand_ins()) for table in tables.values() for path in table}
+    return sorted(named | {"raafl.devices.Device", "raafl.devices.profiles.Device", "model_zoo.lora.LoRA"})
+
+
+def _entries(
+    homes: Mapping[str, str], package: str, also_in: Iterable[str], names: Iterable[str] | None = None
+) -> dict[str, Entry]:
+    """Build one table: each name at home and in the packages that show it."""
+    found: dict[str, Entry] = {}
+    for name in homes if names is None else names:
+        home = homes[name] if not package or homes[name].startswith(package) else f"{package}.{homes[name]}"
+        found |= {f"{place}.{name}": Entry(home, name) for place in (home, *also_in)}
+    return found

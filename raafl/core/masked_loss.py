@@ -1,6 +1,6 @@
 """Find the layer whose logits of a client's absent classes can be masked (HeteroFL's masked loss), or why none can be.
 
-`raafl.local.masked` masks them, `raafl.parts.merge.label_split` merges that layer's rows.
+`raafl.local.train` masks them, `raafl.parts.merge.label_split` merges that layer's rows.
 """
 
 from __future__ import annotations

@@ -14,12 +14,10 @@ if TYPE_CHECKING:
     from raafl.data.clusters import GaussianClusters
     from raafl.data.federated import ClientData, FederatedData
     from raafl.data.fine_tuning import FineTuning
+    from raafl.data.loaders import TensorImages
     from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid, Partition, QuantitySkew
-    from raafl.data.shakespeare import Shakespeare
     from raafl.data.sources import CIFAR10, CIFAR100, MNIST, Digits, HuggingFace
-    from raafl.data.tensors import TensorImages
-    from raafl.data.text import FPB, SST2, AGNews, HuggingFaceText
-    from raafl.data.text_folder import TextFolder
+    from raafl.data.text import FPB, SST2, AGNews, HuggingFaceText, Shakespeare, TextFolder
     from raafl.data.tokens import TensorTokens, TensorWindows
 
 _HOME = {
@@ -42,11 +40,11 @@ _HOME = {
     "Partition": "partition",
     "QuantitySkew": "partition",
     "SST2": "text",
-    "Shakespeare": "shakespeare",
-    "TensorImages": "tensors",
+    "Shakespeare": "text",
+    "TensorImages": "loaders",
     "TensorTokens": "tokens",
     "TensorWindows": "tokens",
-    "TextFolder": "text_folder",
+    "TextFolder": "text",
 }
 
 __all__ = list(_HOME)

@@ -19,8 +19,18 @@ from torch.utils.data import Subset, default_collate
 
 from raafl.data.epochs import batches_of_epoch
 from raafl.data.labels import Columns, classes_in, labels_of, trained_labels
-from raafl.data.loaders import InOrder, Loader, check_transfer, overrides, read_loader, reading
-from raafl.data.tensors import Collate, Fetch, fetcher, select_from
+from raafl.data.loaders import (
+    Collate,
+    Fetch,
+    InOrder,
+    Loader,
+    check_transfer,
+    fetcher,
+    overrides,
+    read_loader,
+    reading,
+    select_from,
+)
 from raafl.errors import BadInput, at_least
 from raafl.rules import Rules
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raafl.data.tensors import Fetch, is_tensors, unwrap
+from raafl.data.loaders import Fetch, is_tensors, unwrap
 from raafl.errors import BadInput
 from raafl.rng import undisturbed
 

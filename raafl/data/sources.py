@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from raafl.data import readers
-from raafl.data.hub import load_splits, rows_of
-from raafl.data.tensors import TensorImages
+from raafl.data.loaders import TensorImages
+from raafl.data.readers import load_splits, rows_of
 from raafl.errors import BadInput, at_least, installing
 from raafl.lean_import import import_lightning
 

@@ -6,6 +6,8 @@ that shapes never change. Texts are tokenised once per machine; the ranks of a m
 
 from __future__ import annotations
 
+import shutil
+import urllib.request
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,11 +16,13 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from raafl.atomic_file import atomic_file
 from raafl.data import readers
-from raafl.data.hub import load_splits, rows_of
-from raafl.data.sources import TrainTestData, held_out
-from raafl.data.tokens import TensorTokens, Tokenizer
+from raafl.data.readers import load_splits, rows_of
+from raafl.data.sources import DOWNLOAD_TIMEOUT_S, TrainTestData, held_out
+from raafl.data.tokens import TensorTokens, Tokenizer, load_tokenizer, package_folder, windows_of
 from raafl.errors import BadInput, at_least, installing
 
 Part = Literal["train", "test"]
@@ -263,3 +267,212 @@ def _split(splits: object, path: str, split: str, text_column: str, label_column
         return list(rows[text_column][:]), labels.astype(np.int64)
 
     return _Rows([path, rows._fingerprint, text_column, label_column], read)
+
+
+_PARTS = ("tokens", "starts")
+
+
+class TextFolder(TrainTestData):
+    """Data module of the text files in a folder, cut into windows of tokens, for training a language model.
+
+    A sample is `(tokens, targets)`, both int64 of shape `(length,)`; the loss counts every token. The last windows of
+    each file are held out for tests. `raafl.data.ByColumn("speaker")` makes each file a client. Tokens are computed
+    once per machine and shared by its processes.
+
+    Args:
+        path: folder with the texts in UTF-8; `package:NAME/FOLDER` = a folder of an installed Python package.
+        glob: pattern of the files in the folder; `**` stands for any depth.
+        tokenizer: tokenizer of transformers: name on the hub, folder, `package:NAME/FOLDER`, or `bytes`, which needs no
+            files and has 261 tokens. The model's `vocab_size` must be at least as large.
+        length: number of tokens in a window.
+        batch_size: number of windows in a batch.
+        test_share: share of each file's windows that is held out for tests, between 0 and 1.
+        num_train: number of training windows, evenly spaced over all; null = all.
+        num_test: number of test windows, evenly spaced over all; null = all.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        glob: str = "**/*.txt",
+        tokenizer: str = "bytes",
+        length: int = 64,
+        batch_size: int = 8,
+        test_share: float = 0.1,
+        num_train: int | None = None,
+        num_test: int | None = None,
+    ) -> None:
+        """Check the arguments; nothing is read yet."""
+        super().__init__(batch_size, num_train, num_test)
+        at_least("TextFolder: length", length, 1)
+        if not 0 < test_share < 1:
+            raise BadInput(f"TextFolder: test_share is {test_share}: give a share between 0 and 1, such as 0.1")
+        self.path, self.glob, self.length, self.test_share = path, glob, length, test_share
+        self._tokenizer = tokenizer
+
+    @property
+    def tokenizer(self) -> Any:  # a transformers.PreTrainedTokenizerBase
+        """Tokenizer of the texts; it is saved with the model."""
+        return load_tokenizer(self._tokenizer)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Convert the files to tokens, or memory-map the tokens of an earlier run, and cut them into windows.
+
+        Raises:
+            BadInput: the folder, a file or the tokenizer does not exist, a file is not UTF-8, or all files are too
+                short.
+        """
+        if hasattr(self, "train"):
+            return
+        files = self._files()
+        # the tokens are cached apart from the texts, whose folder may be a package's
+        facts = [*files, *Tokenizer(self._tokenizer).cache_inputs()]
+        tokens, starts = readers.cached(
+            facts, readers.data_root(None), "text-folder", lambda: self._read(files), _PARTS
+        )
+        bounds = starts.tolist()
+        texts = ((file.name, tokens[start:end]) for file, start, end in zip(files, bounds, bounds[1:], strict=False))
+        sets = windows_of(texts, self.length, self.test_share)
+        if sets is None:
+            raise BadInput(
+                f"TextFolder: none of the {len(files)} files of {self.path} has 2 windows of {self.length} tokens: lower length"
+            )
+        self._set(*sets)
+
+    def _files(self) -> list[Path]:
+        folder = Path(package_folder(self.path, "path"))
+        files = sorted(path for path in folder.glob(self.glob) if path.is_file()) if folder.is_dir() else []
+        if not files:
+            reason = f"has no file {self.glob}" if folder.is_dir() else "is no folder"
+            raise BadInput(
+                f"TextFolder: path is '{self.path}', which {reason}: name a folder of texts, and a glob pattern for "
+                "its files"
+            )
+        return files
+
+    def _read(self, files: list[Path]) -> readers.Arrays:
+        """Return the tokens of all files, one after the other, and where each starts, with the end of the last."""
+        tokenizer, found, starts = self.tokenizer, [], [0]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        for file in files:
+            try:
+                text = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise BadInput(
+                    f"TextFolder: {file} is not UTF-8 ({error.reason}): convert it, or leave it out"
+                ) from None
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            found.append(np.array([*ids, *end], np.int32))
+            starts.append(starts[-1] + len(found[-1]))
+        return np.concatenate(found), np.array(starts, np.int64)
+
+
+_ADDRESS = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+
+
+class Shakespeare(TrainTestData):
+    """Shakespeare's plays (1.1 MB, 65 different characters) as windows of text, for predicting each next character.
+
+    A sample is `(tokens, targets)`, both of shape `(length,)`; the loss counts every character. A window has text of
+    one speaker only. `raafl.data.ByColumn("speaker")` makes each speaker a client, as in McMahan et al. 2017
+    (arXiv:1602.05629). The last windows of each speaker are held out for tests.
+
+    Args:
+        root: folder that contains `shakespeare/input.txt`; null = the environment variable RAAFL_DATA, or else
+            ~/.cache/raafl.
+        length: number of characters in a window.
+        batch_size: number of windows in a batch.
+        min_speeches: smallest number of speeches; speakers with fewer are left out. 20 leaves 98 speakers.
+        test_share: share of each speaker's windows that is held out for tests, between 0 and 1.
+        download: whether to download the file into `root` if it is missing.
+        num_train: number of training windows, evenly spaced over all; null = all.
+        num_test: number of test windows, evenly spaced over all; null = all.
+    """
+
+    vocab_size: ClassVar[int] = 65
+
+    def __init__(
+        self,
+        root: str | Path | None = None,
+        length: int = 80,
+        batch_size: int = 32,
+        min_speeches: int = 20,
+        test_share: float = 0.1,
+        download: bool = True,
+        num_train: int | None = None,
+        num_test: int | None = None,
+    ) -> None:
+        super().__init__(batch_size, num_train, num_test)
+        if length < 1 or min_speeches < 1:
+            raise BadInput(f"Shakespeare: length is {length}, min_speeches {min_speeches}: give at least 1 of each")
+        if not 0 < test_share < 1:
+            raise BadInput(f"Shakespeare: test_share is {test_share}: give a share between 0 and 1, such as 0.1")
+        self.file = readers.data_root(root) / "shakespeare" / "input.txt"
+        self.length, self.min_speeches, self.test_share, self.download = length, min_speeches, test_share, download
+
+    def prepare_data(self) -> None:
+        """Download the file if it is missing.
+
+        Raises:
+            BadInput: the file is missing and cannot be downloaded.
+        """
+        if self.file.is_file():
+            return
+        if not self.download:
+            raise self._missing("download is off")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with readers.locked(self.file.parent / ".lock"):
+                if not self.file.is_file():
+                    self._fetch()
+        except OSError as error:
+            raise self._missing(f"the download failed: {error}") from error
+
+    def _fetch(self) -> None:
+        with (
+            urllib.request.urlopen(_ADDRESS, timeout=DOWNLOAD_TIMEOUT_S) as answer,
+            atomic_file(self.file, is_synced=False) as file,
+        ):
+            shutil.copyfileobj(answer, file)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the text and cut it into windows of equal length.
+
+        Raises:
+            BadInput: the file is missing, or no speaker has enough text.
+        """
+        if hasattr(self, "train"):
+            return
+        if not self.file.is_file():
+            raise self._missing("call prepare_data first")
+        text = self.file.read_text(encoding="utf-8")
+        self.characters = "".join(sorted(set(text)))
+        codes = {character: code for code, character in enumerate(self.characters)}
+        texts = (
+            (speaker, torch.tensor([codes[character] for character in "\n".join(speeches)], dtype=torch.uint8))
+            for speaker, speeches in sorted(speeches_of(text).items())
+            if len(speeches) >= self.min_speeches
+        )
+        sets = windows_of(texts, self.length, self.test_share)
+        if sets is None:
+            raise BadInput(
+                f"Shakespeare: no speaker has {self.min_speeches} speeches and 2 windows of {self.length} characters: "
+                "lower min_speeches or length"
+            )
+        self._set(*sets)
+
+    def _missing(self, reason: str) -> BadInput:
+        return BadInput(
+            f"Shakespeare is not in {self.file} ({reason}): set root or the environment variable RAAFL_DATA to the folder "
+            "that has shakespeare/input.txt, or use download=True where there is a network"
+        )
+
+
+def speeches_of(text: str) -> dict[str, list[str]]:
+    """Split the text into speeches, by speaker. Speeches are separated by blank lines; the first line names the speaker."""
+    found: dict[str, list[str]] = {}
+    for block in text.split("\n\n"):
+        head, _, speech = block.strip("\n").partition("\n")
+        if head.endswith(":") and speech:
+            found.setdefault(head[:-1], []).append(speech)
+    return found

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FIGURES = ("flops_per_s", "memory_bytes", "down_bytes_per_s", "up_bytes_per_s", "latency_s")
 """Fields of a profile that a shipped one gives."""
@@ -34,8 +38,6 @@ def figures(name: str) -> dict[str, float]:
     if name in found["devices"]:
         return {field: float(found["devices"][name][field]["value"]) for field in FIGURES}
     if name in found["generators"]:
-        from raafl.devices.sampling import median
-
         return median(found["generators"][name])
     return {}
 
@@ -65,3 +67,104 @@ def rows() -> list[dict[str, Any]]:
                 {"device": name, "field": field, "value": device[field]["value"], "source": device[field]["source"]}
             )
     return found
+
+
+Windows = tuple[tuple[float, float], ...]
+Presence = Literal["always", "diurnal", "markov", "leaves"]
+PRESENCES: tuple[Presence, ...] = ("always", "diurnal", "markov", "leaves")
+
+DAY_S = 86400.0
+_STAYS = 32  # on and off again, of a markov pattern, after which it repeats
+
+
+def _generator(seed: int, *numbers: int) -> np.random.Generator:
+    import numpy as np
+
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *numbers])))
+
+
+def median(law: Mapping[str, Any]) -> dict[str, float]:
+    """Return the profile fields (speed, memory, link) of the median device of a random distribution of devices."""
+    return _device(law, law["score"]["mean_log"], (0.0, 0.0, 0.0))
+
+
+def draw(law: Mapping[str, Any], seed: int, number: int) -> dict[str, float]:
+    """Draw the fields of a random device; the same seed and number always give the same device.
+
+    The benchmark score of the device is drawn from a truncated lognormal distribution; speed and memory follow from it.
+    Link speeds are lognormal and correlated with the score.
+    """
+    rng, score = _generator(seed, number), law["score"]
+    least, most = math.log(score["least"]), math.log(score["most"])
+    log_score = math.inf
+    while not least <= log_score <= most:
+        log_score = rng.normal(score["mean_log"], score["sd_log"])
+    down, other, memory = (float(z) for z in rng.normal(size=3))
+    rho = law["link_correlation"]
+    return _device(law, float(log_score), (down, rho * down + math.sqrt(1 - rho * rho) * other, memory))
+
+
+def _device(law: Mapping[str, Any], log_score: float, normals: tuple[float, float, float]) -> dict[str, float]:
+    speed, memory, down, up = (law[k] for k in ("flops_per_s", "memory_bytes", "down_bytes_per_s", "up_bytes_per_s"))
+    gigabytes = math.exp(memory["intercept"] + memory["slope"] * log_score + memory["sd_log"] * normals[2])
+    return {
+        "flops_per_s": math.exp(speed["intercept"] + speed["slope"] * log_score),
+        "memory_bytes": memory["share"] * gigabytes * 1e9,
+        "down_bytes_per_s": math.exp(down["mean_log"] + down["sd_log"] * normals[0]),
+        "up_bytes_per_s": math.exp(up["mean_log"] + up["sd_log"] * normals[1]),
+        "latency_s": float(law["latency_s"]),
+    }
+
+
+def presence(
+    kind: Presence, on_s: float | None, off_s: float | None, seed: int, number: int
+) -> tuple[Windows | None, float | None]:
+    """Draw the hours in which a device is available; return time windows and the period after which they repeat.
+
+    Both are None if the device is always available.
+
+    `off_s`: seconds for which it is away, or their mean; None for diurnal = the rest of a day.
+    """
+    if kind == "always" or on_s is None:
+        return None, None
+    rng = _generator(seed, number, 1)
+    if kind == "leaves":
+        return ((0.0, float(rng.exponential(on_s))),), None
+    if kind == "diurnal":
+        period_s = DAY_S if off_s is None else on_s + off_s
+        start = float(rng.uniform(0.0, period_s))
+        over = start + on_s - period_s
+        return (((start, start + on_s),) if over <= 0 else ((0.0, over), (start, period_s))), period_s
+    away_s = off_s or 0.0
+    windows, at = [], 0.0 if rng.uniform() < on_s / (on_s + away_s) else float(rng.exponential(away_s))
+    for _ in range(_STAYS):
+        stop = at + float(rng.exponential(on_s))
+        windows.append((at, stop))
+        at = stop + float(rng.exponential(away_s))
+    return tuple(windows), at
+
+
+def presence_problems(kind: str, on_s: float | None, off_s: float | None, has_windows: bool) -> list[str]:
+    """List the errors in the settings of random availability, one line each.
+
+    `on_s`: mean seconds available; None = not given.
+    `off_s`: mean seconds away; None = not given.
+    """
+    if kind not in PRESENCES:
+        return [f"presence is {kind!r}; write {', '.join(PRESENCES[:-1])} or {PRESENCES[-1]}"]
+    if kind == "always":
+        given = [f"{name} is {value!r}" for name, value in (("on_s", on_s), ("off_s", off_s)) if value is not None]
+        return [f"{', '.join(given)} but presence is 'always'; say diurnal, markov or leaves"] if given else []
+    if has_windows:
+        return [f"presence is {kind!r} but availability is given as well; leave out one of the two"]
+    problems = []
+    for name, value, needed in (("on_s", on_s, True), ("off_s", off_s, kind == "markov")):
+        if value is None and needed:
+            problems.append(f"{name} is not given; presence {kind} needs it, in seconds")
+        elif value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            problems.append(f"{name} is {value!r}; it must be a finite number of seconds above 0")
+    if kind == "diurnal" and not problems and off_s is None and on_s is not None and on_s >= DAY_S:
+        problems.append(f"on_s is {on_s!r}, a day or more; give less, or off_s as well")
+    if kind == "leaves" and off_s is not None:
+        problems.append(f"off_s is {off_s!r} but presence leaves never comes back; leave it out")
+    return problems

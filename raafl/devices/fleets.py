@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from raafl.devices import catalog, sampling
+from raafl.devices import catalog
 from raafl.errors import nearest
 
 FLEET, FLHETBENCH = "fleet:", "flhetbench:"
@@ -89,7 +89,7 @@ def _slowed(entry: Mapping[str, Any], speed: float, link: float) -> dict[str, An
     name = entry["name"]
     known = catalog.figures(name)
     if catalog.is_drawn(name):
-        known = sampling.draw(catalog.catalogue()["generators"][name], entry.get("seed", 0), 0)
+        known = catalog.draw(catalog.catalogue()["generators"][name], entry.get("seed", 0), 0)
     divisors = {"flops_per_s": speed, "bytes_per_s": speed, "down_bytes_per_s": link, "up_bytes_per_s": link}
     return {
         field: value / divisors[field] if field in divisors else value for field, value in {**known, **entry}.items()

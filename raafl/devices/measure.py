@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+import os
 import resource
+import socket
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from raafl.devices.profiles import Profile
-
-if TYPE_CHECKING:
-    import torch
+from raafl.errors import BadInput, parse_address
+from raafl.submodel.cost.ledger import Ledger
 
 
 def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) -> tuple[float, float, float]:
@@ -23,8 +30,6 @@ def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) 
     operations are timed, forward and backward, with large and tiny tensors. Bytes are counted as in
     `Cost.moved_bytes_per_sample`. The fastest of several rounds counts.
     """
-    from raafl.devices.probes import Probes
-
     probes, stop_s = Probes(device), time.perf_counter() + duration_s
     while time.perf_counter() < stop_s or probes.best_s[-1] == math.inf:
         probes.take()
@@ -42,8 +47,6 @@ def measure_machine(
     Raises:
         BadInput: no raafl answers at the address.
     """
-    from raafl.devices.link import measure_link
-
     link = {} if address is None else asdict(measure_link(address, duration_s))
     flops_per_s, bytes_per_s, launch_s = measure_speeds(device, duration_s)
     room = memory_room(device).for_task_bytes
@@ -145,3 +148,218 @@ def _left_in(folder: Path, limit_file: str, usage_file: str, *cache_fields: str)
 
 
 _NO_LIMIT = 2.0**62  # version 1 says "none" as the largest number of whole pages
+
+
+_TINY_DEPTH, _TINY_CALLS = 5, 20
+
+
+class Probes:
+    """Timer of three workloads, from whose times a machine's speeds are computed.
+
+    The workloads are a matrix product (bound by FLOP/s); a layer of elementwise operations, forward and backward (bound
+    by memory traffic); and many operations on a single row (bound by the time to launch a kernel).
+
+    `best_s`: shortest time of each workload so far, in seconds.
+    `product`: counts of the FLOPs, bytes and kernels of the matrix product.
+    `layer`: the same counts for the layer.
+    `tiny`: the same counts for the operations on a single row.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
+        num_samples: int | None = None,
+        num_calls: int = 1,
+    ) -> None:
+        """Allocate the workloads.
+
+        `num_samples`: rows of 512 values in the layer; None = 4096; on a GPU, where that would be launch-bound, 32
+        times as many and a product 64 times as large.
+        """
+        self._device = torch.device(device)
+        wide = 4 if self._device.type == "cuda" else 1
+        a, b = (torch.randn(rows * wide, 512 * wide, device=device) for rows in (2048, 512))
+        rows = num_samples or 4096 * (32 if wide > 1 else 1)
+        self.product, self.layer, self.tiny = Ledger(), Ledger(), Ledger()
+        self._work: list[Callable[[], object]] = [lambda: a @ b, self._layer(rows), self._tiny()]
+        for ledger, work in zip((self.product, self.layer, self.tiny), self._work, strict=True):
+            with ledger:
+                work()
+        self._clock, self._calls = clock, (num_calls, num_calls, max(num_calls, _TINY_CALLS))
+        self.best_s = [math.inf] * 3
+
+    def _layer(self, num_samples: int) -> Callable[[], object]:
+        x, gradient = (torch.randn(num_samples, 512, device=self._device) for _ in range(2))
+        x.requires_grad_()
+        return lambda: torch.autograd.grad(F.layer_norm(F.gelu(x), (512,)) + x, x, gradient)
+
+    def _tiny(self) -> Callable[[], object]:
+        blocks = [(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(_TINY_DEPTH)]
+        model = nn.Sequential(*itertools.chain(*blocks)).to(self._device)
+        x = torch.randn(1, 64, device=self._device)
+
+        def passes() -> None:
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+        return passes
+
+    def take(self) -> None:
+        """Time each workload once, and keep the shortest time so far."""
+        for place, (work, num_calls) in enumerate(zip(self._work, self._calls, strict=True)):
+            begin_s = self._clock()
+            for _ in range(num_calls):
+                work()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self.best_s[place] = min(self.best_s[place], (self._clock() - begin_s) / num_calls)
+
+    def speeds(self) -> tuple[float, float, float]:
+        """Compute FLOP/s, bytes/s of memory traffic and seconds per kernel launch from the shortest time of each workload."""
+        product_s, layer_s, tiny_s = self.best_s
+        product, layer, tiny = (one.kernels.total() for one in (self.product, self.layer, self.tiny))
+        many, few = self.layer.moved_bytes, self.tiny.moved_bytes
+        # of seconds = launches * launch_s + bytes / bytes_per_s, twice
+        launch_s = max(tiny_s * many - layer_s * few, 0.0) / (tiny * many - layer * few)
+        bytes_per_s = many / max(layer_s - layer * launch_s, layer_s / 10)
+        other_s = self.product.moved_bytes / bytes_per_s + product * launch_s
+        return self.product.flops / max(product_s - other_s, product_s / 10), bytes_per_s, launch_s
+
+
+MAGIC = b"RAAFLNK1"
+MOST_BYTES = 1 << 28
+DEADLINE_S = 30.0
+
+_QUESTION = struct.Struct("!8scQ")
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Measured network link of a client: bytes per second in each direction, and one-way latency in seconds."""
+
+    down_bytes_per_s: float
+    up_bytes_per_s: float
+    latency_s: float
+
+
+class Answerer:
+    """Server for measuring links; it answers one peer after another."""
+
+    def __init__(self, address: str, deadline_s: float = DEADLINE_S) -> None:
+        """Bind the address; port 0 picks a free port. Raises `BadInput` if it cannot be bound."""
+        host, port = parse_address(address)
+        self._deadline_s = deadline_s
+        try:
+            self._listener = socket.create_server((host, port))
+        except OSError as error:
+            raise BadInput(
+                f"address is '{address}', on which this machine cannot listen ({error.strerror or error}): give another "
+                "HOST:PORT"
+            ) from error
+        self.port: int = self._listener.getsockname()[1]
+
+    def serve(self, num_peers: int | None = None) -> None:
+        """Answer the measuring requests of ``num_peers`` peers, one after another; None = until `close`.
+
+        A connection is closed when the peer sends anything but such a request.
+        """
+        left = math.inf if num_peers is None else num_peers
+        while left > 0:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            with peer, contextlib.suppress(OSError):
+                peer.settimeout(self._deadline_s)
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while self._answer(peer):
+                    pass
+            left -= 1
+
+    def _answer(self, peer: socket.socket) -> bool:
+        question = _take(peer, _QUESTION.size)
+        if len(question) < _QUESTION.size:
+            return False
+        magic, kind, size = _QUESTION.unpack(question)
+        if magic != MAGIC or size > MOST_BYTES or kind not in b"pdu":
+            return False
+        if kind == b"d":
+            _send(peer, size)
+        else:
+            if kind == b"u" and _drop(peer, size) < size:
+                return False
+            peer.sendall(kind)
+        return True
+
+    def close(self) -> None:
+        """Stop listening; `serve` then returns."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
+        self._listener.close()
+
+
+def measure_link(address: str, duration_s: float = 2.0, deadline_s: float = DEADLINE_S) -> Link:
+    """Measure the network link to a machine on which `raafl plan --answer` runs.
+
+    Latency is half of the shortest of ten round trips. For each direction, transfers of growing size are timed, and the
+    last one counts.
+
+    Raises:
+        BadInput: no raafl answers at the address.
+    """
+    host, port = parse_address(address)
+    try:
+        with socket.create_connection((host, port), timeout=deadline_s) as peer:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            round_s = min(_ask(peer, b"p", 0) for _ in range(10))
+            return Link(_rate(peer, b"d", duration_s, round_s), _rate(peer, b"u", duration_s, round_s), round_s / 2)
+    except OSError as error:
+        raise BadInput(
+            f"address is '{address}', where no `raafl plan --answer` answers ({error.strerror or error}): run "
+            f"`raafl plan --answer {address}` there"
+        ) from error
+
+
+def _rate(peer: socket.socket, kind: bytes, duration_s: float, round_s: float) -> float:
+    size = _CHUNK
+    while True:
+        took_s = _ask(peer, kind, size)
+        if took_s >= duration_s / 4 or 2 * size > MOST_BYTES:
+            return size / max(took_s - round_s, took_s / 10)  # one round trip is the question's
+        size *= 2
+
+
+def _ask(peer: socket.socket, kind: bytes, size: int) -> float:
+    """Send a question; return the seconds until its answer is complete."""
+    begin_s = time.perf_counter()
+    peer.sendall(_QUESTION.pack(MAGIC, kind, size))
+    if kind == b"u":
+        _send(peer, size)
+    wanted = size if kind == b"d" else 1
+    if _drop(peer, wanted) < wanted:
+        raise ConnectionError("the peer answered with another protocol")
+    return time.perf_counter() - begin_s
+
+
+def _send(peer: socket.socket, size: int) -> None:
+    chunk = os.urandom(_CHUNK)
+    for start in range(0, size, _CHUNK):
+        peer.sendall(chunk[: min(_CHUNK, size - start)])
+
+
+def _take(peer: socket.socket, size: int) -> bytes:
+    """Receive ``size`` bytes, or fewer if the peer ends."""
+    found = b""
+    while len(found) < size and (piece := peer.recv(size - len(found))):
+        found += piece
+    return found
+
+
+def _drop(peer: socket.socket, size: int) -> int:
+    """Receive and discard ``size`` bytes; return how many came."""
+    buffer, got = bytearray(_CHUNK), 0
+    while got < size and (more := peer.recv_into(buffer, min(_CHUNK, size - got))):
+        got += more
+    return got

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from raafl.devices import catalog, recordings, sampling
+from raafl.devices import catalog, recordings
+from raafl.devices.catalog import Presence
 from raafl.devices.checks import (
     CHANGES,
     change_problems,
@@ -21,7 +22,6 @@ from raafl.devices.checks import (
     spread_problems,
     window_problems,
 )
-from raafl.devices.sampling import Presence
 from raafl.errors import nearest
 
 Pairs = tuple[tuple[float, float], ...]
@@ -160,7 +160,7 @@ class Device(Profile):
     Args:
         count: number of clients with this device.
         presence: always = the client is always available; diurnal, markov or leaves = its hours are drawn at random,
-            see `raafl.devices.sampling.presence`.
+            see `raafl.devices.catalog.presence`.
         on_s: seconds for which a client is available, if its hours are drawn.
         off_s: seconds for which a client is away, if its hours are drawn.
         seed: seed of all random draws.
@@ -196,7 +196,7 @@ class Device(Profile):
         for name in unsaid:
             object.__setattr__(self, name, known.get(name, _DEFAULTS[name]))
         Profile.__post_init__(self)
-        problems = sampling.presence_problems(self.presence, self.on_s, self.off_s, self.availability is not None)
+        problems = catalog.presence_problems(self.presence, self.on_s, self.off_s, self.availability is not None)
         for name, least in (("count", 1), ("seed", 0)):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
@@ -225,9 +225,9 @@ class Device(Profile):
         own = {f.name: getattr(self, f.name) for f in fields(Profile)}
         if catalog.is_drawn(self.name):
             law = catalog.catalogue()["generators"][self.name]
-            own |= {k: v for k, v in sampling.draw(law, self.seed, number).items() if k not in self.given}
+            own |= {k: v for k, v in catalog.draw(law, self.seed, number).items() if k not in self.given}
         if self.presence != "always":
-            windows, period_s = sampling.presence(self.presence, self.on_s, self.off_s, self.seed, number)
+            windows, period_s = catalog.presence(self.presence, self.on_s, self.off_s, self.seed, number)
             own |= {"availability": windows, "period_s": period_s}
         if self.recorded is not None:
             devices = recordings.load(self.recorded)

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import RunHooks
 from raafl.core.types import Event, Settled
-from raafl.monitoring.health import Health
+from raafl.monitoring.endpoint import Health
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import KINDS, MERGED, kind_of
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from raafl._version import __version__
 from raafl.config.experiment import seconds
 from raafl.core.hooks import HookList
-from raafl.monitoring.endpoint import Endpoint, Reply, listening_socket
-from raafl.monitoring.health import Health
+from raafl.monitoring.endpoint import Endpoint, Health, Reply, listening_socket
 
 if TYPE_CHECKING:
     from raafl.monitoring.metrics import RunMetrics

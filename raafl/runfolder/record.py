@@ -12,7 +12,7 @@ from typing import Any, cast
 from raafl.config.options import Target
 from raafl.core.records_json import assignment_to_json, event_to_json
 from raafl.core.types import Adjusted, Arrived, Assignment, Event, Joined, Sending, Settled
-from raafl.devices.series import shortened
+from raafl.devices.recordings import shortened
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import (
     CLIENT,

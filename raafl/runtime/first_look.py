@@ -10,7 +10,7 @@ from raafl.errors import BadInput
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.evaluation.metrics import MAX_LOGGED
 from raafl.local.lightning_hooks import uncalled
-from raafl.local.preparation.modes import eval_mode_note
+from raafl.local.preparation.prepare import eval_mode_note
 from raafl.local.preparation.trial import explained, try_single_samples, try_training
 from raafl.local.sparse_gradients import check_optimizer
 from raafl.optimizers import configure

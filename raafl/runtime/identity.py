@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 from raafl._version import __version__
 from raafl.core.records_json import client_from_json, client_to_json
 from raafl.core.types import ClientInfo
-from raafl.devices.series import full_profile
+from raafl.devices.recordings import full_profile
 from raafl.sanitize import sanitize_text
 from raafl.submodel import Submodels
 from raafl.transport import Refused

@@ -33,7 +33,7 @@ from typing import Any, Final, Literal, Self, cast
 
 from raafl.core.records_json import assignment_from_json, assignment_to_json, client_to_json
 from raafl.core.types import UNANSWERED, Assignment, ClientInfo
-from raafl.devices.series import as_sent, problem_of_sent
+from raafl.devices.recordings import as_sent, problem_of_sent
 from raafl.errors import LONGEST, GpuLost, TaskFailed
 from raafl.local.evaluation.metrics import MAX_METRIC
 from raafl.runtime.fields import (

@@ -23,7 +23,7 @@ from raafl.core.coordinator import Coordinator
 from raafl.core.records_json import event_from_json, group_from_json
 from raafl.core.types import OUT_OF_MEMORY, Action, Adjusted, Arrived, Assign, Assignment, Event, Lost, Update
 from raafl.data.federated import ClientData
-from raafl.devices.series import long_series, restored
+from raafl.devices.recordings import long_series, restored
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.events import read_run

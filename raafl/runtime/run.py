@@ -34,9 +34,8 @@ from raafl.runtime.setup import ServerSetup, build, evaluation_seed, make_execut
 from raafl.sanitize import is_url
 from raafl.submodel import FULL
 from raafl.units import quantity
-from raafl.watch.eta import Goals
 from raafl.watch.progress import Progress
-from raafl.watch.state import RunState, follow
+from raafl.watch.state import Goals, RunState, follow
 
 if TYPE_CHECKING:
     from raafl.runtime.executors import Executor

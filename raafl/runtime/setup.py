@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from raafl.config.experiment import Distance, Experiment, distance, seconds
-from raafl.config.submodel_options import SubmodelOptions
+from raafl.config.options import SubmodelOptions
 from raafl.core.algorithm import Algorithm, OwnTests, Select
 from raafl.core.coordinator import Coordinator
 from raafl.core.local import Local
@@ -25,8 +25,7 @@ from raafl.devices.gpus import Place
 from raafl.errors import USER_ERRORS, BadInput, briefly, format_error
 from raafl.local.numerics import device_problem, set_numerics
 from raafl.local.options import FabricOptions
-from raafl.local.preparation.modes import call_own_train
-from raafl.local.preparation.prepare import prepare
+from raafl.local.preparation.prepare import call_own_train, prepare
 from raafl.local.preparation.trial import start_observers
 from raafl.local.train import LocalTrainer
 from raafl.parts.protect.assembly import sound, with_options
@@ -76,7 +75,7 @@ def user_model(experiment: Experiment) -> LightningModule:
     """
     module: LightningModule = prepare(experiment.model())
     if experiment.submodels.exits:
-        from raafl.submodel.depth.exits import give_exits
+        from raafl.submodel.depth import give_exits
 
         give_exits(module, experiment.submodels.exits)
     if Rules(experiment.rules).keeps_modes:

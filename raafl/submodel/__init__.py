@@ -23,8 +23,7 @@ from raafl.submodel.batch_norm import collect_statistics
 from raafl.submodel.cost import Cost
 from raafl.submodel.cut.shrink import Shrunk, skeleton
 from raafl.submodel.declared import Exit, Stack
-from raafl.submodel.depth.exits import EarlyLogits, add_exits
-from raafl.submodel.depth.windows import depth_window, last_fraction
+from raafl.submodel.depth import EarlyLogits, add_exits, depth_window, last_fraction
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout, TensorEntry
 from raafl.submodel.spec import FULL, Spec, SpecError

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
+from raafl.errors import nearest
 from raafl.submodel.axes import Runs
-from raafl.submodel.cut.copying import on_meta
+from raafl.submodel.cut.copying import copy_structure, on_meta
 from raafl.submodel.flat import Layout
+from raafl.submodel.spec import SpecError
 
 Selections = Mapping[str, Mapping[int, Runs]]
 """Runs kept, by tensor and dimension, of the tensors that are cut."""
@@ -82,3 +84,84 @@ def select(tensor: Tensor, selection: Mapping[int, Runs]) -> Tensor:
     for dim, runs in selection.items():
         tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
     return tensor
+
+
+class Bases:
+    """A model's frozen parameters (its base) in one or more precisions, such as 32, 16 and 4 bits.
+
+    Each machine computes them itself, so they are never sent.
+
+    `names`: names of the precisions, from the highest, the module's own, to the lowest; empty if there is only one.
+    """
+
+    def __init__(self, module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
+        """Read the precisions of a module without values; ``frozen`` are the names of its frozen parameters."""
+        self.names: tuple[str, ...] = tuple(getattr(module, "submodel_bases", ()))
+        self._module, self._frozen = module, frozen
+        self._own: FrozenBase | None = None
+        self._made: dict[str | None, FrozenBase] = {}
+        self._digests: dict[str, str] = {}
+        self._rebuild: Callable[[], nn.Module] | None = None
+
+    def normal(self, name: str | None) -> str | None:
+        """Check the name of a precision; return it, or None if it is the module's own precision.
+
+        Raises:
+            SpecError: the frozen parameters do not exist in this precision.
+        """
+        if name is not None and name not in self.names:
+            known = nearest(name, self.names, "this model has only one precision: leave base out")
+            raise SpecError(f"spec.base is '{name}', which this model does not have: {known}")
+        return None if self.names and name == self.names[0] else name
+
+    def module(self, name: str, values: Mapping[str, Tensor] | None = None) -> Any:
+        """Return a copy of the module with its frozen parameters in another precision.
+
+        `values`: frozen parameters in the module's own precision, to be converted; None = leave out all values.
+        """
+        memo = {id(self._frozen[n]): nn.Parameter(value, requires_grad=False) for n, value in (values or {}).items()}
+        module: Any = copy_structure(self._module, memo)
+        module.submodel_hold(name)
+        return module
+
+    def take(self, own: FrozenBase, rebuild: Callable[[], nn.Module] | None = None) -> None:
+        """Store the frozen parameters in the module's own precision, from which those in other precisions are converted.
+
+        `rebuild`: function that builds the model anew, so that memory needs to hold only the precision of the latest
+        task; None = keep all precisions in memory.
+        """
+        self._own, self._rebuild = own, rebuild if self.names else None
+        self._made, self._digests = {}, {}
+        if self._rebuild is not None:
+            own.let_go()
+
+    def values(self, name: str | None) -> FrozenBase | None:
+        """Return the frozen parameters in a precision; None if the model has none, or their values are not loaded."""
+        name = self.normal(name)
+        if self._own is None or (name is None and self._rebuild is None):
+            return self._own
+        if name not in self._made:
+            values: Mapping[str, Tensor] = self._own.tensors
+            if self._rebuild is not None:
+                self._made.clear()
+                values = {n: p for n, p in self._rebuild().named_parameters() if n in self._frozen}
+            self._made[name] = self._make(name, values)
+        return self._made[name]
+
+    def digest(self, name: str | None) -> str | None:
+        """Return a digest of the frozen parameters in a precision."""
+        name = self.normal(name)
+        if self._own is None or name is None or self._rebuild is not None:
+            base = self.values(name)
+            return None if base is None else base.digest
+        if name not in self._digests:
+            base = self._made.get(name) or self._make(name, self._own.tensors)
+            self._digests[name] = base.digest
+        return self._digests[name]
+
+    def _make(self, name: str | None, values: Mapping[str, Tensor]) -> FrozenBase:
+        if name is None:
+            return FrozenBase(values)
+        others = dict(self._module.named_parameters()).keys() - self._frozen.keys()
+        named = self.module(name, values).named_parameters()
+        return FrozenBase({n: parameter for n, parameter in named if n not in others})

@@ -14,8 +14,7 @@ from typing import Any
 from torch import nn
 
 from raafl.submodel.axes import Axis, Member
-from raafl.submodel.cut.layers import resizes
-from raafl.submodel.packages import type_names
+from raafl.submodel.cut.layers import resizes, type_names
 
 _LORA = "peft.tuners.lora.layer.LoraLayer"
 

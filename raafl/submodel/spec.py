@@ -29,7 +29,7 @@ class Spec:
         blocks: pairs ``(stack, indices)`` of the blocks that are present; a stack that is not named is kept whole.
         trained: names of the parameters that train, or of modules that contain them; None = all that the model trains.
         exits: names of the exits (output heads) that are present; None = all.
-        base: precision of the frozen parameters (`raafl.submodel.bases`); None = the model's own, or not chosen yet.
+        base: precision of the frozen parameters (`raafl.submodel.frozen`); None = the model's own, or not chosen yet.
     """
 
     kept: tuple[tuple[str, Kept], ...] = ()

@@ -14,19 +14,17 @@ from torch import Tensor, nn
 from raafl.errors import BadInput, nearest
 from raafl.rules import Rules
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes, without_overlaps
-from raafl.submodel.bases import Bases
 from raafl.submodel.batch_norm import BatchNorm, keep_static, still_buffers
 from raafl.submodel.cut.copying import persistent_buffers, without_values
 from raafl.submodel.cut.shrink import Shrunk, Structure, build
 from raafl.submodel.declared import Exit, Stack, absent, check_names, find_exits, find_stacks, stand_ins, within
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout, is_merged
-from raafl.submodel.frozen import FrozenBase
+from raafl.submodel.frozen import Bases, FrozenBase
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
-    from raafl.submodel.cost.method import Method
-    from raafl.submodel.cost.predicted import Cost
+    from raafl.submodel.cost.predicted import Cost, Method
     from raafl.submodel.find.discover import DiscoveredAxes
 
 

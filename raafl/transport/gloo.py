@@ -25,7 +25,7 @@ from raafl.submodel.flat import FlatTensors
 from raafl.transport import codec
 from raafl.transport.codec import FOOTER_BYTES, HEADER_BYTES, Body, Checksum, Expect, Header, Message, Refused
 from raafl.transport.connection import DRAIN_BYTES, Connection, PeerLost, PeerTimeout
-from raafl.transport.staging import (
+from raafl.transport.frames import (
     CHUNK_BYTES,
     NUM_AHEAD,
     NUM_POSTED,

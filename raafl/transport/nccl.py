@@ -27,8 +27,8 @@ from raafl.submodel.flat import FlatTensors, sum_of_bits
 from raafl.transport import codec
 from raafl.transport.codec import FOOTER_BYTES, Body, Header
 from raafl.transport.connection import Connection, PeerLost, PeerTimeout
+from raafl.transport.frames import problem_of
 from raafl.transport.gloo import _REST, GlooConnection, cloned, dist
-from raafl.transport.staging import problem_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from model_zoo import MLP, ResNet, ViT
 from raafl.algorithms import ada_vit
-from raafl.algorithms.ada_vit.adaptive import Adaptive, UsagePolicy, usage_loss
+from raafl.algorithms.ada_vit import Adaptive, UsagePolicy, usage_loss
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean

@@ -8,7 +8,7 @@ import torch
 
 from model_zoo import CNN
 from raafl.algorithms import co_s2p
-from raafl.algorithms.co_s2p.local import MaskedAndDistilled
+from raafl.algorithms.co_s2p import MaskedAndDistilled
 from raafl.algorithms.co_s2p.merge import ImportanceMerge
 from raafl.compression.compressors import Compress
 from raafl.compression.plan import CompressionPlan

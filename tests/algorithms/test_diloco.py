@@ -7,7 +7,7 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, diloco, fed_avg
-from raafl.algorithms.diloco.heloco import HeLoCo
+from raafl.algorithms.diloco import HeLoCo
 from raafl.compression.options import Compress
 from raafl.core.algorithm import Training
 from raafl.core.snapshots import Snapshots

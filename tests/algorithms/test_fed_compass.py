@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from raafl.algorithms import fed_compass
-from raafl.algorithms.fed_compass import GroupDeltas, GroupReported, StepsByGroup
-from raafl.algorithms.fed_compass.groups import CompassMemory, Group, Pace
+from raafl.algorithms.fed_compass import CompassMemory, Group, GroupDeltas, GroupReported, Pace, StepsByGroup
 from raafl.core import saving
 from raafl.core.sample import Sample
 from raafl.core.types import Arrived, Assign, ClientInfo, Joined, Lost, SetTimer, Settled, Timer

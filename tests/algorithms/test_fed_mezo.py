@@ -10,7 +10,7 @@ from torch import nn
 
 from model_zoo import CNN, MLP, ResNet, ViT
 from raafl.algorithms import fed_mezo, fed_rolex
-from raafl.algorithms.fed_mezo.zeroth_order import (
+from raafl.algorithms.fed_mezo import (
     SCALARS,
     Expected,
     ForwardOnly,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ from torch import nn
 
 from model_zoo import MLP, ResNet
 from raafl.algorithms import fed_pm
-from raafl.algorithms.fed_pm import masks as masks
-from raafl.algorithms.fed_pm.masks import BayesianMasks, Masked, ProbabilisticMaskTraining, scale
+from raafl.algorithms.fed_pm import BayesianMasks, Masked, ProbabilisticMaskTraining, scale
 from raafl.core.algorithm import Task, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Assignment, Update, derive_seed
@@ -281,9 +281,9 @@ def test_scores_that_are_not_finite_are_told(tmp_path):
     hook = training(module)
     with torch.no_grad():
         module.fc1.weight[0, 0] = math.nan
-    assert hook.finish() == {masks.DIVERGED: True}
+    assert hook.finish() == {sys.modules["raafl.algorithms.fed_pm"].DIVERGED: True}
     state = prepared_state()
-    update = Update(1, 1, 0, ones(state), 1, extra={masks.DIVERGED: True})
+    update = Update(1, 1, 0, ones(state), 1, extra={sys.modules["raafl.algorithms.fed_pm"].DIVERGED: True})
     assert BayesianMasks().reject_reason(state, update, Spec(), 0) == "non-finite"
 
 

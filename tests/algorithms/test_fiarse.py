@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from raafl.algorithms import fed_avg, fiarse
-from raafl.algorithms.fiarse.elements import (
+from raafl.algorithms.fiarse import (
     ChangedMean,
     ImportanceAware,
     Important,

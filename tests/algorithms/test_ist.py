@@ -7,7 +7,7 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import ist
-from raafl.algorithms.ist.random_partition import DisjointUnits, deal
+from raafl.algorithms.ist import DisjointUnits, deal
 from raafl.core.algorithm import Local
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState

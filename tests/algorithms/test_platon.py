@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from raafl.algorithms import platon
-from raafl.algorithms.platon.scores import BestUnits, MeasuredSensitivity, PlatonMemory, ScoredMean, Sensitivity, cubic
+from raafl.algorithms.platon import BestUnits, MeasuredSensitivity, PlatonMemory, ScoredMean, Sensitivity, cubic
 from raafl.core.algorithm import Task
 from raafl.core.sample import Sample
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined

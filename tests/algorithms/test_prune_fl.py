@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 from raafl.algorithms import prune_fl
-from raafl.algorithms.prune_fl import pruned
-from raafl.algorithms.prune_fl.pruned import Choice, ChosenMean, Pruned, choose, unit_times
+from raafl.algorithms.prune_fl import Choice, ChosenMean, Pruned, choose, unit_times
 from raafl.core.algorithm import Local
 from raafl.core.sample import Sample
 from raafl.parts.select.rate_select import RateSelect
@@ -52,7 +53,9 @@ def test_units_take_their_share_of_the_flops():
 
 def test_a_choice_by_hand(monkeypatch):
     """Gamma = (gain in) / (time in); t = 2 for each unit, c = 4."""
-    monkeypatch.setattr(pruned, "unit_times", lambda submodels: ({"hidden": 2.0}, 4.0))
+    monkeypatch.setattr(
+        sys.modules["raafl.algorithms.prune_fl"], "unit_times", lambda submodels: ({"hidden": 2.0}, 4.0)
+    )
     submodels = line_state().submodels
     values = {"fc2.weight": torch.tensor([[1.0, -2.0, 3.0, 4.0]])}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raafl.algorithms import ra_fed, ram_fed
-from raafl.algorithms.ra_fed.regions import Regions
+from raafl.algorithms.ra_fed import Regions
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from raafl.algorithms import fed_avg, ra_fed, ram_fed
-from raafl.algorithms.ra_fed.regions import Regions
+from raafl.algorithms.ra_fed import Regions
 from raafl.config.parse import parse
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState

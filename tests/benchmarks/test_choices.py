@@ -6,8 +6,7 @@ import math
 import pytest
 
 from benchmarks import choices
-from raafl.lab.plan.choose import Candidate, Cell, Table
-from raafl.lab.plan.fleet import Features, FleetSummary
+from raafl.lab.plan.choose import Candidate, Cell, Features, FleetSummary, Table
 
 NEAR = Features(0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
 FAR = Features(3.0, 1.0, 0.0, 1.0, 1.0, 1.0)

@@ -7,7 +7,7 @@ from torch import nn
 
 from benchmarks import submodels
 from benchmarks.workloads import spec_of
-from raafl.devices.probes import Probes
+from raafl.devices.measure import Probes
 from raafl.submodel import Submodels
 
 FULL_PARAMS = 3073 * 2048 + 2049 * 2048 + 2049 * 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raafl.certs.names import Holder, check_name, holder_of
+from raafl.certs.files import Holder, check_name, holder_of
 from raafl.errors import BadInput
 
 

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from raafl.config.hours import DAYS, Hours, opens_at
+from raafl.config.site_policy import DAYS, Hours, opens_at
 from raafl.errors import BadInput
 
 MONDAY = datetime(2026, 11, 23)

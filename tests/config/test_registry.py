@@ -7,7 +7,7 @@ import inspect
 import model_zoo
 from raafl import data, parts
 from raafl.algorithms import ALGORITHMS
-from raafl.config.registry import DATA, PARTITIONS, paths, registry
+from raafl.config.trust import DATA, PARTITIONS, paths, registry
 from raafl.core.algorithm import Select
 from raafl.data.partition import Partition
 

@@ -5,7 +5,7 @@ import inspect
 from lightning import Trainer
 
 from raafl.api.settings import Settings
-from raafl.config.trainer_flags import unknown
+from raafl.config.messages import unknown
 
 OWN = {"self", "devices", *Settings.__annotations__}
 

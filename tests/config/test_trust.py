@@ -14,9 +14,8 @@ import yaml
 from raafl.config.bundled import shipped
 from raafl.config.experiment import marked
 from raafl.config.parse import load_run, parse
-from raafl.config.registry import paths, registry
 from raafl.config.shared import sections
-from raafl.config.trust import _TEXTS, from_server, imports_only, of_folder
+from raafl.config.trust import _TEXTS, from_server, imports_only, of_folder, paths, registry
 from raafl.errors import BadInput, RunFailed
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

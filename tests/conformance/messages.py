@@ -6,7 +6,7 @@ import torch
 
 from raafl.submodel.flat import FlatTensors
 from raafl.transport import Kind, Message
-from raafl.transport.staging import CHUNK_BYTES
+from raafl.transport.frames import CHUNK_BYTES
 from tests.conformance.transports import WAIT_S
 
 CHUNK = CHUNK_BYTES // 4  # float32 elements

@@ -9,8 +9,8 @@ import torch
 
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.transport import TRANSPORTS, Kind, Message, PeerLost, Refused, codec
+from raafl.transport.frames import CHUNK_BYTES
 from raafl.transport.gloo import FIRST_BYTES
-from raafl.transport.staging import CHUNK_BYTES
 from tests.conformance.messages import (
     CHUNK,
     exchange,

@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 from raafl.data import FineTuning
-from raafl.data.examples import IGNORED, chat, encoder, pack
-from raafl.data.synthetic import SPECIAL, byte_tokenizer
+from raafl.data.fine_tuning import IGNORED, chat, encoder, pack
+from raafl.data.tokens import SPECIAL, byte_tokenizer
 from raafl.errors import BadInput
 
 PAD, END, _, USER, ASSISTANT = range(len(SPECIAL))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from raafl.data.hub import load_splits
+from raafl.data.readers import load_splits
 from raafl.errors import BadInput
 
 GOOD = '{"text": "a", "label": 0}\n'

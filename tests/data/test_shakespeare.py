@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from raafl.data import ByColumn, FederatedData, Shakespeare
-from raafl.data.shakespeare import speeches_of
+from raafl.data.text import speeches_of
 from raafl.errors import BadInput
 
 TEXT = "Amy:\nabcdef\n\nBob:\nab\n\nAmy:\nghi\nAll: jk\n\nBob:\ncd\n\nCat:\nx\n"

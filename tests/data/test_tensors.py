@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from raafl.data.tensors import TensorImages, fetcher, unwrap
+from raafl.data.loaders import TensorImages, fetcher, unwrap
 from raafl.errors import BadInput
 
 

@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from raafl.devices import Device, Profile, assign, catalog, load_devices, sampling
+from raafl.devices import Device, Profile, assign, catalog, load_devices
 from raafl.devices.files import write_rows
 
 NAMED = ["jetson-nano", "jetson-tx2", "jetson-xavier-nx", "jetson-agx-orin", "raspberry-pi-4", "a100", "h100"]
@@ -131,7 +131,7 @@ def test_the_shipped_parameters_are_those_of_the_data(raafl_data):
 
 @pytest.mark.parametrize("number", range(6))
 def test_a_diurnal_device_is_there_so_long_of_each_day(number):
-    windows, period_s = sampling.presence("diurnal", 8 * 3600.0, None, 1, number)
+    windows, period_s = catalog.presence("diurnal", 8 * 3600.0, None, 1, number)
     profile = Profile(availability=windows, period_s=period_s)
     assert period_s == 86400 and sum(stop - start for start, stop in windows) == pytest.approx(8 * 3600)
     there = [profile.available(60.0 * minute) for minute in range(3 * 1440)]

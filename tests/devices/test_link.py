@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from raafl.devices.link import MAGIC, MOST_BYTES, Answerer, measure_link
+from raafl.devices.measure import MAGIC, MOST_BYTES, Answerer, measure_link
 from raafl.errors import BadInput
 
 

@@ -7,7 +7,7 @@ import pytest
 from raafl.core.records_json import client_from_json, client_to_json
 from raafl.core.types import ClientInfo, Joined
 from raafl.devices.profiles import Profile
-from raafl.devices.series import (
+from raafl.devices.recordings import (
     MOST_PAIRS,
     as_sent,
     digest,

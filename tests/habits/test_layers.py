@@ -79,7 +79,7 @@ FORBIDDEN = {
     "raafl/submodel": ("raafl.data",),
     **{
         f"raafl/devices/{name}.py": ("raafl.submodel", "raafl.data")
-        for name in ("catalog", "checks", "files", "profiles", "sampling")
+        for name in ("catalog", "checks", "files", "profiles")
     },
     "model_zoo": ("raafl",),
 }

@@ -18,7 +18,7 @@ from model_zoo.metrics import IGNORED, ExactMatch
 from raafl.algorithms.fed_avg import fed_avg
 from raafl.config.parse import load_experiment
 from raafl.data import FineTuning
-from raafl.data.synthetic import SPECIAL, byte_tokenizer
+from raafl.data.tokens import SPECIAL, byte_tokenizer
 from raafl.parts import RateSelect
 from tests.habits.source import ROOT
 from tests.helpers.small_runs import experiment, finish

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from raafl.core.types import Settled, Update
-from raafl.monitoring.health import Health
+from raafl.monitoring.endpoint import Health
 from raafl.runfolder.record import RunRecord
 from raafl.submodel import FlatTensors, Layout
 from tests.habits.source import ROOT

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raafl.core.types import Settled, Update
-from raafl.monitoring.health import Health
+from raafl.monitoring.endpoint import Health
 from raafl.runfolder.record import RunRecord
 from raafl.submodel import FlatTensors, Layout
 from tests.runtime.server.sessions import task

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff, fed_raa
-from raafl.algorithms.fed_mezo.zeroth_order import SCALARS, pack, unpack
+from raafl.algorithms.fed_mezo import SCALARS, pack, unpack
 from raafl.config.parse import parse
 from raafl.core.algorithm import Training
 from raafl.data import Digits

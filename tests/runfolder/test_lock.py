@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from raafl.errors import BadInput
-from raafl.runfolder.lock import FolderLock
+from raafl.runfolder.journal import FolderLock
 
 REFUSED = r"resume is '.*run', where another process is writing its run: wait until it ends, or end it first"
 

@@ -12,8 +12,7 @@ from torch.utils.data import TensorDataset
 
 from model_zoo import MLP
 from raafl.algorithms import fed_avg, split_fed
-from raafl.algorithms.split_fed.cut import Cut
-from raafl.algorithms.split_fed.half import Half
+from raafl.algorithms.split_fed.cut import Cut, Half
 from raafl.config.options import Timeouts
 from raafl.core.algorithm import Hook, Local, Training
 from raafl.core.exchange import Exchange

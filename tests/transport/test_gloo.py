@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from raafl.submodel.flat import FlatTensors
 from raafl.transport import Kind, Message, PeerTimeout, Refused
+from raafl.transport.frames import CHUNK_BYTES
 from raafl.transport.gloo import GlooConnection
-from raafl.transport.staging import CHUNK_BYTES
 
 HOST = "127.0.0.1"
 pytestmark = pytest.mark.timeout(120)

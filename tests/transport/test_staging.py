@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from raafl.submodel.flat import FlatTensors, Layout
-from raafl.transport import Kind, Message, PeerLost, frames, staging
-from raafl.transport.staging import NUM_AHEAD, NUM_STAGED, Staging
+from raafl.transport import Kind, Message, PeerLost, frames
+from raafl.transport.frames import NUM_AHEAD, NUM_STAGED, Staging
 from raafl.transport.tcp.connection import TcpConnection
 
 PIECE_BYTES = 1 << 12
@@ -20,7 +20,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(staging, "CHUNK_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(frames, "CHUNK_BYTES", PIECE_BYTES)
     monkeypatch.setattr(frames, "PIECE_BYTES", PIECE_BYTES)
 
 
@@ -61,8 +61,8 @@ def passed(sent, into):
 def test_pieces_are_good_for_as_long_as_they_may_be_in_flight(gpu):
     whole, parts = pieces(20)
     expected, found, in_flight = whole.cpu(), [], deque()
-    with Staging(gpu).in_use() as staging:
-        for host in staging.outgoing(parts):
+    with Staging(gpu).in_use() as frames:
+        for host in frames.outgoing(parts):
             in_flight.append(host)
             if len(in_flight) == NUM_STAGED - NUM_AHEAD:  # the wire has taken the oldest only now
                 found.append(in_flight.popleft().clone())
@@ -74,11 +74,11 @@ def test_pieces_land_whole_though_their_slots_are_used_again(gpu):
     whole, parts = pieces(20)
     expected = whole.cpu()
     whole.zero_()
-    with Staging(gpu).in_use() as staging:
+    with Staging(gpu).in_use() as frames:
         for part, values in zip(parts, torch.split(expected, PIECE_BYTES // 8), strict=True):
-            slot = staging.take(part)
+            slot = frames.take(part)
             slot.copy_(values)
-            staging.land(slot, part)
+            frames.land(slot, part)
     assert torch.equal(whole.cpu(), expected)
 
 
@@ -125,8 +125,8 @@ def test_an_emulated_pieces_copy_is_begun_before_its_values_are_looked_at(late, 
 
 def test_emulated_pieces_are_copied_to_the_host_while_earlier_ones_are_on_the_wire(late):
     _, parts = pieces(5)
-    with Staging(GPU).in_use() as staging:
-        begun = [late.counts["late"] for _ in staging.outgoing(parts)]
+    with Staging(GPU).in_use() as frames:
+        begun = [late.counts["late"] for _ in frames.outgoing(parts)]
     assert begun == [NUM_AHEAD + 1, NUM_AHEAD + 2, 5, 5, 5]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raafl.watch.eta import Goals
+from raafl.watch.state import Goals
 
 
 class Clock:

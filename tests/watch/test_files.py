@@ -21,9 +21,8 @@ from raafl.errors import BadInput
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import CLIENT_COLUMNS
 from raafl.runtime.run import simulate
-from raafl.watch.show import evaluation, plain
-from raafl.watch.snapshot import ProgressState
-from raafl.watch.state import follow
+from raafl.watch.progress import evaluation, plain
+from raafl.watch.state import ProgressState, follow
 from tests.helpers.small_runs import experiment
 from tests.watch.rows import Clock, arrived, assigned, ended, joined, run_row
 

@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from raafl.watch.progress import Progress
-from raafl.watch.show import evaluation, sentence, wrapped
-from raafl.watch.snapshot import ClientProgress, ProgressState
+from raafl.watch.progress import Progress, evaluation, sentence, wrapped
+from raafl.watch.state import ClientProgress, ProgressState
 
 
 class Clock:
@@ -216,7 +215,7 @@ def test_rich_is_imported_only_for_the_live_table():
     import subprocess
 
     code = (
-        "import sys; from raafl.watch.progress import Progress; from raafl.watch.snapshot import ProgressState\n"
+        "import sys; from raafl.watch.progress import Progress; from raafl.watch.state import ProgressState\n"
         "p = Progress('plain', sys.stderr); p.start('t')\n"
         "p.update(ProgressState(1, 1, 1.0), evaluated=True); p.stop()\n"
         "sys.exit('rich' in sys.modules)"

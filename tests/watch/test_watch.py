@@ -10,10 +10,20 @@ from rich.console import Console
 
 from raafl.config.options import Target
 from raafl.submodel.spec import Spec
-from raafl.watch.eta import Eta, Goals, Mark, Marks, Trainings, ends_in_s, etas, speed
-from raafl.watch.show import plain, sentence, table
-from raafl.watch.snapshot import ClientProgress
-from raafl.watch.state import RunState, spec_in_words
+from raafl.watch.progress import plain, sentence, table
+from raafl.watch.state import (
+    ClientProgress,
+    Eta,
+    Goals,
+    Mark,
+    Marks,
+    RunState,
+    Trainings,
+    ends_in_s,
+    etas,
+    spec_in_words,
+    speed,
+)
 from tests.watch.rows import Clock, arrived, assigned, ended, joined, run_row
 
 # ---- rates and when it ends, by hand ----

@@ -52,20 +52,34 @@ At rate 1 with `merge` mean and trigger sync this is unweighted FedAvg of the mo
 
 from __future__ import annotations
 
-from typing import Literal
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
-from raafl.algorithms.co_s2p.as_published import LeadingDraws
-from raafl.algorithms.co_s2p.local import MaskedAndDistilled
-from raafl.algorithms.co_s2p.merge import ImportanceMerge
-from raafl.algorithms.co_s2p.published_merge import PublishedMerge
+import torch
+from torch import Tensor
+
+from raafl.algorithms.co_s2p.merge import ImportanceMerge, PublishedMerge
 from raafl.core.algorithm import Algorithm, Merge, Select, Trigger
+from raafl.core.local import Hook, Local, Task, Traits
 from raafl.core.sample import Sample
-from raafl.errors import one_of, refuse_unused
+from raafl.core.types import Assignment, derive_seed
+from raafl.errors import fraction, one_of, positive, refuse_unused
+from raafl.module_hooks import OPTIMIZER_HOOKS
+from raafl.parts.local.distilled import Distilled, Exit, TrainsExits, counted, exit_depths, knowledge_loss
+from raafl.parts.local.mask_training import SCORES, MaskTraining, best, masks_of, score_layout
 from raafl.parts.merge.mean import Deltas, Staleness
 from raafl.parts.merge.personal import RecordingSelect, WithScores
 from raafl.parts.select.rate_select import Rates
+from raafl.parts.select.segments import cuts_of, stack_of
 from raafl.parts.select.windows import Masks, RollingWindows
 from raafl.parts.trigger import AllReported, EachArrival, MinRatio
+from raafl.submodel import Cost, FlatTensors, Layout, Spec, Submodels
+from raafl.submodel.cost.fused import FusedKernels
+from raafl.submodel.cost.ledger import Ledger
+from raafl.submodel.isolated_run import loss_of, settle
+from raafl.submodel.nested_batch import batch_tensors, meta_batch
 
 RATES = [1.0, 0.5625, 0.25, 0.0625]
 """Shares r of the paper's clients (Table III) but the smallest, 0.0156, and 1."""
@@ -120,7 +134,7 @@ def co_s2p(
         min_ratio: share of the clients that must have reported before the wait begins; for trigger semi.
         wait_s: length of that wait in seconds; for trigger semi; 60 to 150 in the paper.
         merge: weights of updates in a merge: importance (Eqs. 4, 5), mean (equal weights), or published (as in the
-            authors' code, see `raafl.algorithms.co_s2p.published_merge`).
+            authors' code, see `raafl.algorithms.co_s2p.merge`).
         server_lr: factor on the merged change (eta); leave it out for merge published.
         cohort: number of clients drawn when work starts, uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
@@ -194,3 +208,240 @@ def _merge(name: str, server_lr: float, segments: int) -> Merge:
         refuse_unused("merge is published", server_lr=(server_lr, 1.0))
         return PublishedMerge()
     return ImportanceMerge(server_lr, segments) if name == "importance" else Deltas(server_lr, Staleness())
+
+
+_More = tuple[float, int, float, float]
+"""Costs that a hook adds: FLOPs per sample, bytes at the peak, moved bytes per sample, FLOPs on padding per sample."""
+
+
+@dataclass(frozen=True)
+class MaskedAndDistilled(TrainsExits):
+    """Local training of Co-S2P: a task trains either mask scores (Eq. 2), or the model, with self-distillation (Eq. 3).
+
+    Mask scores decide which units of the model a client keeps. The server decides which kind of task it is.
+
+    Attributes:
+        distils: whether exits (output heads after several blocks) learn from the deepest one; False = only the loss of
+            the deepest exit is used.
+        weight: weight of the distillation (w).
+        temperature: temperature of the distillation (T).
+        strength: weight of the loss that pulls the masks to the client's width (lambda).
+        mask_lr: learning rate of the mask scores.
+        segments: number of equal groups into which the neurons of a layer are divided; masks keep or drop a group as a
+            whole. Attention has a group for each head.
+        published: whether to train as the authors' code does, see `raafl.algorithms.co_s2p`.
+    """
+
+    down: ClassVar[tuple[str, ...]] = (SCORES,)
+    up: ClassVar[tuple[str, ...]] = (SCORES,)
+
+    distils: bool = True
+    weight: float = 0.2
+    temperature: float = 3.0
+    strength: float = 1.0
+    mask_lr: float = 1e-2
+    segments: int = 16
+    published: bool = False
+
+    def __post_init__(self) -> None:
+        fraction("distil_weight", self.weight, zero=True)
+        positive("temperature", self.temperature)
+        positive("mask_lr", self.mask_lr)
+        if self.strength != 0:
+            positive("mask_strength", self.strength)
+
+    @property
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        # scores have an optimizer of their own, whose gradients no loss scaler unscales
+        return replace(super().traits, uses_gradients=True, leaves_out=frozenset(OPTIMIZER_HOOKS))
+
+    def hook(self, task: Task) -> Hook:
+        """Return the task's hook: for training mask scores, for training with distillation, or for ordinary training."""
+        if "masks" in task.assignment.extra:
+            training = PublishedMaskTraining if self.published else MaskTraining
+            return training(task, cuts_of(task.submodels, self.segments), self.mask_lr, self.strength)
+        if self.distils:
+            distilled = PublishedDistillation if self.published else Distilled
+            return distilled(task, self.weight, self.temperature)
+        return Hook(task)
+
+    def evaluates_on_client(self, extra: Mapping[str, Any]) -> bool:
+        """Return False for a task that trains mask scores, since its result is not a model to evaluate."""
+        return "masks" not in extra
+
+    def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout:
+        """Return names and shapes of the mask scores that are sent: all of them if the task trains scores, otherwise none."""
+        return score_layout(submodels, self.segments, spec)
+
+    def estimate(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
+        """Return the cost of ordinary training plus that of training mask scores or of distillation; cached."""
+        cost, axes = submodels.cost(spec, batch_size), tuple(extra.get("masks", ()))
+        if not axes and (not self.distils or not exit_depths(submodels)):
+            return cost
+        key = (self, submodels.normal(spec).leading, batch_size, axes)
+        more = submodels.cached("co_s2p", key, lambda: self._more(submodels, key[1], batch_size, axes))
+        flops, peak_bytes, moved_bytes, padding_flops = more
+        return replace(
+            cost,
+            flops_per_sample=cost.flops_per_sample + flops,
+            peak_bytes=cost.peak_bytes + peak_bytes,
+            moved_bytes_per_sample=cost.moved_bytes_per_sample + moved_bytes,
+            padding_flops_per_sample=cost.padding_flops_per_sample + padding_flops,
+        )
+
+    def _more(self, submodels: Submodels, spec: Spec, batch_size: int, axes: Sequence[str]) -> _More:
+        """Predict what the hook adds for each sample: FLOPs, bytes at the peak, moved bytes, and FLOPs on padding."""
+        if submodels.example_batch is None:
+            return 0.0, 0, 0.0, 0.0
+        extra = {"masks": axes, "rate": 0.5} if axes else {}
+        try:
+            plain, own = (_followed(submodels, spec, batch_size, local, extra) for local in (Local(), self))
+        except (
+            Exception
+        ):  # the user's step needs values, which meta tensors lack: the plain cost is the best prediction
+            return 0.0, 0, 0.0, 0.0
+        samples = max(batch_size, 1)
+        return (
+            max(own.task_flops - plain.task_flops, 0.0) / samples,
+            max(own.peak_bytes - plain.peak_bytes, 0),
+            max(own.moved_bytes - plain.moved_bytes, 0) / samples,
+            max(own.padding_flops - plain.padding_flops, 0.0) / samples,
+        )
+
+    def notes(self, submodels: Submodels) -> list[str]:
+        """Return a message for the user if the model has no exits (output heads between blocks), which distillation needs."""
+        if not self.distils or exit_depths(submodels):
+            return []
+        return ["the model has no exits between its blocks, so there is no distillation"]
+
+    def __str__(self) -> str:
+        words = f"masks at lambda {self.strength:g}"
+        return words + (
+            f", distilled with w {self.weight:g}, T {self.temperature:g}" if self.distils else ", SGD on the loss"
+        )
+
+
+def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, extra: Mapping[str, Any]) -> Ledger:
+    """Trace one forward and backward pass of a task on the meta device, and return its ledger."""
+    module: Any = submodels.shrink(spec, device="meta").module
+    batch = meta_batch(submodels.example_batch, batch_size)
+    settle(module)
+    task = Task(
+        Assignment(0, 0, 0, 0, 0, spec, 0, None, None, 0, 0.0, extra=extra),
+        submodels,
+        module,
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0),
+        FlatTensors.empty(Layout(())),
+        1,
+        torch.Generator(),
+        loss=lambda batch, index: loss_of(module, batch),
+        backward=lambda loss: torch.autograd.backward(loss) if loss.requires_grad else None,
+        update=lambda: None,
+    )
+    task.down = {
+        name: FlatTensors.empty(local.layout_of(submodels, name, spec) or Layout(()), "meta") for name in local.down
+    }
+    hook = local.hook(task)
+    ledger = Ledger([*module.parameters(), *module.buffers(), *batch_tensors(batch)])
+    try:
+        with torch.device("meta"), ledger, FusedKernels(submodels.rules):
+            hook.backward(hook.loss(batch, 0))
+    finally:
+        hook.close()
+    return ledger
+
+
+# Do what Co-S2P's published code does where it differs from the paper: windows, masks and distillation of `as_published`.
+#
+# The merge is in `published_merge`. docs/methods/co-s2p.md lists all differences, with those that are not repeated here.
+
+FIRST_DISTILLED = 10
+"""Global version from which clients distil."""
+KNOWLEDGE_WEIGHT = 0.5
+DRAWS = 100
+"""Draws of a mask until one keeps a segment; then the segment with the largest score is kept."""
+
+
+@dataclass(frozen=True)
+class LeadingDraws(RollingWindows):
+    """Choice of submodels as in Co-S2P's published code: a client trains the lowest blocks, narrowed by randomly drawn masks.
+
+    A client of rate r trains the lowest ``int(r L)`` of L blocks, at least one. In them it keeps each segment (a
+    group of units, such as neurons) with a learned probability, drawn anew for each task; on average it keeps the share
+    r of the width. Whether a submodel fits the client's memory is checked for this average size.
+    """
+
+    def starts(self, submodels: Submodels, num_blocks: int, depth: float) -> tuple[int, ...]:
+        """Return the possible indices of the first block that a client trains: only 0, since it trains the lowest blocks."""
+        return (0,)
+
+    def _shape(self, submodels: Submodels, rate: float) -> tuple[float, int, float]:
+        stack = stack_of(submodels)
+        return rate, 1 if stack is None else max(1, int(rate * len(stack))), rate
+
+    def _kept(
+        self, submodels: Submodels, stop: int, width: float, scores: Mapping[str, list[float]], seed: int
+    ) -> dict[str, list[int]]:
+        """Return the kept units of each axis below ``stop`` and outside all blocks."""
+        units = super()._kept(submodels, stop, width, scores, seed)
+        for name, cut in self._cuts(submodels).items():
+            if name in units and name in scores and self._is_trained(cut):
+                units[name] = cut.units(sample_segments(scores[name], random.Random(derive_seed(seed, name))))
+        return units
+
+    def __str__(self) -> str:
+        return "lowest blocks, Bernoulli draws of trained masks, as published"
+
+
+def sample_segments(scores: Sequence[float], source: random.Random) -> list[int]:
+    """Draw the segments (groups of units) to keep, each with probability sigmoid(score); at least one is kept.
+
+    Args:
+        scores: mask score of each segment.
+        source: random generator to draw from.
+    """
+    probabilities = torch.sigmoid(torch.tensor(scores, dtype=torch.float64)).tolist()
+    for _ in range(DRAWS):
+        chosen = [index for index, p in enumerate(probabilities) if source.random() < p]
+        if chosen:
+            return chosen
+    return best(list(scores), 1)
+
+
+class PublishedMaskTraining(MaskTraining):
+    """Hook that trains mask scores with the penalty and gradient of Co-S2P's published code.
+
+    The penalty is ``|mean of all masks - r_w|``, times its weight lambda; r_w is the share of the width that the client
+    should keep. The gradient of a score is ``p^2 (1 - p)``, where p = sigmoid(score) is the probability that the mask
+    is 1; a straight-through gradient would be ``p (1 - p)``.
+    """
+
+    def loss(self, batch: object, index: int) -> Tensor:
+        """Return the loss of a batch with randomly masked units, plus the weighted penalty on the share of units kept."""
+        masks = {}
+        for axis, scores in self.scores.items():
+            mask, p = masks_of(scores, self.generator), torch.sigmoid(scores.detach())
+            masks[axis] = mask.detach() + p * (mask - mask.detach())
+        with self.gates.set(masks):
+            loss = self.task.loss(batch, index)
+        return loss + self.strength * (torch.cat(list(masks.values())).mean() - self.rate).abs()
+
+
+class PublishedDistillation(Distilled):
+    """Hook that adds the self-distillation of Co-S2P's published code to the loss.
+
+    The loss sums the cross entropies of all exits (output heads after several blocks). From version 10 of the global
+    model on, each exit also learns from the deepest one: ``0.5 T^2 KL`` is added, with the temperature T and the
+    Kullback-Leibler divergence KL of their outputs. Unlike Eq. 3 of the paper, KL is also divided by the number of classes.
+    """
+
+    def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
+        """Return the summed loss of all exits (output heads), with distillation from the deepest exit to the others."""
+        loss = deepest.loss
+        for one in others:
+            loss = loss + one.loss
+            if self.task.assignment.version >= FIRST_DISTILLED:
+                knowledge = knowledge_loss(one.logits, deepest.logits, self.temperature, counted(batch, one.logits))
+                loss = loss + KNOWLEDGE_WEIGHT * knowledge / one.logits.shape[-1]
+        return loss

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from raafl.atomic_file import atomic_file
+from raafl.config.experiment import Experiment, distance, seconds
+from raafl.core.select import time_on
+from raafl.core.types import Work
+from raafl.devices.measure import measure_machine
+from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.lab.compare.comparison import Comparison
-from raafl.lab.compare.provenance import machine_name, provenance
 from raafl.lab.compare.results import differences, gains, measure, summarize
-from raafl.lab.compare.runs import Outcome
-from raafl.lab.compare.search import Trial
-from raafl.lab.compare.tables import as_csv, cells, latex, sentences, warnings
+from raafl.lab.compare.runs import Outcome, machine_name, parsed, provenance
+from raafl.lab.compare.search import Trial, rungs
+from raafl.lab.plan.dry import Prediction, World, predict
 from raafl.lab.report.curves import curves
-from raafl.lab.report.figure import Table
 from raafl.lab.report.groups import COLOURS, Group
-from raafl.lab.report.page import escaped, page, plotly_js, table_html
-from raafl.lab.report.static import check_figure, draw
+from raafl.lab.report.overview import check_figure, draw
+from raafl.lab.report.page import Table, escaped, page, plotly_js, table_html
 from raafl.runfolder.reading import read
+from raafl.submodel import FULL
+from raafl.units import duration, size
 
 
 def result(
@@ -159,3 +169,321 @@ def load(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise BadInput(f"'{path}' is not a result of raafl compare ({error}): run the comparison first") from None
     return found
+
+
+Cells = list[list[str]]
+
+_FIGURES = (
+    ("best", "best"),
+    ("megabytes", "MB"),
+    ("updates", "updates"),
+    ("utilisation", "utilisation"),
+    ("participation", "participation"),
+    ("participation_gini", "Gini"),
+    ("clients_gaining", "clients gaining"),
+    ("clients_mean", "clients' own test"),
+    ("worst_client", "worst client"),
+    ("peak_memory_mb", "peak MB"),
+    ("energy_kj", "kJ"),
+)
+
+
+def cells(result: Mapping[str, Any]) -> Cells:
+    """Format the result of a comparison as a table of texts, with mean ± half of the 95 % interval over seeds."""
+    rows, metric, reference = result["rows"], result["metric"], result["reference"]
+    targets = list(rows[0]["time_to"]) if rows else []
+    published = any("published" in row for row in rows)
+    searched = any(row.get("searched") for row in rows)
+    figures = [(name, title) for name, title in _FIGURES if any(name in row for row in rows)]
+    head = ["row", *(["settings"] if searched else []), *(["published"] if published else []), metric]
+    head += [f"minus {reference}", *(f"s to {target}" for target in targets), *(title for _, title in figures), "seeds"]
+    table = [head]
+    for row in rows:
+        line = [row["row"]]
+        line += [" ".join((row.get("searched") or {}).get("settings", []))] if searched else []
+        line += [str(row.get("published", ""))] if published else []
+        line += [with_interval(row.get("final")), difference(row.get("difference"))]
+        line += [time_cell(row["time_to"][target]) for target in targets]
+        line += [short(row[name]["mean"]) if name in row else "" for name, _ in figures]
+        table.append([*line, str(len(row["seeds"])) + (f" ({row['failed']} failed)" if row["failed"] else "")])
+    return table
+
+
+def with_interval(figure: Mapping[str, Any] | None) -> str:
+    """Format a mean and half of its interval: `0.912 ± 0.004`; for a single seed only the mean."""
+    if figure is None:
+        return "-"
+    return short(figure["mean"]) if figure["half"] is None else _rounded(figure["mean"], figure["half"])
+
+
+def difference(figure: Mapping[str, Any] | None) -> str:
+    """Format a difference with its interval; add the remark that the runs show none, after Holm's correction for the table."""
+    if figure is None:
+        return ""
+    sign = "+" if figure["mean"] >= 0 else "-"
+    size = abs(figure["mean"])
+    if figure["half"] is None:
+        return f"{sign}{short(size)} (one seed)"
+    return sign + _rounded(size, figure["half"]) + ("" if figure["shown"] else " (not shown)")
+
+
+def quoted(label: str) -> str:
+    """Put a row's label into quotation marks if it has a comma."""
+    return f'"{label}"' if "," in label else label
+
+
+def _rounded(mean: float, half: float) -> str:
+    """Format a mean and half its interval to the decimals of the interval's second significant digit."""
+    if not (math.isfinite(mean) and math.isfinite(half) and half > 0):
+        return f"{short(mean)} ± {short(half)}"
+    decimals = max(0, 1 - math.floor(math.log10(half)))
+    return f"{mean:,.{decimals}f} ± {half:,.{decimals}f}"
+
+
+def time_cell(cell: Mapping[str, Any]) -> str:
+    """Format a median time to a target, and the number of seeds that reached it: `12.5 (4/5)`, or `never (1/5)`."""
+    time_s = "never" if cell["median_s"] is None else short(cell["median_s"])
+    return f"{time_s} ({cell['reached']}/{cell['seeds']})"
+
+
+def short(value: float) -> str:
+    """Format a number with four significant digits; large numbers have no decimals."""
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def p_value(value: float) -> str:
+    """Format a p-value with two significant digits; small ones as a bound."""
+    return "below 0.001" if value < 0.001 else f"{value:.2g}"
+
+
+def warnings(result: Mapping[str, Any]) -> list[str]:
+    """Return a warning if the rows of a comparison were not measured alike, such as each by its own versions.
+
+    Rows are measured alike if their evaluations are as far from each other in virtual time, or in merged updates.
+    """
+    if result.get("eval_every") is not None:
+        return []
+    seconds, updates = (
+        {row["row"]: _spacing(row["runs"], name) for row in result["rows"]} for name in ("time_s", "updates")
+    )
+    known = {label: one for label, one in seconds.items() if one is not None}
+    if not known or _are_alike(known.values()) or _are_alike(one for one in updates.values() if one is not None):
+        return []
+    often, rarely = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+    affected = "the best value"
+    if result["rows"][0]["time_to"] or result.get("smooth", 1) > 1:
+        affected = "times to a target and the best value"
+    return [
+        f"Rows were not measured alike, from every {duration(known[often])} ({quoted(often)}) to every "
+        f"{duration(known[rarely])} ({quoted(rarely)}): {affected} may differ for that alone."
+    ]
+
+
+def _are_alike(distances: Iterable[float]) -> bool:
+    """Check whether distances differ by at most a tenth: those in versions vary with the times of tasks."""
+    known = list(distances)
+    return bool(known) and max(known) <= 1.1 * min(known)
+
+
+def _spacing(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Return how far the evaluations of a row's runs are from each other, in their ``time_s`` or ``updates``; None if unknown."""
+    counted = [run for run in runs if len(run.get("curve", ())) > 1 and run.get(name) is not None]
+    num = sum(len(run["curve"]) - 1 for run in counted)
+    return sum(run[name] for run in counted) / num if num else None
+
+
+def text(table: Cells) -> str:
+    """Format a table as text in aligned columns."""
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def as_csv(table: Cells) -> str:
+    """Format a table as CSV."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(table)
+    return file.getvalue()
+
+
+def latex(table: Cells) -> str:
+    r"""Format a table as LaTeX (`tabular` with booktabs)."""
+    lines = [" & ".join(map(_escaped, line)) + r" \\" for line in table]
+    columns = "l" + "r" * (len(table[0]) - 1)
+    return "\n".join(
+        [
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            lines[0],
+            r"\midrule",
+            *lines[1:],
+            r"\bottomrule",
+            r"\end{tabular}",
+            "",
+        ]
+    )
+
+
+_SPECIAL = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+}
+
+
+def _escaped(cell: str) -> str:
+    return "".join(_SPECIAL.get(character, character) for character in cell)
+
+
+def _whole_trials(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the trials of a row's search that had their whole budget."""
+    searched = row.get("searched") or {"trials": []}
+    return [trial for trial in searched["trials"] if "cut_after" not in trial]
+
+
+def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) -> list[str]:
+    """Describe each row in a sentence that says whether it differs from the reference row, and searches that chose nothing."""
+    found = [
+        f"{row['row']}: its {len(some)} trials had the same score, so the search chose nothing: the searched options have no "
+        "effect on it, its trials are too short, or the metric is too coarse."
+        for row in rows
+        if len(some := _whole_trials(row)) > 1 and all(trial["scores"] == some[0]["scores"] for trial in some)
+    ]
+    for row in rows:
+        gap = row.get("difference")
+        if gap is None:
+            continue
+        if gap["half"] is None:
+            found.append(f"{row['row']}: compared with {reference} on one seed only, so no difference can be shown.")
+        else:
+            size, side = _rounded(abs(gap["mean"]), gap["half"]), "above" if gap["mean"] >= 0 else "below"
+            end = "." if gap["shown"] else ", so no difference is shown."
+            if gap["excludes_0"] and not gap["shown"]:
+                end = f"; with {gap['tests']} rows tested, no difference is shown (p {p_value(gap['p_holm'])} by Holm)."
+            found.append(
+                f"{row['row']}: {metric} is {size} {side} that of {quoted(reference)} (95 % interval, {gap['num']} seeds){end}"
+            )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Predicted cost of one row of a comparison."""
+
+    row: str  # label of the row
+    runs: int  # number of reported runs of the row, one for each seed
+    trials: float  # number of runs for the search; a trial that ends early counts as a part of a run
+    updates: int = 0  # number of merged updates of a run
+    time_s: float = 0.0  # virtual seconds of a run
+    num_bytes: float = 0.0  # number of bytes sent and received by all clients in a run
+    here_s: float = 0.0  # seconds that one process on this machine needs for a run, including evaluations
+    problem: str | None = None  # reason why the row cannot be predicted; all numbers are then 0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that one process on this machine needs for all runs of the row."""
+        return self.here_s * (self.runs + self.trials)
+
+
+def forecast(comparison: Comparison) -> list[Forecast]:
+    """Predict the cost of each row of a comparison without training.
+
+    A run for the search is assumed to take as long as a reported run.
+
+    Raises:
+        BadInput: an option of a row is wrong; the message names the row.
+    """
+    machine = measure_machine()
+    return [_row(comparison, label, machine) for label in comparison.rows]
+
+
+def as_table(rows: Sequence[Forecast]) -> Cells:
+    """Format the predictions as a table of texts: a header, a row for each row of the comparison, and the sum."""
+    table = [["row", "runs", "trials", "updates", "virtual time", "sent", "a run here", "all here"]]
+    for row in rows:
+        counts = [row.row, str(row.runs), f"{row.trials:g}"]
+        if row.problem:
+            table.append([*counts, f"unknown: {row.problem}", "", "", "", ""])
+            continue
+        table.append(
+            [
+                *counts,
+                f"{row.updates:,}",
+                duration(row.time_s),
+                size(row.num_bytes),
+                duration(row.here_s),
+                duration(row.total_s),
+            ]
+        )
+    return [*table, ["all rows", "", "", "", "", "", "", duration(sum(row.total_s for row in rows))]]
+
+
+def as_json(rows: Sequence[Forecast]) -> list[dict[str, Any]]:
+    """Convert the predictions to plain data."""
+    return [asdict(row) | {"total_s": row.total_s} for row in rows]
+
+
+def _row(comparison: Comparison, label: str, machine: Profile) -> Forecast:
+    experiment = parsed(comparison.config, label, comparison.options_of(label), comparison.seeds[0]).experiment
+    search = comparison.search
+    trials = 0.0 if search is None else len(search.settings(label)) * len(search.seeds) * _share(comparison)
+    row = Forecast(label, len(comparison.seeds), trials)
+    world = World(experiment)
+    found = predict(world, experiment.algorithm, machine=machine)
+    if found.problem or not found.updates:
+        return replace(row, problem=found.problem or "no update in time")
+    updates = _updates(experiment, found)
+    factor = updates / found.updates
+    evaluation_s = time_on(
+        machine, world.submodels(experiment.algorithm).cost(FULL, world.batch_size), 0.0, _tested(world)
+    )
+    evaluations = _evaluations(experiment, world, found, factor)
+    return replace(
+        row,
+        updates=updates,
+        time_s=found.time_s * factor,
+        num_bytes=(found.bytes_per_update or 0.0) * updates,
+        here_s=(found.here_s or 0.0) * factor + evaluations * evaluation_s.compute_s,
+    )
+
+
+def _evaluations(experiment: Experiment, world: World, found: Prediction, factor: float) -> float:
+    """Return about how many times a run evaluates its model; by seconds or samples, at most once a version."""
+    versions, every = found.versions * factor, distance("eval_every", experiment.eval_every)
+    if every is None:
+        return versions / len(world.clients)
+    if every.unit == "versions":
+        return versions / every.size
+    sizes = [client.num_samples for client in world.clients]
+    each = experiment.train.trained_samples(Work(), round(fmean(sizes)), world.batch_size, world.data.drop_last)
+    samples = each * found.updates * factor
+    return min(versions, (found.time_s * factor if every.unit == "seconds" else samples) / every.size)
+
+
+def _updates(experiment: Experiment, found: Prediction) -> int:
+    """Return after how many merged updates a run ends, by its own limits; targets are not expected to be reached."""
+    limit_s, updates = seconds("max_time", experiment.max_time), experiment.max_updates
+    in_time = None if limit_s is None or not found.update_s else int(limit_s / found.update_s)
+    return min((limit for limit in (in_time, updates) if limit is not None), default=found.updates)
+
+
+def _tested(world: World) -> int:
+    return sum(count for _, count in world.data.test_batches(world.batch_size))
+
+
+def _share(comparison: Comparison) -> float:
+    """Return the budget that halving spends on a trial, on average, as a share of running each to its end."""
+    halving = comparison.search.halving if comparison.search else None
+    spent, left = 0.0, 1.0
+    for fraction in rungs(halving):
+        spent += left * fraction  # each part begins anew
+        left *= halving.keep if halving else 1.0
+    return spent

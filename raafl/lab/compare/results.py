@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from raafl.devices import Device, assign, load_devices
+from raafl.devices.catalog import watts
 from raafl.lab.compare.comparison import Comparison
-from raafl.lab.compare.energy import energy_kj
-from raafl.lab.compare.provenance import file_digest
-from raafl.lab.compare.runs import Outcome, made_by
+from raafl.lab.compare.runs import Outcome, file_digest, made_by
 from raafl.lab.compare.statistics import ALPHA, Curve, Interval, censored_median, gini, holm, interval, paired, time_to
-from raafl.runfolder.schema import CLIENTS, JOURNAL, METRICS, TESTED, Summary
+from raafl.runfolder.schema import CLIENTS, CONFIG, JOURNAL, METRICS, TESTED, Summary
 
 COLUMNS = (
     "final",
@@ -241,3 +243,26 @@ def _plain(value: Interval | None) -> dict[str, Any] | None:
     if value is None:
         return None
     return {"mean": value.mean, "half": value.half, "num": value.num, "excludes_0": value.excludes_0}
+
+
+def energy_kj(folder: Path) -> float | None:
+    """Estimate the energy in kilojoules that the clients used for finished tasks, including transfers.
+
+    Returns:
+        The energy; None if the power of a client's device is unknown.
+    """
+    config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    devices = config.get("devices")
+    if devices is None:
+        return None
+    found = load_devices(devices) if isinstance(devices, str) else [Device(**row) for row in devices]
+    power = [watts(profile.name) for profile in assign(found, config["clients"])]
+    if None in power:
+        return None
+    with (folder / CLIENTS).open(newline="") as file:
+        joules = sum(
+            (power[int(row["client"]) - 1] or 0.0) * float(row["train_s"])
+            for row in csv.DictReader(file)
+            if row["train_s"]
+        )
+    return joules / 1e3

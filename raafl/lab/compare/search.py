@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raafl.errors import BadInput, RunFailed
-from raafl.lab.compare.comparison import Comparison, Halving, Search
-from raafl.lab.compare.fields import Options
+from raafl.lab.compare.comparison import Comparison, Halving, Options, Search
 from raafl.lab.compare.results import curve_of
 from raafl.lab.compare.runs import Outcome, Run, Runner, resolve
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
+from statistics import median_low
 from typing import Any
 
 from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import Experiment
-from raafl.core.types import ClientInfo
+from raafl.core.algorithm import SelectContext
+from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
+from raafl.devices.variation import description
 from raafl.errors import USER_ERRORS, BadInput, nearest
 from raafl.lab.plan.dry import Prediction, World, predict
-from raafl.lab.plan.tasks import Advice, DeviceRow, SubmodelRow, advise, device_rows, submodel_rows
 from raafl.local.numerics import device_type
 from raafl.local.stacked import refusal_of, refusal_of_optimizer
 from raafl.optimizers import configure
-from raafl.parts.select.axis_report import RATES, facts
+from raafl.parts.select.axis_report import RATES as AXIS_RATES
+from raafl.parts.select.axis_report import facts
+from raafl.parts.select.submodels import TABLE_4, OneOf, fragment_specs
+from raafl.parts.select.units import axes_of, leading
 from raafl.runfolder.append_file import finite
-from raafl.submodel import FULL, Submodels
+from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.prove.narrow import num_values
 
@@ -88,7 +94,7 @@ def make_plan(
     for name in ALGORITHMS if every else algorithms or ():
         found += _others(world, name, advice, max_updates)
     cost = submodels.cost(FULL, world.batch_size)
-    axes = facts(world.cut_submodels(), RATES, world.batch_size)
+    axes = facts(world.cut_submodels(), AXIS_RATES, world.batch_size)
     loop = _by_the_loop(experiment, submodels)
     return Plan(
         experiment.name,
@@ -137,3 +143,165 @@ def _others(world: World, name: str, advice: Advice, max_updates: int | None) ->
 def _without_spec(row: SubmodelRow) -> dict[str, Any]:
     names = ("name", "params", "peak_bytes", "down_bytes", "up_bytes", "flops_per_sample")
     return {name: getattr(row, name) for name in names} | ({"peaks": row.peaks} if row.peaks else {})
+
+
+RATES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
+STRAGGLER = 2.0
+"""A client is a straggler when the whole model takes it more than so many times the median, or does not fit its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmodelRow:
+    """Cost of a task with one submodel: bytes sent (after compression), FLOPs per sample, memory.
+
+    If clients may store frozen parameters in several precisions, ``peaks`` has the peak memory with each of them; it is
+    empty otherwise.
+    """
+
+    name: str
+    spec: Spec = field(repr=False)
+    params: int
+    peak_bytes: int
+    down_bytes: int
+    up_bytes: int
+    flops_per_sample: float
+    peaks: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """Clients with one kind of device, and the times of their tasks."""
+
+    name: str  # name of the device profile
+    clients: list[int]  # ids of the clients with such a device
+    num_samples: int  # number of training samples of the median client
+    flops_per_s: float  # speed and memory of the median client
+    memory_bytes: float
+    # seconds of a task with each submodel on the median client; None = the submodel does not fit into its memory
+    seconds: list[float | None]
+    # smallest and largest seconds over the clients for the whole model, even if it does not fit
+    seconds_range: tuple[float, float]
+    stragglers: list[int]  # ids of the clients that are much slower than the median; see `Advice`
+    # description of how the speed of the device varies, which predicted times do not include; empty if it is
+    # constant
+    varies: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Settings recommended for a fleet of devices; each can be derived by hand from the table of task times.
+
+    Attributes:
+        stragglers: ids of clients for which the whole model is too large, or takes more than `STRAGGLER` times the
+            median.
+        median_s: median seconds over the clients of a task with the whole model.
+        slowest_s: seconds of such a task on the slowest client.
+        fragments: recommended number M of fragments (disjoint pieces of the model) in Fed-RAA: the smallest for which
+            the smallest fragment fits every client and takes the slowest client no longer than the whole model takes
+            the median client.
+        fragment_s: seconds of a task with such a fragment on the slowest client.
+        buffer_size: number K of clients that are not stragglers, as a buffer size: a merge then never waits for a
+            straggler.
+        deadline_s: seconds of a task on the slowest client that is not a straggler.
+        participation: share of the clients that are not stragglers, for TimelyFL.
+    """
+
+    stragglers: list[int]
+    median_s: float
+    slowest_s: float
+    fragments: int | None
+    fragment_s: float | None
+    buffer_size: int
+    deadline_s: float
+    participation: float
+
+
+def submodel_rows(fleet: SelectContext, select: object = None) -> list[SubmodelRow]:
+    """Compute the costs of the model at each rate (share of its width), and of each submodel that ``select`` can choose."""
+    axes = axes_of(fleet.state.submodels)
+    named: dict[Spec, str] = {FULL: "1"}
+    for rate in RATES[1:] if axes else ():
+        named.setdefault(leading(axes, rate), str(Fraction(rate)))
+    if isinstance(select, OneOf):
+        pieces = select.specs(fleet)
+        for j, spec in enumerate(pieces if len(pieces) > 1 else (), start=1):
+            named.setdefault(spec, f"piece {j}")
+    rows = []
+    bases: tuple[str | None, ...] = fleet.state.submodels.bases.names or (None,)
+    for spec, name in named.items():
+        costs = {base: fleet.cost(replace(spec, base=base)) for base in bases}
+        cost, peaks = costs[bases[0]], {base: one.peak_bytes for base, one in costs.items() if base is not None}
+        rows.append(
+            SubmodelRow(
+                name, spec, cost.params, cost.peak_bytes, cost.down_bytes, cost.up_bytes, cost.flops_per_sample, peaks
+            )
+        )
+    return rows
+
+
+def device_rows(
+    fleet: SelectContext, clients: Iterable[ClientInfo], submodels: Sequence[SubmodelRow]
+) -> list[DeviceRow]:
+    """Compute the task times of each kind of device, in the order of the clients."""
+    kinds: dict[str, list[ClientInfo]] = {}
+    everyone = list(clients)
+    for client in everyone:
+        kinds.setdefault(client.profile.name, []).append(client)
+    slow = set(stragglers(fleet, everyone))
+    rows = []
+    for name, members in kinds.items():
+        ranked = sorted(members, key=lambda client: _cost_s(fleet, client))
+        middle = ranked[(len(ranked) - 1) // 2]
+        seconds = [_cost_s(fleet, middle, s.spec) if fleet.fits(middle, s.spec) else None for s in submodels]
+        ends = (_cost_s(fleet, ranked[0]), _cost_s(fleet, ranked[-1]))
+        rows.append(
+            DeviceRow(
+                name,
+                [client.id for client in members],
+                middle.num_samples,
+                middle.profile.flops_per_s,
+                middle.profile.memory_bytes,
+                seconds,
+                ends,
+                [c.id for c in members if c.id in slow],
+                description(middle.profile),
+            )
+        )
+    return rows
+
+
+def stragglers(fleet: SelectContext, clients: Sequence[ClientInfo]) -> list[int]:
+    """Return the ids of the clients that are much slower than the median; see `STRAGGLER`."""
+    limit_s = STRAGGLER * median_low(_cost_s(fleet, client) for client in clients)
+    return [c.id for c in clients if _cost_s(fleet, c) > limit_s * (1 + 1e-9) or not fleet.fits(c, FULL)]
+
+
+def advise(fleet: SelectContext, clients: Sequence[ClientInfo]) -> Advice:
+    """Recommend settings for a fleet of devices, from the times of tasks."""
+    slow = set(stragglers(fleet, clients))
+    whole_s = {client.id: _cost_s(fleet, client) for client in clients}
+    quick_s = [seconds for client, seconds in whole_s.items() if client not in slow] or [max(whole_s.values())]
+    median_s, buffer_size = median_low(whole_s.values()), max(len(clients) - len(slow), 1)
+    found: dict[int, float] = {}
+    if (submodels := fleet.state.submodels).axes:
+        for number, ratios in TABLE_4.items():
+            smallest = min(fragment_specs(submodels, ratios), key=lambda spec: submodels.layout(spec).num_bytes)
+            if all(fleet.fits(client, smallest) for client in clients):
+                found[number] = max(_cost_s(fleet, client, smallest) for client in clients)
+    within = [number for number, seconds in found.items() if seconds <= median_s * (1 + 1e-9)]
+    chosen = min(within) if within else min(found, key=lambda number: found[number], default=None)
+    return Advice(
+        sorted(slow),
+        median_s,
+        max(whole_s.values()),
+        chosen,
+        None if chosen is None else found[chosen],
+        buffer_size,
+        max(quick_s),
+        buffer_size / len(clients),
+    )
+
+
+def _cost_s(fleet: SelectContext, client: ClientInfo, spec: Spec = FULL) -> float:
+    """Return the seconds of a task of ``spec``, exchanges in mid-task included."""
+    return fleet.cost_s(client, Work(spec, extra=fleet.task_options(client)))

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raafl.lab.plan.dry import Prediction
-from raafl.lab.plan.plan import Plan
-from raafl.lab.plan.tasks import STRAGGLER
+from raafl.lab.plan.plan import STRAGGLER, Plan
 from raafl.parts.select.axis_report import share
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.units import quantity, size

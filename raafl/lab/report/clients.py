@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raafl.errors import BadInput
-from raafl.lab.report.figure import Cell, Chart, Table, View, axis, rounded, split_evenly, thin_rows
 from raafl.lab.report.groups import Group
+from raafl.lab.report.page import Cell, Chart, Table, View, axis, rounded, split_evenly, thin_rows
 from raafl.lab.report.timeline import fastest_first, lane, lanes_height
 from raafl.runfolder.reading import RecordedRun
 from raafl.runfolder.schema import MERGED

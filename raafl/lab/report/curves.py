@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from raafl.lab.report.figure import Chart, Table, View, axis, rounded, thin_rows, thinned
 from raafl.lab.report.groups import Group
+from raafl.lab.report.page import Chart, Table, View, axis, rounded, thin_rows, thinned
 from raafl.runfolder.reading import Numbers, RecordedRun
 from raafl.runfolder.schema import MERGED, TIME_TO
 

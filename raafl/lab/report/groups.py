@@ -9,7 +9,7 @@ from typing import Any
 
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.reading import RecordedRun
-from raafl.watch.eta import Goals
+from raafl.watch.state import Goals
 
 NOT_THE_EXPERIMENT = (
     "seed",

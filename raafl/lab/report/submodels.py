@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from raafl.lab.report.figure import Cell, Chart, Table, View, axis, gap, rounded, split_evenly
 from raafl.lab.report.groups import Group
-from raafl.lab.report.timeline import lanes_height
-from raafl.lab.report.times import KIND_COLOURS
+from raafl.lab.report.page import Cell, Chart, Table, View, axis, gap, rounded, split_evenly
+from raafl.lab.report.timeline import KIND_COLOURS, lanes_height
 from raafl.runfolder.reading import Numbers, RecordedRun
 from raafl.runfolder.reading import number as as_number
 from raafl.runfolder.schema import KINDS, MERGED

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from raafl.core.types import derive_seed
 from raafl.data.federated import Sized
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
-from raafl.local.evaluation.living_metrics import LivingMetrics
-from raafl.local.evaluation.metric_partials import NotMergeable, PartialRecorder, add
 from raafl.local.evaluation.metrics import begin, end, step
-from raafl.local.evaluation.record import Recorder
+from raafl.local.evaluation.record import Recorder, logged_value
 from raafl.module_hooks import overrides
 from raafl.rng import RngStream, generators, same_generators
 from raafl.submodel import FULL, FlatTensors, Submodels
@@ -220,3 +220,144 @@ def _for_a_turn(batches: Iterator[tuple[int, Sized]]) -> Iterator[tuple[int, Siz
         yield batch
         if time.perf_counter() > end:
             return
+
+
+class NotMergeable(Exception):
+    """Raised if several processes cannot share an evaluation; the message says why."""
+
+
+class PartialRecorder(Recorder):
+    """Recorder for one process's share of an evaluation; it stores every number, so that one process can sum all in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: list[tuple[str, Tensor | float, str, float]] = []
+
+    def log(
+        self,
+        name: str,
+        value: object,
+        *args: object,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        batch_size: int | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Record one logged value; see `Recorder.log`."""
+        super().log(name, value, reduce_fx=reduce_fx, batch_size=batch_size)
+        if not callable(getattr(value, "compute", None)):
+            how = getattr(reduce_fx, "__name__", str(reduce_fx))
+            weight = self.weight if batch_size is None else float(batch_size)
+            self._numbers.append((name, logged_value(name, value), how, weight))
+
+    def partials(self) -> dict[str, Any]:
+        """Return all recorded numbers, and the states of metrics, as plain data.
+
+        Raises:
+            NotMergeable: the state of a metric is not a sum of integers, so that the order of additions would matter.
+        """
+        states = {name: _states(name, metric) for name, metric in self._metrics.items()}
+        return {
+            "numbers": [[name, _plain(value), how, weight] for name, value, how, weight in self._numbers],
+            "states": states,
+        }
+
+
+def add(recorder: Recorder, partials: dict[str, Any]) -> None:
+    """Log everything in ``recorder`` that a `PartialRecorder` has recorded."""
+    for name, text, how, weight in partials["numbers"]:
+        recorder.log(name, float(text), reduce_fx=how, batch_size=weight)
+    for name, states in partials["states"].items():
+        metric = recorder.metrics[name]
+        for state, numbers in states.items():
+            own = getattr(metric, state)
+            setattr(metric, state, own + torch.tensor(numbers, dtype=own.dtype, device=own.device))
+
+
+def _states(name: str, metric: object) -> dict[str, Any]:
+    states = {state: getattr(metric, state) for state in getattr(metric, "_defaults", {})}
+    reductions = getattr(metric, "_reductions", {})
+    for state, value in states.items():
+        is_sum = getattr(reductions.get(state), "__name__", "") == "dim_zero_sum"
+        if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or not is_sum:
+            raise NotMergeable(
+                f"the metric '{name}' has a state '{state}' that is not a sum of integers, so several processes cannot share "
+                "the evaluation: use a metric that counts"
+            )
+    if not states:
+        raise NotMergeable(
+            f"the metric '{name}' is not a torchmetrics Metric with registered states (add_state), so several processes "
+            "cannot share the evaluation: give it such states, or log numbers"
+        )
+    return {state: value.tolist() for state, value in states.items()}
+
+
+def _plain(value: Tensor | float) -> str:
+    """Return a number as text, which JSON has of infinities and NaN too."""
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        raise NotMergeable("a logged value is not a single number: log one number")
+    return repr(float(value))
+
+
+# Carry the state of a module's torchmetrics metrics from evaluation to evaluation, through checkpoints too.
+#
+# A metric that the module logs as an object is reset after each evaluation. Any other goes on, as under Lightning's Trainer: a
+# `MaxMetric` that is updated at the end of each evaluation has the best value of the run.
+
+_PLAIN = (type(None), bool, int, float, str)
+_OF_ITSELF = ("training", "_computed")
+
+
+class LivingMetrics:
+    """Reader and writer of the states of the metrics in one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Remember the metrics' attributes as they are now, before any evaluation."""
+        self._metrics = dict(_metrics_in(module))
+        self._first = {path: dict(vars(metric)) for path, metric in self._metrics.items()}
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return copies of all values that differ from the first ones, by path of the metric and name, tensors on the CPU."""
+        return {path: values for path in self._metrics if (values := self._changed(path))}
+
+    def _changed(self, path: str) -> dict[str, Any]:
+        metric, first = self._metrics[path], self._first[path]
+        is_updated = getattr(metric, "_update_count", 0) > 0
+        names = [name for name, value in vars(metric).items() if value is not first.get(name, value)]
+        names += [name for name in getattr(metric, "_defaults", {}) if is_updated and name not in names]
+        found = {name: getattr(metric, name) for name in names if name not in _OF_ITSELF}
+        return {name: _copied(value, torch.device("cpu")) for name, value in found.items() if _is_plain(value)}
+
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the metrics to the result of `state`; what names no metric or attribute of this module is left out."""
+        for path, values in state.items():
+            metric = self._metrics.get(path)
+            known = {} if metric is None else vars(metric)
+            for name, value in values.items():
+                if name in known and _is_plain(value) and _is_plain(known[name]):
+                    setattr(metric, name, _copied(value, getattr(metric, "device", torch.device("cpu"))))
+
+    def updated(self, counts: Mapping[str, int], logged: Mapping[str, Any]) -> list[str]:
+        """Return the paths of metrics that were updated since `counts`, but are not logged as objects."""
+        parts = {id(part) for metric in logged.values() if isinstance(metric, nn.Module) for part in metric.modules()}
+        now = self.counts()
+        return [path for path, metric in self._metrics.items() if now[path] > counts[path] and id(metric) not in parts]
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of each metric's updates since its last reset, by path."""
+        return {path: int(getattr(metric, "_update_count", 0)) for path, metric in self._metrics.items()}
+
+
+def _metrics_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, part in module.named_modules():
+        if callable(getattr(part, "compute", None)) and callable(getattr(part, "reset", None)):
+            yield path, part
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in (*_PLAIN, Tensor) or (type(value) is list and all(map(_is_plain, value)))
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True)
+    return [_copied(item, device) for item in value] if isinstance(value, list) else deepcopy(value)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from raafl.core.types import Warn
 from raafl.errors import BadInput
-from raafl.local.preparation.model_checks import check_tensors
 from raafl.local.preparation.trial import explained
 from raafl.module_hooks import overrides
 from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.cut.layers import computed_by
 from raafl.trainer_stand_in import attach
 
 STEPS = ("training_step", "validation_step", "test_step")
@@ -120,3 +122,150 @@ def _training_loss(self: Any, batch: Any, batch_idx: int) -> dict[str, Any]:
     answer = self.training_step(batch, batch_idx)
     answer = answer["loss"] if isinstance(answer, Mapping) else answer
     return {} if answer is None else {"loss": answer}
+
+
+def check_tensors(module: nn.Module) -> None:
+    """Raise `BadInput` if a part of a model cannot be copied, cut or sent.
+
+    Such parts are: a module made by `torch.jit`; a tensor that is not dense, has no fixed size, or was made in inference
+    mode; a parameter that overlaps itself or another in memory; an attribute with a tensor that was computed from
+    parameters.
+    """
+    problem = next(_problems(module), None)
+    if problem is not None:
+        raise BadInput(f"the model cannot be copied, cut and sent: {type(module).__name__}{problem}")
+
+
+def _problems(module: nn.Module) -> Iterator[str]:
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            place = f".{path} is" if path else " is"
+            yield f"{place} made by torch.jit, which has no smaller copies: give the module from which it was made"
+            return
+    state: Mapping[str, Tensor] = dict(module.named_parameters()) | persistent_buffers(module)
+    for name, tensor in state.items():
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            layer = repr(module.get_submodule(name.rpartition(".")[0]))[:80]
+            yield f".{name} has no size before a first batch: give {layer} the size of its input"
+        elif tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            remedy = "make it dense" + ("" if is_parameter else ", or register it with persistent=False")
+            yield f".{name} is {kind}, but all sent tensors must be dense: {remedy}"
+        elif tensor.is_inference():
+            yield f".{name} was made in torch.inference_mode, where no gradients are recorded: make it outside, or clone it there"
+        elif isinstance(tensor, nn.Parameter) and _overlaps_itself(tensor):
+            yield (
+                f".{name} is expanded, {tuple(tensor.shape)} with several elements in one place of memory, so no step can write "
+                "it: give nn.Parameter a .clone(), or expand it in forward"
+            )
+    yield from _shared(module, state)
+    yield from _computed(module)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Check whether a tensor has more elements than places in memory, as after `expand`."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 0 < span < tensor.numel()
+
+
+def _shared(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[str]:
+    """Find a parameter that trains in the memory of another tensor: a copy of the model has two of them."""
+    first: dict[int, str] = {}
+    known = {name: tensor for name, tensor in state.items() if tensor.layout == torch.strided}
+    for name, tensor in (*known.items(), *_attributes(module)):
+        if not tensor.numel() or not tensor.data_ptr():  # without values
+            continue
+        other = first.setdefault(tensor.data_ptr(), name)
+        if other == name or known.get(name) is known[other]:
+            continue
+        if known[other].requires_grad or (name in known and tensor.requires_grad):
+            yield (
+                f".{name} shares memory with '{other}', but copies of the model have two separate tensors: assign "
+                "the parameter itself, as in self.b.weight = self.a.weight, or compute one from the other in "
+                "forward"
+            )
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that parts have as plain attributes, without those that a hook computes before each forward."""
+    for path, part in module.named_modules():
+        hooked = {computed_by(hook) for hook in part._forward_pre_hooks.values()}
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and name not in hooked:
+                yield f"{path}.{name}".removeprefix("."), value
+
+
+def _computed(module: nn.Module) -> Iterator[str]:
+    for name, tensor in _attributes(module):
+        if not tensor.is_leaf:
+            yield (
+                f".{name} was computed from parameters, but copies of the model do not update it: compute it in "
+                "forward, or give a function that makes the model"
+            )
+
+
+# Keep the modes (train or eval) in which a model's author left its parts.
+#
+# Each part trains in the mode that it has once the model is built, as with Lightning's Trainer. Copies of the model have these
+# modes, and `raafl.submodel.module_state.ModuleState` restores them before each task, evaluation and trial.
+
+_TRAINING = "_raafl_modes"
+_SHOWN = 3
+T = TypeVar("T", bound=nn.Module)
+
+
+def call_own_train(module: nn.Module) -> None:
+    """Let parts with a method `train` of their own set their modes, as one that keeps a frozen backbone in eval mode.
+
+    What is in eval mode stays so.
+    """
+    for part in module.modules():
+        if type(part).train is not nn.Module.train:
+            in_eval = [inner for inner in part.modules() if not inner.training]
+            part.train(part.training)
+            for inner in in_eval:
+                inner.training = False
+
+
+def eval_mode_note(module: nn.Module) -> list[str]:
+    """Return a line for the start of a run on the parts of its model that are in eval mode; none if there are none.
+
+    A model that is in eval mode as a whole is a warning.
+    """
+    parts = list(module.named_modules())
+    in_eval = [path for path, part in parts if not part.training]
+    kind = type(module).__name__
+    if not in_eval:
+        return []
+    if not module.training:
+        return [
+            Warn(
+                f"{kind} is in eval mode, with {len(in_eval)} of its {len(parts)} layers, and trains so (no dropout, no batch "
+                "statistics): call .train() on it before the run"
+            )
+        ]
+    tops = [path for path in in_eval if path.rpartition(".")[0] not in in_eval]
+    named = ", ".join(tops[:_SHOWN]) + (", ..." if len(tops) > _SHOWN else "")
+    return [
+        f"{len(in_eval)} of {len(parts)} layers of {kind} are in eval mode, as it was built, and train so ({named}): call .train() "
+        "on them for train mode"
+    ]
+
+
+def in_eval_mode(module: T) -> T:
+    """Put a trained module into eval mode for its user, and remember the modes in which it was trained.
+
+    `with_modes_of_training` restores these if the user trains it again.
+    """
+    module.__dict__[_TRAINING] = [part.training for part in module.modules()]
+    return module.eval()
+
+
+def with_modes_of_training(module: T) -> T:
+    """Undo `in_eval_mode` in a module that is still in eval mode as a whole; leave any other as its user left it."""
+    before, parts = module.__dict__.pop(_TRAINING, []), list(module.modules())
+    if len(before) == len(parts) and not any(part.training for part in parts):
+        for part, training in zip(parts, before, strict=True):
+            part.training = training
+    return module

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
@@ -19,13 +19,11 @@ from torch.utils._pytree import tree_unflatten
 
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
-from raafl.local.evaluation.record import widened
+from raafl.local.evaluation.record import Recorder, attach_log, widened
 from raafl.local.proximal import ProximalTerm
 from raafl.local.stacked.batches import Batch, batches
-from raafl.local.stacked.clipping import clip_
-from raafl.local.stacked.logged import Logged
 from raafl.local.stacked.mode import Stacked
-from raafl.local.stacked.products import CACHE_LINE_BYTES, Known
+from raafl.local.stacked.products import CACHE_LINE_BYTES, Known, product
 from raafl.local.stacked.stacks import Unstackable, within
 from raafl.local.train import LocalTrainer
 from raafl.local.trainable import TrainableSubmodel
@@ -289,3 +287,118 @@ class _Placed:
                 f"the training step replaces the tensor {replaced[0]} by another: change it in place to train clients as one "
                 "batch"
             )
+
+
+_LEAST_NORM = 1e-6  # torch's own
+
+
+def clip_(known: Known, gradients: Sequence[Tensor], most: float) -> None:
+    """Scale gradients in place so that no client's total norm exceeds a bound.
+
+    `known`: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
+    and shapes.
+    `gradients`: stacked gradients of shape (clients, ...).
+    """
+    if gradients:
+        norms = torch.stack([_norms(known, one) for one in gradients], 1)
+        factors = (most / (_norms(known, norms) + _LEAST_NORM)).clamp(max=1.0)
+        for one in gradients:
+            one.mul_(factors.view(-1, *(1,) * (one.dim() - 1)))
+
+
+def _norms(known: Known, stack: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm
+    return product(known, "norm", lambda all: norm(all.reshape(len(all), -1), dim=1), norm, stack)
+
+
+_START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}  # -0.0 + x is x, also of a zero
+
+
+class Logged:
+    """Replacement for `Recorder` that adds up logged values for each client separately.
+
+    Attributes:
+        weight: weight of values that are logged without a ``batch_size``: number of samples in each client's current
+            batch.
+    """
+
+    def __init__(self, num: int) -> None:
+        """Start empty, for ``num`` clients."""
+        self._num, self.weight = num, 1.0
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, list[float]] = {}
+        self._step: list[tuple[str, Any, float, str]] = []
+        self._said: list[tuple[str, Any, float, str]] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Redirect ``log`` and ``log_dict`` of the module, and of LightningModules inside it, to this object."""
+        attach_log(module, self.log, self.log_dict)
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *args: object,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        batch_size: int | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Record a value that the clients' common step logs, called inside vmap; see `Recorder.log`."""
+        how = getattr(reduce_fx, "__name__", str(reduce_fx))
+        if callable(getattr(value, "compute", None)):
+            raise Unstackable(
+                f"the training step logs '{name}', an object of {type(value).__name__}: log a number to train clients as one batch"
+            )
+        if how not in _START:
+            raise Unstackable(
+                f"the training step logs '{name}' with reduce_fx '{how}': give {', '.join(_START)} to train clients as one batch"
+            )
+        value = widened(value) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+        self._step.append((name, value, self.weight if batch_size is None else float(batch_size), how))
+
+    def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Record values that the clients' common step logs, called inside vmap; see `Recorder.log_dict`."""
+        for name, value in values.items():
+            self.log(name, value, **kwargs)
+
+    def take(self) -> list[Tensor]:
+        """Return the values that this step has logged; pass them to `add` outside vmap."""
+        self._said, self._step = self._step, []
+        return [value for _, value, _, _ in self._said]
+
+    def add(self, clients: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Add the values that clients have logged in a step.
+
+        Args:
+            clients: positions of the clients.
+            values: logged values, each with one number per client.
+        """
+        where = torch.tensor(clients)
+        for (name, _, weight, how), value in zip(self._said, values, strict=True):
+            value = value.reshape(len(clients))
+            value = value * weight if how == "mean" else value
+            if name not in self._sums:
+                start = torch.full((self._num,), _START[how], dtype=torch.float64)
+                self._sums[name], self._counts[name] = start, [0.0] * self._num
+            sums, counts = self._sums[name], self._counts[name]
+            if how in ("mean", "sum"):
+                sums[where] += value
+            else:
+                sums[where] = (torch.minimum if how == "min" else torch.maximum)(sums[where], value)
+            for client in clients:
+                counts[client] = counts[client] + weight if how == "mean" else 1.0
+
+    def hand(self, client: int, recorder: Recorder) -> None:
+        """Copy the values that one client has logged into a recorder.
+
+        Args:
+            client: position of the client.
+            recorder: recorder that receives the values.
+        """
+        recorder.take_over(
+            {
+                name: (float(sums[client]), self._counts[name][client])
+                for name, sums in self._sums.items()
+                if self._counts[name][client]
+            }
+        )

@@ -18,7 +18,7 @@ from raafl.parts.local.swap_parameters import patched, quiet
 from raafl.submodel import EarlyLogits, Spec, Submodels, add_exits
 from raafl.submodel.cost import Cost
 from raafl.submodel.declared import declarations, find_stacks, join
-from raafl.submodel.depth.tails import tail_of
+from raafl.submodel.depth import tail_of
 
 IGNORED = -100
 """Label of positions that the loss ignores, as in torch's cross entropy."""
@@ -132,7 +132,7 @@ def _values_read_by_exits(module: nn.Module) -> int:
     if early is None:
         return 0
     early.close()
-    head = getattr(early.model, "lm_head", None)  # as in `raafl.submodel.depth.tails`
+    head = getattr(early.model, "lm_head", None)  # as in `raafl.submodel.depth`
     return 0 if head is None else len(early.names) * sum(p.numel() for p in head.parameters())
 
 

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from raafl.certs.authority import fingerprint, is_for, uris_of
-from raafl.certs.names import Holder, holder_of
+from raafl.certs.files import Holder, holder_of
 from raafl.errors import BadInput
 from raafl.parts.protect.secure.group import CannotOpen, Group
 from raafl.runfolder.signing import Signer, is_signed

@@ -23,7 +23,7 @@ from raafl.errors import BadInput, RunFailed
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.append_file import read_table, write_table
 from raafl.runfolder.events import JournalReader
-from raafl.runfolder.lock import FolderLock
+from raafl.runfolder.journal import FolderLock
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CLIENTS, JOURNAL, LOST_AT_RESTART, MERGED, METRICS, JournalRow
 from raafl.sanitize import sanitize_text

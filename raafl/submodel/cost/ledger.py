@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from raafl.submodel.cost.flops import arithmetic_flops, product_flops
-from raafl.submodel.cost.kernels import CONVOLUTIONS, traffic, workspace_bytes
+from raafl.submodel.cost.kernels import CONVOLUTIONS, arithmetic_flops, product_flops, traffic, workspace_bytes
 from raafl.submodel.nested_batch import tensors_in
 from raafl.submodel.results import cached_result, run
 

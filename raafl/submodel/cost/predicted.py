@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from raafl.errors import USER_ERRORS
 from raafl.rng import seeded, undisturbed
 from raafl.rules import Rules
-from raafl.submodel.cost.method import Method, MethodSteps
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.isolated_run import call, draw, loss_of, one_line, settle
@@ -518,3 +517,53 @@ def _optimizers(answer: object) -> list[Optimizer]:
     if not isinstance(found, list | tuple) or not found or not all(isinstance(one, Optimizer) for one in found):
         raise TypeError("configure_optimizers returns no optimizer: return one")
     return list(found)
+
+
+class MethodSteps(Protocol):
+    """Protocol of the steps of a method's task; `raafl.core.local.Hook` is the implementation."""
+
+    def loss(self, batch: Any, index: int) -> Tensor:
+        """Return the loss of a batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of ``loss``."""
+
+    def update(self) -> None:
+        """Make one optimiser step."""
+
+    def finish(self) -> object:
+        """Do what follows the last step."""
+
+    def close(self) -> None:
+        """Undo the changes to the module."""
+
+
+class MethodTask(Protocol):
+    """Protocol of a method's task before its first step."""
+
+    received_and_sent: list[Tensor]  # tensors that it has received or will send, which count elsewhere
+    answer_bytes: int  # bytes of a copy of the trained values, in which they are sent beside others; 0 = there is none
+
+    def steps(
+        self, optimizer: Optimizer, backward: Callable[[Tensor], None], update: Callable[[], None]
+    ) -> MethodSteps:
+        """Return the steps of the task."""
+
+
+class Method(Protocol):
+    """Protocol of a method whose tasks do more than the user's own step; see `raafl.core.own_steps.OwnSteps`.
+
+    Attributes:
+        rescale: whether it multiplies the activations of narrowed layers, as `Submodels.shrink` does.
+    """
+
+    rescale: bool
+
+    def begin(self, spec: Spec, module: nn.Module, loss: Callable[[Any, int], Tensor]) -> MethodTask:
+        """Return a task of the method on a small module, before its first step.
+
+        Args:
+            spec: submodel that the module is.
+            module: small module, on the meta device or with values.
+            loss: function that runs the user's own step.
+        """

@@ -11,8 +11,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from raafl.submodel.packages import type_names
-
 Resize = Callable[[Any], None]
 """``resize(layer)``: the layer has its small tensors and the large attributes; set the attributes."""
 
@@ -157,3 +155,23 @@ def _recurrent(layer: Any) -> None:
     layer.hidden_size = layer.weight_ih_l0.shape[0] // gates
     layer.proj_size = layer.weight_hr_l0.shape[0] if layer.proj_size else 0
     adopt(layer)
+
+
+PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
+TORCHVISION = "torchvision.models.vision_transformer.VisionTransformer"
+
+
+def hugging_face(names: str) -> list[str]:
+    """Return the full names of types in transformers, which the user need not have installed."""
+    split = [name.split(".") for name in names.split()]
+    return [f"transformers.models.{family}.modeling_{family}.{kind}" for family, kind in split]
+
+
+def type_names(module: nn.Module) -> list[str]:
+    """Return the dotted names of a module's type and of its base classes, nearest first."""
+    return [f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
+
+
+def is_packaged(module: nn.Module) -> bool:
+    """Check whether a module is a whole transformer model from another package."""
+    return not {PRETRAINED, TORCHVISION}.isdisjoint(type_names(module))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from raafl.submodel import lora
 from raafl.submodel.axes import Axis, Member, Shapes, declared_axes
-from raafl.submodel.cut.sizes import Sizes
-from raafl.submodel.declared import declarations
-from raafl.submodel.find.candidates import Candidates
-from raafl.submodel.find.labels import Reason
+from raafl.submodel.cut.layers import TORCHVISION, hugging_face, is_packaged, produces, type_names
+from raafl.submodel.cut.sizes import Extent, Sizes
+from raafl.submodel.declared import above, declarations, join, within
+from raafl.submodel.find.labels import Atom, Dim, Reason
 from raafl.submodel.find.trace import TraceResult, trace
 
 _REMEDY = "declare `submodel_axes` on the model, or train the full model"
@@ -108,3 +109,319 @@ def _declared(path: str, declaration: Mapping[str, Any], shapes: Shapes, aliases
             m if m.name in own.values() else Member(prefix + m.name, m.dim, m.unit, m.offset) for m in axis.members
         )
         yield Axis(prefix + axis.name, axis.size, tuple(members))
+
+
+MOST_MEMBERS = 512
+"""Places of an axis in one dimension beyond which it stays whole."""
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """Place of the units of a possible axis (dimensions that might shrink together) in one dimension of one tensor.
+
+    The same units may occur several times in a dimension, for example if two copies of them are concatenated.
+    """
+
+    name: str  # name of the tensor
+    dim: int  # index of the dimension, from 0
+    # index of the first element of each occurrence; from there on, each unit has ``unit`` elements
+    starts: tuple[int, ...]
+    unit: int  # number of elements for each unit
+    is_read: bool  # whether a matrix product has summed over the dimension, as over the input side of a weight
+    is_made: bool  # whether a product or look-up has produced the dimension, as the output side of a weight does
+
+
+@dataclass
+class Candidate:
+    """A possible axis: units that might be dropped, and their positions in all tensors."""
+
+    atom: Atom  # label of the units; units with the same label must be dropped together
+    # positions of the units in the model's tensors, in the tensors' order
+    spots: list[Occurrence] = field(default_factory=list)
+    # labels of units that enclose these in one flattened dimension, such as the heads around their features
+    outside: set[Atom] = field(default_factory=set)
+
+    @property
+    def producers(self) -> list[str]:
+        """Names of the tensors that compute the candidate's units, such as the weight of a layer whose outputs they are.
+
+        If no tensor computes them, names of all tensors that have the units.
+        """
+        made = [spot.name for spot in self.spots if spot.is_made]
+        made = made or [spot.name for spot in self.spots if not spot.is_read]
+        return made or [spot.name for spot in self.spots]
+
+
+class Candidates:
+    """All possible axes of a model, divided into real axes and dimensions that must stay whole.
+
+    `axes`: accepted axes by name, in the order of the model's tensors.
+    `whole`: reason for which a dimension, or a part of it, cannot shrink, by (tensor, dimension).
+    """
+
+    def __init__(
+        self, seen: TraceResult, module: nn.Module, residual_width: bool, declared: Iterable[Axis] = ()
+    ) -> None:
+        """Choose the axes of ``module`` from a trace, beside those that parts of the module declare."""
+        self._declared = {(member.name, member.dim) for axis in declared for member in axis.members}
+        self.seen, self.module = seen, module
+        self._held = dict(self._hold())
+        self._pin_numbers()
+        self._by_atom: dict[Atom, Candidate] = {}
+        self._places = {name: place for place, name in enumerate(seen.dims)}
+        for name, dims in seen.dims.items():
+            for place, dim in enumerate(dims):
+                if dim.size:
+                    self._collect(name, place, dim)
+        self._copy_to_exits()
+        self._pin_outputs()
+        self.reasons: dict[Atom, Reason] = {}
+        picked: list[Candidate] = []
+        for candidate in sorted(self._by_atom.values(), key=lambda c: len(c.outside)):
+            if (reason := self._why_whole(candidate, residual_width)) is not None:
+                self.reasons[candidate.atom] = reason
+            elif not any(other.atom in candidate.outside for other in picked):
+                picked.append(candidate)
+        picked.sort(key=lambda c: (self._places[c.spots[0].name], c.spots[0].dim, c.spots[0].starts))
+        self.axes = dict(zip(self._names(picked), picked, strict=True))
+        self._name_of = {candidate.atom: name for name, candidate in self.axes.items()}
+
+    def _hold(self) -> Iterator[tuple[tuple[str, int], Reason]]:
+        """Keep the layers of `WHOLE_LAYERS` whole; return their dimensions and reasons."""
+        for path, is_wide in whole_layers(self.module):
+            name = f"{path}.weight"
+            if name not in self.seen.dims:
+                continue  # this model is made without it
+            _, place = produces(self.module.get_submodule(path)) or ("", 0)
+            made, read = self.seen.dims[name][place], self.seen.dims[name][1 - place]
+            if is_wide:
+                self.seen.labels.unify(made, read)
+                yield (name, place), Reason("its features are hidden states, which shrink only with the residual width")
+            else:
+                self.seen.labels.pin(
+                    made, Reason("raafl leaves it whole, so that runs of version 0.1.0 can be replayed")
+                )
+
+    def _pin_numbers(self) -> None:
+        """Keep whole what code makes a number of, such as the scale of scores; where a norm spans it, as much is known."""
+        for (origin, _), place in self.seen.watch.uses.numbers.items():
+            units = list(origin.units()) if isinstance(origin, Dim) else []
+            if not any(atom.span is not None for atom in units):
+                for atom in units:
+                    atom.pin = atom.pin or Reason("its size is used as a number", place)
+
+    def _collect(self, name: str, place: int, dim: Dim) -> None:
+        for atom, starts, unit, outside in _spots(dim, (0,), 1, ()):
+            candidate = self._by_atom.setdefault(atom, Candidate(atom))
+            candidate.spots.append(Occurrence(name, place, starts, unit, dim.is_read, dim.is_made))
+            candidate.outside.update(other for other in outside if other is not atom)
+
+    def _copy_to_exits(self) -> None:
+        """Let a module that takes another's place at an exit have the axes of that one, which the steps did not call."""
+        places = [
+            (join(prefix, place), join(prefix, path))
+            for prefix, exits in declarations(self.module, "submodel_exits")
+            for one in exits.values()
+            for place, path in (one.items() if isinstance(one, Mapping) else ())
+        ]
+        for candidate in self._by_atom.values():
+            for spot, (place, path) in itertools.product(list(candidate.spots), places):
+                own = path + spot.name.removeprefix(place)
+                if within(spot.name, (place,)) and own in self.seen.dims:
+                    candidate.spots.append(replace(spot, name=own))
+                    self.seen.untouched.discard(own)
+
+    def _pin_outputs(self) -> None:
+        """Keep whole what a part gives that has all of an axis: the result has to have the same form."""
+        for path, dims in self.seen.given:
+            for atom in (atom for dim in dims for atom in dim.units()):
+                candidate = self._by_atom.get(atom)
+                if candidate is not None and all(within(spot.name, (path,)) for spot in candidate.spots):
+                    reason = Reason(f"it is an output of '{path}'" if path else "it is an output of the model")
+                    atom.pin = reason  # it says more than what the loss does to it
+
+    def _why_whole(self, candidate: Candidate, residual_width: bool) -> Reason | None:
+        atom = candidate.atom
+        if atom.pin is not None:
+            return atom.pin
+        if atom.span is not None and not residual_width:
+            return Reason(f"{atom.span.text}: it shrinks only with residual_width: true", atom.span.place)
+        if any((spot.name, spot.dim) in self._declared for spot in candidate.spots):
+            return Reason("a part of the model declares its axes")
+        places = {(spot.name, spot.dim) for spot in candidate.spots if spot.name in self.seen.parameters}
+        if len(places) < 2 or "read" not in atom.marks:
+            return Reason("no other dimension of the model shrinks with it")
+        if any(len(spot.starts) > MOST_MEMBERS for spot in candidate.spots):
+            return Reason(f"each unit lies in more than {MOST_MEMBERS} places of a dimension")
+        home = _common(spot.name.rpartition(".")[0] for spot in candidate.spots)
+        sizes = {self.seen.dims[spot.name][spot.dim].size for spot in candidate.spots}
+        for name in sorted(self.seen.untouched):
+            if within(name, (home,)) and sizes & {dim.size for dim in self.seen.dims[name]}:
+                return Reason(f"'{name}', which may belong to it, was not used in the traced steps")
+        return None
+
+    # ---- names ----
+
+    def _names(self, picked: Sequence[Candidate]) -> list[str]:
+        """Name axes: heads and the feed-forward units of a block by the block, others by the first layer that makes them."""
+        blocks = [self._block(c) for c in picked]
+        heads = {block for c, block in zip(picked, blocks, strict=True) if "batch" in c.atom.marks}
+        alone = [b for c, b in zip(picked, blocks, strict=True) if "batch" not in c.atom.marks and c.atom.span is None]
+        names: list[str] = []
+        for candidate, block in zip(picked, blocks, strict=True):
+            made = candidate.producers[0].rpartition(".")[0] or candidate.producers[0]
+            options, is_wide = [made], candidate.atom.span is not None
+            if "batch" in candidate.atom.marks:
+                options = [join(block, "heads"), join(block, "cross_heads"), made]
+            elif not is_wide and block in heads and alone.count(block) == 1:
+                options = [join(block, "ffn"), made]
+            elif is_wide and any(within(spot.name, heads) for spot in candidate.spots):
+                options = [*self._width(candidate), made]
+            number = (f"{made}.{i}" for i in range(2, len(picked) + 2))
+            names.append(next(name for name in (*options, *number) if name not in names))
+        return names
+
+    def _block(self, candidate: Candidate) -> str:
+        """Return the innermost block that has all of it, or the module that has."""
+        home = _common(spot.name.rpartition(".")[0] for spot in candidate.spots)
+        for path in filter(None, (home, *reversed(above(home)))):
+            parent = self.module.get_submodule(path.rpartition(".")[0])
+            if isinstance(parent, _LISTS) or isinstance(self.module.get_submodule(path), _LAYERS):
+                return path
+        return home
+
+    def _width(self, candidate: Candidate) -> list[str]:
+        """Name the residual width of the outermost model of a package that makes all of it, if there is one."""
+        home = _common(name.rpartition(".")[0] for name in candidate.producers)
+        packages = (path for path in (*above(home), home) if is_packaged(self.module.get_submodule(path)))
+        return [join(path, "width") for path in packages][:1]
+
+    # ---- what comes of it ----
+
+    def as_axes(self) -> list[Axis]:
+        """Return the accepted candidates as `Axis` objects."""
+        axes = []
+        for name, candidate in self.axes.items():
+            members = dict.fromkeys(
+                Member(spot.name, spot.dim, spot.unit, start) for spot in candidate.spots for start in spot.starts
+            )
+            axes.append(Axis(name, candidate.atom.size, tuple(members)))
+        return axes
+
+    def whole(self) -> dict[tuple[str, int], Reason]:
+        """Return the reason for which a dimension cannot shrink, for each parameter dimension that belongs to no axis."""
+        found: dict[tuple[str, int], Reason] = {}
+        for name, dims in self.seen.dims.items():
+            for place, dim in enumerate(dims if name in self.seen.parameters else ()):
+                units = list(dim.units())
+                if units and not any(atom in self._name_of for atom in units):
+                    why = next((self.reasons[a] for a in units if a in self.reasons), Reason("it has one unit"))
+                    found[name, place] = self._held.get((name, place), why)
+        return found
+
+    def unscaled(self) -> frozenset[str]:
+        """Return the layers whose output must not be rescaled when some of their units are dropped.
+
+        These are layers for queries and keys, whose products are summed over all features of a head that is kept whole,
+        and gates, which multiply a value that was already rescaled.
+        """
+        found: set[str] = set()
+        for candidate in self.axes.values():
+            made = [spot for spot in candidate.spots if spot.is_made]
+            for spot in made:
+                units = self.seen.dims[spot.name][spot.dim].units()
+                if "batch" in candidate.atom.marks and any("scored" in unit.marks for unit in units):
+                    found.add(spot.name.rpartition(".")[0])
+            if "gated" in candidate.atom.marks:
+                found.update(spot.name.rpartition(".")[0] for spot in made[:-1])
+        return frozenset(found)
+
+    def extent(self, dim: Dim) -> Extent | None:
+        """Return the size of a tensor dimension as a formula of the sizes of axes; None if it depends on the batch."""
+        terms: dict[tuple[str, ...], int] = {(): 1}
+        for atom in dim.leaves():
+            factor = self._terms(atom)
+            if factor is None:
+                return None
+            product: dict[tuple[str, ...], int] = {}
+            for axes, number in terms.items():
+                for others, times in factor.items():
+                    key = tuple(sorted((*axes, *others)))
+                    product[key] = product.get(key, 0) + number * times
+            terms = product
+        return Extent.of(terms)
+
+    def _terms(self, atom: Atom) -> Mapping[tuple[str, ...], int] | None:
+        if atom in self._name_of:
+            return {(self._name_of[atom],): 1}
+        if not atom.parts:
+            return None if "given" in atom.marks else {(): atom.size}
+        terms: dict[tuple[str, ...], int] = {}
+        for part in atom.parts:
+            extent = self.extent(part)
+            if extent is None:
+                return None
+            for number, axes in extent.terms:
+                terms[axes] = terms.get(axes, 0) + number
+        return terms
+
+
+def _spots(
+    dim: Dim, starts: tuple[int, ...], unit: int, outside: tuple[Atom, ...]
+) -> Iterator[tuple[Atom, tuple[int, ...], int, tuple[Atom, ...]]]:
+    """Yield where the units of a dimension lie that begins at each of ``starts``, ``unit`` elements an index.
+
+    Of a product (a, b) the indices of b lie once in every index of a, so a's indices are b's starts.
+    """
+    unit *= dim.size
+    for atom in dim.leaves():
+        unit //= atom.size
+        if atom.parts:
+            done = 0
+            for part in atom.parts:
+                yield from _spots(part, tuple(start + done * unit for start in starts), unit, outside)
+                done += part.size
+        else:
+            yield atom, starts, unit, outside
+        starts = tuple(start + i * unit for start in starts for i in range(min(atom.size, MOST_MEMBERS + 1)))
+        starts = starts[: MOST_MEMBERS + 1]
+        outside = (*outside, *Dim([atom]).units())
+
+
+def _common(paths: Iterable[str]) -> str:
+    """Return the longest path that all paths begin with."""
+    first, *others = ([*path.split(".")] if path else [] for path in dict.fromkeys(paths))
+    for other in others:
+        while other[: len(first)] != first:
+            first.pop()
+    return ".".join(first)
+
+
+WHOLE_LAYERS: dict[str, tuple[str, bool]] = {
+    **dict.fromkeys(
+        hugging_face("bert.BertPooler roberta.RobertaPooler vit.ViTPooler deit.DeiTPooler"), ("dense", True)
+    ),
+    **dict.fromkeys(hugging_face("roberta.RobertaClassificationHead"), ("dense", True)),
+    **dict.fromkeys(hugging_face("distilbert.DistilBertForSequenceClassification"), ("pre_classifier", True)),
+    **dict.fromkeys(hugging_face("distilbert.DistilBertForMultipleChoice"), ("pre_classifier", True)),
+    **dict.fromkeys(hugging_face("albert.AlbertModel"), ("pooler", True)),
+    **dict.fromkeys(hugging_face("albert.AlbertEmbeddings"), ("word_embeddings", False)),
+    TORCHVISION: ("heads.pre_logits", False),
+}
+"""Types, and a layer in each that stays whole.
+
+Whether the features that it makes are hidden states as those that it reads are, and go with the residual width; else they
+stay whole.
+"""
+
+
+def whole_layers(module: nn.Module) -> Iterator[tuple[str, bool]]:
+    """Yield the path of each layer that is never narrowed, and whether its width is that of the residual stream."""
+    for path, part in module.named_modules():
+        for base in type_names(part):
+            if base in WHOLE_LAYERS:
+                layer, is_wide = WHOLE_LAYERS[base]
+                yield f"{path}.{layer}".removeprefix("."), is_wide

@@ -8,17 +8,19 @@ unchanged, and a replay admits the same axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, count, product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from raafl.errors import USER_ERRORS
 from raafl.rng import seeded, undisturbed
-from raafl.submodel.axes import Axis
+from raafl.submodel.axes import Axis, Runs
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.declared import within
 from raafl.submodel.extract import CopyPlan
@@ -29,9 +31,6 @@ from raafl.submodel.isolated_run import loss_of, one_line, settle, unwrapped, wa
 from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import mapped
 from raafl.submodel.prove.narrow import narrowed, num_values, random_values, shortened
-from raafl.submodel.prove.noise import NOISE, Quiet
-from raafl.submodel.prove.outcome import StepOutcome, largest_of, output_of
-from raafl.submodel.prove.tolerance import CAPS, DRAWS, FORCED, LEAST, MOVED, TOLERANCES, Bound, Rounding, apart
 from raafl.submodel.spec import FULL, Spec
 from raafl.submodel.user_caches import uncached
 
@@ -383,3 +382,171 @@ def _separating(names: Sequence[str]) -> Iterator[list[str]]:
     halves = dict(zip(names, combinations(range(num), num // 2), strict=False))
     for place in range(num):
         yield [name for name in names if place in halves[name]]
+
+
+@dataclass
+class StepOutcome:
+    """Outcome of one training step."""
+
+    outputs: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+    loss: Tensor | None = None
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    forced: bool = False
+    noisy: bool = False
+
+    def named(self, selections: Mapping[str, Mapping[int, Runs]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all that is compared, as messages name it."""
+        if self.loss is not None:
+            yield "the loss", self.loss
+        yield from ((output_of(path), tensor) for path, given in self.outputs for tensor in given)
+        for name, gradient in self.gradients.items():
+            if gradient is not None:
+                yield f"the gradient of '{name}'", select(gradient, selections.get(name, {}))
+        for name, buffer in self.buffers.items():
+            yield f"buffer '{name}'", select(buffer, selections.get(name, {}))
+
+    def loss_and_gradients(self) -> Iterator[Tensor]:
+        """Yield the loss and the gradients, which have to be finite."""
+        if self.loss is not None:
+            yield self.loss
+        yield from (g for g in self.gradients.values() if g is not None)
+
+
+def output_of(path: str) -> str:
+    """Name the output of the module at a path, for messages."""
+    return f"the output of '{path or 'the model'}'"
+
+
+def largest_of(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Return the largest absolute value in each gradient, by the name of its parameter."""
+    return {name: float(g.abs().max()) for name, g in gradients.items() if g is not None and g.numel()}
+
+
+DRAWN = ("rand", "rand_like", "uniform_", "randn", "randn_like", "normal_", "exponential_")
+"""Functions whose answer code takes for noise: one number stands for all of it, so that all units have the same."""
+
+NOISE = (0.5, 0.9)
+"""What stands for it where axes are cut to one unit, and where to a half: ``rand_like(x) > 0.75`` hides all from the first."""
+
+
+class Quiet(TorchFunctionMode):
+    """Context for comparing a small model with the whole one: dropout, noise and casts to half precision are disabled.
+
+    It records whether any of them occurred.
+
+    `noisy`: whether the code has drawn any random number.
+    `forced`: whether the code has cast double-precision values to single precision.
+    """
+
+    forced = noisy = False
+
+    def __init__(
+        self, noise: float, halves: frozenset[torch.dtype] = frozenset(), wide: torch.dtype = torch.float64
+    ) -> None:
+        """Use ``noise`` for everything that is drawn, and ``wide`` in place of ``halves``, the model's own dtypes, in casts."""
+        super().__init__()
+        self.noise, self.halves, self.wide = noise, halves, wide
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if "dropout" in name and args:
+            return args[0]
+        if name == "scaled_dot_product_attention":
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        answer = func(*args, **kwargs)
+        if name in ("to", "type", "bfloat16", "half") and isinstance(answer, Tensor) and answer.dtype in self.halves:
+            return args[0].to(answer.device, self.wide)  # the layers are proven in it
+        if name in DRAWN:  # of another size, it would have others for the same units
+            answer.fill_(self.noise)
+            self.noisy = True
+        elif name in ("bernoulli", "bernoulli_"):
+            chance = kwargs.get("p", args[1] if len(args) > 1 else args[0] if name == "bernoulli" else 0.5)
+            answer.copy_(torch.as_tensor(chance) >= 0.5)  # the likelier
+        if name in ("to", "float", "type") and isinstance(answer, Tensor) and answer.dtype == torch.float32:
+            self.forced |= args[0].dtype == torch.float64
+        return answer
+
+
+# Decide whether two steps differ by more than rounding explains.
+#
+# A difference is allowed up to a fixed share of the largest value. Beyond it, the rounding of the very step is measured: some
+# models
+# amplify it, such as deep ones with batch norms, and a gradient that should be 0 consists of nothing else.
+
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+"""Largest difference, as a share of the largest value; float32 is for code that does not run in double precision."""
+
+FORCED = 1e-6
+"""The tolerance where code turns doubles into float32 in between."""
+
+CAPS = {torch.float64: 1e-4, torch.float32: 1e-2}
+"""Share of the largest value beyond which no difference is taken for rounding."""
+
+DRAWS = 3
+"""Steps by which rounding is measured."""
+
+MOVED = 1
+"""Units in the last place by which each parameter is moved for that, up or down by chance."""
+
+TIMES = 32
+"""Differences are allowed up to so many times what that changes: rounding happens in operations without parameters, too."""
+
+LEAST = 64
+"""Units in the last place of the uncut model's largest gradient that are allowed in each gradient."""
+
+
+@dataclass
+class Rounding:
+    """Measured effect of rounding on the tensors of a step; without arguments, rounding that was not measured."""
+
+    cap: float = 0.0  # largest share of a tensor's largest value that is allowed
+    # largest absolute change of each tensor, by its name in messages
+    changes: dict[str, float] = field(default_factory=dict)
+
+    def add(self, one: Iterable[tuple[str, Tensor]], other: Iterable[tuple[str, Tensor]]) -> None:
+        """Add the changes between two runs of the same step."""
+        for (what, before), (_, after) in zip(one, other, strict=False):
+            if before.shape == after.shape and before.numel():
+                self.changes[what] = max(self.changes.get(what, 0.0), float((before - after).abs().max()))
+
+    def allows(self, what: str, gap: float, scale: float) -> bool:
+        """Check whether rounding explains a difference."""
+        return gap <= min(TIMES * self.changes.get(what, 0.0), self.cap * scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Largest difference that is allowed between two tensors."""
+
+    tolerance: float  # share of the largest value
+    floor: float = 1e-6  # smallest value that counts as the largest one
+    rounding: Rounding = field(default_factory=Rounding)  # measured rounding, which may exceed that share
+    least: float = 0.0  # absolute difference that is allowed in any case
+
+
+def apart(what: str, one: Tensor, other: Tensor, bound: Bound) -> Iterator[str]:
+    """Yield in words that two tensors differ by more than allowed, if they do."""
+    if one.shape != other.shape:
+        yield f"{what} has the shape {tuple(one.shape)}, not {tuple(other.shape)}"
+        return
+    if not one.numel():
+        return
+    if not bool(torch.isfinite(one).all() and torch.isfinite(other).all()):  # max(0, nan) is 0
+        same = torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)) and math.isinf(bound.tolerance)
+        if not same:
+            yield f"{what} is not finite"
+        return
+    scale = max(float(other.abs().max()), bound.floor)
+    gap = float((one - other).abs().max())
+    if gap > max(bound.tolerance * scale, bound.least) and not bound.rounding.allows(what, gap, scale):
+        yield f"{what} differs by {gap / scale:.2g}" if scale else f"{what} is not 0"

@@ -14,7 +14,7 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raafl.certs.names import Holder, holder_of
+from raafl.certs.files import Holder, holder_of
 from raafl.errors import BadInput
 
 ALPN = "raafl"
@@ -206,8 +206,7 @@ def stamp_of(path: Path) -> tuple[int, ...]:
 
 def _site_in(folder: Path) -> str:
     """Return the name of the only site whose certificate and key lie in a folder."""
-    from raafl.certs.files import is_file
-    from raafl.certs.names import RESERVED
+    from raafl.certs.files import RESERVED, is_file
 
     found = sorted(
         file.stem for file in folder.glob("*.key") if file.stem not in RESERVED and is_file(file.with_suffix(".crt"))

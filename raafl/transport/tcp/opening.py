@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raafl.certs.names import Holder, holder_of
+from raafl.certs.files import Holder, holder_of
 from raafl.sanitize import sanitize_text
 from raafl.transport.codec import Refused
 from raafl.transport.connection import PeerLost

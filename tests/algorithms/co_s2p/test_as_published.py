@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from raafl.algorithms import co_s2p
-from raafl.algorithms.co_s2p.as_published import (
+from raafl.algorithms.co_s2p import (
     LeadingDraws,
+    MaskedAndDistilled,
     PublishedDistillation,
     PublishedMaskTraining,
     sample_segments,
 )
-from raafl.algorithms.co_s2p.local import MaskedAndDistilled
-from raafl.algorithms.co_s2p.published_merge import PublishedMerge
+from raafl.algorithms.co_s2p.merge import PublishedMerge
 from raafl.errors import BadInput
 from raafl.parts.local.distilled import Exit
 from raafl.parts.local.mask_training import SCORES, MaskTraining, masks_of

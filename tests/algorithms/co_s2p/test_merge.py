@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from raafl.algorithms import co_s2p
-from raafl.algorithms.co_s2p.merge import ImportanceMerge, importance
-from raafl.algorithms.co_s2p.published_merge import PublishedMerge
+from raafl.algorithms.co_s2p.merge import ImportanceMerge, PublishedMerge, importance
 from raafl.core import saving
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, Work

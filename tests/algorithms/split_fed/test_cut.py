@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from raafl.algorithms.split_fed.cut import cuts_of
-from raafl.algorithms.split_fed.questions import halves
+from raafl.algorithms.split_fed.exchange import halves
 from raafl.submodel import FULL
 from tests.algorithms.split_fed.models import Argmax, Conv, Masked, Skip, Tied, mlp, submodels_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raafl.algorithms import fed_avg, split_fed
-from raafl.algorithms.split_fed.questions import halves
+from raafl.algorithms.split_fed.exchange import halves
 from raafl.core.algorithm import SelectContext, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Work

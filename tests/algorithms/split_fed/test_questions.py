@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from raafl.algorithms.split_fed.questions import halves
+from raafl.algorithms.split_fed.exchange import halves
 from raafl.core.types import Assignment
 from raafl.errors import InvalidPayload
 from raafl.submodel import FULL, FlatTensors, Submodels

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raafl.devices.profiles import Profile
-from raafl.lab.compare import forecast as module
+from raafl.lab.compare import report as module
 from raafl.lab.compare.comparison import Comparison, Halving, Search
 
 SMALL = Comparison(

@@ -11,7 +11,7 @@ import yaml
 
 from raafl.commands.compare import compare
 from raafl.errors import BadInput, RunFailed
-from raafl.lab.compare import grid_runs, runs
+from raafl.lab.compare import grid, runs
 from raafl.lab.compare.grid import read_grid
 from raafl.lab.compare.grid_result import cell_table, load_grid, overall, standings
 
@@ -89,7 +89,7 @@ def test_energy_is_watts_times_seconds_at_work_where_all_devices_have_watts(fini
 def test_nothing_runs_twice_and_what_has_ended_can_be_collected(finished, tmp_path, monkeypatch):
     file, out, before = finished
     monkeypatch.setattr(runs, "start", lambda *_: pytest.fail("a run was started again"))
-    monkeypatch.setattr(grid_runs, "replay", lambda *_: pytest.fail("a replay was started again"))
+    monkeypatch.setattr(grid, "replay", lambda *_: pytest.fail("a replay was started again"))
     again = json.loads(compare([str(file), "--output", str(out), "--json"]))
     assert again["cells"] == before["cells"]
     raw = FILES["grid"] | {"seeds": [0, 1], "methods": ["avg", "each", "mine"]}

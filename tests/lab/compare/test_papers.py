@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from raafl.commands.reproduce import reproduce
+from raafl.commands.reproduce import catalogue, paper, papers_folder, reproduce
 from raafl.errors import BadInput
-from raafl.lab.compare.papers import catalogue, paper, papers_folder
 
 EXHIBITS = [(name, exhibit) for name, one in catalogue().items() for exhibit in one.exhibits.values()]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raafl.lab.compare.provenance import gpus, machine_name
+from raafl.lab.compare.runs import gpus, machine_name
 
 
 def test_the_gpus_of_a_machine_are_named(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 
-from raafl.lab.compare import tables
+from raafl.lab.compare import report
 
 ROW = ("row", "seeds", "failed", "final", "difference", "time_to")
 
@@ -29,7 +29,7 @@ RESULT = {"rows": ROWS, "metric": "accuracy", "reference": "A & B_1"}
 
 
 def test_cells():
-    head, *lines = tables.cells(RESULT)
+    head, *lines = report.cells(RESULT)
     assert head == ["row", "accuracy", "minus A & B_1", "s to 0.5", "seeds"]
     assert lines == [
         ["A & B_1", "0.900 ± 0.010", "", "12.5 (2/2)", "2"],
@@ -39,14 +39,14 @@ def test_cells():
 
 
 def test_nothing_is_said_that_an_interval_does_not_show():
-    c, d = tables.sentences(ROWS, "A & B_1", "accuracy")
+    c, d = report.sentences(ROWS, "A & B_1", "accuracy")
     assert c == "C: accuracy is 0.10 ± 0.30 below that of A & B_1 (95 % interval, 2 seeds), so no difference is shown."
     assert d == "D: accuracy is 0.25 ± 0.12 above that of A & B_1 (95 % interval, 2 seeds)."
 
 
 def test_what_the_number_of_tests_leaves_unshown_is_said():
     gap = ROWS[2]["difference"] | {"shown": False, "p_holm": 0.081, "tests": 3}
-    (found,) = tables.sentences([ROWS[2] | {"difference": gap}], "A & B_1", "accuracy")
+    (found,) = report.sentences([ROWS[2] | {"difference": gap}], "A & B_1", "accuracy")
     assert found.endswith("(95 % interval, 2 seeds); with 3 rows tested, no difference is shown (p 0.081 by Holm).")
 
 
@@ -58,36 +58,36 @@ def measured(label, times, updates):
 
 def test_rows_that_were_not_measured_alike_are_warned_of():
     rounds, often = measured("rounds", [0, 12, 24], 20), measured("often", [0, 0, 0.2, 0.6], 3)
-    (line,) = tables.warnings({"rows": [rounds, often], "eval_every": None})
+    (line,) = report.warnings({"rows": [rounds, often], "eval_every": None})
     assert line == (
         "Rows were not measured alike, from every 0.2 s (often) to every 12.0 s (rounds): the best value may differ for that "
         "alone."
     )
-    assert "times to a target and the best value" in tables.warnings({"rows": [rounds, often], "smooth": 3})[0]
-    assert not tables.warnings({"rows": [rounds, often], "eval_every": "2s"})
+    assert "times to a target and the best value" in report.warnings({"rows": [rounds, often], "smooth": 3})[0]
+    assert not report.warnings({"rows": [rounds, often], "eval_every": "2s"})
 
 
 def test_rows_as_far_apart_in_time_or_in_updates_are_measured_alike():
-    assert not tables.warnings({"rows": [measured("a", [0, 1, 2], 2), measured("b", [0, 1.05, 2.1], 20)]})
-    assert not tables.warnings({"rows": [measured("a", [0, 1, 2], 20), measured("b", [0, 7, 14], 20)]})
-    assert not tables.warnings({"rows": []})
+    assert not report.warnings({"rows": [measured("a", [0, 1, 2], 2), measured("b", [0, 1.05, 2.1], 20)]})
+    assert not report.warnings({"rows": [measured("a", [0, 1, 2], 20), measured("b", [0, 7, 14], 20)]})
+    assert not report.warnings({"rows": []})
 
 
 def test_a_search_that_chose_nothing_is_named():
     """Trials that were cut off do not count, and a single one has nothing to differ from."""
     trials = [{"scores": {"10": score}, **cut} for score, cut in ((0.1, {}), (0.1, {}), (0.2, {"cut_after": 0.5}))]
     row = {"row": "MeZO", "difference": None}
-    (found,) = tables.sentences([row | {"searched": {"trials": trials}}], "MeZO", "accuracy")
+    (found,) = report.sentences([row | {"searched": {"trials": trials}}], "MeZO", "accuracy")
     assert found.startswith("MeZO: its 2 trials had the same score, so the search chose nothing")
-    assert not tables.sentences([row | {"searched": {"trials": trials[1:]}}], "MeZO", "accuracy")
-    assert not tables.sentences(
+    assert not report.sentences([row | {"searched": {"trials": trials[1:]}}], "MeZO", "accuracy")
+    assert not report.sentences(
         [row | {"searched": {"trials": [{"scores": {"10": 0.3}}, trials[0]]}}], "MeZO", "accuracy"
     )
 
 
 def test_csv_reads_back_and_latex_escapes():
-    table = tables.cells(RESULT)
-    assert list(csv.reader(io.StringIO(tables.as_csv(table)))) == table
-    text = tables.latex(table)
+    table = report.cells(RESULT)
+    assert list(csv.reader(io.StringIO(report.as_csv(table)))) == table
+    text = report.latex(table)
     assert r"A \& B\_1 & 0.900 $\pm$ 0.010" in text
     assert text.startswith("\\begin{tabular}{lrrrr}") and text.count(r"\\") == len(table)

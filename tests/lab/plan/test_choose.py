@@ -14,9 +14,8 @@ from raafl.config.parse import load_experiment, parse
 from raafl.devices import Device
 from raafl.errors import BadInput
 from raafl.lab.plan.auto import auto
-from raafl.lab.plan.choose import Candidate, Cell, Table, choose, chosen, is_open
+from raafl.lab.plan.choose import Candidate, Cell, Features, FleetSummary, Table, choose, chosen, is_open
 from raafl.lab.plan.dry import World
-from raafl.lab.plan.fleet import Features, FleetSummary
 from raafl.parts.protect.options import Privacy
 from raafl.runtime.run import simulate
 from tests.helpers.cached_models import reuse_findings

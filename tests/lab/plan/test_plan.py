@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_raa
-from raafl.algorithms.q_vit.quantised import Quantised
+from raafl.algorithms.q_vit import Quantised
 from raafl.commands.cli import main
 from raafl.config.parse import load_experiment
 from raafl.core.algorithm import SelectContext, Training
 from raafl.core.types import ClientInfo, Warn
 from raafl.devices import Profile, load_devices
-from raafl.devices.link import Answerer
+from raafl.devices.measure import Answerer
 from raafl.errors import BadInput
-from raafl.lab.plan import dry, show, tasks
+from raafl.lab.plan import dry, show
 from raafl.lab.plan import plan as planning
 from raafl.lab.plan.dry import World, predict
 from raafl.local.train import FabricOptions
@@ -48,7 +48,7 @@ def fleet_of(*profiles, hidden=4, samples=6):
 
 def test_a_plan_names_devices_that_vary(world):
     plain, varying = Profile(name="steady"), Profile(name="phone", speed_jitter=0.1)
-    rows = tasks.device_rows(*fleet_of(plain, varying), tasks.submodel_rows(fleet_of(plain)[0]))
+    rows = planning.device_rows(*fleet_of(plain, varying), planning.submodel_rows(fleet_of(plain)[0]))
     assert [row.varies for row in rows] == ["", "speed: jitter 0.1"]
     plan = replace(planning.make_plan(world.experiment, ["fed_avg"], 8), devices=rows)
     assert "Times are at the rates that profiles state; phone varies: speed: jitter 0.1." in show.text(
@@ -153,7 +153,7 @@ def test_a_frozen_base_travels_in_no_plan(tmp_path):
     experiment = agrees("configs/llm-lora.yaml", *small)
     world = World(experiment)
     submodels = world.submodels(experiment.algorithm)
-    whole, *smaller = tasks.submodel_rows(world.fleet(experiment.algorithm))
+    whole, *smaller = planning.submodel_rows(world.fleet(experiment.algorithm))
     adapters = sum(size for name, size in submodels.parameters.items() if ".lora_" in name)
     assert whole.params > 2 * adapters
     assert whole.down_bytes == whole.up_bytes == 4 * adapters
@@ -275,8 +275,8 @@ def test_clients_without_the_memory_are_the_reason_why_not(world):
 def test_stragglers_and_choices_follow_from_the_times():
     """Whole-model times go as 1/speed: 1, 1, 1.25, 2.5 and 10 of the median 1.25; more than twice that is 10 alone."""
     fleet, clients = fleet_of(*(Profile(flops_per_s=speed) for speed in (100.0, 100.0, 80.0, 40.0, 10.0)))
-    unit = fleet.cost_s(clients[2], tasks.Work())
-    advice = tasks.advise(fleet, clients)
+    unit = fleet.cost_s(clients[2], planning.Work())
+    advice = planning.advise(fleet, clients)
     assert advice.stragglers == [5] and advice.median_s == unit
     assert (advice.buffer_size, advice.participation) == (4, 0.8)
     assert advice.deadline_s == pytest.approx(2 * unit) and advice.slowest_s == pytest.approx(8 * unit)
@@ -287,16 +287,16 @@ def test_fragments_are_the_fewest_with_which_the_slowest_keeps_up():
     for ratio, fragments in ((1.0, 1), (2.0, 2), (4.0, 3), (8.0, 4), (15.0, 5), (60.0, 5)):
         speeds = (100.0, 100.0, 100.0, 100.0 / ratio)
         fleet, clients = fleet_of(*(Profile(flops_per_s=s) for s in speeds), hidden=100)
-        assert tasks.advise(fleet, clients).fragments == fragments, ratio
+        assert planning.advise(fleet, clients).fragments == fragments, ratio
 
 
 def test_a_client_that_cannot_hold_the_model_is_a_straggler_and_gets_no_time_for_it():
     fleet, clients = fleet_of(Profile("big"), Profile("small"))
-    need = fleet.cost(tasks.FULL).peak_bytes
+    need = fleet.cost(planning.FULL).peak_bytes
     fleet, clients = fleet_of(Profile("big"), Profile("small", memory_bytes=need - 1))
-    rows = tasks.submodel_rows(fleet)
+    rows = planning.submodel_rows(fleet)
     assert [row.name for row in rows] == ["1", "1/2", "1/4"]  # of 4 units 2 and 1; 1/8 and 1/16 keep one, too
-    big, small = tasks.device_rows(fleet, clients, rows)
+    big, small = planning.device_rows(fleet, clients, rows)
     assert big.stragglers == [] and small.stragglers == [2]
     assert small.seconds[0] is None and small.seconds[1:] == big.seconds[1:]
 
@@ -311,8 +311,8 @@ def test_a_model_without_axes_has_no_fragments():
     module = nn.Linear(3, 2)
     submodels = Submodels(module)
     bare = replace(fleet, state=GlobalState(submodels, submodels.state(module)), cache={})
-    assert [row.name for row in tasks.submodel_rows(bare)] == ["1"]
-    assert tasks.advise(bare, clients).fragments is None
+    assert [row.name for row in planning.submodel_rows(bare)] == ["1"]
+    assert planning.advise(bare, clients).fragments is None
 
 
 # ---- the command ----

@@ -12,8 +12,7 @@ pytest.importorskip("plotly", reason="needs plotly: pip install '.[report]'")
 
 from raafl.commands.cli import main
 from raafl.commands.report import build
-from raafl.lab.report.figure import Chart, Table, View
-from raafl.lab.report.page import chart_html, data_json, escaped, shown, table_html
+from raafl.lab.report.page import Chart, Table, View, chart_html, data_json, escaped, shown, table_html
 from raafl.runfolder.reading import read
 from tests.lab.report.folders import CONFIG, EVENTS, METRICS, SUMMARY, TASKS, write
 

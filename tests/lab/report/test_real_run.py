@@ -11,7 +11,7 @@ from raafl.commands.cli import main
 from raafl.commands.report import _deal_out
 from raafl.data import Digits, Dirichlet
 from raafl.lab.report.clients import classes_of, partition
-from raafl.lab.report.times import AWAY, NOTHING, TRAIN, TRANSFER, WAIT, task_intervals, uses
+from raafl.lab.report.timeline import AWAY, NOTHING, TRAIN, TRANSFER, WAIT, task_intervals, uses
 from raafl.runfolder.reading import read
 from raafl.runfolder.schema import MERGED
 from tests.habits.source import ROOT

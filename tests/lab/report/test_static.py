@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[repor
 
 from raafl.commands.cli import main
 from raafl.lab.report.groups import group_runs
-from raafl.lab.report.static import draw
+from raafl.lab.report.overview import draw
 from raafl.runfolder.reading import read
 from tests.lab.report.folders import CONFIG, METRICS, SUMMARY, write
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raafl.lab.report.times import (
+from raafl.lab.report.timeline import (
     AWAY,
     NOTHING,
     TASK,

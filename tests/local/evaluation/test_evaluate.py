@@ -8,7 +8,7 @@ from lightning.pytorch.core.module import Metric
 from torch import nn
 from torch.nn import functional as F
 
-from raafl.api.datasets import Datasets as DataModule
+from raafl.api.modules import Datasets as DataModule
 from raafl.data.federated import FederatedData
 from raafl.data.partition import Iid
 from raafl.errors import BadInput

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raafl.errors import BadInput
-from raafl.local.evaluation.metric_partials import PartialRecorder, add
+from raafl.local.evaluation.evaluate import PartialRecorder, add
 from raafl.local.evaluation.record import Recorder
 
 

@@ -21,7 +21,7 @@ from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.lifecycle.divergence import Divergence
 from raafl.runtime.run import simulate
 from raafl.submodel import FlatTensors, Layout
-from raafl.watch.show import evaluation, plain
+from raafl.watch.progress import evaluation, plain
 from raafl.watch.state import RunState
 from tests.helpers.small_runs import Finished, experiment, finish
 

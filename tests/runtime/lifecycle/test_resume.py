@@ -19,7 +19,7 @@ from raafl.local.train import LocalTrainer
 from raafl.runfolder.append_file import write_table
 from raafl.runfolder.books import check_books
 from raafl.runfolder.checkpoints import newest
-from raafl.runfolder.lock import FolderLock
+from raafl.runfolder.journal import FolderLock
 from raafl.runtime.lifecycle.resume import SavedRun, load, mend
 from raafl.runtime.replay import replay
 from raafl.watch.state import follow

@@ -7,7 +7,7 @@ from raafl.config.experiment import Experiment
 from raafl.errors import BadInput
 from raafl.parts.protect.assembly import with_options
 from raafl.parts.protect.options import Guard, Privacy, Rounds
-from raafl.runfolder.lock import FolderLock
+from raafl.runfolder.journal import FolderLock
 from raafl.runtime.server.host import host, waits_note
 from raafl.transport import Transport
 from tests.helpers.small_runs import digits, small_mlp

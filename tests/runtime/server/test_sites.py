@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from raafl.certs.names import Holder
+from raafl.certs.files import Holder
 from raafl.errors import BadInput
 from raafl.runtime.server.site_rules import SiteRules
 from raafl.runtime.server.sites import Sites, read_sites

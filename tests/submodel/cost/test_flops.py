@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from raafl.submodel import Submodels
-from raafl.submodel.cost.flops import convolution_flops
 from raafl.submodel.cost.fused import FusedKernels
+from raafl.submodel.cost.kernels import convolution_flops
 from raafl.submodel.cost.ledger import Ledger
 
 

@@ -16,7 +16,7 @@ from raafl.core.select import time_on
 from raafl.devices.profiles import Profile
 from raafl.submodel import FULL, Spec, Submodels, depth_window
 from raafl.submodel.cost import predicted as cost_module
-from raafl.submodel.depth.exits import give_exits
+from raafl.submodel.depth import give_exits
 from raafl.submodel.nested_batch import meta_batch
 from tests.submodel import networks
 from tests.submodel.models import built, named_specs

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from raafl.submodel import Spec, Submodels
-from raafl.submodel.cut.carried import set_carried
-from raafl.submodel.cut.sizes import put
+from raafl.submodel.cut.sizes import put, set_carried
 
 
 class Regrouped(nn.Module):

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from raafl.submodel.cut.layers import RESIZES
-from raafl.submodel.depth.tails import TAILS
-from raafl.submodel.find.whole_layers import WHOLE_LAYERS
+from raafl.submodel.depth import TAILS
+from raafl.submodel.find.discover import WHOLE_LAYERS
 from tests.habits.source import ROOT
 
 FOLDER = ROOT / "raafl" / "submodel"

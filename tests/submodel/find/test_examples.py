@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from raafl.submodel.find.examples import made_batch
+from raafl.submodel.find.trace import made_batch
 from raafl.submodel.isolated_run import call
 
 

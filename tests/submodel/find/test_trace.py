@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from raafl.submodel import Spec, Submodels
-from raafl.submodel.find.candidates import Candidates
-from raafl.submodel.find.discover import discover_axes
+from raafl.submodel.find.discover import Candidates, discover_axes
 from raafl.submodel.find.trace import trace
 from raafl.submodel.prove.proof import refuted
 from tests.submodel.architectures import Step

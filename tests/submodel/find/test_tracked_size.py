@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from raafl.submodel.find.tracked_size import NonTorchUses, Size
+from raafl.submodel.find.size_tracker import NonTorchUses, Size
 
 
 def test_numbers_remember_where_they_come_from():

@@ -18,9 +18,9 @@ from raafl.errors import BadInput
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.submodel import FULL
 from raafl.submodel.module_state import ModuleState
-from raafl.submodel.module_state.reach import ClassData, reach
+from raafl.submodel.module_state.containers import ClassData, reach
+from raafl.submodel.module_state.state import LARGE_BYTES
 from raafl.submodel.module_state.state import _ids as ids_of
-from raafl.submodel.module_state.values import LARGE_BYTES
 from tests.local.bench import Bench, Net, assignment, plain_loop, same, samples
 
 

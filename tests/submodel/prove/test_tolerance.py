@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from raafl.submodel import Submodels
-from raafl.submodel.prove import proof, tolerance
-from raafl.submodel.prove.proof import _Proof, refuted
-from raafl.submodel.prove.tolerance import TIMES, Bound, Rounding, apart
+from raafl.submodel.prove import proof
+from raafl.submodel.prove.proof import TIMES, Bound, Rounding, _Proof, apart, refuted
 from tests.submodel.prove.shifts import shift_by_a_unit
 
 
@@ -112,7 +111,7 @@ def test_a_model_that_amplifies_nothing_has_the_fixed_tolerance(wrong, names):
 
 
 def test_rounding_explains_no_more_than_a_share_of_the_values(monkeypatch):
-    monkeypatch.setattr(tolerance, "TIMES", 1e12)
+    monkeypatch.setattr(proof, "TIMES", 1e12)
     monkeypatch.setattr(proof, "MOVED", 1e6)
     module = Chaotic(wrong=1e-4, depth=1)
     assert list(refuted(Submodels(module, batch_of(4)), module, batch_of(4))) == ["layers.0"]

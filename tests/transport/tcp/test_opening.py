@@ -15,7 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from raafl.certs import files as pem
 from raafl.certs.authority import uris_of
-from raafl.certs.names import holder_of
+from raafl.certs.files import holder_of
 from raafl.errors import BadInput, parse_address
 from raafl.parts.protect.secure.group import CannotOpen
 from raafl.runtime.client.site_keys import SiteKeys

@@ -19,8 +19,7 @@ from raafl.errors import BadInput
 from raafl.transport import PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.credentials import ReloadedContext, TlsFiles
-from raafl.transport.tcp.listener import connect
-from raafl.transport.tcp.proxy import proxy_for, tunnel
+from raafl.transport.tcp.listener import connect, proxy_for, tunnel
 from raafl.transport.tcp.stream import TimeBudget
 from tests.helpers.certificates import CertifiedSites, federation
 from tests.transport.house import WAIT_S, House, nothing

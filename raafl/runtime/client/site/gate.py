@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
-from raafl.config.hours import opens_at
-from raafl.config.site_policy import KINDS, SitePolicy, same_part
+from raafl.config.site_policy import KINDS, SitePolicy, opens_at, same_part
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import TaskFailed

@@ -1,0 +1,377 @@
+"""DiLoCo (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023), in rounds or not.
+
+Each worker makes H steps of AdamW from the global model. The mean of their deltas is the gradient of an outer Nesterov step
+(Algorithm 1): ``m <- beta m + Delta; theta <- theta + eta (Delta + beta m)``, eta = 0.7, beta = 0.9.
+
+The asynchronous form is that of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: *delayed Nesterov*
+(Algorithm 3, `raafl.parts.merge.nesterov.DelayedNesterov`) at each arrival, and *dynamic local updates* (`steps` "speed"), where
+a slow worker makes fewer steps. The quorum with a grace window, and its weights by tokens, are those of Douillard et al.,
+"Decoupled DiLoCo for Resilient Distributed Pre-training", 2026; their formula is taken from a second source, without fragments.
+
+Choices that the papers leave open, and this does:
+- H is `train.num_steps`; the inner optimizer is the model's own.
+- A client keeps nothing between tasks, so the inner optimizer starts anew in each (as in the authors' public toy of the
+  asynchronous form). `inner_state` "kept" is DiLoCo's own: the moments of AdamW travel with the task, three times the bytes.
+- `outer` "heloco" corrects deltas by their angle to the momentum (`HeLoCo`); experimental.
+- Submodels: means, momentum and N are over the updates that cover an element (`raafl.parts.merge.nesterov`).
+- Algorithm 3's c, which spreads the momentum over the N updates, is 0, the paper's default.
+- A client that is lost takes part again when it returns, from the model as it is then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, Task, Trigger
+from raafl.core.local import value_of
+from raafl.core.payload import Bundles
+from raafl.core.sample import Sample
+from raafl.core.state import GlobalState
+from raafl.core.types import Update
+from raafl.errors import BadInput, at_least, one_of, refuse_unused
+from raafl.parts.merge.mean import Accumulator, Kind, Staleness, trained_values
+from raafl.parts.merge.nesterov import DelayedNesterov, Nesterov, NesterovMemory, Weights
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.select.by_speed import BySpeed
+from raafl.parts.select.submodels import Full
+from raafl.parts.trigger import AllReported, EachArrival, MinRatio
+from raafl.submodel import FlatTensors, Layout, Spec, Submodels
+
+When = Literal["all", "quorum", "each"]
+Steps = Literal["equal", "speed"]
+InnerState = Literal["new", "kept"]
+Outer = Literal["nesterov", "heloco"]
+
+
+def diloco(
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    trigger: When = "all",
+    quorum: float = 0.5,
+    grace_s: float = 0.0,
+    delay: int | None = None,
+    steps: Steps = "equal",
+    least_steps: int = 5,
+    weights: Weights = "equal",
+    staleness: Kind = "constant",
+    staleness_a: float = 0.5,
+    inner_state: InnerState = "new",
+    outer: Outer = "nesterov",
+    cohort: int | None = None,
+    concurrency: int | None = None,
+    submodel: Select | None = None,
+) -> Algorithm:
+    """Return DiLoCo: clients make many local steps, and the server steps along their changes with Nesterov momentum.
+
+    Args:
+        outer_lr: outer learning rate (eta).
+        outer_momentum: outer momentum (beta); 0 = none.
+        trigger: time of a merge: all (when all clients of the round have reported), quorum (when a share has, and a
+            wait is over) or each (at each arrival, with delayed Nesterov momentum).
+        quorum: share of the clients at work that must have reported, from 0 to 1; for trigger quorum.
+        grace_s: seconds for which a merge waits for further updates: for trigger quorum, after the quorum has reported;
+            for trigger each, after the first arrival, so that clients that finish together get the same model.
+        delay: number of updates (N) after which the momentum is applied once, for trigger each; the updates between are
+            added without it. 1 = at each arrival, the naive form; None = the number of clients, the least otherwise.
+        steps: number of local steps of a client: equal (H for all) or speed (dynamic local updates: H for the fastest,
+            fewer for slower clients).
+        least_steps: smallest number of local steps of a task; for steps speed.
+        weights: weight of an update: equal; samples (its client's |D_n|); or tokens (tokens x tokens / steps). For
+            triggers all and quorum.
+        staleness: form of the function s(.) by which late updates count less: constant, polynomial or hinge.
+        staleness_a: parameter a of the polynomial and hinge functions.
+        inner_state: state of the clients' Adam or AdamW: new = it starts anew in each task; kept = it continues from
+            the client's last task, for which its moments travel with each task and are stored on the server.
+        outer: rule of the server's step: nesterov (delayed for trigger each), or heloco (experimental), which corrects
+            the mean change by its angle to the momentum.
+        cohort: number of clients in a round, or at work, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
+            every client.
+    """
+    for name, value, allowed in (
+        ("trigger", trigger, When),
+        ("steps", steps, Steps),
+        ("inner_state", inner_state, InnerState),
+        ("outer", outer, Outer),
+    ):
+        one_of(name, value, allowed)
+    if steps == "equal":
+        refuse_unused("steps is 'equal'", least_steps=(least_steps, 5))
+    stale = Staleness(staleness, staleness_a)
+    select: Select = submodel or Full()
+    if outer == "heloco":
+        refuse_unused("outer is 'heloco', whose merges are whole steps", delay=(delay, None))
+        merge: Merge = HeLoCo(outer_lr, outer_momentum, weights, stale)
+    else:
+        merge = _merge(trigger, outer_lr, outer_momentum, delay, weights, stale)
+    return Algorithm(
+        name="diloco",
+        paper="Douillard et al. 2023",
+        sample=Sample(cohort, concurrency),
+        select=BySpeed(select, least_steps) if steps == "speed" else select,
+        local=KeptInner() if inner_state == "kept" else Local(),
+        trigger=_trigger(trigger, quorum, grace_s),
+        merge=WithInner(merge) if inner_state == "kept" else merge,
+    )
+
+
+def _trigger(when: When, quorum: float, grace_s: float) -> Trigger:
+    if when == "quorum":
+        return MinRatio(quorum, grace_s)
+    refuse_unused(f"trigger is '{when}'", quorum=(quorum, 0.5))
+    if when == "each":
+        return MinRatio(0.0, grace_s) if grace_s else EachArrival()
+    refuse_unused(f"trigger is '{when}'", grace_s=(grace_s, 0.0))
+    return AllReported()
+
+
+def _merge(when: When, lr: float, beta: float, delay: int | None, weights: Weights, stale: Staleness) -> Merge:
+    if when == "each":
+        refuse_unused("trigger is 'each', which moves by 1/N of each update", weights=(weights, "equal"))
+        return DelayedNesterov(lr, beta, staleness=stale, every=delay)
+    refuse_unused(f"trigger is '{when}', whose merges are whole steps", delay=(delay, None))
+    if when == "all":
+        refuse_unused("in a round nothing is late", staleness=(stale.kind, "constant"))
+    return Nesterov(lr, beta, weights, stale)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Bundles, and entries of `torch.optim.Adam`'s state: first and second moment of each parameter."""
+STEPS = "inner_steps"
+"""Bundle of one number: the steps that the client's optimizer has made."""
+
+MOST_STEPS = 2**24
+"""Largest number of steps that float32 counts exactly; beyond it the bias correction is 1 in any case."""
+
+
+@dataclass(frozen=True)
+class KeptInner(Local):
+    """Local training in which Adam or AdamW continues with the moments from the end of the client's previous task.
+
+    A client stores nothing between tasks. So the moments travel with each task in both directions and are stored on the
+    server, two numbers for each parameter. A client that was lost gets them again when it returns.
+    """
+
+    down: ClassVar[tuple[str, ...]] = (*MOMENTS, STEPS)
+    up: ClassVar[tuple[str, ...]] = (*MOMENTS, STEPS)
+
+    def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
+        """Return names and shapes of the extra tensors in ``bundle``, which has either the number of steps or a moment.
+
+        For a moment, None is returned, which stands for the names and shapes of the trained parameters.
+        """
+        return Layout.pack([("steps", (1,), torch.float32)]) if bundle == STEPS else None
+
+    def hook(self, task: Task) -> Hook:
+        """Return the hook that loads the moments at the start of a task and returns them at its end."""
+        return _Carried(task)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, the optimizer's moments kept"
+
+
+def adam_of(task: Task) -> torch.optim.Adam:
+    """Return the task's optimizer after a check that it has Adam's moments, which are kept from task to task.
+
+    Raises:
+        BadInput: the module's optimizer is not Adam or AdamW.
+    """
+    if not isinstance(task.optimizer, torch.optim.Adam) or task.optimizer.defaults["amsgrad"]:
+        raise BadInput(
+            f"inner_state is 'kept', but the model's optimizer is {type(task.optimizer).__name__}, whose state is not known: "
+            "use torch.optim.AdamW or Adam without amsgrad, or inner_state 'new'"
+        )
+    return task.optimizer
+
+
+class _Carried(Hook):
+    """Hook that sets the optimizer's state before the first step, and sends how it has changed."""
+
+    def __init__(self, task: Task) -> None:
+        """Load the received moments.
+
+        Raises:
+            BadInput: the module's optimizer is not Adam or AdamW.
+        """
+        super().__init__(task)
+        optimizer = adam_of(task)
+        self._start = min(value_of(task.down[STEPS]["steps"], 1.0), MOST_STEPS)
+        for name, parameter in self._carried():
+            first, second = (task.down[moment][name].to(parameter.device, copy=True) for moment in MOMENTS)
+            # a compressed second moment may be a little below 0
+            optimizer.state[parameter] = {
+                "step": torch.tensor(self._start, device="cpu"),
+                MOMENTS[0]: first,
+                MOMENTS[1]: second.clamp_min_(0.0),
+            }
+
+    def _carried(self) -> list[tuple[str, nn.Parameter]]:
+        named = self.task.module.named_parameters()
+        return [(name, parameter) for name, parameter in named if name in self.task.down[MOMENTS[0]]]
+
+    def finish(self) -> dict[str, Any]:
+        """Send the number of steps of the optimizer and the change of its moments, besides the update."""
+        made = 0.0
+        for name, parameter in self._carried():
+            state: Mapping[str, Tensor] = self.task.optimizer.state[parameter]
+            made = max(made, float(state["step"]) - self._start)
+            for moment in MOMENTS:
+                change = state[moment] - self.task.down[moment][name].to(state[moment].device)
+                self.task.up[moment][name].copy_(change)
+        self.task.up[STEPS]["steps"].fill_(made)
+        return {}
+
+
+@dataclass(frozen=True)
+class WithInner(Wrapped):
+    """Merge that also stores the state of each client's optimizer: its moments and its number of steps."""
+
+    by_client: ClassVar[bool] = True
+
+    def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
+        """Put the client's stored optimizer state (moments and number of steps) into the extra tensors that it will receive.
+
+        In a client's first task all of it is 0.
+        """
+        for name, bundle in bundles.items():
+            own = state.clients.find(name, client)
+            if own is None:
+                bundle.zero_()
+            elif name == STEPS:
+                bundle.copy_(own)
+            else:
+                state.submodels.plan(spec, "trained", "trained").gather(own, bundle)
+        super().personalize(state, client, spec, values, bundles)
+
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+        """Refuse an update with the reason "bad-inner" if the client's optimizer reports an impossible number of steps."""
+        made = float(update.bundles[STEPS]["steps"])
+        return super().reject_reason(state, update, spec, staleness) if 0 <= made <= MOST_STEPS else "bad-inner"
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Add the reported changes to the client's stored optimizer state, and merge the update by the algorithm's own rule."""
+        plan = state.submodels.plan(spec, "trained", "trained")
+        for name in MOMENTS:
+            own = state.clients.of(name, update.client, plan.full_layout, state.values.device)
+            plan.add_(own, update.bundles[name], 1.0)
+        steps = update.bundles[STEPS]
+        state.clients.of(STEPS, update.client, steps.layout)["steps"].add_(steps["steps"].cpu())
+        super().receive(state, update, spec, staleness)
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Return messages for the user, such as the memory and traffic that storing the optimizers' moments costs."""
+        each = len(MOMENTS) * state.submodels.layout(part="trained").num_bytes
+        return [
+            *super().notes(state, num_clients),
+            f"inner_state kept: a task of the whole model sends {each:,} more bytes each way, and the server stores "
+            f"{num_clients * each:,} bytes in memory and in each checkpoint, for {num_clients} clients",
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.inner}, each client's moments kept"
+
+
+# Correct each tensor's mean delta by its angle to the outer momentum, before the outer step: HeLoCo. Experimental.
+#
+# Al Asif et al., "HeLoCo: Efficient asynchronous low-communication training under data and device heterogeneity", 2026. The
+# formulas
+# are taken from a second source, and the constants c_ok, k_s, beta_max, k_d and kappa are raafl's: the paper's are not known here.
+
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class HeLoCo(Nesterov):
+    """Outer step of the server along the clients' mean change, which is first turned towards the momentum if the two disagree.
+
+    For each parameter tensor theta, Delta is the clients' mean change and m the momentum. c is the cosine of the angle
+    between the two, and ``conf = |Delta| / (|Delta| + kappa |m|)``. Three cases:
+
+    - ``c >= c_ok``, about the same direction: Delta stays as it is;
+    - ``c < 0``, opposed directions: the share ``min(k_s (-c) conf, beta_max)`` of Delta's component against m is removed;
+    - otherwise Delta keeps its length and takes the direction of ``(1 - l) Delta / |Delta| + l m / |m|``, with
+      ``l = min(k_d (1 - c) conf, 1)``.
+
+    Then ``m <- mu m + (1 - mu) Delta`` and ``theta <- theta + eta (Delta + mu m)``, with the momentum's decay mu and
+    the outer learning rate eta. Elements that no update trains stay unchanged.
+
+    Attributes:
+        aligned: cosine from which on a change stays as it is (c_ok).
+        shrink: strength with which the component against the momentum is removed (k_s).
+        most_shrunk: largest share of that component that is removed (beta_max), 0 to 1.
+        turn: strength with which a change is turned towards the momentum (k_d).
+        trust: weight of the momentum's length relative to the change's (kappa).
+    """
+
+    aligned: float = 0.5
+    shrink: float = 1.0
+    most_shrunk: float = 1.0
+    turn: float = 0.5
+    trust: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta == 0:
+            raise BadInput(
+                "outer_momentum is 0, but outer 'heloco' corrects updates by the momentum: give a number above 0 and below 1"
+            )
+        for name, value in (("shrink", self.shrink), ("turn", self.turn), ("trust", self.trust)):
+            at_least(name, value, 0)
+        if not 0 <= self.most_shrunk <= 1:
+            raise BadInput(f"most_shrunk is {self.most_shrunk}: give a number from 0 to 1")
+
+    def apply(self, state: GlobalState) -> None:
+        """Move the global model along the clients' mean change, corrected by its angle to the momentum."""
+        memory = state.memory.of(NesterovMemory)
+        sums = Accumulator(state, memory)
+        is_whole = sums.common is not None and sums.common.is_full
+        count = None if is_whole else sums.cover()
+        for name, theta in trained_values(state).items():
+            weight = sums.weight if count is None else count[name]
+            where = weight > 0 if isinstance(weight, Tensor) else None
+            delta = sums.total[name] / (weight.clamp_min(_TINY) if isinstance(weight, Tensor) else weight)
+            if name not in state.submodels.parameter_names:  # running statistics
+                theta.add_(delta)
+                continue
+            m = memory.momentum(state)[name]
+            seen = m if where is None else torch.where(where, m, 0.0)
+            delta = self.corrected(delta, seen)
+            seen = self.beta * seen + (1 - self.beta) * delta
+            m.copy_(seen if where is None else torch.where(where, seen, m))
+            theta.add_(delta + self.beta * seen, alpha=self.lr)
+        sums.clear()
+
+    def corrected(self, delta: Tensor, m: Tensor) -> Tensor:
+        """Return the mean change ``delta`` of a tensor, corrected by its angle to the momentum ``m``.
+
+        Args:
+            delta: mean change of the tensor over the clients; 0 where no client has trained.
+            m: momentum of the same shape; 0 at the same elements.
+        """
+        length, own = _length(delta), _length(m)
+        if length < _TINY or own < _TINY:
+            return delta
+        cosine = float((delta * m).sum()) / (length * own)
+        if cosine >= self.aligned:
+            return delta
+        confidence = length / (length + self.trust * own)
+        direction = m / own
+        if cosine < 0:
+            share = min(self.shrink * -cosine * confidence, self.most_shrunk)
+            return delta - share * cosine * length * direction
+        share = min(self.turn * (1 - cosine) * confidence, 1.0)
+        turned = (1 - share) / length * delta + share * direction
+        return turned * (length / _length(turned))
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} as an average, deltas corrected towards it (HeLoCo, experimental)"
+
+
+def _length(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))

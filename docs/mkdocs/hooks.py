@@ -26,7 +26,7 @@ API = {
     "Parts": [
         "raafl.core.sample",
         *(f"raafl.parts.{n}" for n in ("select", "select.rate_select", "select.windows", "trigger")),
-        *(f"raafl.parts.merge.{n}" for n in ("mean", "staleness")),
+        "raafl.parts.merge.mean",
     ],
     "Records": ["raafl.core.types", "raafl.core.state"],
     "Submodels": ["raafl.submodel"],

@@ -26,10 +26,12 @@ from raafl.parts.select.coverage import of_regions
 from raafl.runtime.replay import replay
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from raafl.submodel.tensor_files import is_in_files, is_in_ram, zeros_in
-from tests.algorithms.test_ram_fed import CONFIG, Net
+from tests.algorithms.test_ram_fed import Net
 from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, line_state, values_of
 from tests.helpers.crash import crashed, simulated
 from tests.helpers.merges import merge_all, take
+
+CONFIG = "configs/ram-fed.yaml"
 
 LAYOUT = Layout.pack([("a", (3, 2), torch.float32), ("none", (0,), torch.float16), ("b", (5,), torch.float64)])
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raafl.core.algorithm import Hook, Local, Task, Training
 from raafl.core.local import SkippedBatch
-from raafl.core.masked_loss import CLASSES, HasLogits, logits_of
+from raafl.core.masked_loss import CLASSES
 from raafl.core.payload import Bundles
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData, Sized
@@ -24,6 +24,7 @@ from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluation.metrics import LOSS, MAX_LOGGED, measure_part
 from raafl.local.evaluation.record import widened
 from raafl.local.malloc import give_back
+from raafl.local.masked import masked
 from raafl.local.options import FabricOptions
 from raafl.local.proximal import ProximalTerm
 from raafl.local.sparse_gradients import backward_of
@@ -572,41 +573,3 @@ class TaskSteps:
     def _not_together(self, what: str) -> str:
         kind = type(self._built.module).__name__
         return f"{kind}.{what}, but this client spans several processes: join with one process, without torchrun"
-
-
-@contextmanager
-def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[list[int]]:
-    """Return a context that keeps classes without samples out of the loss: their logits are 0 and have no gradient.
-
-    The context yields a list, which the first forward pass fills with the classes that have samples, in ascending
-    order; if all classes have samples, it stays empty and nothing changes. The module must return logits of shape
-    (batch, num_classes), as a tensor or as the attribute ``logits``; other outputs stay unchanged.
-
-    `classes`: classes of the client's samples; None = unknown, so nothing is masked.
-    """
-    left: list[int] = []
-    if not classes:
-        yield left
-        return
-    handle = module.register_forward_hook(lambda _, args, output: _masked(output, classes, left))
-    try:
-        yield left
-    finally:
-        handle.remove()
-
-
-def _masked(output: Tensor | HasLogits, classes: Set[int], left: list[int]) -> object:
-    logits = logits_of(output)
-    if logits is None:
-        return output
-    num = logits.shape[1]
-    if min(classes) < 0 or max(classes) >= num or len(classes) == num:
-        return output
-    left[:] = sorted(classes)
-    absent = torch.ones(num, dtype=torch.bool)
-    absent[left] = False
-    zeroed = logits.masked_fill(absent.to(logits.device), 0.0)
-    if isinstance(output, Tensor):
-        return zeroed
-    output.logits = zeroed
-    return output

@@ -14,7 +14,7 @@ from model_zoo import MLP, CharLM
 from raafl.algorithms import fed_avg, hetero_fl
 from raafl.core.algorithm import Local
 from raafl.core.masked_loss import why_unmasked
-from raafl.local.train import masked
+from raafl.local.masked import masked
 from raafl.submodel import Submodels
 
 X, Y = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])

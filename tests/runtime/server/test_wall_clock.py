@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from raafl.algorithms import fed_avg
 from raafl.core.coordinator import TIME_UP
 from raafl.core.types import Lost
 from raafl.runtime.server.wall_clock import Server
@@ -31,8 +32,10 @@ class Life:
 
 
 def server() -> Server:
-    parts = {"state": None, "payload": None, "algorithm": SimpleNamespace(merge=None)}
-    coordinator: Any = SimpleNamespace(roster=SimpleNamespace(joins=Counter()), **parts)
+    parts = {"state": None, "payload": None, "algorithm": fed_avg()}
+    coordinator: Any = SimpleNamespace(
+        roster=SimpleNamespace(joins=Counter()), overlap=False, works_ahead=False, **parts
+    )
     unused: Any = SimpleNamespace()
     return Server(coordinator, unused, unused, None, patience_s=60.0)  # clients may come and go
 

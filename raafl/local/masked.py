@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from raafl.core.masked_loss import HasLogits, logits_of
-
-if TYPE_CHECKING:
-    pass
 
 
 @contextmanager

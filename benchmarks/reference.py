@@ -1,6 +1,7 @@
 """Write what docs/ has from the code: configuration.md, parts.md, tables of trainer.md and docs/methods/*.md.
 
-It also writes what `raafl algorithms` lists (`raafl/algorithms/described.json`), so that a list imports no method.
+It also writes what each module of the spine does (spine.md), and what `raafl algorithms` lists, so that a list imports no
+method (`raafl/algorithms/described.json`).
 
 python -m benchmarks.reference [--check]
 
@@ -10,6 +11,7 @@ symbols is written by hand and kept. The table of all methods stands between `<!
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -250,10 +252,22 @@ def trainer() -> str:
     return marked.sub(lambda found: f"{found[1]}\n{table()}\n\n{found[3]}", (DOCS / "trainer.md").read_text())
 
 
+def spine() -> str:
+    """Return the list of the spine's modules, each with the first sentence of its docstring; order and rooms stay."""
+    page = (DOCS / "spine.md").read_text(encoding="utf-8")
+
+    def described(found: re.Match[str]) -> str:
+        text = ast.get_docstring(ast.parse((DOCS.parent / found[1]).read_text(encoding="utf-8"))) or "A package."
+        return f"| `{found[1]}` | {_cell(re.split(r'[.:](?= |$)', _cell(text.partition(chr(10) * 2)[0]))[0])} |"
+
+    return re.sub(r"^\| `(raafl/[\w/]+\.py)` \|.*$", described, page, flags=re.M)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "parts.md": parts,
     "trainer.md": trainer,
+    "spine.md": spine,
     **{f"methods/{page.name}": partial(with_settings, page) for page in sorted((DOCS / "methods").glob("*.md"))},
 }
 

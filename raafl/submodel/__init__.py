@@ -18,16 +18,21 @@ Sequential(
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from raafl.submodel.axes import Axis, Member
 from raafl.submodel.batch_norm import collect_statistics
 from raafl.submodel.cost import Cost
 from raafl.submodel.cut.shrink import Shrunk, skeleton
 from raafl.submodel.declared import Exit, Stack
-from raafl.submodel.depth import EarlyLogits, add_exits, depth_window, last_fraction
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout, TensorEntry
 from raafl.submodel.spec import FULL, Spec, SpecError
 from raafl.submodel.submodels import Submodels
+
+if TYPE_CHECKING:
+    from raafl.submodel.depth import EarlyLogits, add_exits, depth_window, last_fraction
 
 __all__ = [
     "FULL",
@@ -51,3 +56,12 @@ __all__ = [
     "last_fraction",
     "skeleton",
 ]
+
+_OF_DEPTH = ("EarlyLogits", "add_exits", "depth_window", "last_fraction")
+
+
+def __getattr__(name: str) -> object:
+    """Import what cuts blocks when it is first asked for."""
+    if name not in _OF_DEPTH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("raafl.submodel.depth"), name)

@@ -19,6 +19,9 @@ from raafl.submodel.nested_batch import tensors_in
 from raafl.submodel.results import cached_result, run
 
 _aten = torch.ops.aten
+LARGE = 20_000_000
+"""Parameters of a model beyond which a step is followed with no values, if it can be, before it is with drawn ones."""
+
 _TAKES_NO_PART = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 )

@@ -119,7 +119,7 @@ def predict(
         Exception: of a method, whatever its steps raise that cannot be followed.
     """
     trained, down_bytes = layouts["trained"], layouts["sent"].num_bytes
-    from raafl.submodel.find.trace import LARGE
+    from raafl.submodel.cost.ledger import LARGE
 
     params = sum(entry.numel for entry in layouts["present"].entries if entry.name in names)
     batch = None if example_batch is None else meta_batch(example_batch, batch_size)

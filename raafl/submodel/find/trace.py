@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raafl import rng
 from raafl.errors import USER_ERRORS
 from raafl.submodel import isolated_run
-from raafl.submodel.cost.ledger import storage_key
+from raafl.submodel.cost.ledger import LARGE, storage_key
 from raafl.submodel.cut.copying import on_meta, remade
 from raafl.submodel.declared import within
 from raafl.submodel.find import rules  # noqa: F401  # it registers them
@@ -41,9 +41,6 @@ TIMES = 3
 
 SMALL = 1_000_000
 """Parameters of a model up to which four times as many follow such a one."""
-
-LARGE = 20_000_000
-"""Parameters of a model beyond which a step is followed with no values, if it can be, before it is with drawn ones."""
 
 MOST_VALUES = 300_000_000
 """Parameters of a model beyond which values are not drawn, neither here nor in double precision for the proof."""

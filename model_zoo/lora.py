@@ -107,8 +107,8 @@ def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
     targets = lora.target_modules
     config = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,  # type: ignore[arg-type]
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
         target_modules=targets if targets is None or isinstance(targets, str) else list(targets),
     )
     try:

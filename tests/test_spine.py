@@ -25,14 +25,12 @@ ARGV = ["simulate", "--config", "quickstart", "--progress", "quiet"]
 ROOMS_OF_RUNS = {
     "--max_updates 2": (),
     "--algorithm fed_avg --guard.combine median": ("robust merges",),
-    "--algorithm fed_avg --privacy.noise_multiplier 1 --privacy.clip_norm 1": ("privacy",),
     "--algorithm fed_avg --compress.up int8": ("compression",),
-    "--algorithm fed_avg --secure_aggregation.clip_norm 5": ("secure aggregation",),
     "--keep_best loss": ("best checkpoint",),
     "--logger csv": ("loggers",),
     "--monitor 127.0.0.1:0": ("monitoring",),
     "--batch_clients 4": ("batches of clients",),
-    "--workers 2": ("processes of a simulation",),
+    "--workers 2": ("processes of a simulation", "sessions"),
     "--submodels.batch_norm static": ("static batch norm",),
 }
 """Options of a run, and the rooms that they enter."""

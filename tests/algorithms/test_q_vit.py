@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 
 from model_zoo import CNN, MLP, ViT
 from raafl.algorithms import q_vit
-from raafl.algorithms.q_vit import Quantised, QuantisedConv2d, QuantisedLinear, mean_bits, quantise
+from raafl.algorithms.q_vit import Quantised, QuantisedConv2d, QuantisedLinear, mean_bits, quantise, quantised
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
@@ -161,16 +160,13 @@ def test_a_weight_that_begins_at_zero_gets_its_step_size_later():
 
 def test_the_mean_of_bits_is_weighed_by_weights():
     model = Quantised(4).prepare(deep_mlp())
-    inner = [layer for layer in sys.modules["raafl.algorithms.q_vit"](model) if layer.fixed_bits is None]
+    inner = [layer for layer in quantised(model) if layer.fixed_bits is None]
     assert [layer.weight.numel() for layer in inner] == [24 * 16, 16 * 12]
     with torch.no_grad():
         inner[0].weight_bits.fill_(6.0)
-    assert mean_bits(list(sys.modules["raafl.algorithms.q_vit"](model))).item() == pytest.approx(4 + 2 / 2 * 2 / 3)
-    assert [layer.fixed_bits for layer in sys.modules["raafl.algorithms.q_vit"](model)] == [8, None, None, 8]
-    assert (
-        mean_bits(list(sys.modules["raafl.algorithms.q_vit"](Quantised(4, learn_bits=False).prepare(deep_mlp()))))
-        is None
-    )
+    assert mean_bits(list(quantised(model))).item() == pytest.approx(4 + 2 / 2 * 2 / 3)
+    assert [layer.fixed_bits for layer in quantised(model)] == [8, None, None, 8]
+    assert mean_bits(list(quantised(Quantised(4, learn_bits=False).prepare(deep_mlp())))) is None
 
 
 @pytest.mark.parametrize("make", [deep_mlp, lambda: ViT("micro", 8, 4, 1), deep_cnn], ids=["mlp", "vit", "cnn"])
@@ -227,7 +223,7 @@ def test_it_learns_also_in_submodels(tmp_path):
 def test_step_sizes_of_inputs_come_from_the_first_batch():
     """Until then inputs are not quantised; while measuring, nothing is set. A layer may train in eval mode."""
     model = Quantised(4, learn_bits=False, edge_bits=4).prepare(nn.Sequential(nn.Linear(2, 3)))
-    (layer,) = sys.modules["raafl.algorithms.q_vit"](model)
+    (layer,) = quantised(model)
     x = torch.tensor([[1.0, -2.0], [3.0, -4.0]])
     layer.eval()(x)
     assert layer.input_step.item() == 0
@@ -256,7 +252,7 @@ def test_an_optimiser_that_leaves_the_step_sizes_out_is_named(tmp_path):
 
 def test_convolutions_are_quantised():
     model = Quantised().prepare(deep_cnn())
-    assert any(isinstance(layer, QuantisedConv2d) for layer in sys.modules["raafl.algorithms.q_vit"](model))
+    assert any(isinstance(layer, QuantisedConv2d) for layer in quantised(model))
 
 
 def test_the_gradient_of_an_inputs_step_is_scaled_by_its_features_and_its_own_levels():

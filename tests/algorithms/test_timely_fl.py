@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +10,16 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import fed_avg, fed_opt, timely_fl
-from raafl.algorithms.timely_fl import Interval, Timely, TimelyMemory, TimeReport, Workload, interval, last_layers
+from raafl.algorithms.timely_fl import (
+    Interval,
+    Timely,
+    TimelyMemory,
+    TimeReport,
+    Workload,
+    interval,
+    last_layers,
+    workload,
+)
 from raafl.core.algorithm import OwnTests, Training, TriggerContext
 from raafl.core.memory import Memory
 from raafl.core.sample import Sample
@@ -47,12 +55,12 @@ exact = partial(timely_fl, slack=0.0)
     ],
 )
 def test_algorithm_3(t_cmp, t_com, expected):
-    assert sys.modules["raafl.algorithms.timely_fl"](10.0, TimeReport(t_cmp, t_com)) == expected
+    assert workload(10.0, TimeReport(t_cmp, t_com)) == expected
 
 
 def test_a_rounding_error_costs_no_epoch():
     t_cmp, t_com = 0.1, 0.2
-    assert sys.modules["raafl.algorithms.timely_fl"](3 * t_cmp + t_com, TimeReport(t_cmp, t_com)).num_units == 3
+    assert workload(3 * t_cmp + t_com, TimeReport(t_cmp, t_com)).num_units == 3
 
 
 def test_the_interval_is_the_kth_smallest_total():

@@ -83,7 +83,7 @@ def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[
     module.eval()
     for norm in norms:
         norm.reset_running_stats()
-        # a plain mean; torch takes it in the statistics' own precision, so of half precision it gives each batch's alone
+        # None = a plain mean over batches, which torch computes in the buffers' dtype; `_Mean` replaces it for half precision
         norm.momentum = 1.0 if norm in means else None
         norm.train()
     try:
@@ -101,7 +101,7 @@ def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[
 
 
 class _Mean:
-    """The mean of a batch norm's statistics over its calls, in single precision; they are those of each call alone."""
+    """Accumulate in float32 the mean over calls of a batch norm's statistics, which must be those of one call each."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         self._statistics: list[Any] = [norm.running_mean, norm.running_var]

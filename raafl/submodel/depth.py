@@ -113,7 +113,7 @@ def stack_of(submodels: Submodels, name: str | None = None) -> Stack:
 
 
 def _prefixes(submodels: Submodels, chosen: Iterable[str]) -> list[str]:
-    """Return the fewest module paths and names that cover the parameters chosen and no others, by no name of theirs."""
+    """Return the fewest paths and names that match all of the parameters ``chosen``, and no other one by any of its names."""
     wanted = set(chosen)
     every = {**{name: name for name in submodels.parameters}, **submodels.aliases}
     others = {".".join(n.split(".")[:k]) for n in every if every[n] not in wanted for k in range(1, n.count(".") + 1)}
@@ -156,7 +156,8 @@ def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
     if hasattr(model, "submodel_exits") or hasattr(model, "exits"):
         raise BadInput(f"exits: {type(model).__name__} has exits already: call add_exits once, with all depths")
     sizes = {s: sum(p.numel() for p in model.get_submodule(s.path).parameters()) for s in find_stacks(model).values()}
-    stack = max(sizes, key=sizes.__getitem__, default=Stack("", ()))  # beside it there may be lists of adapters
+    # the longest list: a model may have lists of adapters, too
+    stack = max(sizes, key=sizes.__getitem__, default=Stack("", ()))
     exits, declared, after = nn.ModuleDict(), {}, {}
     for depth in sorted(set(depths)):
         if not 0 < depth < len(stack):
@@ -233,7 +234,7 @@ class EarlyLogits:
         self._handles.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
 
     def _watch(self, name: str, path: str) -> bool:
-        """Keep what the block gives; return whether there is such a block and exit, other than that of the model's end."""
+        """Record a block's output in forward passes; False if this model lacks the block or its exit, or ends with that exit."""
         own = self.model.submodel_exits[name]
         parts = dict(self.model.named_modules())
         taken = any(

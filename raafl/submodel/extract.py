@@ -31,7 +31,7 @@ ListUpdate = Callable[[list[Tensor], list[Tensor]], object]
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """A rectangle that is a strided view on both sides; sizes, strides and offsets in elements."""
+    """Block of elements that is a strided view in both storages; sizes, strides and offsets in elements."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -45,7 +45,7 @@ class _Views:
 
     @property
     def end(self) -> tuple[torch.dtype, int, int]:
-        """Dtype of this block, and the positions just after it in the whole model's storage and in the submodel's."""
+        """Return the dtype, and the offsets just after this block in the whole model's storage and in the submodel's."""
         return self.dtype, self.full[1] + self.size[0], self.small[1] + self.size[0]
 
 
@@ -118,7 +118,7 @@ class CopyPlan:
                 self._indexed.append(_Indexed(full, small, selection))
             else:
                 self._add_rectangles(full, small, selection)
-        # A GPU changes a list of contiguous views of one dtype in one kernel, but takes a kernel for each if another is among them.
+        # On a GPU one kernel serves a list of contiguous views of one dtype; in a mixed list each view takes a kernel.
         lists = [list(views) for _, views in groupby(sorted(self._views, key=_kind), _kind)]
         self._full_side = [[(view.dtype, view.size, *view.full) for view in views] for views in lists]
         self._small_side = [[(view.dtype, view.size, *view.small) for view in views] for views in lists]
@@ -169,7 +169,7 @@ class CopyPlan:
                 )
 
     def _pairs(self, full: FlatTensors, small: FlatTensors) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Return lists of views of the ranges, in the full storage and in the small one."""
+        """Return lists of views of the kept ranges in the whole model's storage, and lists of those in the submodel's."""
         self._check(full, small)
         return zip(self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True)
 
@@ -227,7 +227,7 @@ class CopyPlan:
 
 
 def _call(fn: Callable[..., object], lists: Callable[..., object] | None, *views: list[Tensor]) -> None:
-    """Call ``lists`` on lists of views; on lists of one, for which it is slower on a GPU, and without it, ``fn`` on each view."""
+    """Call ``lists`` (a foreach function) on the lists; for lists of one view, or if it is None, call ``fn`` on each view."""
     if lists is not None and len(views[0]) > 1:
         lists(*views)
         return

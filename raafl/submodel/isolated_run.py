@@ -76,7 +76,7 @@ def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
 
 
 def _tensors_given(answer: object) -> Iterator[Tensor]:
-    """Yield the tensors of what a module gives, nested in tables, lists and dataclasses as they may be."""
+    """Yield the tensors in a module's output, also nested in mappings, lists and dataclasses."""
     for one in tree_leaves(dict(answer) if isinstance(answer, Mapping) else answer):
         if isinstance(one, Tensor):
             yield one
@@ -100,7 +100,8 @@ def loss_of(module: Any, batch: Any) -> Any:
     batch = move_batch(module, batch, device, lambda batch, device: batch)
     begin(module, batch)
     answer = module.training_step(batch, 0)
-    answer = module.training_step(batch, 1) if answer is None else answer  # some skip their first batch
+    # some steps return None for their first batch
+    answer = module.training_step(batch, 1) if answer is None else answer
     return answer["loss"] if isinstance(answer, Mapping) else answer
 
 

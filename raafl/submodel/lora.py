@@ -25,9 +25,9 @@ def is_lora(layer: nn.Module) -> bool:
 
 
 def _factors(layer: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield for each adapter its name and the names of A, whose dimension 0 is the rank, and B, whose dimension 1 is.
+    """Yield each adapter's name and the names of its matrices A, (rank, in), and B, (out, rank).
 
-    AdaLoRA holds both as parameters, where the others hold layers.
+    In AdaLoRA both are parameters of the layer; in other kinds they are layers.
     """
     for adapter, down in layer.lora_A.items():
         weight = ".weight" if isinstance(down, nn.Module) else ""

@@ -40,7 +40,7 @@ def mapped(
             return _sequence(item, [walk(one, is_inside) for one in item])
         if movable is not None and callable(getattr(item, "to", None)):
             return movable(item)
-        # of objects in objects dataclasses alone: others may lead back to themselves
+        # inside an object only dataclasses are entered: other objects may contain cycles
         return _object(item, {name: walk(value, True) for name, value in _attributes(item, is_inside)})
 
     return walk(batch, False)
@@ -70,7 +70,7 @@ def to_device(batch: object, device: torch.device) -> object:
     return mapped(
         batch,
         lambda x: x if x.is_meta else x.to(device, non_blocking=True),
-        movable=lambda item: item.to(device),  # as Lightning: such an object may hold its tensors where nobody looks
+        movable=lambda item: item.to(device),  # as Lightning does: an object with ``to`` may store its tensors anywhere
     )
 
 
@@ -144,7 +144,7 @@ def _repacked(packed: PackedSequence, change: Change) -> object:
 def _mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> object:
     if type(batch) is dict or not isinstance(batch, MutableMapping):
         return items
-    found = copy.copy(batch)  # of its own kind, such as what tokenizers return
+    found = copy.copy(batch)  # keep the mapping's class, such as that of a tokenizer's result
     for key, value in items.items():
         found[key] = value
     return found
@@ -157,13 +157,14 @@ def _sequence(batch: list[Any] | tuple[Any, ...], items: list[Any]) -> object:
         found = copy.copy(batch)
         found[:] = items
         return found
-    made = tuple.__new__(type(batch), items)  # past a `__new__` with arguments of its own, as of named tuples
+    # skips the subclass's `__new__`, which may take other arguments, as in named tuples
+    made = tuple.__new__(type(batch), items)
     made.__dict__.update(getattr(batch, "__dict__", {})) if hasattr(made, "__dict__") else None
     return made
 
 
 def _attributes(item: object, is_inside: bool) -> list[tuple[str, Any]]:
-    """List the attributes of an object of the user's; ``is_inside`` another one, only those of a dataclass."""
+    """Return the attributes of a user's object; of one inside another object (``is_inside``) only if it is a dataclass."""
     if callable(item) or type(item).__module__.partition(".")[0] in _LIBRARIES:
         return []
     if is_dataclass(item):
@@ -172,11 +173,11 @@ def _attributes(item: object, is_inside: bool) -> list[tuple[str, Any]]:
 
 
 def _object(batch: object, attributes: dict[str, Any]) -> object:
-    """Return a copy of an object with other attributes; itself where none is another."""
+    """Return a copy of an object with new attributes, or the object itself if they are the same."""
     changed = {name: value for name, value in attributes.items() if value is not getattr(batch, name)}
     if not changed:
         return batch
     found = copy.copy(batch)
     for name, value in changed.items():
-        object.__setattr__(found, name, value)  # also of one that is frozen
+        object.__setattr__(found, name, value)  # works for frozen dataclasses, too
     return found

@@ -20,7 +20,8 @@ _MOST = 8192
 """Forms remembered; then all are forgotten."""
 _PLAIN = (Tensor, nn.Parameter)
 _META = torch.device("meta")
-_EMPTY = torch.ops.aten.empty_strided.default  # called so, no mode of torch's functions sees it
+# the overload is called directly, so that no torch-function mode intercepts it
+_EMPTY = torch.ops.aten.empty_strided.default
 _RECURRENT = torch.ops.aten.mkldnn_rnn_layer
 _PAGE = 4096
 GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
@@ -47,7 +48,7 @@ _known: dict[Any, CachedResult] = {}
 
 
 class _OfItsOwn(Exception):
-    """An argument or a result of which more than the form matters."""
+    """Raised for an argument or result that a cache key cannot describe, such as a tensor with values."""
 
 
 def result_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
@@ -62,15 +63,16 @@ def cached_result(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Return the cache entry of an operation's call, new if need be; None if shapes and dtypes do not determine its result."""
     tensors: list[Tensor] = []
     try:
-        with torch._C.DisableTorchFunction():  # or each attribute that is read goes through all modes
+        # else reading any attribute of a tensor would go through all active modes
+        with torch._C.DisableTorchFunction():
             forms = _form(args, tensors), _form(tuple(kwargs.items()), tensors)
-        if not tensors:  # the result may be on another device
+        if not tensors:  # without tensors among the arguments the device is unknown
             return None
         first: dict[int, int] = {}
         same = tuple([first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)])
         key = func, torch.get_default_dtype(), *forms, same
         return _known.get(key) or CachedResult(key)
-    except (_OfItsOwn, TypeError):  # or not hashable
+    except (_OfItsOwn, TypeError):  # TypeError: an argument is not hashable
         return None
 
 
@@ -93,7 +95,7 @@ def run(
 
 
 def _made_here(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Return raafl's own maker of a result that the meta device refuses or leaves incomplete; None = torch makes it."""
+    """Return raafl's function for results that torch's meta device cannot create completely; None = use torch's."""
     if packet is _RECURRENT and args[0].is_meta:
         return _recurrent
     if packet is GROUPED and args[0].is_meta and args[0].dtype in (torch.float32, torch.float16):
@@ -102,10 +104,10 @@ def _made_here(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> Ca
 
 
 def _recurrent(x: Tensor, *args: object) -> tuple[Tensor, ...]:
-    """Make the result of oneDNN's LSTM over ``x``, (positions, batch, inputs), with all that it keeps for the backward pass.
+    """Create the results of oneDNN's LSTM over ``x``, (positions, batch, inputs), with the workspace for the backward pass.
 
-    By what torch 2 allocates: gates twice, six tables of states as wide as the wider of inputs and hidden units, one of cells,
-    rows padded to 64 bytes and once more where they would all fall into the same lines of the cache, and some pages.
+    Its size follows torch 2: gates twice, six arrays of states as wide as the wider of inputs and hidden units, one of cells,
+    rows padded to 64 bytes, and more where rows would share the same cache lines, and some memory pages.
     """
     y, h, c, _ = torch.ops.aten.mkldnn_rnn_layer.default(x, *args)
     num, batch, hidden = *x.shape[:2], h.shape[-1]
@@ -119,7 +121,7 @@ def _row(width: int) -> int:
 
 
 def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, *args: object, **kwargs: object) -> Tensor:
-    """Make the result of grouped products, for which the meta device asks for bfloat16 where a processor takes other floats."""
+    """Create the result of grouped products; torch's meta device accepts only bfloat16, a CPU other dtypes, too."""
     shape = left.shape[-2], right.shape[-1]
     if left.dim() == right.dim():
         groups = left.shape[0] if offs is None else offs.shape[0]
@@ -128,7 +130,7 @@ def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, *args: obj
 
 
 def _fresh(result: object, before: list[Tensor]) -> tuple[Any, ...] | None:
-    """Return the form of a result whose tensors have each a storage of their own, of the size that one of the form has."""
+    """Return the shapes and dtypes of a result that `_made` can recreate, with a new storage per tensor; else None."""
     after: list[Tensor] = []
     again: list[Tensor] = []
     try:
@@ -152,7 +154,7 @@ def _is_functional(func: torch._ops.OpOverload) -> bool:
 
 
 def _form(item: object, tensors: list[Tensor]) -> tuple[Any, ...]:
-    """Return the form of an argument or a result, hashable where its values are, and add its tensors to ``tensors``."""
+    """Describe an argument or result as a nested tuple of types, shapes and dtypes; append its tensors to ``tensors``."""
     kind = type(item)
     if kind in _PLAIN and isinstance(item, Tensor):
         if not item.is_meta or item.dtype.is_complex or item.layout != torch.strided:
@@ -163,7 +165,7 @@ def _form(item: object, tensors: list[Tensor]) -> tuple[Any, ...]:
         return (kind, *[_form(part, tensors) for part in item])
     if issubclass(kind, Tensor):
         raise _OfItsOwn
-    return kind, item  # 1, 1.0 and True are equal, and promote to different types
+    return kind, item  # with the type: 1, 1.0 and True are equal, but promote to different dtypes
 
 
 def _made(form: tuple[Any, ...]) -> object:

@@ -46,7 +46,7 @@ class Spec:
         put(self, "blocks", _pairs("blocks of", self.blocks))
         put(self, "trained", None if self.trained is None else tuple(sorted(set(self.trained))))
         put(self, "exits", None if self.exits is None else tuple(sorted(set(self.exits))))
-        # long index lists are looked up in caches all the time: hash them once
+        # specs are keys of many caches and may have long index lists: hash them once
         put(self, "_hash", hash((self.kept, self.blocks, self.trained, self.exits, self.base)))
 
     @classmethod
@@ -100,7 +100,7 @@ class Spec:
     def __str__(self) -> str:
         """Name the spec in few words: ``full``, or ``fc1[0:40] conv1[3 of them] blocks[0,2] trains fc2 on nf4``.
 
-        Where more than four axes keep the same, they are only counted: ``12 axes[0:8]``.
+        More than four axes with the same kept units are only counted: ``12 axes[0:8]``.
         """
         alike: dict[str, list[str]] = {}
         for name, kept in self.kept:

@@ -85,7 +85,8 @@ class Submodels:
     In names of stacks and exits, the path of the submodule that declares them comes first.
     """
 
-    whole: Submodels | None = None  # the model's, where these are of some of its tensors alone (`raafl.core.exchange`)
+    # submodels of the whole model, if this object covers only some of its tensors (`raafl.core.exchange`)
+    whole: Submodels | None = None
 
     def __init__(
         self,
@@ -129,7 +130,8 @@ class Submodels:
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(p)] for name, p in every if name != first[id(p)]}
         self.discovered: DiscoveredAxes | None = None
-        self.whole_dims: dict[tuple[str, int], str] = {}  # of a tensor -> the reason, once `axes` has been asked for
+        # reason why a (tensor, dimension) cannot shrink; filled when `axes` is first read
+        self.whole_dims: dict[tuple[str, int], str] = {}
         self.refuted: dict[str, str] = {}
         self._overlapping: dict[str, str] = {}
 
@@ -213,7 +215,7 @@ class Submodels:
         """Number of elements of each parameter, in the order of registration; a tied parameter counts once."""
         return {name: parameter.numel() for name, parameter in self._parameters.items()}
 
-    # ---- which submodels there are ----
+    # ---- axes, blocks and exits ----
 
     def validate(self, spec: Spec) -> None:
         """Raise `SpecError` if ``spec`` is not a submodel of this model."""
@@ -247,7 +249,7 @@ class Submodels:
                     raise SpecError(f"{error}; '{name}' cannot shrink: {self.kept_whole[name]}") from None
             raise
 
-    # ---- where they lie ----
+    # ---- layouts and copy plans ----
 
     def layout(self, spec: Spec = FULL, part: Part = "present") -> Layout:
         """Return the layout of a submodel's tensors.
@@ -320,7 +322,7 @@ class Submodels:
         """Return a cached result; compute and store it if it is missing; arguments as for `Caches.get`."""
         return self._caches.get(what, key, make)
 
-    # ---- what does not travel ----
+    # ---- frozen tensors ----
 
     def attach_base(self, values: nn.Module | FlatTensors, rebuild: Callable[[], nn.Module] | None = None) -> None:
         """Attach the values of the frozen parameters. From then on they are not sent, since server and client each have them.
@@ -367,7 +369,7 @@ class Submodels:
             return 0
         return self.base.idle_bytes(self.layout(spec), self.selections(self.normal(spec)))
 
-    # ---- how to make them ----
+    # ---- creating submodules ----
 
     def shrink(
         self,
@@ -423,7 +425,7 @@ class Submodels:
             for name, value in state.items():
                 tensors[name].copy_(value)
 
-    # ---- what they cost ----
+    # ---- costs ----
 
     def cost(self, spec: Spec = FULL, batch_size: int = 1) -> Cost:
         """Predict the cost of training a submodel; see `raafl.submodel.cost.predicted.predict`. Cached.

@@ -152,14 +152,14 @@ def is_in_ram(folder: str) -> bool:
 
 
 def _mapped(folder: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros in a new file, whose room is taken at once: a page without room would kill the process that writes it."""
+    """Return zeros in a new memory-mapped file; its disk space is reserved at once, since a write to a full disk is fatal."""
     if numel == 0:
         return torch.zeros(0, dtype=dtype)
     file, path = tempfile.mkstemp(prefix="raafl-", dir=folder)
     try:
         os.posix_fallocate(file, 0, numel * dtype.itemsize)
         return torch.from_file(path, shared=True, size=numel, dtype=dtype)
-    except RuntimeError as error:  # how torch says that there are too many mapped files (vm.max_map_count)
+    except RuntimeError as error:  # torch raises this if the process has too many mapped files (vm.max_map_count)
         raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({str(error).splitlines()[0]})") from None
     finally:
         os.close(file)

@@ -33,7 +33,7 @@ _NOT_THEIRS = frozenset(
 class Hidden:
     """Outcome of hiding what is cached, for a context of `uncached`."""
 
-    # whether there was anything to hide: code that fails now may need it, such as a table of constant tensors
+    # whether any cache was hidden; code that fails without it may need it, such as a dictionary of constant tensors
     any: bool = False
 
 
@@ -70,7 +70,7 @@ def uncached(module: nn.Module, *, is_cold: bool = True) -> Iterator[Hidden]:
 
 
 def _restore_(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    """Give a dictionary its entries of before; new ones stay that are no cache of tensors or over sizes, such as plugins."""
+    """Restore a dictionary's entries; new ones without tensors or sizes stay, such as registered plugins."""
     new = {key: value for key, value in table.items() if key not in entries}
     if new or len(table) != len(entries) or any(table[key] is not value for key, value in entries.items()):
         table.clear()
@@ -86,7 +86,7 @@ def _functions_with_a_cache() -> list[Any]:
 
 
 def _up_to_date() -> tuple[int, weakref.WeakSet[Any], list[ModuleType]]:
-    """List functions and modules anew only where modules have been imported since, as all objects are gone through."""
+    """Return the user's cached functions and modules; scan all objects again only if modules were imported since."""
     global _known
     if _known[0] != len(sys.modules):
         modules = [one for one in list(sys.modules.values()) if isinstance(one, ModuleType) and _is_theirs(one)]
@@ -104,7 +104,7 @@ def _is_theirs(module: ModuleType) -> bool:
 
 
 def _top(name: str | None) -> str:
-    """Return the package of a Python module."""
+    """Return the top-level package in a module's name."""
     return (name or "").partition(".")[0]
 
 
@@ -112,7 +112,7 @@ _INSTALLED = tuple({*site.getsitepackages(), *(sysconfig.get_path(name) for name
 
 
 def _namespaces(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the attributes of the Python modules of the user's code and of the model's parts, and of their classes."""
+    """Yield the attribute dictionaries of the user's Python modules, of the model's modules, and of their classes."""
     names = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
     named = [sys.modules[name] for name in names if name in sys.modules and _top(name) not in _NOT_THEIRS]
     for one in {id(one): one for one in (*_up_to_date()[2], *named)}.values():
@@ -134,7 +134,7 @@ def _caches_tensors(function: Any) -> bool:
         return False
     refers_to = gc.get_referents(
         function
-    )  # a dictionary of results where their number is unlimited, else these themselves
+    )  # an unbounded cache refers to one dictionary of results, a bounded one to the results themselves
     if any(_has_tensors(one.values() if type(one) is dict else (one,)) for one in refers_to):
         return True
     _without_tensors[function] = info.misses
@@ -142,7 +142,7 @@ def _caches_tensors(function: Any) -> bool:
 
 
 def _has_tensors(values: Iterable[Any]) -> bool:
-    """Check whether any of some values is a tensor, or a list, tuple or dictionary that has one."""
+    """Check whether any of the values is a tensor, or a list, tuple or dictionary that contains one."""
     for value in values:
         if isinstance(value, Tensor):
             return True
@@ -153,7 +153,7 @@ def _has_tensors(values: Iterable[Any]) -> bool:
 
 
 def _has_sizes(key: object) -> bool:
-    """Check whether the key of a dictionary is, or contains, an integer, as that of a cache over sizes does."""
+    """Check whether a dictionary's key is or contains an integer, as in a cache keyed by sizes."""
     if isinstance(key, tuple):
         return any(map(_has_sizes, key))
     return isinstance(key, int) and not isinstance(key, bool)

@@ -25,7 +25,7 @@ class FusedKernels(TorchFunctionMode):
     """Context for predictions of cost: in it, attention and recurrent layers on the meta device run a CPU's fused kernels."""
 
     def __init__(self, rules: Rules | None = None) -> None:
-        """Use the kernels of ``rules``; None = of a new run."""
+        """Replace the functions for which ``rules`` allow a fused kernel; None = the rules of a new run."""
         super().__init__()
         left_out = set() if (rules or Rules()).fuses_multihead else {_MULTIHEAD}
         self._kernels = {func: kernel for func, kernel in _KERNELS.items() if func not in left_out}
@@ -57,7 +57,7 @@ def _fused_attention(
     """Run the flash kernel on tensors without values, shapes (batch, heads, positions, width); None = not for it."""
     if dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
         return None
-    if attn_mask is not None and attn_mask.requires_grad:  # a bias that is learnt, such as T5's
+    if attn_mask is not None and attn_mask.requires_grad:  # torch has no flash kernel for a learned bias, such as T5's
         return None
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -93,13 +93,13 @@ def _lstm(
     bidirectional: bool,
     batch_first: bool = False,
 ) -> tuple[Tensor, ...] | None:
-    """Run an LSTM as torch does by oneDNN: one operation for each layer and direction; None = it does not.
+    """Run an LSTM as torch does with oneDNN, one operation for each layer and direction; None = torch would not use oneDNN.
 
     `x`: inputs, (positions, batch, inputs) or, with ``batch_first``, (batch, positions, inputs).
     """
     if not isinstance(hidden, list | tuple) or not x.is_meta or x.dtype != torch.float32:
         return None
-    if hidden[0].shape[-1] != hidden[1].shape[-1]:  # a projection, which oneDNN is not given
+    if hidden[0].shape[-1] != hidden[1].shape[-1]:  # torch does not use oneDNN for an LSTM with a projection
         return None
     x = (x.transpose(0, 1) if batch_first else x).contiguous()
     states = list(zip(*hidden, strict=True))
@@ -109,7 +109,7 @@ def _lstm(
 
 
 def _by_steps(cell: Cell) -> Callable[..., tuple[Tensor, Tensor] | None]:
-    """Return a recurrent net that multiplies all inputs at a time, as torch does on a CPU alone, then goes step by step."""
+    """Return an RNN that multiplies the inputs of all positions at once, as torch does on a CPU only, then runs step by step."""
 
     def layer(
         x: Tensor, state: Tensor, weights: Sequence[Tensor], backwards: bool, train: bool, workspace: list[Tensor]
@@ -132,7 +132,7 @@ def _by_steps(cell: Cell) -> Callable[..., tuple[Tensor, Tensor] | None]:
         bidirectional: bool,
         batch_first: bool = False,
     ) -> tuple[Tensor, Tensor] | None:
-        if not isinstance(has_biases, bool) or not x.is_meta:  # arguments of packed sequences are others
+        if not isinstance(has_biases, bool) or not x.is_meta:  # packed sequences pass other arguments here
             return None
         x, states = x.transpose(0, 1) if batch_first else x, hidden.unbind(0)
         y, ends = _stacked_layers(layer, x, states, parameters, has_biases, num_layers, dropout, train, bidirectional)

@@ -35,7 +35,7 @@ _TIMES = {
     _aten.max_pool3d_with_indices: 7.0,
     _aten._softmax: 6.0,
     _aten._safe_softmax: 6.0,
-    _aten.sqrt: 2.2,  # of 0 it takes several times as long as of other values, and there are many in a table's averages
+    _aten.sqrt: 2.2,  # sqrt(0) takes several times as long, and an embedding's optimizer state has many zeros
     _aten._scaled_dot_product_flash_attention_for_cpu: 2.3,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.3,
     _aten.native_batch_norm: 2.0,
@@ -108,7 +108,7 @@ def workspace_bytes(packet: object, args: Sequence[Any], results: Sequence[Tenso
         return _unfolded(x, weight, y)
     result_bytes = sum(map(_bytes, results))
     passes = _passes(x, weight, y, groups, masks)
-    if not masks:  # while it is computed, or while the result is put in order
+    if not masks:  # the peak is during the computation, or while the result is reordered
         return max(passes[0].num_bytes, passes[0].y_bytes + _bytes(y)) - result_bytes
     kept, needs = _bytes(x) if masks[0] else 0, [0]
     if masks[1]:
@@ -119,10 +119,10 @@ def workspace_bytes(packet: object, args: Sequence[Any], results: Sequence[Tenso
 
 
 def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: object) -> int:
-    """Count the bytes that a layer of oneDNN's LSTM takes beside operands and results.
+    """Count the temporary bytes of a layer of oneDNN's LSTM, without its operands and results.
 
-    These are both weights in blocks, the gates of all positions and of three more, and a copy of a gradient of the outputs
-    whose values do not lie in order, such as that of a batch that comes first.
+    These are blocked copies of both weights, the gates of all positions and of three more, and a copy of each argument
+    that is not contiguous, such as the gradient of outputs with the batch as their first dimension.
     """
     gates = x.itemsize * (x.shape[0] + 3) * x.shape[1] * of_hidden.shape[0]
     strewn = [one for one in args if isinstance(one, Tensor) and not one.is_contiguous()]
@@ -130,7 +130,7 @@ def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: 
 
 
 def _convolution(packet: object, args: Sequence[Any], made: Sequence[Tensor]) -> _Convolution | None:
-    """Return input, weights, output, whether transposed, groups, gradients wanted (none: forward), whether oneDNN does it."""
+    """Return a convolution's tensors, groups and wanted gradients (none = forward), and whether oneDNN runs it."""
     masks: Sequence[bool] = ()
     if packet is _aten.convolution:
         x, weight, _, stride, _, dilation, transposed, _, groups = args[:9]
@@ -148,7 +148,7 @@ def _unfolded(x: Tensor, weight: Tensor, y: Tensor) -> int:
 
 
 class _Pass(NamedTuple):
-    """What a pass of a convolution copies: its input (0 where it is read as it is), weights and output, or their gradients."""
+    """Bytes that one pass of a convolution copies: of input (0 = read in place), weights and output, or of their gradients."""
 
     x_bytes: int
     weight_bytes: int
@@ -160,7 +160,7 @@ class _Pass(NamedTuple):
 
 
 def _passes(x: Tensor, weight: Tensor, y: Tensor, groups: int, masks: Sequence[bool]) -> list[_Pass]:
-    """Return the forward pass, or those for the gradients of the input and of the weights that are wanted."""
+    """Return the forward pass, or the backward passes for the gradients that are wanted, of the input and of the weights."""
     channels, outputs = x.shape[1], y.shape[1]
 
     def one(block: int, plain: bool = False) -> _Pass:
@@ -177,7 +177,7 @@ def _passes(x: Tensor, weight: Tensor, y: Tensor, groups: int, masks: Sequence[b
     if not masks:
         return [one(_BLOCK, plain=channels < _BLOCK)]
     found = [one(_BLOCK)] if masks[0] else []
-    if masks[1]:  # colours have kernels of their own
+    if masks[1]:  # oneDNN has special kernels for images with 3 channels
         plain = channels == 3 or (_BLOCK > _SMALL_BLOCK and channels < 3)
         found.append(one(_BLOCK if plain or channels >= _BLOCK else _SMALL_BLOCK, plain))
     return found
@@ -192,7 +192,7 @@ def _bytes(value: Tensor) -> int:
 
 
 def _uses_onednn(x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int) -> bool:
-    """Check whether torch hands a convolution on one thread to oneDNN, by its own rule."""
+    """Check whether torch runs a convolution with oneDNN on one thread; this repeats torch's own rule."""
     if x.dtype in (torch.bfloat16, torch.float16):
         return True
     kernel = weight.shape[2:]
@@ -257,7 +257,7 @@ def _convolution_backward_flops(y: Tensor, x: Tensor, weight: Tensor, *args: Any
 
 
 def _grouped(left: Tensor, right: Tensor, *args: object, out_val: object = None, **kwargs: object) -> int:
-    """Count the FLOPs of products with experts' matrices, to which rows or columns are dealt out; torch has no count of them."""
+    """Count the FLOPs of a grouped product, in which each expert's matrix gets a part of the rows; torch does not count it."""
     rows = left.shape[:-1].numel() if right.dim() == 3 else left.shape[-2]
     return 2 * rows * left.shape[-1] * right.shape[-1]
 
@@ -277,7 +277,7 @@ def _summed_products(
 
 
 def _trilinear(*args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """Count a bilinear layer, or one of its gradients: a sum of products of three tensors, each without some dimensions."""
+    """Count the FLOPs of a bilinear layer or its gradient: products of three tensors, each of which lacks some dimensions."""
     sizes: dict[int, int] = {}
     for tensor, missing in zip(args[:3], args[3:6], strict=True):
         there = [axis for axis in range(tensor.dim() + len(missing)) if axis not in missing]
@@ -286,7 +286,7 @@ def _trilinear(*args: Any, out_val: Tensor, **kwargs: Any) -> int:
 
 
 def _distances(left: Tensor, right: Tensor, *args: object, out_val: Tensor, **kwargs: object) -> int:
-    """Count a difference, its power and their sum for each pair of rows and each of their places."""
+    """Count the FLOPs of pairwise distances: a subtraction, a power and an addition for each pair of rows and each column."""
     return 3 * left.numel() * right.shape[-2]
 
 
@@ -297,7 +297,7 @@ def _distances_backward(
 
 
 def _recurrent_layer(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: object, out_val: object) -> int:
-    """Count the products of a layer in one direction with its inputs (t, n, c) and its hidden states."""
+    """Count the FLOPs of one recurrent layer in one direction, for its inputs (t, n, c) and its hidden states."""
     return 2 * x.shape[0] * x.shape[1] * (of_input.numel() + of_hidden.numel())
 
 
@@ -306,7 +306,7 @@ def _recurrent_layer_backward(x: Tensor, of_input: Tensor, of_hidden: Tensor, *a
 
 
 def _transform(x: Tensor, dims: Sequence[int], *args: object, out_val: Tensor, **kwargs: object) -> float:
-    """Count a fast Fourier transform, 5 n log2 n for n complex values, half of that for real ones."""
+    """Count the FLOPs of a fast Fourier transform: 5 n log2 n for n complex values, half of that for real ones."""
     whole = x if x.numel() >= out_val.numel() else out_val
     size = math.prod(whole.shape[dim] for dim in dims)
     real = not (x.is_complex() and out_val.is_complex())
@@ -324,14 +324,14 @@ def _formulas() -> Mapping[Any, Callable[..., float]]:
     convolutions = (_aten.convolution, _aten._convolution, _aten.cudnn_convolution, _aten._slow_conv2d_forward)
     vectors = (_aten.mv, _aten.addmv, _aten.dot, _aten.vdot)
     return {
-        # torch before 2.15 has no count of a processor's, which do what those of a GPU do
+        # torch before 2.15 does not count the CPU's attention kernels; they compute the same as a GPU's
         _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[attention],
         _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[backward],
         **flop_registry,
         # torch counts a grouped convolution's gradient of the weights as if it had one group
         **dict.fromkeys(convolutions, _convolution_flops),
         _aten.convolution_backward: _convolution_backward_flops,
-        # of the rest torch has no count
+        # torch does not count the following operations
         **dict.fromkeys(vectors, _matrix_vector),
         _aten.addr: _outer,
         _aten.addbmm: _summed_products,

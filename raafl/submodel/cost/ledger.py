@@ -50,7 +50,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
-        """Start empty; storages of ``held`` never count as alive."""
+        """Start with no operations; the storages of the tensors ``held`` are never counted as live memory."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops, self.arithmetic, self.padding_flops = 0.0, 0.0, 0.0
         self.moved_bytes, self.live_bytes, self.peak_bytes = 0, 0, 0
@@ -73,12 +73,12 @@ class Ledger(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Run one operation and enter it."""
+        """Run one operation and add its cost to the ledger."""
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             about_some = self._answers.get(args[0], False)  # type: ignore[no-untyped-call]
             self.asked = self.asked or about_some
-            return about_some and self.some  # no mask is all ones, nothing is NaN
+            return about_some and self.some  # by default assume that no mask is all ones and nothing is NaN
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         packet, form = func._overloadpacket, cached_result(func, args, kwargs)
@@ -93,7 +93,8 @@ class Ledger(TorchDispatchMode):
             for tensor in made:
                 self._note(tensor)
             workspace = workspace_bytes(packet, args, made)
-        if form is not None and form.cost is None and packet not in CONVOLUTIONS:  # theirs hang on the processor, too
+        # costs of convolutions also depend on the processor
+        if form is not None and form.cost is None and packet not in CONVOLUTIONS:
             form.cost = work
             form.remember()
         self.flops += work.flops
@@ -106,7 +107,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Tensor, counted: bool = True) -> None:
-        if tensor.layout != torch.strided:  # it has no storage to ask for
+        if tensor.layout != torch.strided:  # a sparse tensor has no storage
             return
         storage = tensor.untyped_storage()
         key = storage_key(tensor)
@@ -124,7 +125,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _finds_nothing(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> bool:
-    """Check whether an operation looks for what is not finite: `isnan` is ``x != x``, `isinf` is ``abs(x) == inf``."""
+    """Check whether an operation searches for NaN or inf: `isnan` runs as ``x != x``, `isinf` as ``abs(x) == inf``."""
     if packet is _aten.ne:
         return args[0] is args[1]
     return packet in (_aten.isnan, _aten.isinf) or (
@@ -174,13 +175,13 @@ def _moved_bytes(
 
 @cache
 def _changed_by(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
-    """Return place and name of the arguments that an operation changes."""
+    """Return position and name of the arguments that an operation changes in place."""
     arguments = enumerate(func._schema.arguments)
     return [(i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write]
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, what is repeated in it by broadcasting once."""
+    """Return the bytes of a tensor, counting elements that are repeated by broadcasting once."""
     number = tensor.itemsize
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         number *= size if stride or not size else 1

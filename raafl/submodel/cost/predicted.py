@@ -143,7 +143,7 @@ def predict(
         step, held_bytes = _cold(follow, lambda spec: begin(spec, make(spec), batch), spec, on_values)
     flops = step.flops
     if flops is None:
-        looked_up = frozenset() if batch is not None else _looked_up(make(spec))  # a run always has a batch
+        looked_up = frozenset() if batch is not None else _looked_up(make(spec))  # a real task always has a batch
         flops = 6.0 * batch_size * sum(e.numel for e in trained.entries if e.name in names - looked_up)
     samples = max(batch_size, 1)
     peak = down_bytes + idle_bytes + held_bytes + step.peak_bytes
@@ -163,7 +163,7 @@ def predict(
 def _cold(
     follow: Callable[[Begin, Spec, OnValues], Followed], begin: Begin, spec: Spec, on_values: OnValues
 ) -> Followed:
-    """Return what ``follow`` does, as if no step had run before, whose tensors the user's code may have cached."""
+    """Call ``follow`` with the user code's caches hidden, since they may hold tensors of an earlier step; return its result."""
     module = begin(spec).module
     found = failure = None
     with uncached(module) as hidden:
@@ -171,7 +171,8 @@ def _cold(
             found = follow(begin, spec, on_values)
         except USER_ERRORS as error:
             failure = error
-    if hidden.any and (found is None or found[0].guessed):  # it may have been no cache, but a table of constants
+    # perhaps the step needs what was hidden: a table of constants, not a cache
+    if hidden.any and (found is None or found[0].guessed):
         with uncached(module, is_cold=False):
             return follow(begin, spec, on_values)
     if found is None:
@@ -181,7 +182,7 @@ def _cold(
 
 
 def _looked_up(module: nn.Module) -> frozenset[str]:
-    """Return the names of parameters of which a step reads rows alone, without any product."""
+    """Return the names of embedding weights, of which a step reads single rows and multiplies none."""
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     others = {
         id(p) for part in module.modules() if not isinstance(part, nn.Embedding) for p in part.parameters(recurse=False)
@@ -190,7 +191,7 @@ def _looked_up(module: nn.Module) -> frozenset[str]:
 
 
 def _follow(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
-    """Return a step of the submodel, run as far as it can be, and the bytes of module and batch."""
+    """Predict a step of the submodel, estimating what cannot be run; also return the bytes of module and batch."""
     found, failure = _without_values(begin, spec, on_values)
     if found is not None:
         return found
@@ -216,7 +217,7 @@ def _follow(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
 
 
 def _follow_method(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
-    """Return a step of a method's task, and the bytes of module and batch; raise its error where it cannot be followed."""
+    """Predict a step of a method's task, and the bytes of module and batch; raise the step's error if it cannot be run."""
     found, failure = _without_values(begin, spec, on_values)
     found = on_values() if found is None else found
     if found is None:
@@ -225,9 +226,9 @@ def _follow_method(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
 
 
 def _without_values(begin: Begin, spec: Spec, on_values: OnValues) -> tuple[Followed | None, BaseException | None]:
-    """Follow a step on the meta device; return it with the bytes of module and batch, or None with its error."""
+    """Run a step on the meta device; return its cost with the bytes of module and batch, or None with its error."""
     failure: BaseException | None = None
-    # tensors that the user's code makes without saying where are best on the meta device as well, but not always
+    # tensors created without a device go to the meta device first; code that reads their values needs the CPU
     for default in ("meta", "cpu"):
         run = begin(spec)
         if run.batch is None:
@@ -244,7 +245,7 @@ def _without_values(begin: Begin, spec: Spec, on_values: OnValues) -> tuple[Foll
 
 
 def _on_values(drawn: Callable[[object], _Run], example_batch: object, batch_size: int) -> Followed | None:
-    """Follow a step on drawn values and the example's samples over and over; None = it does not run, or takes too long."""
+    """Run a step on random values and the repeated example batch; None = it fails or takes too long."""
     num = num_samples(example_batch)
 
     def followed(size: int) -> Followed:
@@ -262,24 +263,24 @@ def _on_values(drawn: Callable[[object], _Run], example_batch: object, batch_siz
 
 
 def _draw_values(module: nn.Module) -> None:
-    """Set a module's parameters and buffers to values with which its step runs."""
+    """Set a module's parameters to random values and its buffers to 1, so that its step runs."""
     seeded(5)
     draw(module, 0)
-    for buffer in persistent_buffers(module).values():  # whose values are not known here
+    for buffer in persistent_buffers(module).values():  # their true values are not known here
         if buffer.is_floating_point() or buffer.dtype == torch.bool:
             buffer.fill_(1)  # code may divide by it
 
 
 def _with_some(begin: Begin, spec: Spec, default: str, step: Step) -> Step:
-    """Follow a step once more that has asked whether any of some values are so, as if they were; return it, or ``step``."""
+    """Run a step again with every condition on values answered by yes; return its cost, or ``step`` if it fails."""
     run = begin(spec)
     run.ledger.some = True
     try:
         return run.step(default)
-    except NotImplementedError as error:  # such as how many samples an expert gets
+    except NotImplementedError as error:  # it reads values, such as the number of samples of an expert
         guess = begin(spec).update()
         return replace(guess, guessed=f"{_not_followed(error)}: {_BY_PARAMETERS}")
-    except USER_ERRORS:  # the user's own, for values that are not as they should be
+    except USER_ERRORS:  # the user's code raises when such a condition holds
         return step
 
 
@@ -298,17 +299,17 @@ def _runs_whole(begin: Begin) -> bool:
 
 
 class _Run:
-    """One step of the small module, on the meta device or with values."""
+    """Run of one step of the submodel's module, on the meta device or with real values."""
 
     def __init__(self, module: Any, batch: object, rules: Rules, known: list[Tensor] | None = None) -> None:
-        """Start an empty ledger, in which neither the module and the batch count, nor the tensors that are ``known``."""
+        """Start a ledger that excludes the memory of the module, of the batch and of the tensors ``known``."""
         from raafl.submodel.cost.fused import FusedKernels
         from raafl.submodel.cost.ledger import Ledger, storage_key
 
         self.module, self.batch = module, batch
         settle(self.module)
         held = [*self.module.parameters(), *self.module.buffers(), *batch_tensors(batch)]
-        held = [x for x in held if x.layout == torch.strided]  # the storage of another cannot be asked for
+        held = [x for x in held if x.layout == torch.strided]  # a sparse tensor has no storage
         self.held_bytes = sum({storage_key(x): x.untyped_storage().nbytes() for x in held}.values())
         self.trains = [p for p in self.module.parameters() if p.requires_grad]
         self.gradient_bytes = sum(p.numel() * p.itemsize for p in self.trains)
@@ -348,7 +349,7 @@ class _Run:
     def _updated(
         self, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0, num_kernels: int = 0
     ) -> Step:
-        """Return the step with its update, whose state is there throughout from the second step on."""
+        """Run the optimizer on the traced step and return the total cost, with the optimizer's state in memory from the start."""
         if all(parameter.grad is None for parameter in self.trains):  # there was no backward pass
             self._give_gradients()
         gradients, guessed = self.ledger.live_bytes, ""
@@ -356,7 +357,7 @@ class _Run:
             update_bytes = self._peak_of(self._optimise)
             state, before = self.ledger.live_bytes - gradients, self.ledger.moved_bytes
             self.ledger.kernels.clear()
-            self._peak_of(self._optimise_again)  # with its state there
+            self._peak_of(self._optimise_again)  # now the optimizer's state exists
             moved_bytes += self.ledger.moved_bytes - before
             num_kernels += len(self.ledger.kernels)
         except USER_ERRORS as error:
@@ -367,19 +368,19 @@ class _Run:
         return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes), padding_flops, num_kernels, guessed)
 
     def _give_gradients(self) -> None:
-        """Give those parameters a gradient that have none."""
+        """Create a gradient for each trained parameter that has none."""
         for parameter in self.trains:
             if parameter.grad is None:
                 with self.ledger:
                     parameter.grad = torch.empty_like(parameter)
 
     def _optimise(self) -> None:
-        with torch.device("cpu"):  # where optimisers count their steps
+        with torch.device("cpu"):  # optimizers keep their step counters on the CPU
             self._configure()
         self._optimise_again()
 
     def _configure(self) -> None:
-        if not self.trains:  # a method has its own way, or there is nothing to do; optimisers refuse an empty list
+        if not self.trains:  # nothing trains, or the method updates by itself; optimizers refuse an empty list
             self.optimizers: list[Optimizer] = [_no_optimiser()]
             return
         self.optimizers = _optimizers(self.module.configure_optimizers())
@@ -398,17 +399,17 @@ class _Run:
 
 
 class _TaskRun(_Run):
-    """Two steps of a method's task on the small module, with all that they keep from the first to the last."""
+    """Run of two steps of a method's task on the submodel's module, counting the memory that lives across both."""
 
     def __init__(self, method: Method, spec: Spec, module: Any, batch: object, rules: Rules) -> None:
-        """Begin the task, whose steps do not run yet."""
+        """Start the method's task; no step runs yet."""
         self.task = method.begin(spec, module, lambda batch, index: _some_loss(module, batch))
         super().__init__(module, batch, rules, self.task.received_and_sent)
         self.held_bytes += self.task.answer_bytes
         self.unknown: list[str] = []
 
     def step(self, default: str, every: bool = False) -> Step:
-        """Run two steps of the task; return FLOPs and traffic of the second, and the memory of all; see `_Run.step`."""
+        """Run two steps; return FLOPs and moved bytes of the second, and the peak memory of both; see `_Run.step`."""
         try:
             with self.ledger, torch.device("cpu"):
                 self._configure()
@@ -467,7 +468,7 @@ class _TaskRun(_Run):
             uncached(self.module, is_cold=False),
             torch.device(default),
         ):
-            steps.finish()  # its end may ask for values, and takes less than its steps
+            steps.finish()  # errors are ignored: the end may read values, and needs less memory than a step
 
     def _update(self) -> None:
         try:
@@ -483,7 +484,7 @@ def _no_optimiser() -> Optimizer:
 
 
 def _some_loss(module: Any, batch: object) -> Tensor:
-    """Return the loss of a training step; raises `NotImplementedError` where it returns none."""
+    """Return the loss of a training step; raises `NotImplementedError` if the step returns None."""
     loss = loss_of(module, batch)
     if loss is None:
         raise NotImplementedError("training_step returns None")
@@ -500,7 +501,7 @@ def _of_optimiser(why: str) -> str:
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """Run the backward pass within the modes that are entered: `Tensor.backward` leaves them, and checkpointed blocks run anew."""
+    """Run the backward pass under the active modes; `Tensor.backward` leaves them, and would not count recomputed blocks."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -508,7 +509,7 @@ def _backward(loss: torch.Tensor) -> None:
 
 
 def _optimizers(answer: object) -> list[Optimizer]:
-    """Return the optimisers in an answer of `configure_optimizers`; raises `TypeError` where there are none."""
+    """Return the optimizers in a result of `configure_optimizers`; raises `TypeError` if there are none."""
     if isinstance(answer, Mapping):
         answer = answer.get("optimizer")
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], list):

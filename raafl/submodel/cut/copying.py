@@ -26,9 +26,9 @@ def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for attribute in _ATTACHED:
             if part.__dict__.get(attribute) is not None:
                 memo[id(part.__dict__[attribute])] = sentinel
-        # a dozen tables of hooks that are nearly always empty: deepcopy takes half of its time for them
+        # a module has a dozen dictionaries of hooks, nearly always empty: copying them would take half of deepcopy's time
         memo |= {id(x): type(x)() for x in vars(part).values() if type(x) in (dict, OrderedDict, set) and not x}
-        # what a hook computes anew before each forward, such as the weight of `nn.utils.weight_norm`, deepcopy refuses
+        # deepcopy refuses tensors that a hook computes before each forward pass, such as the weight of `nn.utils.weight_norm`
         memo |= {id(x): x.detach() for x in vars(part).values() if isinstance(x, Tensor) and not x.is_leaf}
     small = _deep_copy(module, memo)
     for part in small.modules():
@@ -40,10 +40,10 @@ def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep-copy a module, with ``memo`` as for `copy.deepcopy`; what cannot be copied is shared by both modules."""
+    """Deep-copy a module with the ``memo`` of `copy.deepcopy`; both modules share the objects that cannot be copied."""
     try:
         return copy.deepcopy(module, dict(memo))
-    except Exception:  # whatever the objects that a user's module holds may raise
+    except Exception:  # objects in a user's module may raise anything
         own = {id(x): x for x in (*module.modules(), *module.parameters(), *module.buffers())} | memo
         shared = {id(x): x for part in module.modules() for x in _uncopyable(vars(part), own)}
         if not shared:
@@ -52,7 +52,7 @@ def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _uncopyable(thing: object, own: dict[int, Any]) -> Iterator[Any]:
-    """Yield what `copy.deepcopy` refuses in a container, or the thing itself; ``own`` are the module's, which it can copy."""
+    """Yield the objects in ``thing`` that `copy.deepcopy` refuses; ``own`` maps ids of the module's parts, which it can copy."""
     if id(thing) in own:
         return
     try:

@@ -61,10 +61,10 @@ def computed_by(hook: object) -> str | None:
 
 @torch.no_grad()
 def _compute_anew(layer: nn.Module) -> None:
-    """Let such hooks compute their tensors of the parameters that the layer has now, so that those have their shapes."""
+    """Let hooks such as weight norm recompute their tensors, so that these get the shapes of the layer's new parameters."""
     for hook in layer._forward_pre_hooks.values():
         name = computed_by(hook)
-        if isinstance(hook, SpectralNorm):  # called, it would change its vectors
+        if isinstance(hook, SpectralNorm):  # calling it would change its power-iteration vectors
             setattr(layer, hook.name, hook.compute_weight(layer, do_power_iteration=False))
         elif name is not None:
             hook(layer, ())
@@ -72,7 +72,7 @@ def _compute_anew(layer: nn.Module) -> None:
 
 @contextmanager
 def _looked_at(layer: nn.Module) -> Iterator[None]:
-    """Let weights be looked at that are worked out: in training mode, a spectral norm changes its vectors each time."""
+    """Put parametrizations into eval mode, so that reading a weight does not change the vectors of a spectral norm."""
     parts = list(layer.parametrizations.modules()) if parametrize.is_parametrized(layer) else []  # type: ignore[union-attr]
     modes = [part.training for part in parts]
     try:
@@ -87,13 +87,13 @@ def _looked_at(layer: nn.Module) -> Iterator[None]:
 def produces(layer: nn.Module) -> tuple[str, int] | None:
     """Return the parameter and dimension along which a layer's output features lie, such as ``("weight", 0)``; else None."""
     if isinstance(layer, nn.modules.conv._ConvNd) and layer.groups > 1:
-        return None  # each output channel has its own inputs
+        return None  # in a grouped convolution each output channel reads its own inputs
     found = next((base for base in type(layer).__mro__ if base in OUTPUTS), None)
     return OUTPUTS[found] if found is not None and type(layer).forward is found.forward else None
 
 
 def _from(**sizes: tuple[str, int]) -> Resize:
-    """Make the function that sets each attribute to the size of a tensor's dimension."""
+    """Return a function that sets each named attribute of a layer to the size of a dimension of one of its tensors."""
 
     def set_(layer: object) -> None:
         for attribute, (tensor, dim) in sizes.items():
@@ -140,7 +140,7 @@ def _layer_norm(layer: nn.LayerNorm | nn.RMSNorm) -> None:
 
 def adopt(layer: nn.RNNBase) -> None:
     """Refresh a recurrent layer's internal list of weights after its tensors were replaced."""
-    layer.__dict__["flatten_parameters"] = _stays  # cuDNN would move them into storage of its own
+    layer.__dict__["flatten_parameters"] = _stays  # it would move the weights into a storage of cuDNN's
     layer._init_flat_weights()
 
 

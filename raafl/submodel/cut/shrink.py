@@ -36,7 +36,7 @@ def skeleton() -> Iterator[None]:
     from torch.utils.weak import WeakIdKeyDictionary
 
     thread = threading.get_ident()
-    made: Any = WeakIdKeyDictionary()  # a parameter registered under two names stays one
+    made: Any = WeakIdKeyDictionary()  # a parameter with two names becomes one parameter again
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.device.type == "meta" or threading.get_ident() != thread:
@@ -98,7 +98,7 @@ def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Mo
     if rescale:
         _rescale(full, small, structure.unscaled)
     if present.device.type != "cpu":
-        small.to(present.device)  # moves what is not in the state; the views are there already
+        small.to(present.device)  # moves tensors that are not in the state dict; the views are on the device already
     return small
 
 
@@ -111,7 +111,7 @@ def _replacements(structure: Structure, present: FlatTensors) -> dict[int, Any]:
         memo[id(parameter)] = nn.Parameter(view, requires_grad=name in structure.trains)
     for name, buffer in structure.module.named_buffers():
         if name in present:
-            # a version counter of its own, or batch norm's counting would seem to change an index that a gradient needs
+            # `.data` gives the buffer its own version counter: else a change of batch norm's counter would look like one of an index
             memo[id(buffer)] = present[name].data
         elif name in structure.selections:
             memo[id(buffer)] = select(buffer, structure.selections[name])
@@ -130,7 +130,7 @@ def _resize_layers(small: nn.Module, structure: Structure) -> None:
 
 
 def _renumber(full: nn.Module, small: nn.Module, path: str) -> None:
-    """Make the config and the blocks of a transformer count the blocks that are there, in place, as transformers has them."""
+    """Set the number and the indices of blocks in a Hugging Face model and its config to those that are left, in place."""
     layers, owner = small.get_submodule(path), small.get_submodule(path.rpartition(".")[0])
     config: Any = getattr(owner, "config", None)
     if getattr(config, "num_hidden_layers", None) != len(full.get_submodule(path)._modules) or not path:
@@ -141,14 +141,14 @@ def _renumber(full: nn.Module, small: nn.Module, path: str) -> None:
     config.num_hidden_layers = len(layers._modules)
     for place, layer in enumerate(layers.children()):
         for part in layer.modules():
-            if "layer_idx" in part.__dict__:  # where a cache keeps its keys and values
+            if "layer_idx" in part.__dict__:  # the layer's index in the key-value cache
                 part.__dict__["layer_idx"] = place
 
 
 class _Rescale:
-    """A forward hook; an object, so that the module can still be copied.
+    """Forward hook that rescales a layer's output while training; an object, so that the module can still be copied.
 
-    The model's mode counts, not the layer's: a layer that its author has put into eval mode trains, too.
+    It reads the mode of the model, not of the layer: a layer that its author has put into eval mode trains, too.
     """
 
     def __init__(self, factor: float, model: nn.Module) -> None:
@@ -185,14 +185,15 @@ class StandIn(nn.Module):
         """Stand in for ``module``, which lies elsewhere in the same model."""
         super().__init__()
         self.training = module.training
-        self.__dict__["stands_for"] = [module]  # in a list, or it would be a submodule here as well
+        # in a list, since a module as an attribute would become a submodule here
+        self.__dict__["stands_for"] = [module]
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Call the replacement, such as an exit, with the arguments that were meant for the replaced module."""
         return self.stands_for[0](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's attribute."""
+        """Look up attributes that this class lacks in the replacement."""
         if "stands_for" not in self.__dict__:  # while it is being copied
             raise AttributeError(name)
         return getattr(self.__dict__["stands_for"][0], name)
@@ -206,7 +207,7 @@ class Gaps(nn.ModuleList):
 
 
 def _leave_out(small: nn.Module, path: str) -> None:
-    """Take a block out of its list, which keeps the names of the others; any other module becomes None."""
+    """Remove a block from its list without renaming the other blocks; replace any other module by None."""
     parent_path, _, name = path.rpartition(".")
     parent = small.get_submodule(parent_path)
     if isinstance(parent, nn.ModuleList | nn.Sequential):
@@ -287,7 +288,7 @@ class FewerHeads(nn.MultiheadAttention):
         return tuple(F.linear(x, w, b) for x, w, b in zip(inputs, parts, biases, strict=True))
 
     def _mask(self, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """Join both masks to one that is added to the scores, shape (batch or 1, heads or 1, queries or 1, keys)."""
+        """Combine both masks into one that is added to the scores, shape (batch or 1, heads or 1, queries or 1, keys)."""
         mask, padding = _added(mask, q), _added(padding, q)
         if mask is not None and mask.dim() == 3:
             if mask.shape[0] != q.shape[0] * self.num_heads:
@@ -318,5 +319,5 @@ def _resize_multihead(layer: nn.MultiheadAttention) -> None:
     layer.num_heads, layer.embed_dim = heads, width
     if layer.in_proj_weight is not None:
         layer.kdim = layer.vdim = layer.in_proj_weight.shape[1]
-    # or the layers around it would take torch's fused path, which knows no such heads
+    # else torch's encoder layer would use its fused kernel, which does not support such heads
     layer._qkv_same_embed_dim = False

@@ -42,7 +42,7 @@ class Extent:
     terms: tuple[tuple[int, tuple[str, ...]], ...]
 
     def __call__(self, counts: Counts) -> int:
-        """Work the size out."""
+        """Return the size for the numbers of kept units in ``counts``."""
         return sum(factor * math.prod(counts[axis] for axis in axes) for factor, axes in self.terms)
 
     @property
@@ -94,7 +94,7 @@ def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int
     own: set[tuple[str, str]] = set()
     for (path, (name, *inside)), value in values.items():
         if path not in modules or name not in modules[path].__dict__:
-            continue  # it is left out, or another takes its place
+            continue  # the module is left out, or replaced by another
         attributes = modules[path].__dict__
         if not inside:
             set_carried(modules[path], str(name), value)
@@ -120,18 +120,18 @@ def shallow(value: object) -> object:
     return copy
 
 
-# ---- calls that are corrected ----
+# ---- correct the sizes in calls ----
 
 
 class Corrected:
     """Replacement for a method of a module, which passes corrected sizes to torch; it survives copying and pickling."""
 
     def __init__(self, module: nn.Module, method: str, table: Mapping[Site, Mapping[Where, int]]) -> None:
-        """Replace the method of ``module``."""
+        """Wrap the method ``method`` of ``module``."""
         self.module, self.method, self.correct = module, method, _Correct(table)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Run the method."""
+        """Run the method with the sizes in its calls corrected."""
         with self.correct:
             return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
@@ -153,7 +153,7 @@ def site_of(frame: FrameType | None) -> Site:
 
 
 class _Correct(TorchFunctionMode):
-    """Replaces sizes in the calls of a table."""
+    """Torch-function mode that replaces the sizes in the calls that ``table`` lists."""
 
     def __init__(self, table: Mapping[Site, Mapping[Where, int]]) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class _Correct(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs, caller = kwargs or {}, sys._getframe(1)
-        # the place rules out nearly every call of the method, so that nothing dearer may come before it
+        # check the call's position first: it is cheap, and rules out nearly every call
         if caller.f_lasti in self.places and func.__name__ in TAKERS and (sizes := self.table.get(site_of(caller))):
             if func.__name__ in PARTS:
                 return torch.split(args[0], list(sizes.values()), _along(args, kwargs))
@@ -177,7 +177,7 @@ class _Correct(TorchFunctionMode):
 
 
 def _replaced(value: Any, where: Where, size: int) -> Any:
-    """Return a tuple, list or slice with one of its parts replaced."""
+    """Return nested arguments (tuples, lists, slices) with the number at position ``where`` replaced by ``size``."""
     if not where:
         return size
     part, *rest = where
@@ -189,7 +189,7 @@ def _replaced(value: Any, where: Where, size: int) -> Any:
     return tuple(items) if isinstance(value, tuple) else items
 
 
-# ---- which arguments are sizes ----
+# ---- find the arguments that are sizes ----
 
 Taken = tuple[Where, int | None, "Part"]
 """An argument that is a size: where, the value (None = torch works it out), and what has that size."""
@@ -205,7 +205,7 @@ TAKERS: dict[str, Sized] = {}
 
 
 def _takes_sizes(*names: str) -> Callable[[Sized], Sized]:
-    """Register the decorated function for some torch functions: it finds which of their arguments are sizes."""
+    """Return a decorator that registers a function as the one that finds the sizes among the arguments of ``names``."""
 
     def add(function: Sized) -> Sized:
         TAKERS.update(dict.fromkeys(names, function))
@@ -233,20 +233,20 @@ class Part:
 
 
 def _along(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the dimension that is cut into parts."""
+    """Return the dimension along which torch.split or torch.chunk divides a tensor."""
     dim: int = kwargs.get("dim", args[2] if len(args) > 2 else 0)
     return dim
 
 
 def _row(args: Sequence[Any], first: int) -> list[tuple[Where, Any]]:
-    """Return sizes given one by one, or as a tuple, from this place on, each with where it is."""
+    """Return each size from argument ``first`` on with its position; sizes are single arguments or one tuple."""
     if len(args) > first and isinstance(args[first], tuple | list):
         return [((first, i), size) for i, size in enumerate(args[first])]
     return [((first + i,), size) for i, size in enumerate(args[first:])]
 
 
 def _shape(first: int) -> Sized:
-    """Take the sizes from this argument on for the shape of the answer."""
+    """Return a function that reads the arguments from ``first`` on as the shape of the result."""
 
     def sized(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> Iterator[Taken]:
         row = _row(args, first)
@@ -283,7 +283,7 @@ def _split(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> It
 
 @_takes_sizes("chunk")
 def _chunk(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Iterator[Taken]:
-    return _split((args[0], None, *args[2:]), kwargs, answer)  # torch works the sizes out
+    return _split((args[0], None, *args[2:]), kwargs, answer)  # as if the sizes were omitted, which torch then computes
 
 
 @_takes_sizes("narrow")
@@ -360,7 +360,7 @@ def _is_made_anew(kind: type[nn.Module]) -> bool:
 
 
 class _Carrying(nn.Module):
-    """Adds the carried attributes to the state of a layer's own class."""
+    """Base class that adds the carried attributes to the pickled state of a layer's own class."""
 
     _kind: type[nn.Module]
 

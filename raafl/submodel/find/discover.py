@@ -91,7 +91,7 @@ def discover_axes(
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the parts that declare their axes, without those inside such a part."""
+    """Yield path and declaration of each module that declares its axes, without modules inside such a module."""
     paths: list[str] = []
     for path, declaration in declarations(module, "submodel_axes"):
         if not any(path.startswith(f"{other}.") for other in paths):
@@ -100,7 +100,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _declared(path: str, declaration: Mapping[str, Any], shapes: Shapes, aliases: Mapping[str, str]) -> Iterator[Axis]:
-    """Yield the axes of a part by the names that it has in the whole model."""
+    """Yield the declared axes of the module at ``path``, with names prefixed by the path."""
     prefix = f"{path}."
     inner = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
     own = {name.removeprefix(prefix): other for name, other in aliases.items() if name.startswith(prefix)}
@@ -165,7 +165,7 @@ class Candidates:
     def __init__(
         self, seen: TraceResult, module: nn.Module, residual_width: bool, declared: Iterable[Axis] = ()
     ) -> None:
-        """Choose the axes of ``module`` from a trace, beside those that parts of the module declare."""
+        """Find the axes of ``module`` from the trace ``seen``, in addition to those that its modules declare."""
         self._declared = {(member.name, member.dim) for axis in declared for member in axis.members}
         self.seen, self.module = seen, module
         self._held = dict(self._hold())
@@ -190,11 +190,11 @@ class Candidates:
         self._name_of = {candidate.atom: name for name, candidate in self.axes.items()}
 
     def _hold(self) -> Iterator[tuple[tuple[str, int], Reason]]:
-        """Keep the layers of `WHOLE_LAYERS` whole; return their dimensions and reasons."""
+        """Keep the layers of `WHOLE_LAYERS` whole; yield each of their dimensions with the reason."""
         for path, is_wide in whole_layers(self.module):
             name = f"{path}.weight"
             if name not in self.seen.dims:
-                continue  # this model is made without it
+                continue  # this model lacks the layer
             _, place = produces(self.module.get_submodule(path)) or ("", 0)
             made, read = self.seen.dims[name][place], self.seen.dims[name][1 - place]
             if is_wide:
@@ -206,7 +206,7 @@ class Candidates:
                 )
 
     def _pin_numbers(self) -> None:
-        """Keep whole what code makes a number of, such as the scale of scores; where a norm spans it, as much is known."""
+        """Keep axes whole whose size the code uses as a number, such as in a scale, unless a norm spans them."""
         for (origin, _), place in self.seen.watch.uses.numbers.items():
             units = list(origin.units()) if isinstance(origin, Dim) else []
             if not any(atom.span is not None for atom in units):
@@ -220,7 +220,7 @@ class Candidates:
             candidate.outside.update(other for other in outside if other is not atom)
 
     def _copy_to_exits(self) -> None:
-        """Let a module that takes another's place at an exit have the axes of that one, which the steps did not call."""
+        """Give each exit's module the axes of the module that it replaces, since the traced steps did not call the exit."""
         places = [
             (join(prefix, place), join(prefix, path))
             for prefix, exits in declarations(self.module, "submodel_exits")
@@ -235,13 +235,13 @@ class Candidates:
                     self.seen.untouched.discard(own)
 
     def _pin_outputs(self) -> None:
-        """Keep whole what a part gives that has all of an axis: the result has to have the same form."""
+        """Keep axes whole that lie within one module and appear in its output, whose shape must not change."""
         for path, dims in self.seen.given:
             for atom in (atom for dim in dims for atom in dim.units()):
                 candidate = self._by_atom.get(atom)
                 if candidate is not None and all(within(spot.name, (path,)) for spot in candidate.spots):
                     reason = Reason(f"it is an output of '{path}'" if path else "it is an output of the model")
-                    atom.pin = reason  # it says more than what the loss does to it
+                    atom.pin = reason  # overwrite: this reason says more than one from the loss
 
     def _why_whole(self, candidate: Candidate, residual_width: bool) -> Reason | None:
         atom = candidate.atom
@@ -263,10 +263,10 @@ class Candidates:
                 return Reason(f"'{name}', which may belong to it, was not used in the traced steps")
         return None
 
-    # ---- names ----
+    # ---- name the axes ----
 
     def _names(self, picked: Sequence[Candidate]) -> list[str]:
-        """Name axes: heads and the feed-forward units of a block by the block, others by the first layer that makes them."""
+        """Name the axes: heads and feed-forward units after their block, others after the first layer that produces them."""
         blocks = [self._block(c) for c in picked]
         heads = {block for c, block in zip(picked, blocks, strict=True) if "batch" in c.atom.marks}
         alone = [b for c, b in zip(picked, blocks, strict=True) if "batch" not in c.atom.marks and c.atom.span is None]
@@ -285,7 +285,7 @@ class Candidates:
         return names
 
     def _block(self, candidate: Candidate) -> str:
-        """Return the innermost block that has all of it, or the module that has."""
+        """Return the path of the innermost block, or else module, that contains all occurrences of the axis."""
         home = _common(spot.name.rpartition(".")[0] for spot in candidate.spots)
         for path in filter(None, (home, *reversed(above(home)))):
             parent = self.module.get_submodule(path.rpartition(".")[0])
@@ -294,12 +294,12 @@ class Candidates:
         return home
 
     def _width(self, candidate: Candidate) -> list[str]:
-        """Name the residual width of the outermost model of a package that makes all of it, if there is one."""
+        """Return ``[PATH.width]`` for the outermost model from a package that produces the whole axis; [] if there is none."""
         home = _common(name.rpartition(".")[0] for name in candidate.producers)
         packages = (path for path in (*above(home), home) if is_packaged(self.module.get_submodule(path)))
         return [join(path, "width") for path in packages][:1]
 
-    # ---- what comes of it ----
+    # ---- results ----
 
     def as_axes(self) -> list[Axis]:
         """Return the accepted candidates as `Axis` objects."""
@@ -372,9 +372,9 @@ class Candidates:
 def _spots(
     dim: Dim, starts: tuple[int, ...], unit: int, outside: tuple[Atom, ...]
 ) -> Iterator[tuple[Atom, tuple[int, ...], int, tuple[Atom, ...]]]:
-    """Yield where the units of a dimension lie that begins at each of ``starts``, ``unit`` elements an index.
+    """Yield the positions of each atom of a dimension, which begins at ``starts`` with ``unit`` elements for each index.
 
-    Of a product (a, b) the indices of b lie once in every index of a, so a's indices are b's starts.
+    In a product (a, b) the indices of b occur once in each index of a, so b starts at each index of a.
     """
     unit *= dim.size
     for atom in dim.leaves():

@@ -57,7 +57,7 @@ class Atom:
     __slots__ = ("_same_as", "factors", "marks", "parts", "pin", "size", "span")
 
     def __init__(self, size: int, like: Atom | None = None) -> None:
-        """Create a leaf, pinned like ``like``."""
+        """Create an atom of ``size`` units without parts, with the pin, span and marks of ``like``."""
         self.size = size
         self.pin: Reason | None = like.pin if like is not None else None
         self.span: Reason | None = like.span if like is not None else None
@@ -91,7 +91,7 @@ class Dim:
     __slots__ = ("atoms", "is_made", "is_read")
 
     def __init__(self, atoms: Sequence[Atom] = ()) -> None:
-        """Create the dimension of a product of atoms; no atoms = one index."""
+        """Create the label of a dimension that is the product of ``atoms``; no atoms = a dimension of size 1."""
         self.atoms = tuple(atoms)
         self.is_read = self.is_made = False
 
@@ -128,7 +128,7 @@ class Labels:
     """Registry of labels (`Dim`) of tensor dimensions: records which dimensions shrink together, are split, or cannot shrink."""
 
     def __init__(self, place: Callable[[], str] = str) -> None:
-        """Create labels whose pins are located by ``place()``, the line of code that is running."""
+        """Create the registry; ``place`` returns the line of user code that is running, for the reasons of pins."""
         self.place = place
         self.is_spanning = True
 
@@ -162,7 +162,8 @@ class Labels:
     def _note(self, dim: Dim, why: str | Reason, attribute: str) -> None:
         for atom in dim.units():
             if getattr(atom, attribute) is None:
-                why = Reason(why, self.place()) if isinstance(why, str) else why  # looked up once, and only if needed
+                # looking up the line is slow: once, and only if there is an atom to pin
+                why = Reason(why, self.place()) if isinstance(why, str) else why
                 setattr(atom, attribute, why)
 
     def mark(self, dim: Dim, *marks: str) -> None:
@@ -170,7 +171,7 @@ class Labels:
         for atom in dim.units() if marks else ():
             atom.marks |= frozenset(marks)
 
-    # ---- the same elements, in other dimensions ----
+    # ---- the same elements in other dimensions ----
 
     def regroup(self, dims: Sequence[Dim], sizes: Sequence[int]) -> list[Dim]:
         """Return the labels of the dimensions after a reshape.
@@ -227,7 +228,7 @@ class Labels:
                 self._split(a, b.size)
             elif b.size % a.size == 0:
                 self._split(b, a.size)
-            else:  # (2, 3) and (3, 2): neither can lose an index while the other keeps its form
+            else:  # such as (2, 3) and (3, 2): dropping an index of one would break the shape of the other
                 self.pin(Dim([*ours, *theirs]), "it is factored in two ways that do not fit")
                 return
 
@@ -238,7 +239,7 @@ class Labels:
         atoms = dim.leaves()
         inner = math.prod(atom.size for atom in atoms[1:])
         if atoms and length and start % inner == 0 and length % inner == 0:
-            # whole runs of the slowest factor, so that the others are there in full
+            # the slice takes whole indices of the first factor, so the other factors are complete
             first = self._cut(atoms[0], start // inner, length // inner)
             return Dim([*first.atoms, *atoms[1:]])
         self.pin(dim, "a slice takes a part of it")
@@ -256,19 +257,19 @@ class Labels:
     # ---- atoms ----
 
     def _split(self, atom: Atom, outer: int) -> None:
-        """Make ``atom`` the product of ``outer`` and the rest."""
+        """Split ``atom`` into the product of an atom of size ``outer`` and one of the remaining size."""
         inner = atom.size // outer
         high, low = Atom(outer, atom), Atom(inner, atom)
         sizes = [part.size for part in atom.parts]
         if sizes and all(size % inner == 0 for size in sizes):
-            # Each part is a number of whole runs of `inner`: (q, k, v) seen as heads. The runs are alike in all parts.
+            # Each part consists of whole runs of `inner` elements, such as q, k and v of heads: unify the runs of all parts.
             for place, part in enumerate(atom.parts):
                 runs, run = self.regroup([part], [part.size // inner, inner])
                 self.unify(run, Dim([low]))
                 atom.parts[place] = runs
             high.parts, low = atom.parts, low.now()
         elif sizes and (period := self._period(sizes, outer)):
-            # Each run of `inner` is made of the same parts, so that what one run loses the others lose, too.
+            # Each run of `inner` elements has the same parts: unify them, so that all runs lose the same elements.
             for place, part in enumerate(atom.parts):
                 self.unify(part, atom.parts[place % period])
             low.parts = atom.parts[:period]
@@ -279,17 +280,17 @@ class Labels:
         atom.factors, atom.parts = (high, low), []
 
     def _period(self, sizes: list[int], outer: int) -> int:
-        """Find how many parts make up each of ``outer`` equal runs; 0 = the parts do not fall into such runs."""
+        """Return the number of parts in each of ``outer`` equal runs; 0 if the parts do not form such runs."""
         period, rest = divmod(len(sizes), outer)
         return period if not rest and sizes == sizes[:period] * outer else 0
 
     def _merge(self, a: Atom, b: Atom) -> None:
-        """Make two atoms of one size, neither of them a product, the same."""
+        """Unify two atoms of one size, neither of which is a product."""
         if a.parts and b.parts:
             self._merge_joined(a, b)
             return
         if a.parts:
-            a, b = b, a  # the leaf becomes the other one
+            a, b = b, a  # the atom without parts is merged into the other one
         for attribute in ("pin", "span"):
             if (reason := getattr(a, attribute)) is not None:
                 self._note(Dim([b]), reason, attribute)
@@ -310,7 +311,7 @@ class Labels:
         a.become(b)
 
     def _borders(self, atom: Atom) -> list[int]:
-        """List where the parts end."""
+        """Return the position at which each part of the atom ends."""
         ends, end = [], 0
         for part in atom.parts:
             end += part.size
@@ -318,11 +319,11 @@ class Labels:
         return ends
 
     def _cut(self, atom: Atom, start: int, length: int) -> Dim:
-        """Return a run of the atom's indices."""
+        """Return the label of ``length`` consecutive indices of the atom, from ``start`` on."""
         if start == 0 and length == atom.size:
             return Dim([atom])
         if not atom.parts and atom.pin is not None:
-            dim = Dim([Atom(length, atom)])  # nothing in it is ever told apart again
+            dim = Dim([Atom(length, atom)])  # a pinned atom never shrinks, so its indices need no labels of their own
             return dim if length > 1 else Dim()
         if not atom.parts:
             lengths = (start, length, atom.size - start - length)
@@ -337,7 +338,7 @@ class Labels:
         return self.join(inside)
 
     def _cut_at(self, atom: Atom, border: int) -> None:
-        """Let one part of a joined atom end at ``border``, unless that cuts through a factor."""
+        """Split the part of a concatenated atom that contains ``border`` there, unless that would cut a factor."""
         for place, (part, end) in enumerate(zip(list(atom.parts), self._borders(atom), strict=True)):
             begin = end - part.size
             if begin < border < end:

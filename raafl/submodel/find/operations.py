@@ -136,7 +136,7 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
 
     `rule`: rule of the operation; None = there is none.
     """
-    if not any(x.numel() for x in call.outs):  # nothing came to anything
+    if not any(x.numel() for x in call.outs):  # all results are empty
         return [call.new(out.shape) for out in call.outs]
     if all(x.numel() for x in (*(() if call.name == "cat" else call.ins), call.outs[0])):
         try:
@@ -145,7 +145,7 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
             found = []
         fits = [[dim.size for dim in dims] == list(out.shape) for dims, out in zip(found, call.outs, strict=False)]
         if len(fits) == len(call.outs) and all(fits):
-            # only views hand on the very object, by which a parameter's dimension is known
+            # only views pass the label object itself on, which identifies a parameter's dimension
             return found if call.is_view else [[Dim(dim.atoms) for dim in dims] for dims in found]
     for tensor in call.ins:
         for dim in call.dims_of(tensor):
@@ -153,7 +153,7 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
     return [call.new(out.shape, f"operation '{call.name}' is not followed") for out in call.outs]
 
 
-# ---- element by element ----
+# ---- elementwise operations ----
 
 
 def pointwise(call: Call) -> list[Dims]:
@@ -162,12 +162,12 @@ def pointwise(call: Call) -> list[Dims]:
 
 
 def _broadcast(call: Call, out: Tensor) -> Dims:
-    """Return the dimensions of one result."""
+    """Return the labels of the dimensions of one broadcast result."""
     dims: list[Dim | None] = [None] * out.dim()
     is_gate = call.name == "mul" and len(call.ins) > 1 and call.ins[0].shape == call.ins[1].shape
     for back, dim in (pair for tensor in call.ins for pair in enumerate(reversed(call.dims_of(tensor)), 1)):
         if back > out.dim() or dim.size == 1 or dim.size != out.shape[-back]:
-            continue  # a scalar, or one index for all
+            continue  # broadcast dimensions have no label to pass on
         known = dims[-back]
         if known is None:
             dims[-back] = dim
@@ -223,7 +223,7 @@ def _same(call: Call) -> list[Dims]:
     "randn",
 )
 def _filled(call: Call) -> list[Dims]:
-    return [call.new(out.shape) for out in call.outs]  # all values are alike, or drawn alike
+    return [call.new(out.shape) for out in call.outs]  # all values are equal, or drawn from one distribution
 
 
 @rule("arange", "scalar_tensor", "randint", "linspace", "eye", "randperm", "tril_indices")
@@ -231,7 +231,7 @@ def _made(call: Call) -> list[Dims]:
     return [call.new(out.shape, "code makes values for each of its places") for out in call.outs]
 
 
-# ---- the same elements, in another order or form ----
+# ---- the same elements in another order or shape ----
 
 FORMS: dict[str, Callable[[Call, list[Dim]], Dims]] = {
     "t": lambda call, dims: dims[::-1],
@@ -243,7 +243,7 @@ FORMS: dict[str, Callable[[Call, list[Dim]], Dims]] = {
 
 
 def _viewed(call: Call, dims: list[Dim]) -> Dims:
-    """Follow a view from border to border that both forms have: what is dealt out anew in between costs itself alone."""
+    """Label a view: match the groups of dimensions with equal products in both shapes, and regroup each one by itself."""
     rest, wanted, found = list(dims), list(call.outs[0].shape), list[Dim]()
     while rest or wanted:
         ours, sizes = [rest.pop(0)] if rest else [], [wanted.pop(0)] if wanted else []

@@ -13,11 +13,11 @@ from raafl.submodel.find.operations import Call, Dims, pointwise, rule
 DIVIDED = "scores are divided by the root of its size"
 _GROUP = "the channels of a group only go together"
 
-# ---- products: what is summed over is the same on both sides ----
+# ---- products: both operands share the dimension that is summed over ----
 
 
 def _reads(call: Call, one: Dim, weight: Dim, *makes: Dim) -> None:
-    """Note that a product sums over two dimensions, and makes others."""
+    """Record that a product sums over the dimensions ``one`` and ``weight``, and produces the dimensions ``makes``."""
     call.labels.unify(one, weight)
     one.is_read = weight.is_read = True
     call.labels.mark(weight, "read")
@@ -27,7 +27,7 @@ def _reads(call: Call, one: Dim, weight: Dim, *makes: Dim) -> None:
 
 @rule("mm", "bmm", "mv", "dot", "vdot", "addmm", "baddbmm", "addmv")
 def _product(call: Call) -> list[Dims]:
-    """Follow ``left @ right``, both of two dimensions, or of three, the first of them side by side."""
+    """Label ``left @ right``, for matrices or batches of matrices."""
     left, right = call.dims(-2), call.dims(-1)
     inner, last = right[-2 if len(right) > 1 else -1], right[-1:] if len(right) > 1 else []
     _reads(call, left[-1], inner, *left[-2:-1], *last)
@@ -66,7 +66,7 @@ def _convolution(call: Call) -> list[Dims]:
     pixels = call.new(out.shape[2:], "they are pixels")
     for i, (dim, width) in enumerate(zip(x[2:], weight[2:], strict=True)):
         if (width.size, *(call[name][i % len(call[name])] for name in ("stride", "padding"))) == (1, 1, 0):
-            pixels[i] = dim  # each by itself
+            pixels[i] = dim  # each dimension of pixels keeps its own label
         else:
             call.labels.pin(dim, "they are pixels")
             call.labels.pin(width, "they are pixels")
@@ -140,7 +140,7 @@ def _group_norm(call: Call) -> list[Dims]:
 def _batch_norm(call: Call) -> list[Dims]:
     x = call.dims("input")
     call.unify_named(x[1], "weight", "bias", "running_mean", "running_var")
-    for dim in (x[0], *x[2:]):  # samples and pixels; of a weight that is standardised, what it reads
+    for dim in (x[0], *x[2:]):  # samples and pixels; of a standardised weight, its inputs
         call.labels.span(dim, "a norm takes statistics across it")
     return call.others(x)
 
@@ -154,7 +154,7 @@ def _weight_norm(call: Call) -> list[Dims]:
 
 @rule("_trilinear")
 def _trilinear(call: Call) -> list[Dims]:
-    """Follow the product of three tensors, each with dimensions of one index where it has none, summed over some."""
+    """Label the product of three broadcast tensors, summed over some dimensions."""
     rows, summed = [call.dims(name) for name in ("i1", "i2", "i3")], call["sumdim"]
     for row, name in zip(rows, ("expand1", "expand2", "expand3"), strict=True):
         for place in sorted(call[name]):
@@ -190,7 +190,7 @@ def _distances(call: Call) -> list[Dims]:
     return [[*one[:-1], other[-2]]]
 
 
-# ---- along dimensions ----
+# ---- reductions and scans along dimensions ----
 
 
 class _Along(NamedTuple):
@@ -203,13 +203,13 @@ class _Along(NamedTuple):
     is_span: bool = False
 
     def __call__(self, call: Call) -> list[Dims]:
-        """Follow the operation."""
+        """Label the results of the operation."""
         if call.name in ("max", "min") and len(call.ins) == 2:
             return pointwise(call)
         places = self.places(call)
         for place in places if self.why else ():
             (call.labels.span if self.is_span else call.labels.pin)(call.dims()[place], self.why.format(call.name))
-        for place in () if self.why else places:  # a sum, to which zeros add nothing
+        for place in () if self.why else places:  # dropped units would only add zeros to the sum
             call.labels.mark(call.dims()[place], "read")
         return [self._left(call, out, places) for out in call.outs]
 
@@ -263,7 +263,7 @@ def _slice(call: Call) -> list[Dims]:
     taken = range(*slice(call["start"], call["end"], step).indices(dims[place].size))
     if step == 1:
         dims[place] = call.labels.take(dims[place], taken.start, len(taken))
-    elif dims[place].size == len(taken) * step:  # the same one of each pair, as of rotated features
+    elif dims[place].size == len(taken) * step:  # one element of each group of ``step``, as in rotary embeddings
         dims[place], each = call.labels.regroup([dims[place]], [len(taken), step])
         call.labels.pin(each, "a slice takes every other one")
     else:
@@ -271,7 +271,7 @@ def _slice(call: Call) -> list[Dims]:
     return [dims]
 
 
-# ---- by index: what is looked up by number keeps its numbers ----
+# ---- indexing: a dimension whose indices are data cannot shrink ----
 
 
 @rule("embedding", "_embedding_bag", "_embedding_bag_forward_only")
@@ -284,7 +284,7 @@ def _embedding(call: Call) -> list[Dims]:
 
 
 def _indexed(call: Call) -> list[int]:
-    """Pin the dimensions that are indexed, and return them."""
+    """Pin the dimensions that index tensors select from, and return them."""
     place = 0
     found: list[int] = []
     for index in call["indices"]:
@@ -304,7 +304,7 @@ def _index(call: Call) -> list[Dims]:
     dims, places, out = call.dims("self"), _indexed(call), call.outs[0]
     rest = [dim for i, dim in enumerate(dims) if i not in places]
     together = places == list(range(places[0], places[0] + len(places)))
-    at = places[0] if together else 0  # else what is looked up comes first
+    at = places[0] if together else 0  # torch puts the indexed dimensions first if they are not adjacent
     looked_up = call.new(out.shape[at : at + out.dim() - len(rest)], "it is looked up by an index")
     return [[*rest[:at], *looked_up, *rest[at:]]]
 
@@ -322,7 +322,7 @@ def _index_put(call: Call) -> list[Dims]:
 @rule("gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index_add", "index_copy")
 def _gather(call: Call) -> list[Dims]:
     dims, place = call.dims("self"), call.place()
-    by_row = call.name.startswith("index_")  # the index itself has one dimension
+    by_row = call.name.startswith("index_")  # in these operations ``index`` has one dimension
     others = [call.dims(name) for name in ("index", "src", "source") if call.has(name)][by_row:]
     for i, dim in enumerate(dims):
         for other in (row[i] for row in others):
@@ -379,7 +379,7 @@ def _col2im(call: Call) -> list[Dims]:
 
 @rule("as_strided")
 def _as_strided(call: Call) -> list[Dims]:
-    """Follow a dimension through which no other runs, neither before nor after; of the others, windows are taken."""
+    """Label `as_strided`: a dimension with unchanged size and stride keeps its label; all others count as windows."""
     x, out = call.ins[0], call.outs[0]
     if x.storage_offset() != out.storage_offset():
         raise ShapeConflict
@@ -396,7 +396,7 @@ def _as_strided(call: Call) -> list[Dims]:
 
 
 def _laid(x: Tensor) -> list[tuple[int, int] | None]:
-    """Return size and stride of each dimension whose index an element's address tells; None of the others."""
+    """Return size and stride of each dimension whose index follows from an element's address; None for the others."""
     laid: list[tuple[int, int]] = [(n, step) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1]
     found: list[tuple[int, int] | None] = []
     for size, step in zip(x.shape, x.stride(), strict=True):

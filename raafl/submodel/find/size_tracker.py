@@ -59,7 +59,7 @@ class SizeUse:
 
 
 class _Method:
-    """A method of a watched module: says which one is running."""
+    """Wrapper of a watched module's method that records which method is running."""
 
     def __init__(self, watch: SizeTracker, module: nn.Module, path: str, name: str) -> None:
         self.watch, self.module, self.path, self.name = watch, module, path, name
@@ -126,7 +126,7 @@ class SizeTracker(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        # weights averaged over heads are seldom used; where they are, the proof finds out
+        # attention weights averaged over heads are rarely used; if they are, the proof detects it
         self._labels.is_spanning = name != "multi_head_attention_forward"
         answer = func(*_with_slices(name, args), **kwargs)
         self._labels.is_spanning = True
@@ -138,7 +138,7 @@ class SizeTracker(TorchFunctionMode):
                     self.uses.number(part)
         if (
             name == "scaled_dot_product_attention" and kwargs.get("scale") is None
-        ):  # where no kernel does, it is not seen
+        ):  # on devices without such a kernel the call does not occur
             self._labels.pin(self._dims_of(args[0] if args else kwargs["query"])[-1], DIVIDED)
         takes = TAKERS.get(name)
         if takes is not None and self.running and self.running[-1][0] not in self._alone:
@@ -150,14 +150,14 @@ class SizeTracker(TorchFunctionMode):
         return answer
 
     def _origin(self, value: int | None, part: Part) -> Any:
-        """Return where the size ``value``, which an operation was given for ``part``, was computed from; None = unknown."""
+        """Return the origin of the size ``value``, an operation's argument that means ``part``; None = unknown."""
         origin = None if value is None else origin_of(value)
-        if value is not None and value < 0 and part.stop is not None:  # a slice that counts from the end
+        if value is not None and value < 0 and part.stop is not None:  # a slice counted from the end
             return ("add", self._dims_of(part.tensor)[part.dim], origin)
         return origin
 
     def _measured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> object:
-        """Make the sizes of a tensor remember its dimensions."""
+        """Return the result of `size` or `shape` as numbers that remember the labels of the tensor's dimensions."""
         if not self._knows(args[0]):
             return answer
         dims = self._dims_of(args[0])
@@ -182,7 +182,7 @@ class SizeTracker(TorchFunctionMode):
             return None
         return dim
 
-    # ---- what follows from it ----
+    # ---- results ----
 
     def solve(self, extent_of: Callable[[Dim], Extent | None], full: Counts) -> Sizes:
         """Return the numbers in the model's code that must change when axes shrink, each with a formula of its size.
@@ -226,11 +226,11 @@ class SizeTracker(TorchFunctionMode):
         for (method, site), noted in places.items():
             sizes: dict[Where, Extent | None] = {}
             if any(sizes.setdefault(asked.where, extent) != extent for asked, extent in noted):
-                continue  # it is made with one size now and with another then, and cannot be corrected
+                continue  # one call in the code had several sizes, so that no single correction exists
             wrong = {asked.where for asked, extent in noted if extent is not None and not is_right(asked, extent)}
             name = noted[0][0].name
             if name in PARTS and (wrong or (name == "chunk" and len(set(sizes.values())) > 1)):
-                wrong = set(sizes)  # their sizes are given all together
+                wrong = set(sizes)  # torch.split takes the sizes of all parts at once
             replaced = {where: extent for where, extent in sizes.items() if extent is not None and where in wrong}
             if replaced:
                 calls.setdefault(method, {})[site] = replaced
@@ -243,7 +243,7 @@ class SizeTracker(TorchFunctionMode):
         extent_of: Callable[[Dim], Extent | None],
         counts: Counts,
     ) -> int | None:
-        """Work out what code comes to in a small model."""
+        """Return the value of the number ``origin`` in a submodel with ``counts`` units; None = unknown."""
         if isinstance(origin, _Attr):
             return attributes[origin.key](counts) if origin.key in attributes else self.values[origin.key]
         if isinstance(origin, Dim):
@@ -259,7 +259,7 @@ class SizeTracker(TorchFunctionMode):
 
 
 def _beside_the_batch(asked: SizeUse, extent_of: Callable[[Dim], Extent | None]) -> tuple[Origin, Extent | None]:
-    """Return the other factor of a size that is a multiple of the batch, such as the heads in `view(batch * heads, ...)`.
+    """Return the factor beside the batch size in a size such as `batch * heads`, with its formula; (None, None) if none.
 
     `extent_of`: function that returns the size of a dimension as a formula; None = it depends on the batch.
     """
@@ -275,7 +275,7 @@ def _beside_the_batch(asked: SizeUse, extent_of: Callable[[Dim], Extent | None])
 
 
 def _with_slices(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an index, in which one list of places next to each other is the slice that it comes to."""
+    """Return the arguments of an indexing operation, with a list of consecutive indices replaced by the equal slice."""
     index = args[1] if name == "__getitem__" and isinstance(args[1], tuple) else ()
     lists = [i for i, one in enumerate(index) if isinstance(one, list | Tensor)]
     places = index[lists[0]] if len(lists) == 1 else ()
@@ -293,10 +293,10 @@ def _spoiling(
     comes_to: Any,
     samples: list[Counts],
 ) -> set[Attribute]:
-    """Return the attributes from which code works out other sizes or numbers, that were right if they stayed as they are.
+    """Return the attributes that must keep their values, since other numbers that the code computes from them would be wrong.
 
-    ``width // heads`` is the size of a head only with the number of all heads, and so is what else comes of it, such as
-    the scale of the scores: the calls are corrected then.
+    ``width // heads`` is the size of a head only with the full number of heads, and so is what follows from it, such as
+    the scale of attention scores: then the calls are corrected, not the attribute.
     """
     found = set()
     for origin, extent in worked_out:
@@ -321,7 +321,7 @@ PLAIN = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.Me
 
 
 def _numbers(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[Attribute, int]]:
-    """Yield the integers that modules hold, in tuples, dictionaries and plain objects as well."""
+    """Yield the integers in the attributes of modules, also within tuples, dictionaries and plain objects."""
     for path, module in modules:
         if isinstance(module, ALONE):
             continue
@@ -361,7 +361,7 @@ class NonTorchUses:
     """
 
     def __init__(self, place: Callable[[], str], *, are_keys_plain: bool = False) -> None:
-        """Locate uses by ``place()``; with ``are_keys_plain``, a dictionary finds a size by any equal number."""
+        """Start without uses; ``place`` returns the running line of user code; for ``are_keys_plain`` see `SizeTracker`."""
         self.numbers: dict[tuple[Origin, int], str] = {}
         self.was_key, self.are_keys_plain = False, are_keys_plain
         self._place = place
@@ -383,13 +383,13 @@ class Size(int):
     uses: NonTorchUses
 
     def __new__(cls, value: int, origin: Origin, uses: NonTorchUses) -> Size:
-        """Make the number ``value`` that comes from ``origin``."""
+        """Create the number ``value`` with its origin; ``uses`` records how it is used."""
         size = super().__new__(cls, value)
         size.origin, size.uses = origin, uses
         return size
 
     def __hash__(self) -> int:
-        # A cache over sizes would answer with what it computed from an equal number that was read at another place, or in
+        # A cache keyed by sizes could return a result computed from an equal number of another origin, or in
         # an earlier step that nobody traced: the origins would be wrong, or lost. So a dictionary or `lru_cache` finds a size
         # only by one of the same origin.
         self.uses.was_key = True
@@ -417,7 +417,7 @@ def _arithmetic(name: str, swapped: bool) -> Callable[[Size, Any], Any]:
             return getattr(float(self), plain.__name__)(other)
         value = plain(int(self), int(other) if isinstance(other, Size) else other)
         for size in (self, other) if type(value) is float else ():
-            float(size)  # records it
+            float(size)  # records the use
         if type(value) is not int or name not in OPERATORS:
             return value
         origins = (self.origin, origin_of(other))

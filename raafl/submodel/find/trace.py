@@ -70,11 +70,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that follows every torch operation and labels dimensions: those that must shrink together get the same label."""
 
     def __init__(self, module: nn.Module, *, is_blind: bool = False) -> None:
-        """Label the parameters and buffers of ``module``; with ``is_blind``, conditions on tensors are false."""
+        """Label the parameters and buffers of ``module``; with ``is_blind``, every condition on a tensor is false."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_blind, self.num_conditions = is_blind, 0
         self.labels = Labels(_place_in_code)
-        # held on to, since torch may hand out a tensor's Python object anew, and no id may come twice
+        # the tensors are kept alive, so that no two get the same id
         self._dims: dict[int, tuple[Tensor, Dims]] = {}
         self._read: set[int] = set()
         self.named = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -123,13 +123,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.is_blind and self.num_conditions < _MOST_CONDITIONS:
                 return False
         ins = tensors_in((args, kwargs))
-        before = {id(tensor): self.dims_of(tensor) for tensor in ins}  # some change their form in place
+        # before the call, since an operation may change a shape in place
+        before = {id(tensor): self.dims_of(tensor) for tensor in ins}
         answer = result_of(func, args, kwargs)
         outs = tensors_in(answer)
         schema = func._schema
         alias = schema.returns[0].alias_info if schema.returns else None
         is_view = alias is not None and not alias.is_write
-        if not is_view and (not outs or any(x.numel() for x in outs)):  # else nobody has asked for the values yet
+        if not is_view and (not outs or any(x.numel() for x in outs)):  # a view or an empty result reads no values
             self._read.update(filter(None, map(_storage, ins)))
         if not outs:
             return answer
@@ -139,7 +140,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = schema.name.split("::")[1].rstrip("_")
         call = Call(name, arguments, ins, outs, self.labels, lambda x: before[id(x)], is_view)
         for tensor, dims in zip(outs, follow(rule_of(func), call), strict=True):
-            if name in MOVING or id(tensor) not in before:  # else it was changed in place
+            if name in MOVING or id(tensor) not in before:  # a tensor changed in place keeps its labels
                 self._label(tensor, list(dims))
         return answer
 
@@ -190,7 +191,7 @@ def _unseen(module: nn.Module, problem: str) -> TraceResult:
 
 
 def _runs(module: nn.Module, batch: object) -> bool:
-    """Check whether the forward runs on a batch, on the meta device."""
+    """Check whether the module's forward pass accepts ``batch`` on the meta device."""
     copy = _copy(module, values=False)
     try:
         with torch.no_grad(), torch.device("meta"):
@@ -201,9 +202,9 @@ def _runs(module: nn.Module, batch: object) -> bool:
 
 
 def _attempt_cold(module: nn.Module, batch: object, run: Callable[[Any, Any], Any], way: str) -> TraceResult:
-    """Follow a step as if no step had run before, unless it fails so.
+    """Trace a step with the user code's caches hidden; trace it with them if it fails otherwise.
 
-    A dictionary may be no cache, but have constant tensors, or say what to do for which size. For `_attempt`'s arguments see there.
+    A dictionary that looks like a cache may hold constants, or map sizes to actions. For the arguments see `_attempt`.
     """
     with uncached(module) as hidden:
         seen = _attempt(module, batch, run, way)
@@ -220,10 +221,10 @@ def _attempt_cold(module: nn.Module, batch: object, run: Callable[[Any, Any], An
 def _attempt(
     module: nn.Module, batch: object, run: Callable[[Any, Any], Any], way: str, *, are_keys_plain: bool = False
 ) -> TraceResult:
-    """Follow a step, or a call, in one way.
+    """Trace a step or a call of the module in the way ``way``.
 
-    "values" draws some; else all is on the meta device but, with "cpu", the tensors that code makes without saying where;
-    with "blind" every condition on a tensor is false.
+    "values" uses random values; every other way the meta device, except that with "cpu" code creates tensors on the CPU;
+    with "blind" every condition on a tensor is false, too.
     """
     values, default = way == "values", "cpu" if way in ("cpu", "values") else "meta"
     copy = _copy(module, values)
@@ -263,7 +264,7 @@ def _attempt(
         if time < TIMES:
             seen.problem = ": ".join(filter(None, (isolated_run.user_frame(error), isolated_run.one_line(error))))
     if values and tracer.num_conditions and seen.problem is None:
-        # once more as if no mask were all ones, so that padding is seen
+        # again, with "is the mask all ones?" answered by no, so that the code for padding is traced, too
         tracer.is_blind, tracer.num_conditions = True, 0
         with suppress(Exception):
             step(end)
@@ -279,10 +280,10 @@ def _has_step(module: object) -> bool:
 
 
 def _copy(module: nn.Module, values: bool) -> nn.Module:
-    """Return a copy on the meta device, or a real one whose parameters are to be drawn.
+    """Return a copy of the module on the meta device or, with ``values``, on the CPU, to be filled with random values.
 
-    Hooks that an algorithm has put on the model's layers, and says are beside its axes (``is_beside_axes``), are left out;
-    a module that says so of itself is not expected to be called.
+    An algorithm's hooks with ``is_beside_axes`` are left out of the copy;
+    a module with that attribute need not be called in the step.
     """
     real = _zeros, lambda x: _zeros(x) if x.is_meta else x.clone()
     copy = remade(module, *(real if values else (on_meta, on_meta)))
@@ -318,7 +319,7 @@ def made_batch(module: nn.Module, runs: Callable[[Mapping[str, Any]], bool]) -> 
 
 
 def _options(module: nn.Module, names: list[str]) -> Iterator[Mapping[str, Any]]:
-    hub = getattr(module, "dummy_inputs", None)  # of a model of transformers
+    hub = getattr(module, "dummy_inputs", None)  # Hugging Face models have such an attribute
     if getattr(module, "main_input_name", None) == "input_ids":
         yield {"input_ids": torch.ones(2, 9, dtype=torch.long), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
     if isinstance(hub, Mapping):
@@ -335,7 +336,7 @@ def _options(module: nn.Module, names: list[str]) -> Iterator[Mapping[str, Any]]
 
 
 def _values(first: nn.Module) -> Iterator[Tensor]:
-    """Yield inputs that a layer may read."""
+    """Yield inputs to try on a model whose first layer is ``first``."""
     if isinstance(first, nn.Embedding | nn.EmbeddingBag):
         yield from (torch.ones(2, length, dtype=torch.long) for length in LENGTHS)
     elif isinstance(first, nn.modules.conv._ConvNd):
@@ -349,7 +350,7 @@ def _values(first: nn.Module) -> Iterator[Tensor]:
 
 
 def _required(module: nn.Module) -> list[str]:
-    """Return the names of the arguments that the forward cannot do without."""
+    """Return the names of the positional arguments without default of the module's forward method."""
     forward = inspect.signature(module.forward)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in forward.parameters.values() if p.kind in kinds and p.default is inspect.Parameter.empty]

@@ -66,7 +66,8 @@ _ATOMS: Any = (
     weakref.ReferenceType,
 )
 
-_COMMON = frozenset((type(None), bool, int, float, str, types.FunctionType))  # found sooner than by `isinstance`
+# a look-up by exact type is faster than `isinstance`
+_COMMON = frozenset((type(None), bool, int, float, str, types.FunctionType))
 
 _RUN_BY_OTHERS = (
     "logging",
@@ -114,7 +115,7 @@ class ClassData:
     """Plain values (numbers, text) among the attributes of a class that the user wrote."""
 
     def __init__(self, kind: type) -> None:
-        """Take the class."""
+        """Record the attributes of the class ``kind``."""
         self.kind = kind
 
     def values(self) -> dict[str, Any]:
@@ -222,7 +223,7 @@ def slots_of(thing: object) -> dict[str, Any]:
     for member in _slots_in(type(thing)):  # type: ignore[arg-type]
         try:
             found[member.__name__] = member.__get__(thing)
-        except AttributeError:  # not set
+        except AttributeError:  # the slot has no value
             continue
     return found
 
@@ -254,7 +255,7 @@ class Record(ABC):
     can_restore = True
 
     def __init__(self, reached: Reached) -> None:
-        """Take the names."""
+        """Copy the name and kind of ``reached``, for messages."""
         self.name, self.of_metric, self.of_class = reached.name, reached.of_metric, reached.of_class
 
     @abstractmethod
@@ -340,7 +341,7 @@ class TensorsRecord(Record):
         return [name for name, before, now in self._other() if _trains(before) or _trains(now)]
 
     def _other(self) -> list[tuple[str, Any, Any]]:
-        """List parameters and submodules that are other ones than before: name, before, now."""
+        """Return name, old and new object of each parameter or submodule that has been replaced."""
         return [
             (f"{self.name}.{name}" if self.name else name, saved.get(name), table.get(name))
             for table, saved, values in (self._tables[0], self._tables[2])
@@ -358,12 +359,12 @@ class TensorsRecord(Record):
 
 
 def _trains(thing: object) -> bool:
-    """Check whether a parameter, a module or None has values to be learned."""
+    """Check whether ``thing`` is a parameter, or a module that has any."""
     return isinstance(thing, nn.Parameter) or (isinstance(thing, nn.Module) and any(True for _ in thing.parameters()))
 
 
 def _are(found: Collection[Any], values: tuple[Any, ...]) -> bool:
-    """Check whether these are the same objects in the same order."""
+    """Check whether both collections have the same objects in the same order."""
     return len(found) == len(values) and all(map(is_, found, values))
 
 
@@ -494,7 +495,7 @@ class FlagsRecord:
     """Record of the flag ``requires_grad`` of each parameter of a module, and of the mode (train or eval) of each part."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Record them."""
+        """Record the flags and modes of ``module``."""
         self._parameters = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._parts = [(part, part.training) for part in module.modules()]
 

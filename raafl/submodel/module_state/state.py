@@ -60,7 +60,7 @@ class ModuleState:
         self._storages = storages
         self._flags = FlagsRecord(module)
         self._restored: list[Record] = []
-        self._shared: list[Reached] = []  # nobody restores what these hold
+        self._shared: list[Reached] = []  # objects shared among copies, whose contents are not restored
         self._fixed: list[Record] = []
         for reached in reach(module, own):
             if isinstance(reached.thing, ClassData) or id(reached.thing) in original:
@@ -73,7 +73,7 @@ class ModuleState:
         self._watch()
 
     def _watch(self) -> None:
-        """Record what copies share as it is now: a callback, or the user's program, may change it between two tasks."""
+        """Record objects shared among copies again: a callback or the user's program may have changed them between tasks."""
         self._watched = [
             record for reached in self._shared for record in _records_of(reached, self._storages, shared=True)
         ]
@@ -129,12 +129,12 @@ def _refusal(name: str, *, of_class: bool) -> str:
 
 
 def _ids(found: Iterable[Reached]) -> frozenset[int]:
-    """Return the identities of objects that live as long as their module; a `ClassData` does not, and its id is soon another's."""
+    """Return the ids of objects that live as long as their module; not of `ClassData`, whose ids Python soon reuses."""
     return frozenset(id(reached.thing) for reached in found if not isinstance(reached.thing, ClassData))
 
 
 def _records_of(reached: Reached, storages: set[int], *, shared: bool) -> list[Record]:
-    """Return the records of an object's contents; none of what cannot change, or lies in one of ``storages``."""
+    """Return records of an object's contents; [] if they cannot change, or lie in one of ``storages``, restored elsewhere."""
     thing = reached.thing
     if isinstance(thing, ClassData):
         return [ClassRecord(reached)]
@@ -187,7 +187,7 @@ class TensorRecord(Record):
     def restore(self) -> None:
         """Put the recorded values back into the tensor."""
         assert self._saved is not None
-        self._now.data = self._data  # a step may have given it other storage
+        self._now.data = self._data  # a step may have replaced the tensor's storage
         self._data.copy_(self._saved)
         self._version = self._now._version
         if self._now.is_leaf:
@@ -227,7 +227,7 @@ class RandomRecord(Record):
 
     def _bits(self) -> Any:
         if isinstance(self._now, np.random.RandomState):
-            return self._now._bit_generator  # private: the one that it draws from
+            return self._now._bit_generator  # numpy's private attribute with the generator's source of bits
         return self._now.bit_generator if isinstance(self._now, np.random.Generator) else self._now
 
     def changed(self) -> list[str]:
@@ -266,7 +266,8 @@ def has_values_of_its_own(tensor: Tensor, storages: set[int]) -> bool:
         return False
     tensor = local_part(tensor)
     storage = tensor.untyped_storage()
-    return storage.data_ptr() not in storages and storage.nbytes() >= tensor.nbytes  # else it is expanded
+    # an expanded tensor has a smaller storage, and cannot be written
+    return storage.data_ptr() not in storages and storage.nbytes() >= tensor.nbytes
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -276,7 +277,7 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def _plain(state: object) -> Any:
-    """Return a generator's state as values that `==` compares."""
+    """Return a random generator's state in a form that ``==`` can compare."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     return state.tobytes() if isinstance(state, np.ndarray) else state
@@ -294,6 +295,6 @@ def progress_of(thing: Any) -> object:
             return operator.length_hint(thing)
         if hasattr(type(thing), "qsize"):
             return thing.qsize()
-    except (OSError, ValueError, NotImplementedError):  # a text file that is iterated over does not tell
+    except (OSError, ValueError, NotImplementedError):  # a text file raises while it is iterated over
         return "unknown"
     return repr(thing) if isinstance(thing, itertools.count) else None

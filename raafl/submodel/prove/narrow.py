@@ -54,16 +54,16 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Su
                 name: least.get(name, axis.size) for name, axis in submodels.axes.items()
             }:
                 return narrow, copy
-        except USER_ERRORS:  # of the user's code, such as axes that it declares for one size
+        except USER_ERRORS:  # raised by user code, such as axes declared for one size only
             continue
     return None
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    """Return the model with ordinary layers in the place of packed ones, whose codes have no dimensions to cut.
+    """Return the model with quantised layers replaced by ordinary ones, since packed weights have no dimensions to cut.
 
-    Packed layers answer in any dtype, ordinary ones in their own, so that the copy, which has no values, is of one. It is the
-    module itself where nothing is packed.
+    The copy has no values and a single dtype, since ordinary layers do not convert their inputs as packed ones do. It is the
+    module itself if no layer is packed.
     """
     if not any(hasattr(layer, "submodel_plain") for layer in module.modules()):
         return module
@@ -75,7 +75,7 @@ def _plain(module: nn.Module) -> nn.Module:
 
 
 def _cut(submodels: Submodels, module: nn.Module, spec: Spec) -> nn.Module:
-    """Return the model of ``spec``, whose parameters are 0 and whose buffers are those of ``module``."""
+    """Return the module of the submodel ``spec``, with parameters of 0 and the buffers of ``module``."""
     small = submodels.shrink(spec, present=FlatTensors.zeros(submodels.layout(spec)))
     selections = submodels.selections(spec)
     for name, buffer in persistent_buffers(module).items():
@@ -95,7 +95,7 @@ def random_values(submodels: Submodels, module: nn.Module) -> FlatTensors:
             value.copy_(buffers[name])
             if name in statistics:
                 value.add_(0.3 * noise.abs())
-        elif name in buffers:  # computed from parameters without values: a spectral norm's vectors of 0 have no length
+        elif name in buffers:  # vectors of 0 would make a spectral norm divide by 0
             value.copy_(noise.abs()) if is_merged(value.dtype) else value.zero_()
         else:
             draw_(name, value, noise)

@@ -71,9 +71,9 @@ def refuted(
 
 
 def _proven(begun: Callable[[], _Proof], module: nn.Module) -> dict[str, str] | str:
-    """Return the axes that a proof refutes, each with the reason; or the reason for which nothing can be compared."""
+    """Return the axes that cannot shrink, each with the reason; or one reason why no comparison is possible."""
     problem = ""
-    for is_cold in (True, False):  # code that does not run without what it has stored has stored constants
+    for is_cold in (True, False):  # code that fails with its caches hidden has stored constants there: then leave them
         with uncached(module, is_cold=is_cold) as hidden:
             proof = begun()
             problem = proof.begin() or ""
@@ -85,7 +85,7 @@ def _proven(begun: Callable[[], _Proof], module: nn.Module) -> dict[str, str] | 
 
 
 def _candidates(submodels: Submodels, module: nn.Module, batch: object) -> Iterator[tuple[Submodels, nn.Module, Any]]:
-    """Yield the models on which the axes may be proven, and the batch; the next is tried where a step on these does not run."""
+    """Yield pairs of module and batch for the proof; each is a fallback, used if a step on the pair before does not run."""
     is_small = num_values(submodels) <= MOST_VALUES
     if num_values(submodels) > LARGE and (narrow := narrowed(submodels, module, batch)) is not None:
         if not is_small:
@@ -96,13 +96,13 @@ def _candidates(submodels: Submodels, module: nn.Module, batch: object) -> Itera
 
 
 class _Proof:
-    """The whole model with drawn values, beside which small ones are held."""
+    """Comparison of submodels with the whole model on random values."""
 
     def __init__(
         self, submodels: Submodels, module: nn.Module, batch: object, dtype: torch.dtype, measures_rounding: bool = True
     ) -> None:
         self.submodels, self.dtype = submodels, dtype
-        # NaN in the data says nothing of the axes, and would hide all that is to be compared
+        # NaN in the data would make every result NaN, so that nothing could be compared
         self.batch = mapped(batch, lambda x: x.to(dtype).nan_to_num(0, 0, 0) if x.is_floating_point() else x)
         self.values = random_values(submodels, module)
         self.spanned = {axis.name for axis in submodels.axes.values() if _norm_spans(submodels.module, axis)}
@@ -112,7 +112,7 @@ class _Proof:
         self.noise, self.measures_rounding = NOISE, measures_rounding
 
     def begin(self) -> str | None:
-        """Run the whole model once; return a reason for which it cannot be compared with a smaller one, or None."""
+        """Run the whole model once; return the reason if it cannot be compared with submodels, else None."""
         try:
             self.whole = self._made(FULL, self.values)
             self.state = ModuleState(self.whole, self.submodels)
@@ -122,22 +122,23 @@ class _Proof:
         step = self.first
         if step.loss is None or not all(torch.isfinite(x).all() for x in step.loss_and_gradients()):
             return "its training step gives numbers that are not finite, whatever is cut: correct the step first"
-        if step.noisy and not self._finite(self.noise[1]):  # nothing is left of what is divided by the number kept, say
+        # such as after a division by the number of kept elements, here 0
+        if step.noisy and not self._finite(self.noise[1]):
             self.noise = NOISE[:1] * 2
         self.uncut = largest_of(step.gradients) if self.measures_rounding else {}
-        if not self.spanned & self.submodels.axes.keys():  # nothing is held against it any more
+        if not self.spanned & self.submodels.axes.keys():  # no later comparison needs it
             self.first = StepOutcome()
         return None
 
     def _finite(self, noise: float) -> bool:
-        """Check that the whole model's step runs with this in the place of noise, and gives finite numbers."""
+        """Check that the whole model's step with every random number replaced by ``noise`` gives finite numbers."""
         try:
             return all(bool(torch.isfinite(x).all()) for x in self._step(self.whole, noise).loss_and_gradients())
         except USER_ERRORS:
             return False
 
     def refuted(self) -> dict[str, str]:
-        """Compare smaller models with the whole one; return the axes that cannot be shrunk, each with the reason."""
+        """Compare submodels with the whole model; return the axes that cannot shrink, each with the reason."""
         rest, found = list(self.submodels.axes), dict[str, str]()
         while failing := self._failing(rest):
             wrong = dict(self._halved(failing))
@@ -148,7 +149,7 @@ class _Proof:
         return found
 
     def _halved(self, failing: list[str]) -> Iterator[tuple[str, str]]:
-        """Yield those of axes that fail together that fail alone, and why: a half that holds is not looked into."""
+        """Search axes that fail together by bisection; yield each that fails alone, with the reason."""
         middle = len(failing) // 2
         for half in (failing[:middle], failing[middle:]):
             if half and (problem := self._problem(half)) is not None:
@@ -158,7 +159,7 @@ class _Proof:
                     yield from self._halved(half)
 
     def _one_by_one(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the axes that fail though halves of them hold -> the reason: alone, or beside those before them."""
+        """Test the axes one after another, alone and with those accepted before; return each that fails, with the reason."""
         found: dict[str, str] = {}
         together: list[str] = []
         for name in names:
@@ -171,14 +172,14 @@ class _Proof:
         return found
 
     def _failing(self, names: list[str]) -> list[str]:
-        """Return axes that fail together, of all and of subsets that separate them; empty = they hold."""
+        """Test all axes together, then subsets that separate every two axes; return the first that fails, [] if none does."""
         if self._problem(names) is not None:
             return names
         subsets = () if num_values(self.submodels) > LARGE else _separating(names)
         return next((part for part in subsets if self._differs(self._spec(part, _half), self.noise[1]) is not None), [])
 
     def _problem(self, names: Sequence[str]) -> str | None:
-        """Compare a model with these axes cut, to one unit or to random ones, with the whole; None = alike."""
+        """Compare submodels that cut these axes to one unit, and to random halves; return a difference, or None."""
         one, half = self.noise
         return self._differs(self._spec(names, _one), one) or self._differs(self._spec(names, _half), half)
 
@@ -219,12 +220,12 @@ class _Proof:
         buffers: bool = True,
         moved: Callable[[Tensor], object] | None = None,
     ) -> StepOutcome:
-        """Do a step of the whole model with ``instead`` in the place of what is dropped.
+        """Run a step of the whole model with the dropped elements replaced by ``instead``.
 
         `moved`: function that changes each parameter in place; None = none.
         """
         kept = FlatTensors.zeros(self.values.layout)
-        plan.cover_(kept, True)  # a number cannot be added to a buffer of booleans
+        plan.cover_(kept, True)  # works for boolean buffers, unlike an addition
         tensors = dict(self.whole.named_parameters()) | persistent_buffers(self.whole)
         with torch.no_grad():
             for name, is_kept in kept.items():
@@ -240,7 +241,7 @@ class _Proof:
         return self._step(self.whole, noise)
 
     def _runs(self, spec: Spec, noise: float) -> str | None:
-        """Check a step where a norm spans an axis, so that results are others: shapes, finiteness."""
+        """Check only shapes and finiteness of a step; for axes that a norm spans, since their results differ rightly."""
         try:
             small = self._step(self._made(spec, self.submodels.plan(spec, "present").gather(self.values)), noise)
         except USER_ERRORS as error:
@@ -252,16 +253,16 @@ class _Proof:
     def _made(self, spec: Spec, values: FlatTensors) -> nn.Module:
         present = values.clone() if spec.is_full else values
         module = self.submodels.shrink(spec, present=present).module
-        module = module.double() if self.dtype == torch.float64 else module.float()  # what is complex stays so
+        module = module.double() if self.dtype == torch.float64 else module.float()  # complex parameters stay complex
         _settle(module)
         return module
 
     def _step(self, module: nn.Module, noise: float) -> StepOutcome:
-        if module is self.whole:  # the small ones are new
+        if module is self.whole:  # submodels are freshly made and need no reset
             self.state.restore()
         module.zero_grad(set_to_none=True)
         done, mode = StepOutcome(), Quiet(noise, self.halves, self.dtype)
-        seeded(5)  # both steps are to draw the same
+        seeded(5)  # so that both steps draw the same random numbers
         handles = watch_outputs(
             module,
             lambda path, given: done.outputs.append(
@@ -284,7 +285,7 @@ class _Proof:
         return done
 
     def _rounding(self, spec: Spec, whole: StepOutcome, masked: Callable[..., StepOutcome]) -> Rounding:
-        """Measure what rounding makes of a masked step, by steps whose parameters are moved by a few units of it."""
+        """Measure how far rounding changes a masked step, by repeating it with parameters perturbed by a few rounding units."""
         eps = torch.finfo(torch.float32 if whole.forced else self.dtype).eps
         generator, selections = torch.Generator().manual_seed(13), self.submodels.selections(spec)
         found = Rounding(CAPS[self.dtype])
@@ -294,7 +295,7 @@ class _Proof:
         return found
 
     def _differences(self, spec: Spec, small: StepOutcome, whole: StepOutcome, rounding: Rounding) -> Iterator[str]:
-        """Yield in words where two steps differ by more than the tolerance and ``rounding``."""
+        """Yield a description of each difference between two steps beyond the tolerance and the measured ``rounding``."""
         tolerance = FORCED if whole.forced and self.dtype == torch.float64 else TOLERANCES[self.dtype]
         assert small.loss is not None and whole.loss is not None
         yield from apart("the loss", small.loss, whole.loss, Bound(tolerance, 1e-6, rounding))
@@ -309,7 +310,7 @@ class _Proof:
             shape = present[name].shape if name in present else ()
             given = torch.zeros(shape, dtype=self.dtype) if ours is None else ours
             full = torch.zeros_like(given) if theirs is None else select(theirs, selections.get(name, {}))
-            # cut to one unit, a normalised vector has no gradient but rounding: then the uncut model's says what is small
+            # a normalised vector cut to one unit has gradient 0 up to rounding: compare with the size of the uncut model's gradient
             floor = 1e-3 * max(largest, self.uncut.get(name, 0.0))
             yield from apart(f"the gradient of '{name}'", given, full, Bound(tolerance, floor, rounding, least))
         for name, buffer in small.buffers.items():
@@ -317,7 +318,7 @@ class _Proof:
             yield from apart(f"buffer '{name}'", buffer, other, Bound(tolerance, 1e-3, rounding))
 
     def _outputs(self, spec: Spec, small: StepOutcome, whole: StepOutcome, bound: Bound) -> Iterator[str]:
-        """Yield where what the training step sees of the model differs: what modules give that hold all of an axis."""
+        """Yield differences in the outputs of the modules that contain a whole axis, such as the model's own output."""
         axes = [self.submodels.axes[name] for name, _ in spec.kept]
         if [path for path, _ in small.outputs] != [path for path, _ in whole.outputs]:
             yield "other layers are called"
@@ -333,19 +334,19 @@ class _Proof:
 
 
 def _moved_(share: float, generator: torch.Generator, parameter: Tensor) -> None:
-    """Multiply each value of a parameter by 1 + ``share`` or 1 - ``share``, by chance."""
+    """Multiply each value of a parameter in place by 1 + ``share`` or 1 - ``share``, chosen at random."""
     if is_merged(parameter.dtype):
         signs = 2 * torch.randint(2, parameter.shape, generator=generator, dtype=parameter.dtype.to_real()) - 1
         parameter.mul_(1 + share * signs)
 
 
 def _crosses(axis: Axis, path: str) -> bool:
-    """Check whether an axis lies in a module and outside it as well, so that what the module gives may be cut."""
+    """Check whether an axis lies both inside and outside of a module, so that the module's output may shrink."""
     return 0 < sum(within(member.name, (path,)) for member in axis.members) < len(axis.members)
 
 
 def _settle(module: nn.Module) -> None:
-    """Make a small copy run without dropout, and without a trainer, in training mode."""
+    """Prepare a module to run in training mode without dropout and without a Trainer."""
     settle(module)
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
@@ -359,7 +360,7 @@ def _settle(module: nn.Module) -> None:
 
 
 def _norm_spans(module: nn.Module, axis: Axis) -> bool:
-    """Check whether a norm takes its statistics across the axis: such a model is not the whole one with units zeroed."""
+    """Check whether a norm computes statistics over the axis: then a submodel differs from the whole model with zeroed units."""
     owners = {member.name.rpartition(".")[0] for member in axis.members}
     return any(type(module.get_submodule(path)).__name__.endswith(_EDGES) for path in owners)
 
@@ -373,9 +374,9 @@ def _half(size: int, generator: torch.Generator) -> list[int]:
 
 
 def _separating(names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield subsets such that of any two names there is one with the first alone, and one with the second.
+    """Yield subsets of ``names`` that separate them: for any two names some subset has only the first, another only the second.
 
-    Each name is in half of the subsets, no two in the same half: so none is wherever another is. No fewer subsets do
+    Each name is in half of the subsets, and no two names are in the same ones. Fewer subsets do not suffice
     (Sperner's theorem).
     """
     num = next(num for num in count() if math.comb(num, num // 2) >= len(names)) if len(names) > 1 else 0
@@ -444,7 +445,7 @@ class Quiet(TorchFunctionMode):
     def __init__(
         self, noise: float, halves: frozenset[torch.dtype] = frozenset(), wide: torch.dtype = torch.float64
     ) -> None:
-        """Use ``noise`` for everything that is drawn, and ``wide`` in place of ``halves``, the model's own dtypes, in casts."""
+        """Replace random numbers by ``noise``, and casts to the half-precision dtypes ``halves`` by casts to ``wide``."""
         super().__init__()
         self.noise, self.halves, self.wide = noise, halves, wide
 
@@ -465,22 +466,22 @@ class Quiet(TorchFunctionMode):
                 kwargs["dropout_p"] = 0.0
         answer = func(*args, **kwargs)
         if name in ("to", "type", "bfloat16", "half") and isinstance(answer, Tensor) and answer.dtype in self.halves:
-            return args[0].to(answer.device, self.wide)  # the layers are proven in it
-        if name in DRAWN:  # of another size, it would have others for the same units
+            return args[0].to(answer.device, self.wide)  # the proof runs the layers in this dtype
+        if name in DRAWN:  # random numbers of another shape would differ for the same units
             answer.fill_(self.noise)
             self.noisy = True
         elif name in ("bernoulli", "bernoulli_"):
             chance = kwargs.get("p", args[1] if len(args) > 1 else args[0] if name == "bernoulli" else 0.5)
-            answer.copy_(torch.as_tensor(chance) >= 0.5)  # the likelier
+            answer.copy_(torch.as_tensor(chance) >= 0.5)  # the likelier outcome
         if name in ("to", "float", "type") and isinstance(answer, Tensor) and answer.dtype == torch.float32:
             self.forced |= args[0].dtype == torch.float64
         return answer
 
 
-# Decide whether two steps differ by more than rounding explains.
+# Check whether two steps differ by more than rounding explains.
 #
 # A difference is allowed up to a fixed share of the largest value. Beyond it, the rounding of the very step is measured: some
-# models
+# A difference is allowed up to a fixed share of the largest value. Beyond it, the step's rounding error is measured: some models
 # amplify it, such as deep ones with batch norms, and a gradient that should be 0 consists of nothing else.
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -541,7 +542,7 @@ def apart(what: str, one: Tensor, other: Tensor, bound: Bound) -> Iterator[str]:
         return
     if not one.numel():
         return
-    if not bool(torch.isfinite(one).all() and torch.isfinite(other).all()):  # max(0, nan) is 0
+    if not bool(torch.isfinite(one).all() and torch.isfinite(other).all()):  # explicit, since max(0, nan) is 0
         same = torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)) and math.isinf(bound.tolerance)
         if not same:
             yield f"{what} is not finite"

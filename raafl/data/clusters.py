@@ -71,7 +71,8 @@ class GaussianClusters(TrainTestData):
         sets = []
         for number in (self.num_train, self.num_test):
             assert number is not None
-            of = torch.arange(len(centres)).repeat(number // len(centres))  # the clusters in turn
+            # samples are assigned to the clusters in equal numbers
+            of = torch.arange(len(centres)).repeat(number // len(centres))
             points = torch.randn(number, self.num_features, generator=draws).mul_(self.noise).add_(centres[of])
             sets.append(TensorDataset(points, labels[of]))
         self.train, self.test = sets

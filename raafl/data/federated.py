@@ -80,7 +80,7 @@ class ClientData:
         weights: torch.Tensor | None = None,
         shuffles: bool = True,
     ) -> None:
-        """Copy the client's samples if ``copied`` is set; else only remember which they are."""
+        """Copy the client's samples if ``copied`` is set; else store only their indices."""
         self.test: ClientData | None = None
         if len(indices) == 0:
             raise BadInput("a client has no samples: use fewer clients, or a partition that gives each at least one")
@@ -279,7 +279,7 @@ class FederatedData:
 
     def labels(self) -> npt.NDArray[Any]:
         """Return the class of each sample of the training set, in its order."""
-        if self._gathers or not self._rules.trained_labels:  # what is gathered is what is stored
+        if self._gathers or not self._rules.trained_labels:  # the stored labels are those of training
             return labels_of(self._dataset)
         with reading(type(self.datamodule).__name__):
             return trained_labels(self._dataset, self._fetch)
@@ -351,7 +351,7 @@ class FederatedData:
         None = `test_batches` has all that is measured: the data module has no validation set beside its test set, or the
         partition keeps validation rows of the training set.
         """
-        self.test_batches()  # reads both sets
+        self.test_batches()  # loads training and test set
         final = self._final
         return None if final is None else lambda first=0: final.batches(final.batch_size or 1, first)
 
@@ -371,7 +371,7 @@ class FederatedData:
         return self._in_order(validation)
 
     def _in_order(self, found: Loader) -> InOrder:
-        """Return the batches of a loader, in memory if they are small."""
+        """Return the batches of an evaluation loader in order, kept in memory if they are small."""
         fetch, is_fast = fetcher(found.dataset, found.collate)
         num_samples = _length(found.dataset)
         tensors = None
@@ -380,7 +380,7 @@ class FederatedData:
         return InOrder(fetch, num_samples, found.batch_size, tensors, found.drop_last and self._rules.keeps_order)
 
     def _of_training(self, rows: list[int]) -> Loader:
-        """Return a loader's settings for some rows of the training set."""
+        """Return the training loader's settings, for evaluation on some rows of the training set."""
         return Loader(Subset(self._dataset, rows), self._collate, self.batch_size, False, None, False)
 
     def _measured(self, name: str) -> Loader | None:

@@ -228,7 +228,7 @@ class FineTuning(TrainTestData):
             return [examples[row] for row in pack(lengths, encoded.group.numpy()[examples], self.max_length)]
         if (
             self.padding == "longest"
-        ):  # what a step costs is predicted from the first rows: nobody gets what does not fit
+        ):  # put the longest rows first: costs are predicted from the first rows, and must not be too low
             examples = examples[np.argsort(-lengths, kind="stable")]
         return list(examples[:, None])
 
@@ -265,7 +265,7 @@ class FineTuning(TrainTestData):
         return _Encoded(*found)
 
     def _form(self, path: str, names: Sequence[str]) -> tuple[str, ...]:
-        """Return which of the forms in `FORMS` the data's columns match."""
+        """Return the entry of `FORMS` (kinds of training data) that the columns ``names`` match."""
         forms = FORMS[self.task]
         found = next((form for form in forms if all(self.columns.get(one, one) in names for one in form)), None)
         if found is None:
@@ -335,7 +335,7 @@ def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) ->
         return _counted(ended(tokens(text)), 1, max_length)
 
     def translated(prompt: str, completion: str) -> Tokens:
-        # a tokenizer may write what a decoder says in another way, as Marian's does
+        # a tokenizer may encode targets differently from inputs, as Marian's does
         written = tokenizer(text_target=completion, truncation=True, max_length=max_length)["input_ids"]
         return tokens(prompt), ended(list(written))[:max_length]
 

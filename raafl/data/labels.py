@@ -98,7 +98,7 @@ class Columns(Mapping[str, Sequence[Any]]):
         self._base, self._rows = unwrap(dataset)
 
     def __getitem__(self, name: str) -> Sequence[Any]:
-        """One entry for each sample; KeyError when there is no such column."""
+        """Return a column with one entry for each sample; raises KeyError if the data set lacks it."""
         has_columns = name in _column_names(self._base)
         column = self._base.with_format(None)[name][:] if has_columns else getattr(self._base, name, None)
         if (

@@ -186,7 +186,7 @@ class Dirichlet(Partition):
     def _cuts(
         self, num_members: int, num_clients: int, rng: np.random.Generator, has_room: npt.NDArray[np.bool_] | None
     ) -> Ints:
-        """Draw where a class is cut: `(num_clients - 1,)` positions; ``has_room`` None = no client is full."""
+        """Draw the positions `(num_clients - 1,)` at which a class's samples are split; ``has_room`` None = no client is full."""
         shares = _proportions(self.alpha, num_clients, rng)
         shares = shares if has_room is None else shares * has_room / np.sum(shares[has_room])
         return np.floor(np.cumsum(shares)[:-1] * num_members).astype(np.int64)
@@ -230,7 +230,7 @@ class ClassesPerClient(Partition):
         return [np.concatenate(mine) for mine in pieces]
 
     def _owners(self, num_values: int, num_clients: int, rng: np.random.Generator) -> list[list[int]]:
-        """The clients of each class."""
+        """Draw the clients that get samples of each class."""
         if self.num_classes > num_values:
             raise BadInput(f"ClassesPerClient: num_classes is {self.num_classes}: give {num_values} or fewer")
         if num_clients * (self.num_classes if self.even else 1) < num_values:
@@ -330,7 +330,7 @@ class ByColumn(Partition):
 
 
 def _checked(name: str, parts: Sequence[npt.ArrayLike], num_samples: int, num_clients: int) -> list[Ints]:
-    """Return the parts that a partition has made, if they are one for each client, with samples that there are."""
+    """Return a partition's parts after checking that there is one for each client, with valid sample indices."""
     if (given := f"{len(parts)} parts" if isinstance(parts, Sized) else briefly(parts)) != f"{num_clients} parts":
         raise BadInput(f"{name}.assign returned {given} for {num_clients} clients: return one for each")
     checked = []

@@ -176,13 +176,13 @@ def cached(
         arrays = None if all(path.is_file() for path in files) else build()
         if arrays is not None and not _are_saved(
             arrays, files
-        ):  # the disk is full: this process has the arrays all the same
+        ):  # a full disk is no error: this process has the arrays in memory
             return _as_tensors(arrays)
     return _mapped(files)
 
 
 def _are_saved(arrays: Arrays, files: Sequence[Path]) -> bool:
-    """Write an array to each file; False where a file cannot be written."""
+    """Write an array to each file; return False if a file cannot be written."""
     try:
         for path, array in zip(files, arrays, strict=True):
             with atomic_file(path, is_synced=False) as file:
@@ -197,7 +197,7 @@ def locked(path: Path) -> Iterator[None]:
     """Return a context that only one process of this machine can enter at a time, by a lock file at ``path``."""
     try:
         file = path.open("a")
-    except OSError:  # another user's lock: the worst is work done twice
+    except OSError:  # another user's lock file: without the lock, at worst two processes do the same work
         yield
         return
     with file:
@@ -287,7 +287,7 @@ def load_splits(path: str, name: str | None) -> Any:
         return datasets.load_dataset(path, name)
     except BadInput:
         raise
-    except Exception as error:  # of `datasets`, pyarrow, pandas and the network
+    except Exception as error:  # `datasets`, pyarrow, pandas and the network raise many kinds of errors
         if (fault := _json_fault(Path(path))) is not None:
             raise BadInput(f"cannot load the data set '{path}': {fault}") from error
         reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
@@ -297,7 +297,7 @@ def load_splits(path: str, name: str | None) -> Any:
 
 
 def _check_there(path: str) -> None:
-    """Raise `BadInput` for what can only be a file or a folder, and is not there: the hub is not asked."""
+    """Raise `BadInput` if ``path`` can only be a local file or folder, and does not exist; the hub is not queried."""
     is_file = Path(path).suffix in _KINDS
     if not Path(path).exists() and (is_file or path.startswith(("/", ".", "~"))):
         what = "file" if is_file else "folder"
@@ -306,7 +306,7 @@ def _check_there(path: str) -> None:
 
 
 def _json_fault(path: Path) -> str | None:
-    """Say which line of a file of JSON lines is none; None where all are, or it is no such file."""
+    """Return a message about the first invalid line of a JSON-lines file; None if all are valid or it is another file."""
     if path.suffix != ".jsonl" or not path.is_file():
         return None
     with path.open(encoding="utf-8-sig", errors="replace") as file:
@@ -318,7 +318,7 @@ def _json_fault(path: Path) -> str | None:
 
 
 def _line_fault(line: str) -> str | None:
-    """Explain why a line is no sample, or return None."""
+    """Return the reason why a line is not a valid sample, or None."""
     try:
         if not line.strip() or isinstance(json.loads(line), dict):
             return None

@@ -120,7 +120,7 @@ class _FromFolder(TrainTestData):
         num_test: int | None = None,
         normalize: bool = True,
     ) -> None:
-        """Remember where to look; nothing is read yet."""
+        """Store the arguments; nothing is read yet."""
         super().__init__(batch_size, num_train, num_test)
         self.root, self.download, self.normalize = readers.data_root(root), download, normalize
 

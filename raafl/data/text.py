@@ -105,7 +105,7 @@ class _FromFolderOrHub(_Texts):
         num_train: int | None = None,
         num_test: int | None = None,
     ) -> None:
-        """Remember where to look; nothing is read yet."""
+        """Store the arguments; nothing is read yet."""
         super().__init__(tokenizer, max_length, train_length, vocab_size, batch_size, num_train, num_test)
         self.root, self.download = readers.data_root(root), download
 
@@ -325,7 +325,7 @@ class TextFolder(TrainTestData):
         if hasattr(self, "train"):
             return
         files = self._files()
-        # the tokens are cached apart from the texts, whose folder may be a package's
+        # the cache is not in the texts' folder, which may be part of a package
         facts = [*files, *Tokenizer(self._tokenizer).cache_inputs()]
         tokens, starts = readers.cached(
             facts, readers.data_root(None), "text-folder", lambda: self._read(files), _PARTS
@@ -351,7 +351,7 @@ class TextFolder(TrainTestData):
         return files
 
     def _read(self, files: list[Path]) -> readers.Arrays:
-        """Return the tokens of all files, one after the other, and where each starts, with the end of the last."""
+        """Return the tokens of all files in one array, and the offset of each file plus the end, `(files + 1,)`."""
         tokenizer, found, starts = self.tokenizer, [], [0]
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         for file in files:

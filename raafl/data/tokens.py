@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int32]
 WORDS = "words"
 """The tokenizer that makes its own vocabulary, the most frequent words of the training texts."""
 
-_UNKNOWN = 1  # 0 is padding
+_UNKNOWN = 1  # token id of unknown words; 0 is padding
 _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 _FILES = (
     "tokenizer.json",
@@ -176,9 +176,10 @@ def package_folder(name: str, field: str = "tokenizer") -> str:
     if scheme != "package" or not rest:
         return name
     package, _, folder = rest.partition("/")
-    # of a dotted name the packages above would be imported
+    # only top-level names: for a dotted name `find_spec` would import the parent packages
     spec = importlib.util.find_spec(package) if package.isidentifier() and package != "__main__" else None
-    spec = spec if spec is not None and spec.origin is not None else None  # any folder on the path is found, too
+    # without an origin it is just a folder on `sys.path`
+    spec = spec if spec is not None and spec.origin is not None else None
     for root in (spec.submodule_search_locations or []) if spec else []:
         if (Path(root) / folder).is_dir():
             return str(Path(root) / folder)

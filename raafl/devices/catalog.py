@@ -74,7 +74,7 @@ Presence = Literal["always", "diurnal", "markov", "leaves"]
 PRESENCES: tuple[Presence, ...] = ("always", "diurnal", "markov", "leaves")
 
 DAY_S = 86400.0
-_STAYS = 32  # on and off again, of a markov pattern, after which it repeats
+_STAYS = 32  # number of on-off cycles of a markov availability pattern before it repeats
 
 
 def _generator(seed: int, *numbers: int) -> np.random.Generator:

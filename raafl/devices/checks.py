@@ -9,7 +9,7 @@ from typing import Any
 _INF = math.inf
 RATES = ("flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes")
 
-# Between these bounds no sum, product or quotient that a clock or a selector forms overflows a double: the largest task is below
+# With rates in these bounds no time or cost that raafl computes overflows a double: the largest task is below
 # 1e15 FLOPs for each of 2**53 samples in each of 1e6 units of work.
 LEAST_RATE, MOST_RATE = 1e-6, 1e24
 MOST_S = 1e12

@@ -44,7 +44,7 @@ def read_rows(path: Path) -> list[Any]:
     if not path.is_file():
         raise FileNotFoundError(no_file(str(path)))
     try:
-        text = path.read_text(encoding="utf-8-sig")  # a byte order mark is what spreadsheets write first
+        text = path.read_text(encoding="utf-8-sig")  # "-sig": spreadsheets write a byte order mark first
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} {no_utf8(error)}") from None
     if path.suffix == ".csv":

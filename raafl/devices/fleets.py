@@ -69,7 +69,7 @@ def files(text: str) -> list[Path]:
 
 
 def _entries(row: Mapping[str, Any]) -> Rows:
-    """Return the entries of a row; of `drawn: N` one for each seed, so that fewer clients take the first ones."""
+    """Return the entries of a row; `drawn: N` becomes one entry per seed, so that a smaller fleet gets the first devices."""
     own = {name: value for name, value in row.items() if name != "drawn"}
     return [own] if "drawn" not in row else [own | {"seed": seed} for seed in range(row["drawn"])]
 
@@ -85,7 +85,7 @@ def _number(text: str, digits: str | None) -> float:
 
 
 def _slowed(entry: Mapping[str, Any], speed: float, link: float) -> dict[str, Any]:
-    """Return an entry with its speeds divided; a drawn device is drawn first."""
+    """Return an entry with computing speed and link speed divided; a random device is sampled first."""
     name = entry["name"]
     known = catalog.figures(name)
     if catalog.is_drawn(name):

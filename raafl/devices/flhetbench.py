@@ -100,7 +100,7 @@ def _link(phone: Any, where: str) -> dict[str, float]:
 
 
 def _hours(timer: Any, where: str) -> dict[str, Any]:
-    """Return a user's windows, counted from the beginning of the trace, and its length, after which they repeat."""
+    """Return a user's windows of availability in seconds from the trace's start, and the period after which they repeat."""
     try:
         begin, end = float(timer["trace_start"]), float(timer["trace_end"])
         pairs = [(float(start) - begin, float(stop) - begin) for start, stop in timer["ready_time"]]

@@ -31,7 +31,8 @@ class Place:
         import torch
 
         local_rank, num_ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-        rank = int(os.environ.get("RANK", local_rank))  # `fit --local` sets none: its machine is the only one
+        # `fit --local` sets only LOCAL_RANK, which suffices on its single machine
+        rank = int(os.environ.get("RANK", local_rank))
         with_rank_0 = num_ranks > 0 and rank == local_rank
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return cls(local_rank, max(num_ranks, 1), num_gpus, server_device if with_rank_0 else None, chosen)

@@ -127,7 +127,7 @@ def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = P
 
 
 def _with_those_above(root: Path, path: str) -> Iterator[Path]:
-    """Yield a control group's folder and those of its ancestors; a container may show the root alone."""
+    """Yield the folders of a control group and its ancestors that exist; a container may only see the root."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for length in range(len(parts), -1, -1):
         yield root.joinpath(*parts[:length])
@@ -139,7 +139,8 @@ def _left_in(folder: Path, limit_file: str, usage_file: str, *cache_fields: str)
         limit_bytes = math.inf if limit == "max" else float(limit)
         used_bytes = float((folder / usage_file).read_text())
         stat = dict(line.split(None, 1) for line in (folder / "memory.stat").read_text().splitlines() if line.strip())
-        cache_bytes = sum(float(stat.get(field, 0)) for field in cache_fields)  # used, but given up when a process asks
+        # page cache counts as used, but the kernel frees it on demand
+        cache_bytes = sum(float(stat.get(field, 0)) for field in cache_fields)
     except (OSError, ValueError):
         return math.inf
     if limit_bytes >= _NO_LIMIT:
@@ -147,7 +148,7 @@ def _left_in(folder: Path, limit_file: str, usage_file: str, *cache_fields: str)
     return max(limit_bytes - used_bytes + cache_bytes, 1.0)
 
 
-_NO_LIMIT = 2.0**62  # version 1 says "none" as the largest number of whole pages
+_NO_LIMIT = 2.0**62  # cgroup version 1 expresses "no limit" as the largest number of whole pages
 
 
 _TINY_DEPTH, _TINY_CALLS = 5, 20
@@ -220,7 +221,7 @@ class Probes:
         product_s, layer_s, tiny_s = self.best_s
         product, layer, tiny = (one.kernels.total() for one in (self.product, self.layer, self.tiny))
         many, few = self.layer.moved_bytes, self.tiny.moved_bytes
-        # of seconds = launches * launch_s + bytes / bytes_per_s, twice
+        # solves two equations seconds = launches * launch_s + bytes / bytes_per_s for launch_s
         launch_s = max(tiny_s * many - layer_s * few, 0.0) / (tiny * many - layer * few)
         bytes_per_s = many / max(layer_s - layer * launch_s, layer_s / 10)
         other_s = self.product.moved_bytes / bytes_per_s + product * launch_s
@@ -269,7 +270,7 @@ class Answerer:
         while left > 0:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:  # closed
+            except OSError:  # the listener was closed
                 return
             with peer, contextlib.suppress(OSError):
                 peer.settimeout(self._deadline_s)
@@ -296,7 +297,7 @@ class Answerer:
     def close(self) -> None:
         """Stop listening; `serve` then returns."""
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._listener.close()
 
 
@@ -327,12 +328,12 @@ def _rate(peer: socket.socket, kind: bytes, duration_s: float, round_s: float) -
     while True:
         took_s = _ask(peer, kind, size)
         if took_s >= duration_s / 4 or 2 * size > MOST_BYTES:
-            return size / max(took_s - round_s, took_s / 10)  # one round trip is the question's
+            return size / max(took_s - round_s, took_s / 10)  # without the round trip of the request
         size *= 2
 
 
 def _ask(peer: socket.socket, kind: bytes, size: int) -> float:
-    """Send a question; return the seconds until its answer is complete."""
+    """Send a request of ``kind`` for ``size`` bytes; return the seconds until the answer is complete."""
     begin_s = time.perf_counter()
     peer.sendall(_QUESTION.pack(MAGIC, kind, size))
     if kind == b"u":
@@ -350,7 +351,7 @@ def _send(peer: socket.socket, size: int) -> None:
 
 
 def _take(peer: socket.socket, size: int) -> bytes:
-    """Receive ``size`` bytes, or fewer if the peer ends."""
+    """Receive ``size`` bytes, or fewer if the peer closes the connection."""
     found = b""
     while len(found) < size and (piece := peer.recv(size - len(found))):
         found += piece
@@ -358,7 +359,7 @@ def _take(peer: socket.socket, size: int) -> bytes:
 
 
 def _drop(peer: socket.socket, size: int) -> int:
-    """Receive and discard ``size`` bytes; return how many came."""
+    """Receive and discard ``size`` bytes; return the number received."""
     buffer, got = bytearray(_CHUNK), 0
     while got < size and (more := peer.recv_into(buffer, min(_CHUNK, size - got))):
         got += more

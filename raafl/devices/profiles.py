@@ -27,7 +27,8 @@ from raafl.errors import nearest
 Pairs = tuple[tuple[float, float], ...]
 
 _INF = math.inf
-_AS_NAMED = math.nan  # what the shipped profile of that name says, or else the default of `Profile`
+# marks a field that is not given: the bundled profile's value is used, or else the default of `Profile`
+_AS_NAMED = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Profile:
     drift_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Check every field; touching windows are joined, so that each boundary is a real change."""
+        """Check every field; adjacent windows are joined, so that each boundary is a change of availability."""
         problems = [*rate_problems(self), *window_problems(self), *change_problems(self), *spread_problems(self)]
         if problems:
             raise ValueError(f"device profile {self.name!r}: " + "; ".join(problems))
@@ -136,7 +137,7 @@ class Profile:
         return min(changes, default=_INF)
 
     def _windows_near(self, at_s: float) -> Iterator[tuple[float, float]]:
-        """Return absolute windows: all of them, or those of the cycles around `at_s` if they repeat."""
+        """Return windows in absolute seconds: all of them or, if they repeat, those in the cycles around `at_s`."""
         windows = self.availability or ()
         if self.period_s is None:
             yield from windows
@@ -206,7 +207,7 @@ class Device(Profile):
             raise ValueError(f"device {self.name!r}: " + "; ".join(problems))
 
     def _says_nothing(self) -> bool:
-        """Check whether the entry has only a name, for devices that are all the default."""
+        """Check whether the entry gives only a device's name, without a rate or an availability of its own."""
         more = (self.bytes_per_s, self.availability, self.period_s)
         return self.name != _DEFAULTS["name"] and self.presence == "always" and more == (None,) * len(more)
 
@@ -239,7 +240,7 @@ _DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
 
 def _not_said(device: Device) -> list[str]:
-    """Return the fields left at the default of the device's name."""
+    """Return the fields that are not given, and follow from the device's name."""
     values = {name: getattr(device, name) for name in catalog.FIGURES}
     return [name for name, value in values.items() if isinstance(value, float) and math.isnan(value)]
 
@@ -274,7 +275,8 @@ def num_devices(devices: str | Iterable[Any]) -> int:
     """Count devices: a text for `load_devices`, or entries, of which one without a ``count`` is one device."""
     entries = load_devices(devices) if isinstance(devices, str) else devices
     counts = (getattr(entry, "count", 1) for entry in entries)
-    return sum(count if isinstance(count, int) else 1 for count in counts)  # texts and tuples have a method `count`
+    # strings and tuples have a method `count`, not a number
+    return sum(count if isinstance(count, int) else 1 for count in counts)
 
 
 def load_devices(path: str | Path) -> list[Device]:

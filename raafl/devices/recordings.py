@@ -52,7 +52,7 @@ class Recording:
             )
         found: dict[str, Any] = {name: tuple(pairs) for name, pairs in self.series.items()}
         if not self.series:
-            found["repeat_s"] = None  # which is of factors alone
+            found["repeat_s"] = None  # only factors of speed may repeat
         if not self.states:
             return found
         windows = tuple(self._windows(math.inf if repeat_s is None else repeat_s))

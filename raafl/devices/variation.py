@@ -50,7 +50,7 @@ def real_time(
 
 
 def _rate(profile: Profile, name: Literal["speed", "link"], task: int, draw: Draw) -> _Rate | None:
-    """Return the variation of one rate of a device; None for a steady one, which most tasks of large fleets have."""
+    """Return the variation of one rate of a device during a task; None if the rate is constant."""
     changes, drift, jitter = _variation(profile, name)
     if changes is None and not drift and not jitter:
         return None
@@ -81,7 +81,7 @@ def description(profile: Profile) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Rate:
-    """Factor of one rate over time: that of the changes, times that of the drift, times the task's jitter."""
+    """Factor on a device's rate (computing or link speed) over time: changes times drift times the task's jitter."""
 
     changes: Pairs | None
     repeat_s: float | None
@@ -98,7 +98,8 @@ class _Rate:
         now, left_s, done_s = start_s, work_s, 0.0
         for _ in range(MOST_STEPS):
             factor, until = self._at(now)
-            until = max(until, math.nextafter(now, math.inf))  # a sum of the period may round down to now
+            # rounding may give ``until`` = now, which would loop forever
+            until = max(until, math.nextafter(now, math.inf))
             if left_s <= (until - now) * factor:
                 return now + left_s / factor - start_s
             left_s -= (until - now) * factor
@@ -107,7 +108,7 @@ class _Rate:
         return (now - start_s) * (work_s / done_s)
 
     def _at(self, now: float) -> tuple[float, float]:
-        """Return the factor from ``now`` on, and when it changes."""
+        """Return the factor at time ``now``, and the time of its next change, in seconds."""
         factor, until = 1.0, math.inf
         if self.changes is not None:
             begin = 0.0 if self.repeat_s is None else math.floor(now / self.repeat_s) * self.repeat_s
@@ -125,7 +126,7 @@ class _Rate:
         return factor, until
 
     def _drifted(self, step: int) -> float:
-        """Return the drift's factor in a step: between two draws along a quarter circle, so that the spread is always the same."""
+        """Return the drift's factor in a step: two draws combined as cos and sin, so that the variance is constant in time."""
         number, part = divmod(step, STEPS)
         angle = math.pi / 2 * part / STEPS
         normal = math.cos(angle) * _normal(self.draw, "drift", number)
@@ -136,5 +137,5 @@ class _Rate:
 
 def _normal(draw: Draw, *parts: int | str) -> float:
     """Draw from the standard normal distribution, cut off at four deviations."""
-    share = ((draw(*parts) >> 11) + 0.5) / 2**52  # 52 bits and a half are exact, and below 1
+    share = ((draw(*parts) >> 11) + 0.5) / 2**52  # 52 bits plus a half fit a double exactly, strictly between 0 and 1
     return max(-_MOST_DEVIATIONS, min(_NORMAL.inv_cdf(share), _MOST_DEVIATIONS))

@@ -168,7 +168,7 @@ class PrunedAdapted(Adapted):
 
 
 def _check_base(module: nn.Module, pair: LoraPair, lora: str) -> None:
-    """Raise `BadInput` unless a product can be added to the weight beside an adapter, and no other layer uses that weight."""
+    """Raise `BadInput` unless ``B A`` can be added to the weight under an adapter, and no other layer uses that weight."""
     base = module.get_parameter(pair.base)
     shape = [module.get_parameter(pair.b).shape[0], module.get_parameter(pair.a).shape[1]]
     if not base.is_floating_point() or list(base.shape) != (shape[::-1] if pair.transposed else shape):
@@ -188,7 +188,7 @@ class Starting(WrappedSelect):
     """Wrapper of a select part (choice of submodels) that records from which version of the model each client starts."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work, and record the version."""
+        """Return the wrapped select part's work, and record from which version the client starts."""
         work = super().__call__(client, fleet)
         fleet.state.memory.of(LoraMemory).at_work[client.id] = fleet.state.version
         return work
@@ -204,7 +204,7 @@ class Alternating(WrappedSelect):
     """Wrapper of a select part (choice of submodels): only B trains in even versions of the model, only A in odd ones."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work without one of the factors."""
+        """Return the wrapped select part's work with one of the adapters' two factors frozen."""
         work, submodels = super().__call__(client, fleet), fleet.state.submodels
         frozen = {pair.b if fleet.state.version % 2 else pair.a for pair in pairs(submodels)}
         names = (entry.name for entry in submodels.layout(work.spec, "trained").entries)

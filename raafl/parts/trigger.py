@@ -178,7 +178,7 @@ class AllReported(Trigger):
             return arrived_s[enough - 1]
         if self.deadline is None or len(arrived_s) < half:
             return None
-        # tasks still active take longer, so later reports do not change the median
+        # later reports take longer than this one, so the median is known already
         median_s = arrived_s[half - 1] - waiting.opened_s
         return waiting.opened_s + self.deadline * median_s if median_s > 0 else None
 

@@ -123,7 +123,7 @@ def _are_rows(rows: object, num_classes: int) -> bool:
 
 
 def _add(memory: RowsMemory, plan: CopyPlan, tensors: FlatTensors, weight: float, rows: list[int] | None) -> None:
-    """Add an update's rows to the sum, times its weight, and the weight to the rows' weights.
+    """Add an update's rows, times its weight, to the weighted sum, and the weight to the total weight of these rows.
 
     `rows`: rows that the client trained; None = all.
     """

@@ -125,7 +125,7 @@ class LowRank(Wrapped):
         starts = memory.starts[state.version - staleness] if self.is_relative and staleness else None
         for pair in pairs(state.submodels):
             if pair.a not in update.tensors or pair.b not in update.tensors:
-                continue  # its block is absent, or does not train
+                continue  # the update's submodel lacks the adapter's block, or does not train it
             runs = selections.get(pair.a, {}).get(0, ((0, len(state.values[pair.a])),))
             ranks = [rank for run in runs for rank in range(*run)]
             start = None if starts is None else _cut(starts[pair.a], ranks)
@@ -155,7 +155,7 @@ class LowRank(Wrapped):
                 self.fold(state, pair, old[pair.a], *self._terms(with_pair, len(old[pair.a][1])))
 
     def _weighed(self, state: GlobalState, received: Sequence[dict[str, Sent]]) -> list[_AdapterUpdate]:
-        """Return the adapters of the updates that wait, each with its weight and staleness factor."""
+        """Return the adapters of the updates in this merge, each with its weight and staleness factor."""
         weighed = []
         for item, adapters in zip(state.waiting, received, strict=True):
             weight, factor = self.inner.weigh(item.update, item.staleness)
@@ -175,7 +175,7 @@ class LowRank(Wrapped):
         return weight
 
     def _terms(self, updates: Sequence[tuple[_AdapterUpdate, Sent]], rank: int) -> tuple[Tensor, list[Term]]:
-        """Return the share of each old rank that stays, shape (rank,), and the products to add."""
+        """Return how much of each old rank the merge keeps, 0 to 1, shape (rank,), and the weighted products to add."""
         # float64 on the CPU: a few numbers, whose differences from 1 decide whether old ranks vanish exactly
         weights = torch.zeros(len(updates), rank, dtype=torch.float64)
         for row, (update, (ranks, b, a, _)) in zip(weights, updates, strict=True):
@@ -329,7 +329,7 @@ class RankEnergy(RunHooks):
     """Observer that adds the energy of the global adapters' ranks to the metrics of each version."""
 
     def __init__(self, run: Any) -> None:
-        """Need nothing of ``run``."""
+        """Create the observer; it does not use ``run``, which every observer of a method gets."""
 
     def figures(self, state: GlobalState) -> dict[str, float]:
         """Return the shares of the energy; see `rank_energy`."""
@@ -449,7 +449,7 @@ class PrunedRanks(WrappedSelect):
     share: float  # share of its ranks that a client keeps at each pruning
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work with fewer ranks, and note the tail of what is sent."""
+        """Return the wrapped select part's work with the client's ranks, and record the norm of those that pruning drops next."""
         work, state = super().__call__(client, fleet), fleet.state
         memory = state.memory.of(RankMemory)
         chosen, sent = dict(work.spec.kept), []
@@ -473,7 +473,7 @@ class PrunedRanks(WrappedSelect):
 
 
 def _axis_of(pair: LoraPair, state: GlobalState) -> str | None:
-    """Return the axis of an adapter's ranks; None where they are kept whole."""
+    """Return the axis of an adapter's ranks; None if the ranks cannot be cut."""
     for name, axis in state.submodels.axes.items():
         if isinstance(axis, Axis) and any(member.name == pair.a and member.dim == 0 for member in axis.members):
             return name

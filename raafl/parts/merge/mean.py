@@ -127,7 +127,7 @@ class Accumulator:
         self.updates.append((spec, weight))
 
     def _storage(self, name: str, *, zero: bool = True) -> FlatTensors:
-        """Take storage of the model's size out of the scratch; elements that no update ever covers are zero in any case."""
+        """Return storage of the model's size, reused from an earlier merge; with ``zero``, the trained elements are 0."""
         flat: FlatTensors | None = self.state.scratch.pop(name, None)
         if flat is None:
             return zeros_like(self.state.values)

@@ -163,7 +163,7 @@ class DelayedNesterov(Nesterov):
         sums.clear()
 
     def _delay(self, theta: Tensor, delta: Tensor, state: Sequence[Tensor], is_due: bool, where: Tensor | None) -> None:
-        """Add a delta to what is pending; if momentum is due, update m with it and move theta.
+        """Add a delta to the pending sum; if momentum is due, update m with that sum and move theta.
 
         Args:
             theta: changed in place.

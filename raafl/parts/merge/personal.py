@@ -67,7 +67,7 @@ class RecordingSelect(WrappedSelect):
     """Wrapper of a select part (choice of submodels) that records on the server what each client trains."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work, and record it."""
+        """Return the wrapped select part's work, and record its submodel and the start version."""
         work = self.inner(client, fleet)
         record_work(fleet.state, client.id, work)
         return work

@@ -141,8 +141,8 @@ class Remembered(Merge):
         for dtype, total in memory.sum.buffers.items():
             theta = state.values.buffers[dtype][: total.numel()]
             for old, summed, change, gamma in chunks(theta, total, memory.change.buffers[dtype], count.buffers[dtype]):
-                # `summed` is U', which contains the change already: hence - 1/N. Where Gamma is 0 so is the change, and any divisor
-                # does.
+                # subtract 1/N, since `summed` is U', which contains the change already; where Gamma is 0 the change is 0, too,
+                # so that any divisor will do
                 more = change * gamma.clamp_min(1.0).reciprocal_().sub_(1.0 / num_clients)
                 old.add_(more.add_(summed, alpha=1.0 / num_clients), alpha=rate)
                 change.zero_()
@@ -173,7 +173,7 @@ class Remembered(Merge):
             release(latest)
 
     def _forget_old(self, state: GlobalState, memory: _LatestMemory, next_merge: int) -> None:
-        """Set to 0 the memories that are older than ``max_age`` merges at the next merge."""
+        """Set the remembered updates to 0 that will be older than ``max_age`` merges at the next merge."""
         for client, log in memory.log.items():
             recent = [(version, spec) for version, spec in log if next_merge - version <= (self.max_age or 0)]
             if len(recent) == len(log):

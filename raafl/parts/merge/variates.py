@@ -67,7 +67,7 @@ class Variates:
         memory, plan = self._memory(state), plan_of(state, spec)
         weight = memory.weights.setdefault(
             client, 1.0 if client in memory.seen else weight
-        )  # a checkpoint of before had none
+        )  # checkpoints of earlier versions lack this entry
         own = state.clients.of(self.name, client, plan.full_layout, state.values.device)
         for flat, scale in ((own, alpha), (memory.new, alpha * weight)):
             plan.add_(flat, change.to(flat.device), scale)

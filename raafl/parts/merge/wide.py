@@ -32,8 +32,8 @@ class WideSubmodels(Submodels):
     """
 
     def __init__(self, own: Submodels) -> None:
-        """Share everything known of ``own``, whose axes are final by now."""
-        _ = own.axes  # found on the model's own shapes
+        """Share the axes and caches of ``own``, the run's submodels."""
+        _ = own.axes  # find the axes now, on the model's own shapes
         self.__dict__.update(own.__dict__)
         self.own, self._caches = own, Caches()
 
@@ -137,13 +137,13 @@ class WideMerge(Wrapped):
 
 
 def _widened(state: GlobalState, update: Update) -> Update:
-    """Return the update in wide tensors, which the next update overwrites, like its own."""
+    """Return the update converted to wide dtypes, in storage that the next update overwrites."""
     bundles = {name: bundle.widen(_room(state, name, bundle)) for name, bundle in update.bundles.items()}
     return replace(update, tensors=update.tensors.widen(_room(state, "", update.tensors)), bundles=bundles)
 
 
 def _room(state: GlobalState, name: str, flat: FlatTensors) -> FlatTensors | None:
-    """Return storage for a wide copy of ``flat``; None if ``flat`` is wide already.
+    """Return storage for a copy of ``flat`` in wide dtypes; None if ``flat`` has such dtypes already.
 
     Storage is reused if it is large enough, since new memory pages cost more than the copy.
     """

@@ -30,7 +30,7 @@ class Wrapped(Merge):
     sends: Literal["values", "delta"] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Take over what the wrapped merge wants clients to send."""
+        """Copy from the wrapped merge which form of update clients send."""
         object.__setattr__(self, "sends", self.inner.sends)
 
     def view(self, state: GlobalState) -> GlobalState:

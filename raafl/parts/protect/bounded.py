@@ -206,7 +206,7 @@ class Bounded(Wrapped):
     def _measured(
         self, state: GlobalState, memory: BoundedMemory, update: Update, spec: Spec
     ) -> tuple[dict[str, float], bool]:
-        """Return the norms of an update, and whether it is large; measured once for each update."""
+        """Return the norms of an update, and whether it is large; cached from admission until the merge receives it."""
         if memory.measured is None or memory.measured[0] != update.assignment:
             memory.measured = (update.assignment, *self._measure(state, memory, update, spec))
         return memory.measured[1:]
@@ -236,7 +236,7 @@ class Bounded(Wrapped):
         return norms | {name: _norm(buffers, before, part) for name, part in parts.items()}, is_large
 
     def _most(self, state: GlobalState, memory: BoundedMemory, spec: Spec, names: Iterable[str]) -> dict[str, float]:
-        """Return the norms above which updates of ``spec`` are refused, for each of ``names``."""
+        """Return the largest accepted norm of an update of ``spec``, for each of the contents ``names`` that has a limit."""
         if self.max_norm_ratio is None:
             return {}
         accepted = _accepted(state, memory, spec).of
@@ -248,7 +248,7 @@ class Bounded(Wrapped):
 
 
 def _norm_of_model(state: GlobalState, memory: BoundedMemory) -> float:
-    """Return the norm of all that trains of the global model, as it was at most `EVERY` versions ago."""
+    """Return the L2 norm of the global model's trained parameters, measured at most `EVERY` versions ago."""
     if memory.model is None or state.version >= memory.model[0] + EVERY:
         memory.model = (state.version, _norm(_before(state, FULL)))
     return memory.model[1]
@@ -261,14 +261,14 @@ def _accepted(state: GlobalState, memory: BoundedMemory, spec: Spec) -> _Accepte
 
 
 def _is_near_half(state: GlobalState, update: Update) -> bool:
-    """Check for float16 values above `SAFE_HALF`, also in the model: small steps from a large value overflow, too."""
+    """Check whether an update or the model has float16 values above `SAFE_HALF`, to which a small step may overflow."""
     flats = (state.values, update.tensors, *update.bundles.values())
     buffers = [flat.buffers[torch.float16] for flat in flats if torch.float16 in flat.buffers]
     return any(bool((buffer.abs() > SAFE_HALF).any()) for buffer in buffers)
 
 
 def _before(state: GlobalState, spec: Spec) -> Buffers:
-    """Return the global values of the tensors that ``spec`` trains; for the whole model without a copy."""
+    """Return the global values of the tensors that ``spec`` trains; not a copy if ``spec`` is the whole model."""
     if spec.is_full:
         sizes = state.submodels.layout(part="trained").numel
         return {dtype: state.values.buffers[dtype][:size] for dtype, size in sizes.items()}

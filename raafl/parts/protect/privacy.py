@@ -269,7 +269,7 @@ class Private(Wrapped):
         assignments = [item.update.assignment for item in state.waiting]
         scale = self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
         for number, (dtype, buffer) in enumerate(total.buffers.items()):
-            if not is_merged(dtype):  # integer buffers, which no update contains
+            if not is_merged(dtype):  # integer buffers are not part of updates
                 continue
             if scale:
                 key = hashlib.blake2b(self.key + repr((assignments, number)).encode(), digest_size=32).digest()
@@ -278,7 +278,7 @@ class Private(Wrapped):
             buffer.div_(self.divisor)
 
     def _feed(self, state: GlobalState, means: Mapping[Spec, FlatTensors]) -> None:
-        """Pass the noisy mean on each submodel to the wrapped merge, plus the global values if that takes values."""
+        """Pass the noisy mean for each submodel to the wrapped merge, plus the global values if clients send values."""
         if self.inner.sends == "values":
             for spec, part in means.items():
                 current = state.submodels.plan(spec).gather(state.values)

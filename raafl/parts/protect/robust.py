@@ -407,12 +407,12 @@ class Centred(Wrapped):
             _sub_(tensors, state.submodels.plan(spec).gather(state.values))
 
     def _move(self, state: GlobalState, centre: FlatTensors, stored: list[Stored]) -> None:
-        """Move ``centre`` by the mean of the clipped distances of the updates, whose tensors are overwritten."""
+        """Move ``centre`` by the mean of the updates' clipped differences from it; overwrites the updates' tensors."""
         distances = []
         for spec, tensors in stored:
             self._subtract(state, spec, tensors)
             _sub_(tensors, state.submodels.plan(spec).gather(centre))
-            # with a radius in absolute terms distances are L2 norms; the median needs a measure that does not grow with size
+            # with a fixed radius distances are L2 norms; for a median over submodels of several sizes divide by sqrt(parameters)
             scale = 1.0 if self.radius is not None else _num_parameters(state, tensors) ** -0.5
             distances.append(norm_of(tensors, state.submodels) * scale)
         radius = statistics.median(distances) if self.radius is None else self.radius
@@ -426,7 +426,7 @@ class Centred(Wrapped):
                 old.add_(step.div_(on.clamp_min(1)))
 
     def _moved(self, state: GlobalState, centre: FlatTensors, spec: Spec) -> FlatTensors:
-        """Return the update of ``spec`` whose difference is ``centre``."""
+        """Return ``centre`` in the form of an update of ``spec``: plus the global values if clients send values."""
         plan = state.submodels.plan(spec)
         moved = plan.gather(centre)
         if self.sends == "values":

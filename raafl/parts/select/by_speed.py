@@ -49,7 +49,7 @@ class BySpeed(WrappedSelect):
         positive("least_steps", self.least)
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work with as many steps as suit the client's speed."""
+        """Return the wrapped select part's work with a number of steps in proportion to the client's speed."""
         work = super().__call__(client, fleet)
         most = work.num_steps or fleet.training.num_steps
         if most is None or work.num_epochs is not None:
@@ -90,7 +90,7 @@ class BySpeed(WrappedSelect):
         ]
 
     def _record(self, client: ClientInfo, work: Work, fleet: SelectContext) -> float:
-        """Record and return the seconds of one local step, without what a task takes besides."""
+        """Record and return the client's seconds for one local step, without a task's fixed costs."""
         one_s, two_s = (fleet.task_time(client, replace(work, num_steps=num)).compute_s for num in (1, 2))
         step_s, memory = two_s - one_s, fleet.state.memory.of(SpeedMemory)
         ratio = memory.ratio.get(client.id)
@@ -107,12 +107,12 @@ class BySpeed(WrappedSelect):
 
 
 def _set(table: Table, client: int, step_s: float, fleet: SelectContext) -> None:
-    """Set a client's seconds, and keep the table's least value where it is cached."""
+    """Set a client's seconds in the table, and update the cached least value of the table."""
     _table(table, fleet)[client] = step_s
     least = fleet.cache.get(f"least {table}")
     if least is not None and step_s < least[1]:
         fleet.cache[f"least {table}"] = (client, step_s)
-    elif least is not None and least[0] == client:  # it may have become slower than another
+    elif least is not None and least[0] == client:  # this client was the fastest, and may no longer be
         del fleet.cache[f"least {table}"]
 
 
@@ -122,7 +122,7 @@ def _forget(table: Table, client: int, fleet: SelectContext) -> None:
 
 
 def _least_s(table: Table, fleet: SelectContext) -> float:
-    """Return the least seconds in a table; cached, as few events change it, and a fleet may be large."""
+    """Return the least seconds in a table; the value is cached, since a fleet may be large."""
     found, key = _table(table, fleet), f"least {table}"
     if found and key not in fleet.cache:
         client = min(found, key=found.__getitem__)

@@ -93,7 +93,7 @@ class RegionCoverage:
         self._check_rotation()
 
     def _check_rotation(self) -> None:
-        """Raise `BadInput` for a rest or a coverage that no rotation, or no held assignment, realises."""
+        """Raise `BadInput` if no assignment of regions meets the limits ``rest`` and ``coverage``."""
         if self.rest is not None and self.hold:
             raise BadInput(
                 f"'rest' is {self.rest}, but with 'hold' the assignment never changes: leave out 'rest' or 'hold'"
@@ -119,10 +119,10 @@ class RegionCoverage:
         return 1 if self.coverage is None else self.coverage
 
     def _offsets(self) -> list[int]:
-        """Return the place among the round's S regions at which each client's begin.
+        """Return for each client the index of its first region among the round's S regions.
 
-        It is an even spread unless ``coverage`` is less than that gives. Then so many clients, those with the most regions, begin
-        at the first region, and the others behind it; where even that does not realise ``coverage``, the spread is even again.
+        The spread is even unless ``coverage`` demands less. Then that number of clients, those with the most regions, start
+        at region 0, and the others after it; if that does not give ``coverage`` either, the spread stays even.
         """
         offsets = [sum(self.takes[:n]) % self.num_trained for n in range(len(self.takes))]
         if self.coverage is None or self._least_covered(offsets) <= self.coverage:
@@ -177,9 +177,9 @@ class RegionCoverage:
         return taken
 
     def _in_turn(self, round: int, seed: int, rest: int) -> list[list[int]]:
-        """Order the steps of one period so that no client skips a region for more than ``rest`` rounds."""
+        """Return each client's regions in ``round``, with the steps of a period ordered so that no rest exceeds ``rest`` rounds."""
         cycle, step = divmod(round, self.period)
-        # a region that is first in one cycle and last in the next rests 2 * period - 2 rounds: then any order is allowed
+        # the longest rest is 2 * period - 2 rounds, from the first step of a cycle to the last of the next: then any order will do
         is_free = rest >= 2 * self.period - 2
         length = self.period if is_free else rest - self.period + 2
         start = step - step % length
@@ -189,7 +189,7 @@ class RegionCoverage:
         return self._turn(random.Random(derive_seed(seed, "ring", cycle if is_free else 0)), window, visit)
 
     def _turn(self, rng: random.Random, window: int, visit: int) -> list[list[int]]:
-        """Return the regions of each client in one step: the ``window``-th S regions, and the ``visit``-th of them in turn."""
+        """Return each client's regions in one step, in which the ``window``-th S regions train, for the ``visit``-th time."""
         ring = rng.sample(range(self.regions), self.regions)
         clients = rng.sample(range(len(self.takes)), len(self.takes))
         open_now = [ring[(window * self.num_trained + i) % self.regions] for i in range(self.num_trained)]

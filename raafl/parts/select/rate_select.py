@@ -243,11 +243,9 @@ class RateSelect(Select):
                 self._compare(memory, fleet)
 
     def _compare(self, memory: _RateMemory, fleet: SelectContext) -> None:
-        """Count a changed ratio, and take the median over the fleet anew once a quarter of the clients have another one."""
+        """Count a changed ratio; recompute the median over the fleet once a quarter of the ratios have changed."""
         memory.num_changes += 1
-        if memory.num_changes * 4 < len(
-            fleet.clients
-        ):  # else each update of a large fleet would cost a look at all clients
+        if memory.num_changes * 4 < len(fleet.clients):  # not at each update, since it takes a pass over all clients
             return
         memory.num_changes = 0
         median = median_low(memory.ratio.get(client, 1.0) for client in fleet.clients)
@@ -269,13 +267,13 @@ class RateSelect(Select):
         if limit_s is None or fleet.cost_s(client, Work(spec)) <= limit_s:
             return None
         one_s, two_s = (fleet.cost_s(client, Work(spec, num_steps=num)) for num in (1, 2))
-        if two_s <= one_s:  # the links alone take the time, however few the steps
+        if two_s <= one_s:  # steps take no time beside the transfers
             return 1
         # each further step costs the same; the small constant absorbs rounding errors
         return max(1 + math.floor((limit_s - one_s) / (two_s - one_s) + 1e-9), 1)
 
     def _size(self, client: ClientInfo, fleet: SelectContext) -> float:
-        """Return the client's rate for each axis."""
+        """Return the client's share of units, 0 to 1, for each axis."""
         if client.id not in fleet.cache:
             fleet.cache[client.id] = self._largest_size(client, fleet)
         size: float = fleet.cache[client.id]

@@ -127,7 +127,7 @@ class Gates:
 
 
 def _spread(cut: Segments, members: Iterable[Member], weight: Tensor) -> Tensor:
-    """Return the segment of each column of ``weight`` as a one-hot row, shape (columns, segments + 1); the last place means none.
+    """Return for each column of ``weight`` a one-hot row of its segment, shape (columns, segments + 1); the last = no segment.
 
     `weight`: the weight, (rows, columns, ...).
     """

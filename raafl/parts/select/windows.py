@@ -78,7 +78,7 @@ def first_window(client: int, num: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Submodels of one client: width, number of blocks, windows and masks."""
+    """Submodels of one client: kept share of the units, number of blocks, and first blocks of its windows."""
 
     width: float  # r_w, kept share of each axis
     num_blocks: int  # number of blocks that train
@@ -154,7 +154,7 @@ class RollingWindows(Select):
         if not 0 <= self.mask_rounds <= MAX_MASK_ROUNDS:
             raise BadInput(f"mask_rounds is {self.mask_rounds}: give 0 (masks stay random) to {MAX_MASK_ROUNDS:,}")
 
-    # ---- the work ----
+    # ---- the client's work ----
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the task of ``client``, as region ``client.id``; raises `BadInput` if no submodel fits its memory."""
@@ -179,7 +179,7 @@ class RollingWindows(Select):
         return cut.can_train and (self.attention if cut.is_heads else self.linear) == "trained"
 
     def _trained_axes(self, submodels: Submodels, start: int, stop: int, width: float) -> list[str]:
-        """Return the axes of a window whose scores train: those of its blocks, and those outside all blocks."""
+        """Return the axes whose scores train with a window: those in its blocks, and those outside all blocks."""
         return [
             name
             for name, cut in self._cuts(submodels).items()
@@ -191,7 +191,7 @@ class RollingWindows(Select):
     def _masks(
         self, submodels: Submodels, starts: Sequence[int], num_blocks: int, width: float
     ) -> tuple[tuple[str, ...], ...]:
-        """Return, for each round until all scores are trained, the axes whose scores train before the window does."""
+        """Return for each of the client's rounds the axes whose scores train before the window, until all scores have trained."""
         cuts, visits, masks = self._cuts(submodels), Counter[int | None](), []
         wanted = [self._trained_axes(submodels, start, start + num_blocks, width) for start in starts]
         for round in range(self.mask_rounds * len(starts) if any(wanted) else 0):

@@ -111,7 +111,7 @@ def _replacements(structure: Structure, present: FlatTensors) -> dict[int, Any]:
         memo[id(parameter)] = nn.Parameter(view, requires_grad=name in structure.trains)
     for name, buffer in structure.module.named_buffers():
         if name in present:
-            # `.data` gives the buffer its own version counter: else a change of batch norm's counter would look like one of an index
+            # `.data` gives the buffer a version counter of its own: else autograd would take a write to one buffer for one to all
             memo[id(buffer)] = present[name].data
         elif name in structure.selections:
             memo[id(buffer)] = select(buffer, structure.selections[name])

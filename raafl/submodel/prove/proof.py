@@ -480,7 +480,6 @@ class Quiet(TorchFunctionMode):
 
 # Check whether two steps differ by more than rounding explains.
 #
-# A difference is allowed up to a fixed share of the largest value. Beyond it, the rounding of the very step is measured: some
 # A difference is allowed up to a fixed share of the largest value. Beyond it, the step's rounding error is measured: some models
 # amplify it, such as deep ones with batch norms, and a gradient that should be 0 consists of nothing else.
 

@@ -65,7 +65,8 @@ def check_facts(group: Group) -> None:
                 "bad-group",
             )
         start = starts.setdefault((member.version, member.spec), member.start)
-        if member.start and start != member.start:  # of a model from which others learn nothing the sum is one client's
+        # a model sent to one member only would make the sum on it that member's own update
+        if member.start and start != member.start:
             raise CannotOpen(
                 f"member {member.id} received other values of version {member.version} than another one", "bad-group"
             )
@@ -84,7 +85,7 @@ def check_cover(
         parts: dict[str | int, float] = {}
         for number in sorted(coverage.holders[cell] & survivors):
             member = group.by_id[number]
-            if member.site and not member.num_steps:  # it changed nothing, and so hides nobody
+            if member.site and not member.num_steps:  # a member without steps hides no other member's update
                 continue
             parts[member.owner] = parts.get(member.owner, 0.0) + weights[number]
         if len(parts) < min_cover:

@@ -20,7 +20,7 @@ METHODS = "fed_avg, hetero_fl, fed_rolex, ra_fed or fed_buff"
 
 
 def _is_whole(waiting: TriggerContext) -> bool:
-    """Check that no update is missing of a group that has begun to arrive."""
+    """Check that the group whose updates are arriving is complete."""
     memory = waiting.memory.find(SecureMemory)
     return memory is None or not memory.missing
 
@@ -86,7 +86,7 @@ def _group_size(algorithm: Algorithm, num_clients: int) -> int:
 
 
 def _misfits(algorithm: Algorithm, rounds: Rounds, guard: Guard, up: str) -> Iterator[str]:
-    """Yield why the algorithm, or options that look at single updates, cannot go with sums."""
+    """Yield each reason why the algorithm or an option needs single updates, of which secure aggregation shows only sums."""
     begin = "secure_aggregation.min_cover is set, but"
     local = algorithm.local
     one_by_one = not isinstance(algorithm.trigger, AllReported | Buffered) or getattr(algorithm.trigger, "size", 2) == 1
@@ -111,7 +111,7 @@ def _misfits(algorithm: Algorithm, rounds: Rounds, guard: Guard, up: str) -> Ite
 
 
 def _sizes(algorithm: Algorithm, options: SecureAggregation, num_clients: int) -> Iterator[str]:
-    """Yield why groups would be too small to be opened, or could never form."""
+    """Yield each reason why groups of clients would be too small to be unmasked, or could never form."""
     size, most = _group_size(algorithm, num_clients), options.min_cover or 0
     if size < max(most, 3):
         yield f"secure_aggregation.min_cover is {most} for groups of {size} clients: use {max(most, 3)} clients or more in each"
@@ -131,7 +131,7 @@ def _sizes(algorithm: Algorithm, options: SecureAggregation, num_clients: int) -
 
 
 def _norms(options: SecureAggregation, privacy: Privacy) -> Iterator[str]:
-    """Yield why clients do not clip to the norm that privacy counts on."""
+    """Yield the reason if clients would not clip their updates to the norm that the privacy accounting assumes."""
     if privacy.is_on and privacy.clip_norm != options.clip_norm:
         own = "null" if options.clip_norm is None else f"{options.clip_norm:g}"
         yield (

@@ -34,7 +34,7 @@ class IntegerLayouts:
     """
 
     def __init__(self, submodels: Submodels) -> None:
-        """Derive everything from ``submodels``; results are cached there."""
+        """Use and fill the caches of ``submodels``."""
         self.submodels = submodels
 
     def layout(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> Layout:
@@ -74,7 +74,7 @@ class Coverage:
     """
 
     def __init__(self, layouts: IntegerLayouts, specs: Mapping[int, Spec]) -> None:
-        """Find the cells.
+        """Partition the model's elements into cells, each covered by the same members.
 
         Args:
             layouts: layouts of the model's integers.
@@ -161,7 +161,7 @@ class Coverage:
 
 
 def _numbered(codes: np.ndarray, num_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct codes, ascending, and for each code its place among them; few bits need no sorting."""
+    """Return the distinct codes, ascending, and the index of each code among them; codes of few bits are not sorted."""
     if num_bits > 16:
         found, places = np.unique(codes, return_inverse=True)
         return found, places.reshape(-1)

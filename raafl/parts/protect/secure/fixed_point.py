@@ -60,7 +60,8 @@ class FixedPoint:
         wide, factor = values.double(), 1.0
         if clip_norm is not None and (norm := float(torch.linalg.vector_norm(wide))) > clip_norm:
             factor = clip_norm / norm
-        if wide.numel() and not float(wide.abs().max()) * factor <= self.bound:  # NaN is not
+        # written with `not`, so that NaN is refused, too
+        if wide.numel() and not float(wide.abs().max()) * factor <= self.bound:
             raise OutOfRange(
                 f"an element of the update is larger than {self.bound:g} (secure_aggregation.bound), or not finite: "
                 "raise that bound, or set secure_aggregation.clip_norm"

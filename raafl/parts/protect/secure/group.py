@@ -36,7 +36,7 @@ class CannotOpen(Exception):
     """
 
     def __init__(self, detail: str, reason: Literal["too-few", "bad-share", "bad-group"]) -> None:
-        super().__init__(detail, reason)  # both, so that it can be copied and pickled
+        super().__init__(detail, reason)  # both arguments, so that the exception can be copied and pickled
         self.reason = reason
 
     def __str__(self) -> str:
@@ -179,7 +179,7 @@ def share_key(private: X25519PrivateKey, public: bytes, group: str, sender: int,
 def _agreed(private: X25519PrivateKey, public: bytes, purpose: str) -> bytes:
     try:
         secret = private.exchange(X25519PublicKey.from_public_bytes(public))
-    except ValueError as error:  # of a wrong length, or one of the few points that give away the result
+    except ValueError as error:  # a key of wrong length, or a weak point that would make the secret predictable
         raise CannotOpen(f"a member's public key cannot be used: {error}", "bad-group") from None
     return HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=None, info=purpose.encode()).derive(secret)
 

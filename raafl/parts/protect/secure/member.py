@@ -46,7 +46,7 @@ class Member:
     """
 
     def __init__(self, min_cover: int, threshold: float) -> None:
-        """Draw the keys."""
+        """Draw the member's keys; the limits are those of the client's own config."""
         self._min_cover, self._threshold = min_cover, threshold
         self._masks, self._shares = X25519PrivateKey.generate(), X25519PrivateKey.generate()
         self._signs = Ed25519PrivateKey.generate()
@@ -57,7 +57,7 @@ class Member:
         )
         self._held: dict[int, bytes] = {}  # shares of members' secrets, by member
         self._has_joined = self._has_masked = self._has_revealed = False
-        self._survivors: frozenset[int] | None = None  # as this client has signed them
+        self._survivors: frozenset[int] | None = None  # the list that this client has signed
 
     def join(
         self, group: Group, member_id: int, layouts: IntegerLayouts, weights: Mapping[int, float] | None = None
@@ -126,7 +126,7 @@ class Member:
 
     @property
     def _least(self) -> int:
-        """Smallest number of survivors, and of their sites, in a cell whose sum is opened."""
+        """Return the smallest number of surviving members, and of their sites, in a cell whose sum may be unmasked."""
         return max(self._min_cover, self.group.min_cover)
 
     def mask_(self, numbers: FlatTensors, encrypted: Mapping[int, bytes]) -> bytes:
@@ -222,6 +222,6 @@ class Member:
 
 
 def _seed_at(piece: bytes, place: int) -> bytes:
-    """Return a seed's part of a secret or of a share: the private key comes first."""
+    """Return the bytes of the seed number ``place`` in a secret or a share, which begin with the private key."""
     start = SEED_BYTES * (1 + place)
     return piece[start : start + SEED_BYTES]

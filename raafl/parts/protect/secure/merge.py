@@ -49,7 +49,8 @@ def inner_mean(merge: Merge) -> Mean | Deltas | None:
     """Return the mean that ``merge`` is or wraps; None if the merge needs more than a weighted sum of updates."""
     inner = merge.inner if isinstance(merge, Private | LabelSplit) else merge
     inner = inner.inner if isinstance(inner, LabelSplit) else inner
-    return inner if isinstance(inner, Mean | Deltas) and type(inner) in (Mean, Deltas) else None  # a subclass does more
+    # subclasses are excluded: they may do more
+    return inner if isinstance(inner, Mean | Deltas) and type(inner) in (Mean, Deltas) else None
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class SecureSum(Wrapped):
         return self.options.clip_norm
 
     def __post_init__(self) -> None:
-        """Ask clients for differences, whatever the wrapped merge takes."""
+        """Let clients send differences, whatever the wrapped merge takes."""
         object.__setattr__(self, "sends", "delta")
 
     # ---- weights, and what a client makes of them ----
@@ -88,13 +89,14 @@ class SecureSum(Wrapped):
         """Return an update's weight in the mean, and its staleness factor."""
         inner = inner_mean(self.inner)
         assert inner is not None
-        if isinstance(self.inner, Private):  # it discounts staleness itself, on the mean
+        if isinstance(self.inner, Private):  # `Private` applies the staleness factor itself, to the mean
             return 1.0, 1.0
         return inner.weigh(Update(0, 0, 0, FlatTensors.empty(Layout(())), num_samples), staleness)
 
     def weights(self, group: Group) -> dict[int, float]:
         """Return each member's weight times its staleness factor, by its id; server and clients compute the same."""
-        if group.equal or isinstance(self.inner, Private):  # a client does not know of the server's noise
+        # `Private` weights all clients equally, of which clients do not know
+        if group.equal or isinstance(self.inner, Private):
             return dict.fromkeys(group.by_id, 1.0)
         products = {}
         for member in group.members:
@@ -125,7 +127,7 @@ class SecureSum(Wrapped):
                 f"secure_aggregation: '{others[0].name}' trains in {str(others[0].dtype)[6:]}: use a model in float32",
             ]
         statistics = [entry.name for entry in trained if entry.name not in state.submodels.parameter_names]
-        if statistics and not isinstance(self.inner, Private):  # which says the same
+        if statistics and not isinstance(self.inner, Private):  # `Private` adds the same note
             problems = [
                 *problems,
                 f"secure_aggregation: the model has running statistics ({statistics[0]}), which secure aggregation "
@@ -176,14 +178,14 @@ class SecureSum(Wrapped):
             self._read(state, memory, layouts)
 
     def _begin(self, memory: SecureMemory, layouts: IntegerLayouts, group: SumGroup) -> None:
-        """Start a group's sum; one that was never completed means nothing, and is dropped."""
+        """Start a group's sum; an incomplete earlier sum is dropped, since it is still masked."""
         if memory.missing:
             memory.num_unsound += 1
         memory.missing, memory.scale, memory.group = list(group.members), group.scale, []
         memory.numbers = layouts.zeros()
 
     def _read(self, state: GlobalState, memory: SecureMemory, layouts: IntegerLayouts) -> None:
-        """Decode a complete sum, and add it to the changes of this merge."""
+        """Decode a group's complete sum, and add it to the total change of this merge."""
         members, numbers = memory.group, memory.numbers
         memory.group, memory.numbers, memory.num_sums = [], None, memory.num_sums + 1
         assert numbers is not None
@@ -202,7 +204,7 @@ class SecureSum(Wrapped):
         buffer_of(memory.weights).add_(torch.where(is_open, buffer_of(weights), 0.0))
 
     def _is_sound(self, total: torch.Tensor, shares: torch.Tensor, share: float) -> bool:
-        """Check that a sum is within what its clients were to keep to: each element, and the norm where they clip."""
+        """Check that a sum keeps the bounds of its clients: on each element, and on the norm if clients clip."""
         room = self.point.bound * (1 + 1e-6)  # `shares` is rounded to single precision
         if bool((total.abs() > shares * room).any()):
             return False
@@ -224,7 +226,7 @@ class SecureSum(Wrapped):
             return
         theta = state.values.buffers[torch.float32][: buffer_of(total).numel()]
         sums, shares = (buffer_of(flat).to(theta.device) for flat in (total, weights))
-        # 0 / 0 = NaN where nothing was opened, which the next line leaves out
+        # elements that were not unmasked give 0 / 0 = NaN, which `where` leaves out
         theta.copy_(torch.where(shares > 0, theta + sums / shares, theta))
 
     def report(self, state: GlobalState) -> dict[str, Any]:

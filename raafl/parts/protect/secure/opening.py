@@ -35,7 +35,7 @@ class Opening:
     """
 
     def __init__(self, group: Group, layouts: IntegerLayouts) -> None:
-        """Prepare; the members' commitments are added as they arrive."""
+        """Start without commitments, which are added as the members send them."""
         self.group, self.coverage = group, group.coverage(layouts)
         self.commitments: dict[int, bytes] = {}
         self._own: dict[int, dict[int, bytes]] = {}

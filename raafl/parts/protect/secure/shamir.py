@@ -11,11 +11,11 @@ from functools import reduce
 
 import numpy as np
 
-MAX_SHARES = 255  # points of the field other than 0, at which the secret lies
+MAX_SHARES = 255  # the field GF(256) has 255 points other than 0, where the polynomial's value is the secret
 
 
 def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """Return powers of the generator 3, twice in a row, and logarithms; that of 0 is never read."""
+    """Return the powers of the generator 3, twice in a row, and the logarithms to base 3; log[0] is never read."""
     powers, logs, value = np.zeros(510, np.uint8), np.zeros(256, np.int64), 1
     for exponent in range(255):
         powers[exponent] = powers[exponent + 255] = value

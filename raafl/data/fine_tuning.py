@@ -226,9 +226,8 @@ class FineTuning(TrainTestData):
         lengths = np.diff(encoded.starts.numpy())[examples].astype(np.int64)
         if self.packing:
             return [examples[row] for row in pack(lengths, encoded.group.numpy()[examples], self.max_length)]
-        if (
-            self.padding == "longest"
-        ):  # put the longest rows first: costs are predicted from the first rows, and must not be too low
+        if self.padding == "longest":
+            # put the longest rows first: costs are predicted from the first rows, and must not be too low
             examples = examples[np.argsort(-lengths, kind="stable")]
         return list(examples[:, None])
 

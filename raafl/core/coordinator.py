@@ -53,7 +53,7 @@ from raafl.core.types import (
 from raafl.errors import BadInput, format_error
 from raafl.rules import Rules
 
-TIME_UP = 0  # id of the timer that ends the run; minus a client's id: of the one that lets it take part again
+TIME_UP = 0  # id of the timer that ends the run; a suspended client's timer has minus the client's id
 
 
 class Coordinator:
@@ -97,11 +97,11 @@ class Coordinator:
         self.algorithm, self.state, self.limits, self.seed, self.pace = algorithm, state, limits, seed, pace
         self.roster = Roster()
         self.merged = self.evaluated = 0
-        self.samples_merged = 0  # samples that merged updates were trained on, by the lengths of their tasks
-        self.spacings = 0  # multiples of `limits.eval_every` that had passed at the last merge
+        self.samples_merged = 0  # number of training samples behind all merged updates
+        self.spacings = 0  # number of multiples of `limits.eval_every` that had passed at the last merge
         self.backoff = RefusalBackoff(limits.max_refused)
         self.refused: Counter[str] = Counter()
-        self.clipped: Counter[int] = Counter()  # by client: updates that say more samples than may weigh
+        self.clipped: Counter[int] = Counter()  # by client: updates that reported more samples than allowed
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
         self.is_merging = False
         self.finished: str | None = None
@@ -122,7 +122,7 @@ class Coordinator:
             overlap=overlap,
             rules=rules or Rules(),
         )
-        self.absent: set[int] = set()  # lost before the start, and not waited for
+        self.absent: set[int] = set()  # clients lost before the start, for which it does not wait any more
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {
             Joined: self._joined,
@@ -185,7 +185,7 @@ class Coordinator:
             self._actions.append(adjusted)
 
     def _take(self, update: Update, assignment: Assignment, now: float) -> str | None:
-        """Pass a well-formed update to the parts, before it is recorded as answered; return why a part refuses it, or None."""
+        """Pass a well-formed update to the method's parts before it is recorded; return why a part refuses it, else None."""
         client, cut = self.roster.clients[assignment.client], assignment.spec.without_base
         staleness = self.state.version - assignment.version
         update.tensors, update.bundles = self.payload.split(update.tensors, assignment.spec, "trained")
@@ -201,7 +201,7 @@ class Coordinator:
         return None
 
     def _sending(self, event: Sending, now: float) -> None:
-        """Let a client that has trained have its next task; at most one update of a client travels beside a task."""
+        """Free a client for its next task while its update is being sent; a client sends at most one update at a time."""
         assignment = self.roster.active.get(event.assignment)
         if assignment is None or (assignment.client, assignment.incarnation) != (event.client, event.incarnation):
             return
@@ -214,10 +214,10 @@ class Coordinator:
         elif -event.id in self.roster.suspended and not self.backoff.keeps_out(-event.id, now):
             self._admit(self.roster.suspended.pop(-event.id), now)
 
-    # ---- what follows from an event ----
+    # ---- merging and assigning ----
 
     def _go_on(self, now: float) -> bool:
-        """Merge if the trigger is due, then assign work; return whether to repeat, since all who might work were dismissed."""
+        """Merge if the trigger is due, then assign work; return whether to repeat because all possible clients were dismissed."""
         if not self.started:
             there = len(self.roster.clients)
             if not there or there + len(self.absent) < self.limits.min_clients:
@@ -229,7 +229,7 @@ class Coordinator:
         return self.finished is None and self._hand_out(now) and not self.roster.num_out
 
     def _merge_if_due(self, now: float) -> None:
-        """Merge as often as the trigger is due; where it takes some of the waiting updates, it may be due again."""
+        """Merge until the trigger is not due any more: a merge may use only some of the waiting updates."""
         trigger, memory = self.algorithm.trigger, self.state.memory
         while self.state.waiting and self.finished is None:
             there, arrived_s = len(self.roster.clients), ArrivalTimes(self.state.waiting)
@@ -251,12 +251,12 @@ class Coordinator:
             self._actions.append(SetTimer(*self.wake))
 
     def _merge(self, ids: Collection[int] | None = None) -> None:
-        """Merge the waiting updates into the next version; where ``ids`` of assignments are given, only theirs."""
+        """Merge the waiting updates into the next version; ``ids``: assignments of the updates to merge, None = all."""
         state = self.state
         due = [item for item in state.waiting if ids is None or item.update.assignment in ids]
         left = [item for item in state.waiting if not (ids is None or item.update.assignment in ids)]
         state.waiting[:] = due
-        self.is_merging = True  # and stays so where the method raises: half of the model may be merged
+        self.is_merging = True  # stays True if the method raises here: the model may then be merged only in part
         self.algorithm.merge.apply(state)
         self.is_merging = False
         state.waiting[:] = left
@@ -266,7 +266,7 @@ class Coordinator:
             assignment = item.assignment
             assert assignment is not None
             state.counts[assignment.region] = state.counts.get(assignment.region, 0) + 1
-            # counted anew: others may have been merged since this one arrived
+            # staleness is computed here, since other updates may have been merged since this one arrived
             self._settle(assignment, assignment.client, "merged", before - assignment.version, item.update)
             self.samples_merged += self.fleet.samples(item.update.num_samples, assignment)
             self.roster.readmit(assignment.client)
@@ -285,17 +285,17 @@ class Coordinator:
             self._actions.append(Checkpoint(version))
 
     def _is_evaluation_due(self, now: float) -> bool:
-        """Check whether the version that was just merged is the first at or after a multiple of the evaluations' distance."""
+        """Return whether an evaluation is due: the merge just done is the first at or after a multiple of `limits.eval_every`."""
         every, unit = self.limits.eval_every, self.limits.eval_unit
         if unit == "versions":
             return self.state.version % every == 0
-        # 0.6 / 0.2 is below 3 in floating point, though three distances of 0.2 s have passed at 0.6 s
+        # 0.6 / 0.2 is slightly below 3 in floating point, so a small tolerance is added before rounding down
         passed = math.floor((now if unit == "seconds" else self.samples_merged) / every * (1 + 1e-12))
         due, self.spacings = passed > self.spacings, passed
         return due
 
     def _hand_out(self, now: float) -> bool:
-        """Sample clients where work may start, and assign to as many as may work at once; return whether one was dismissed."""
+        """Sample idle clients and assign work to as many as may work at once; return whether a client was dismissed."""
         sample, rolling = self.algorithm.sample, self.algorithm.trigger.restart == "arrival"
         if len(self.roster.idle) and (rolling or not self.state.waiting):
             if not (self.roster.num_out or self.state.waiting):
@@ -307,7 +307,7 @@ class Coordinator:
             try:
                 work = self._work_for(client)
                 pace_s = self._pace_s(client, work, now)
-            except BadInput as error:  # nobody else is to suffer for it
+            except BadInput as error:  # this client has no possible work; the other clients go on
                 self._drop(client.id, "unfit")
                 self._actions.append(Dismiss(client.id, client.incarnation, str(error)))
                 dismissed = True
@@ -340,7 +340,7 @@ class Coordinator:
         self.finished = reason
         self._actions += [Checkpoint(self.state.version), Finish(reason)]
 
-    # ---- who may take part, and which updates count ----
+    # ---- which clients may take part, and which updates count ----
 
     def _joined(self, event: Joined, now: float) -> None:
         if self.roster.find(event.client.id) is not None:
@@ -360,10 +360,10 @@ class Coordinator:
             self._turn_away(client, error, now)
 
     def _turn_away(self, client: ClientInfo, error: Exception, now: float) -> None:
-        """Dismiss a client whose words raised ``error``, and suspend it as if its last updates had all been refused.
+        """Dismiss a client whose message raised ``error``, and suspend it as if its last updates had all been refused.
 
-        What calls this has left the books as they were before, or settled. A fault of the method's own meets every client, and so
-        ends the run.
+        The caller leaves the coordinator's tables consistent first. An error in the method itself occurs for every
+        client, and so ends the run.
         """
         until = self.backoff.condemn(client.id, now)
         self._drop(client.id, ERROR)
@@ -374,13 +374,13 @@ class Coordinator:
     def _refuse(
         self, update: Update, assignment: Assignment | None, problem: str, now: float, error: Exception | None = None
     ) -> None:
-        """Settle an update that is not merged; a client refused too often is kept out, and alone can end no run.
+        """Record an update as refused; suspend a client that is refused too often, and dismiss it if its message raised ``error``.
 
-        One whose words raised ``error`` is turned away.
+        The run fails only if the last updates of every client were refused.
         """
         self.refused[problem] += 1
         if assignment is not None and problem == "wrong-client":
-            assignment = None  # the one that was asked may still answer
+            assignment = None  # the client that was assigned this task may still answer it
         if assignment is not None:
             self.roster.release(assignment, back=True)
         self._settle(assignment, update.client, f"refused:{problem}", 0, update)
@@ -392,7 +392,7 @@ class Coordinator:
             return
         if problem == OUT_OF_MEMORY:
             self._narrow(assignment)
-        excused = problem in DIVERGED and is_ruined(self.state)  # a model on which honest clients fail, too
+        excused = problem in DIVERGED and is_ruined(self.state)  # the model is non-finite: honest clients fail, too
         until = self.backoff.refuse(client.id, now, excused=excused)
         client = self.roster.clients[client.id]
         if until is not None:
@@ -407,7 +407,7 @@ class Coordinator:
             )
 
     def _reject_reason(self, update: Update, assignment: Assignment | None) -> str | None:
-        """Return why an update is refused whatever its values are, or None: unknown, another client's, late, empty, misshapen."""
+        """Return why an update is refused regardless of its values (unknown assignment, late, wrong layout, ...); else None."""
         if assignment is None:
             return "repeated" if 0 < update.assignment <= self.roster.last_id else "unknown-assignment"
         if (assignment.client, assignment.incarnation) != (update.client, update.incarnation):
@@ -416,7 +416,7 @@ class Coordinator:
             return update.refusal
         if assignment.id in self.roster.late:
             return LATE
-        if update.num_samples < 1:  # weighs nothing, whatever the merge goes by
+        if update.num_samples < 1:  # an update without samples would have no weight in any merge
             return "no-samples"
         sent = self.payload.returned(assignment.spec)
         expected = self.algorithm.merge.received_layout(self.state, assignment.spec, sent)
@@ -425,7 +425,7 @@ class Coordinator:
         return None
 
     def _max_samples(self, client: ClientInfo) -> int | None:
-        """Return the most samples that a client with data of its own may count as beside the others; None = as it says."""
+        """Return the limit on the samples that a client with its own data counts as; None = no limit."""
         if not client.own_data or self.limits.max_weight is None:
             return None
         return max(int(self.limits.max_weight * self.roster.middle), 1)
@@ -439,8 +439,8 @@ class Coordinator:
         return num_samples if most is None else min(num_samples, most)
 
     def _clip(self, client: ClientInfo, assignment: Assignment, update: Update) -> None:
-        """Cut the steps and samples that a client says to what it may count as, for training and for its own tests."""
-        # an epoch has at most a step for each sample
+        """Limit the steps and samples that a client reports, for training and for its own test, to plausible numbers."""
+        # an epoch has at most one step for each sample
         steps = self.fleet.training.nominal_samples(assignment, client.num_samples, 1)
         update.num_steps = min(update.num_steps, max(steps, 1))
         most = self._max_samples(client)
@@ -454,9 +454,9 @@ class Coordinator:
             update.metrics = {**update.metrics, NUM_TESTED: float(tested)}
 
     def _count_unanswered(self, client: int, now: float, *, always: bool = False) -> None:
-        """Count a task that its client leaves without an answer as a refusal: ``always``, or if its round was closed without it.
+        """Count a task that its client never answered as a refusal if ``always`` is set, or if its round was closed without it.
 
-        So who takes tasks and never answers, whether it waits for the timeout or joins again before, is soon asked for nothing.
+        So a client that takes tasks and never answers is soon suspended.
         """
         number = self.roster.busy.get(client, self.roster.sending.get(client))
         if number is None or not (always or number in self.roster.late):
@@ -471,7 +471,7 @@ class Coordinator:
             self._actions.append(Fail(f"failed: {why}"))
 
     def _is_hopeless(self) -> bool:
-        """Check whether no client's update can be hoped to be merged any more."""
+        """Return whether no client can be expected to send a valid update any more."""
         known = [client for client, num in self.roster.joins.items() if num]
         if len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.backoff.is_bad, known)):
             return True
@@ -485,24 +485,23 @@ class Coordinator:
         if client is not None:
             if event.reason != RESTART:
                 self._count_unanswered(event.client, now, always=event.counts)
-            # the rest may be the client's own words: each would be an outcome of its own
+            # keep only the reason's code: free text from clients would create a new outcome each time
             kind = event.reason.partition(":")[0]
             self._drop(event.client, kind if kind in LOSSES else "other")
         if not self.started and self.limits.count_lost and event.reason != RESTART:
             self.absent.add(event.client)
 
     def _narrow(self, assignment: Assignment) -> None:
-        """Take it that a client's memory is less than a task was predicted to need, which it did not have."""
+        """Lower a client's known memory to below what a task was predicted to need, after it ran out of memory on that task."""
         client = self.roster.clients[assignment.client]
         needed = self.fleet.cost(assignment.spec, assignment.extra).peak_bytes
         self.roster.said_bytes.setdefault(client.id, client.profile.memory_bytes)
         self._with_memory(client, min(client.profile.memory_bytes, max(needed - 1, 1)))
 
     def _open_round(self, now: float) -> None:
-        """Tell the selector who is in the round; turn away those whose words alone make it raise.
+        """Tell the selector which clients are in the round; turn away clients that make the selector raise.
 
-        Raises:
-            Exception: what it raises for no client alone, or for each of several, is the method's own fault.
+        An error that no client causes alone, or that each of several causes, is the method's own and is raised.
         """
         select = self.algorithm.select
         while out := self.roster.out:
@@ -517,7 +516,7 @@ class Coordinator:
                     self._turn_away(client, error, now)
 
     def _work_for(self, client: ClientInfo) -> Work:
-        """Choose a client's work; where nothing smaller suits one whose memory was too small, that which suited it before."""
+        """Choose work for a client; if its lowered memory fits no work, restore the memory that it reported and choose again."""
         try:
             return self._selected(client)
         except BadInput:
@@ -526,7 +525,7 @@ class Coordinator:
             return self._selected(self._with_memory(client, self.roster.said_bytes.pop(client.id)))
 
     def _selected(self, client: ClientInfo) -> Work:
-        """Choose a client's work, and in which form it holds the frozen base."""
+        """Choose a client's work, and the precision in which it holds the frozen base."""
         work = self.algorithm.select(client, self.fleet)
         spec = self.fleet.choose_base(client, work.spec, work.extra)
         return work if spec is work.spec else replace(work, spec=spec)
@@ -539,7 +538,7 @@ class Coordinator:
         return changed
 
     def _drop(self, client: int, reason: str) -> None:
-        """Forget a client; what it was working on is lost, what it has sent stays."""
+        """Remove a client: its unanswered tasks are lost, the updates that it has sent stay."""
         if self.roster.suspended.pop(client, None) is not None:
             self.roster.said_bytes.pop(client, None)
             return
@@ -548,7 +547,7 @@ class Coordinator:
         try:
             self.algorithm.select.on_loss(gone, self.fleet)
         except Exception:
-            if reason != ERROR:  # else it has never seen the client, or the same words raise again
+            if reason != ERROR:  # with ERROR the selector may not know the client, or fail on the same data again
                 raise
         for assignment in unanswered:
             self._settle(assignment, client, f"lost:{reason}", 0, None)
@@ -584,7 +583,7 @@ class Coordinator:
         self._actions.append(Assign(assignment))
 
     def _pace_s(self, client: ClientInfo, work: Work, now: float) -> float:
-        """Return the least duration of a wall-clock task in seconds: what the emulated device would take; 0 = as fast as it can."""
+        """Return the least duration of a wall-clock task in seconds, as the emulated device would take; 0 = no emulation."""
         if not self.pace:
             return 0.0
         predicted, task = self.fleet.task_time(client, work), self.roster.tasks[client.id]

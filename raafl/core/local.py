@@ -73,19 +73,21 @@ class Hook(Part):
 class Traits:
     """What a method's local training can do, needs, and leaves out."""
 
-    # whether axes are proven on the model as `prepare` makes it; False: what that adds acts by its width on purpose
+    # whether axes are checked on the prepared model; False = what `prepare` adds depends on its own width by design
     proven_as_trained: bool = True
-    up_as: UpAs | None = None  # what its values always go up as, whatever `compress.up` says
-    uses_gradients: bool = False  # whether its hook works with gradients, which 16-mixed scales and may leave infinite
-    # whether it steps with the module's optimizer, whose learning rate ``train.lr_schedule`` changes
+    # encoding in which trained values are always sent, whatever `compress.up` says; None = as configured
+    up_as: UpAs | None = None
+    # whether the hook uses gradients, which 16-mixed precision scales and may leave infinite
+    uses_gradients: bool = False
+    # whether training steps use the module's optimizer, whose learning rate ``train.lr_schedule`` changes
     uses_optimizer: bool = True
-    # hooks of Lightning, of `raafl.module_hooks.TASK_HOOKS`, that its way of stepping does not call
+    # Lightning hooks of `raafl.module_hooks.TASK_HOOKS` that the method's training loop does not call
     leaves_out: frozenset[str] = frozenset()
-    # whether its bundles stay on the client from task to task, so that values travel only as `travels` says; see `Payload`
+    # whether bundles stay on the client between tasks, so that only the values in `travels` are sent; see `Payload`
     resident: bool = False
     # whether several processes of one client can share a task and average the gradients of the module
     supports_data_parallel: bool = True
-    # number of a task's first steps that need nothing of what is received, so that they may precede it
+    # number of first steps of a task that need no received values, and so may run before the task arrives
     steps_ahead: int = 0
 
 
@@ -118,7 +120,7 @@ class Local(Part):
         at_least("prox", self.prox, 0)
 
     def __init_subclass__(cls, **more: object) -> None:
-        """Refuse a trait in the class, and bundles with an exchange: in a task of two sides neither has a place for bundles."""
+        """Refuse a trait set on the class itself, and bundles combined with an exchange, where neither side could store them."""
         super().__init_subclass__(**more)
         if stray := vars(cls).keys() & {one.name for one in fields(Traits)}:
             raise TypeError(f"{cls.__name__} sets {', '.join(sorted(stray))}: return it in the property traits")

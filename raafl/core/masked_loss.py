@@ -64,29 +64,29 @@ def output_layer(submodels: Submodels) -> str | None:
 
 
 def _on_meta(submodels: Submodels, ask: Callable[[Any, Any], str | None]) -> tuple[str | None] | None:
-    """Pass ``ask`` the whole model and a batch, both without values; None where that cannot run."""
+    """Call ``ask`` with the whole model and a batch, both on the meta device; return None if that fails."""
     if submodels.example_batch is None:
         return None
-    for device in ("meta", "cpu"):  # of tensors that the user's code makes without saying where
+    for device in ("meta", "cpu"):  # default device of tensors that the user's code creates without naming one
         try:
             with torch.device(device), torch.enable_grad():
                 module = submodels.shrink(FULL, device="meta").module
                 settle(module)
                 return (ask(module, meta_batch(submodels.example_batch, 2)),)
-        except Exception:  # whatever the user's code raises without values
+        except Exception:  # the user's code may raise anything when tensors have no values
             continue
     return None
 
 
 def _why_unused(module: nn.Module, batch: object) -> str | None:
-    """Explain why the loss of a training step does not come from logits that the module's own call gives, or None."""
+    """Return why a training step's loss does not depend on logits that the module's forward returns; None if it does."""
     found: list[Tensor | None] = []
 
     def cut(_: object, args: object, output: Tensor | HasLogits) -> object:
         logits = logits_of(output)
         found.append(None if logits is None else logits.detach().requires_grad_())
         if logits is None or isinstance(output, Tensor):
-            return found[-1]  # None leaves the output as it is
+            return found[-1]  # None leaves the layer's output unchanged
         output.logits = found[-1]
         return output
 
@@ -103,13 +103,14 @@ def _why_unused(module: nn.Module, batch: object) -> str | None:
 
 
 def _layer_of(module: nn.Module, batch: object) -> str | None:
-    """Return the linear layer that gives the logits of every call, and nothing else in the step."""
+    """Return the path of the linear layer that computes all logits and nothing else in the step; None if there is none."""
     given: list[tuple[str, Tensor]] = []
     logits: list[Tensor | None] = []
     for path, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             layer.register_forward_hook(lambda _, args, output, path=path: given.append((path, output)))
-    module.register_forward_hook(lambda _, args, output: logits.append(logits_of(output)))  # after the layers' own
+    # runs after the hooks of the layers
+    module.register_forward_hook(lambda _, args, output: logits.append(logits_of(output)))
     loss_of(module, batch)
     makers = {next((path for path, output in given if output is one), None) for one in logits}
     maker = makers.pop() if len(makers) == 1 else None

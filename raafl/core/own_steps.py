@@ -56,7 +56,7 @@ def followed_cost(
     key = (type(local), repr(local), json.dumps(depends, sort_keys=True, default=repr))
     try:
         cost = submodels.method_cost(spec, batch_size, OwnSteps(local, submodels, extra), key)
-    except USER_ERRORS:  # such as a hook that asks for what is not there
+    except USER_ERRORS:  # for example a hook that reads a missing attribute
         return estimate
     return replace(
         cost, down_bytes=estimate.down_bytes, up_bytes=estimate.up_bytes, num_exchanges=estimate.num_exchanges
@@ -70,7 +70,7 @@ class OwnSteps:
     """
 
     def __init__(self, local: Stepwise, submodels: Submodels, extra: Mapping[str, Any]) -> None:
-        """Follow the tasks of ``local`` that have the settings ``extra``."""
+        """Run the tasks of ``local`` with the settings ``extra``."""
         self._local, self._submodels, self._extra = local, submodels, extra
         self.rescale = local.rescale
 
@@ -80,20 +80,19 @@ class OwnSteps:
 
 
 class _NoServer:
-    """Connection to no server, which answers each question with a reply without values."""
+    """Stand-in for the connection to the server: answers each question with tensors without values."""
 
     def __init__(self, device: torch.device) -> None:
-        """Give replies on ``device``."""
         self._device = device
 
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
-        """Pack a question's tensors, as for sending, and return a reply; see `raafl.core.exchange.ClientLink`."""
+        """Pack a question's tensors as for sending, and return a reply; see `raafl.core.exchange.ClientLink`."""
         FlatTensors.from_named(tensors)
         return FlatTensors.zeros(answer, self._device)
 
 
 class _OwnTask:
-    """A task of a method with everything that its hook may use, but without values.
+    """A task with all that a method's hook may use, on tensors without values.
 
     `received_and_sent`: tensors that it has received or will send.
     `answer_bytes`: bytes of the trained values beside which bundles are sent.

@@ -60,7 +60,7 @@ class Payload:
     ) -> None:
         """Define the payload of a run.
 
-        `travels`: values that travel for a task of a resident payload; None = all travels, bundles too.
+        `travels`: names of the values that are sent for a task of a resident payload; None = all values and bundles.
         """
         self.submodels, self.up_as, self._own, self._travels = submodels, up_as, own, travels
         self._bundles: dict[Way, tuple[str, ...]] = {"sent": down, "trained": up}
@@ -174,7 +174,7 @@ def _name(bundle: str, tensor: str) -> str:
 
 
 def _next(flat: FlatTensors, layout: Layout, ends: dict[torch.dtype, int]) -> FlatTensors:
-    """Return the next tensors in ``flat``, of ``layout``, and move ``ends`` behind them."""
+    """Return the next tensors of ``flat`` according to ``layout``, and advance the offsets ``ends`` past them."""
     buffers: dict[Any, torch.Tensor] = {}
     for dtype, numel in layout.numel.items():
         buffers[dtype] = flat.buffers[dtype][ends[dtype] : ends[dtype] + numel]

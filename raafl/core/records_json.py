@@ -35,9 +35,10 @@ _ADDED = {
 
 @lru_cache(maxsize=1024)
 def _profile_to_json(profile: Profile) -> dict[str, Any]:
-    """Describe a device, of which a large fleet has few kinds, once; the answer is shared, and not to be changed."""
+    """Convert a device profile to fields of a journal row; the cached result is shared by clients and must not be changed."""
     values = {one.name: getattr(profile, one.name) for one in fields(profile)}
-    for name, default in _ADDED.items():  # most devices have none of these: their rows stay short
+    # leave out fields at their default, which most devices have, to keep rows short
+    for name, default in _ADDED.items():
         if values[name] == default:
             del values[name]
     if profile.availability is not None and profile.availability[-1][1] == math.inf:
@@ -87,10 +88,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def _group_to_json(group: SumGroup | None) -> dict[str, Any]:
-    """Convert a group of secure aggregation, whose updates are only read as a sum, to fields of the journal row.
-
-    Returns an empty dict for an update without a group.
-    """
+    """Convert a group of secure aggregation to fields of the journal row; empty without a group."""
     if group is None:
         return {}
     return {"group": list(group.members), "scale": group.scale, **({"masked": True} if group.masked else {})}

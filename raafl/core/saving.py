@@ -70,7 +70,7 @@ def from_plain(data: object, device: torch.device = _CPU) -> Any:
 
 
 def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
-    """Collect the tables that are changed in place, by the names that they are saved under; those of a fresh one are empty."""
+    """Collect the mutable tables of the coordinator by the names under which they are saved; all are empty in a new run."""
     roster, backoff = coordinator.roster, coordinator.backoff
     return {
         "counts": coordinator.state.counts,
@@ -88,7 +88,7 @@ def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
 
 
 def _counters(coordinator: Coordinator) -> dict[str, Any]:
-    """Name the plain attributes, with whose they are."""
+    """Map the names of plain attributes to save to the objects that own them."""
     names = dict.fromkeys(("merged", "evaluated", "samples_merged", "spacings", "opened_s", "started"), coordinator)
     return {"version": coordinator.state, "last_id": coordinator.roster, **names}
 
@@ -121,9 +121,9 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     """Load the result of `save` into a new coordinator, in place; the model's values are restored separately."""
     roster, state = coordinator.roster, coordinator.state
     for name, owner in _counters(coordinator).items():
-        setattr(owner, name, data.get(name, getattr(owner, name)))  # an earlier version has saved no "spacings"
+        setattr(owner, name, data.get(name, getattr(owner, name)))  # checkpoints of earlier versions have no "spacings"
     for name, book in _books(coordinator).items():
-        book.update(dict(data.get(name, ())))  # an earlier version has saved none of "sending"
+        book.update(dict(data.get(name, ())))  # checkpoints of earlier versions have no "sending"
     device = state.values.device
     state.memory.load(from_plain(data["memory"], device))
     state.clients.values.update(from_plain(data["client_state"], device))
@@ -146,7 +146,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
 
 
 def _waiting_to_plain(item: PendingUpdate) -> list[Any]:
-    """Return an update that waits, without its tensors, which the merge has taken in."""
+    """Convert a waiting update to plain data without its tensors, which the merge has copied already."""
     assert item.assignment is not None
     without = ("tensors", "extra", "bundles", "refusal", "group")
     data = {one.name: getattr(item.update, one.name) for one in fields(item.update) if one.name not in without}

@@ -30,7 +30,7 @@ class OwnTests:
     # number of test samples by client, for clients that use the run's data; clients without test samples are
     # absent
     sizes: Mapping[int, int] = field(default_factory=dict)
-    # fraction of its data that a client sets aside for tests, for clients with data that only they can see
+    # fraction of its data that a client with its own data sets aside for tests
     share: float = 0.0
 
     def of(self, client: ClientInfo) -> float:
@@ -128,11 +128,12 @@ class SelectContext:
         if spec.base is None and (bases := self.state.submodels.bases.names):
             spec = replace(spec, base=bases[-1])
         own = type(self.local)
-        is_own = own.cost is not Local.cost and own.estimate is Local.estimate  # a formula is all that it has
+        # the method defines only the closed-form `cost`
+        is_own = own.cost is not Local.cost and own.estimate is Local.estimate
         predict = self.local.cost if self.rules.follows_methods or is_own else self.local.estimate
         cost = predict(self.state.submodels, spec, self.batch_size, extra)
         cost = cost if self.plan is None else self.plan.cost(cost, spec, extra)
-        # an update that travels is a copy beside the next task
+        # while an update is being sent, its copy is in memory beside the next task
         return replace(cost, peak_bytes=cost.peak_bytes + cost.up_bytes) if self.overlap else cost
 
     def choose_base(self, client: ClientInfo, spec: Spec, extra: Mapping[str, Any] | None = None) -> Spec:
@@ -224,7 +225,7 @@ class SelectContext:
         """
         samples, ahead = self.samples(client.num_samples, work), self.local.traits.steps_ahead
         early = min(self.samples(client.num_samples, Work(num_steps=ahead)), samples)
-        # a forward pass costs a third of a step, as in `time_on`
+        # a forward pass is counted as a third of a training step, as in `time_on`
         return early / (samples + self.tested(client, work.extra) / 3)
 
     def problems(self, ask: Callable[[ClientInfo], object]) -> list[str]:
@@ -262,7 +263,7 @@ class Select(Part, ABC):
 
     @abstractmethod
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the work for an idle ``client``; raises `BadInput` where none is possible."""
+        """Return the work for an idle ``client``; raises `BadInput` if none fits it."""
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Update ``fleet.cache`` when ``client`` joins, rejoins, or reports another device profile."""

@@ -15,10 +15,10 @@ class Snapshots:
     since allocating costs more than copying.
     """
 
-    remembers = False  # whether a transfer depends on the client's earlier tasks
+    remembers = False  # whether a transfer depends on the client's earlier tasks, as with delta compression
 
     def __init__(self, coordinator: Coordinator, storage: PayloadRoom | None = None) -> None:
-        """Prepare; ``storage`` makes room for the copies; None = in memory."""
+        """Prepare; ``storage`` allocates the copies, None = in memory."""
         self._storage = storage or FlatTensors.empty
         self._state, self._payload, self._merge = coordinator.state, coordinator.payload, coordinator.algorithm.merge
         self._version = -1
@@ -47,7 +47,7 @@ class Snapshots:
         return current
 
     def _own(self, assignment: Assignment) -> FlatTensors:
-        """Cut a snapshot for one client that is sent something of its own."""
+        """Copy the values for one client, where the method sends each client different values."""
         spec = assignment.spec
         out = self._room(self._payload.layout(spec, "sent"))
         values, bundles = self._payload.split(out, spec, "sent")
@@ -57,12 +57,12 @@ class Snapshots:
         return out
 
     def _room(self, layout: Layout) -> FlatTensors:
-        """Return storage for a snapshot, used before where there is some."""
+        """Return storage for a snapshot, reusing a freed one of the same layout if there is one."""
         free = self._free.get(layout)
         return free.pop() if free else self._storage(layout, self._state.values.device)
 
     def _gather(self, spec: Spec, out: FlatTensors) -> None:
-        """Copy a submodel's values; a plan's state has none, and where they would lie need not be worked out."""
+        """Copy a submodel's values into ``out``; do nothing if the state has no values, as when planning a run."""
         if self._state.values.device.type != "meta":
             self._state.submodels.plan(spec, "sent").gather(self._state.values, out)
 
@@ -88,7 +88,7 @@ class Snapshots:
 
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
         """Replace the tensors of ``update`` by those that the server receives."""
-        if update.refusal != OUT_OF_MEMORY:  # then nothing was sent
+        if update.refusal != OUT_OF_MEMORY:  # after running out of memory the client has sent no tensors
             update.tensors = update.tensors.to(self._state.values.device)
 
     def refused(self, assignment: Assignment) -> None:

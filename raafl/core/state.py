@@ -35,7 +35,7 @@ class ClientState:
     """
 
     def __init__(self, storage: PayloadRoom | None = None) -> None:
-        """Start empty; ``storage`` makes room for what needs no folder of its own; None = in memory."""
+        """Start empty; ``storage`` allocates entries when no folder is given, None = in memory."""
         self._storage = storage or PayloadRoom()
         self.values: dict[str, dict[int, FlatTensors]] = {}
         self._changed: dict[tuple[str, int], FlatTensors | None] | None = None
@@ -95,7 +95,8 @@ class ClientState:
         If ``folder`` is given, entries that a checkpoint restored to memory are first moved to files there.
         """
         kept = self.values.setdefault(name, {})
-        if folder is not None and not all(map(is_in_files, [*kept.values()][:1])):  # all are from a checkpoint
+        # checking one entry is enough: either all or none were restored from a checkpoint
+        if folder is not None and not all(map(is_in_files, [*kept.values()][:1])):
             for client, flat in kept.items():
                 kept[client] = zeros_in(folder, flat.layout).copy_(flat)
                 release(kept[client])
@@ -106,11 +107,11 @@ class ClientState:
 class PendingUpdate:
     """An accepted update that waits for a merge."""
 
-    # the client's update. Its tensors may already be overwritten: a merge copies, or adds up, those that it needs
+    # update of the client; its tensors may be overwritten later, so a merge copies or sums what it needs
     update: Update
     spec: Spec  # submodel of the update, without the frozen base
     staleness: int  # number of merges from the update's assignment to its arrival
-    # task of the update; None = a merge has combined the update from those of several clients
+    # task of the update; None = a merge has already combined updates of several clients into this one
     assignment: Assignment | None = None
     arrived_s: float = 0.0  # time of arrival, in seconds of the run's clock
 
@@ -169,7 +170,7 @@ def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
     state.values.copy_(saved["values"])
     state.memory.load(saved["memory"], but)
     state.waiting[:] = saved["waiting"]
-    state.scratch.clear()  # the memory from before may be shared with it
+    state.scratch.clear()  # the scratch memory from before may be shared with the copied state
     for (name, client), flat in saved["clients"].items():
         if flat is None:
             state.clients.forget(name, client)
@@ -201,7 +202,7 @@ def is_ruined(state: GlobalState) -> bool:
 
 
 def _copy(value: object) -> object:
-    """Copy containers and tensors; what else a memory has is never changed in place."""
+    """Copy containers and tensors recursively; other values are immutable and returned as they are."""
     match value:
         case Tensor() | FlatTensors():
             return value.clone()
@@ -213,7 +214,7 @@ def _copy(value: object) -> object:
 
 
 def _leaves(value: object) -> Iterator[Tensor]:
-    """Yield every tensor that a merge stores between updates."""
+    """Yield every tensor in the memory that a merge keeps between updates."""
     match value:
         case Tensor():
             yield value

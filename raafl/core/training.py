@@ -68,7 +68,8 @@ class Training:
             raise BadInput(f"train.lr_schedule is '{self.lr_schedule}': give {', '.join(get_args(LrShape))}")
         if not 0 <= self.lr_warmup < 1:
             raise BadInput(f"train.lr_warmup is {self.lr_warmup}: give a number from 0 to below 1")
-        most = 1 if self.lr_schedule == "step" else _LARGEST  # a power of a step's factor must not overflow
+        # for "step" the factor is raised to a power, which must not overflow
+        most = 1 if self.lr_schedule == "step" else _LARGEST
         if not 0 <= self.lr_final <= most:
             raise BadInput(f"train.lr_final is {self.lr_final}: give a number from 0 to {most}")
         given = [name for name in ("lr_versions", "lr_time_s") if getattr(self, name) is not None]

@@ -30,7 +30,7 @@ class Part:
     __slots__ = ()
 
     def __init_subclass__(cls, **more: object) -> None:
-        """Raise `BadInput` for a public method whose name is almost that of a hook, and of none."""
+        """Raise `BadInput` for a public method whose name looks like a misspelled hook."""
         super().__init_subclass__(**more)
         bases = [base for base in cls.__mro__[1:] if issubclass(base, Part) and base is not Part]
         known = {name for base in bases for name in vars(base) if not name.startswith("_")}
@@ -202,7 +202,8 @@ class Update:
     bundles: Mapping[str, FlatTensors] = field(default_factory=dict)
     group: SumGroup | None = None
     work: Mapping[str, Any] = field(default_factory=dict)
-    refusal: str | None = None  # set by the transport when the content may not be merged (non-finite, wrong layout)
+    # reason set by the transport if the content must not be merged (non-finite, wrong layout)
+    refusal: str | None = None
 
     @property
     def needs_fingerprint(self) -> bool:
@@ -210,7 +211,7 @@ class Update:
         return not self.fingerprint and (self.group is None or not self.group.masked)
 
 
-# ---- events: what the coordinator is told ----
+# ---- events: passed to the coordinator ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +273,7 @@ class Stop:
 Event = Joined | Arrived | Sending | Lost | Timer | Stop
 
 
-# ---- actions: what the coordinator asks for ----
+# ---- actions: returned by the coordinator, for the runtime to perform ----
 
 
 @dataclass(frozen=True, slots=True)

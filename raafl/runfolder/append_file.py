@@ -33,7 +33,7 @@ def to_json(value: object, indent: int | None = None) -> str:
     """Convert plain data, tensors, numpy values or dataclasses to JSON text; NaN and infinity become null."""
     try:
         return _ENCODE(value) if indent is None else json.dumps(value, indent=indent, allow_nan=False, default=plain)
-    except ValueError:  # a float that JSON has no word for: rare, so only then is the value walked
+    except ValueError:  # NaN or infinity, which JSON lacks: rare, so replaced only on error
         return json.dumps(finite(value), indent=indent, separators=None if indent else (",", ":"), allow_nan=False)
 
 
@@ -43,7 +43,7 @@ def plain(value: object) -> object:
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if hasattr(value, "tolist"):  # tensors and numpy arrays; a plain number where they hold one without a dimension
+    if hasattr(value, "tolist"):  # tensors and numpy arrays; a 0-dimensional one becomes a plain number
         return value.tolist()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -68,7 +68,7 @@ _ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=plain
 
 KEPT_ROWS = 10_000
 """Rows of one file that are kept in memory while they cannot be written."""
-_READ_BYTES = 2**16  # at a time, of a file's end
+_READ_BYTES = 2**16  # bytes read at a time from a file's end
 RETRY_S = 1.0
 """Seconds between two tries to write them: a full disk may take milliseconds to say so again."""
 DELETED = "it was deleted during the run"
@@ -167,18 +167,19 @@ class AppendFile(Generic[Item]):
     def close(self) -> None:
         """Try once more to write the rows that could not be written so far, and close the file; a second call does nothing."""
         self.flush()
-        with suppress(OSError):  # some file systems find out only now; what they lost is not known
+        # some file systems report a failed write only on close; the number of lost rows is then unknown
+        with suppress(OSError):
             self._file.close()
 
     def _put(self, data: bytes) -> None:
-        """Write one row, whole or not at all."""
+        """Write one row completely, or remove what was written of it."""
         if time.monotonic() - self._looked_s >= RETRY_S:
             self._look()
         self._prepare()
         self._write(data)
 
     def _look(self) -> None:
-        """Check that the file still exists: writes to a deleted file are lost without an error."""
+        """Check that the file still exists: writes to a deleted file would be lost without an error."""
         self._looked_s = time.monotonic()
         if os.fstat(self._file.fileno()).st_nlink == 0:
             self._begin_anew()
@@ -199,16 +200,16 @@ class AppendFile(Generic[Item]):
             raise
 
     def _prepare(self) -> None:
-        """Write the file's beginning if it is missing, before a row."""
+        """Write the file's header before the first row, if it is missing."""
 
     def _emptied(self) -> None:
-        """Reset what depends on the file's beginning, for a new file."""
+        """Reset state that depends on the file's header, for a new file."""
 
     def _put_gap(self, num_rows: int) -> None:
-        """Mark in the file that rows are missing here, if its format can."""
+        """Record in the file that rows are missing here, if its format has a way to."""
 
     def _begin_anew(self) -> None:
-        """Recreate a deleted file; its rows are lost and precede the pending ones."""
+        """Recreate a deleted file; its rows are counted as lost, and the pending rows follow."""
         try:
             self._remake()
             self._open("ab")
@@ -223,7 +224,7 @@ class AppendFile(Generic[Item]):
                 self._prepare()
                 self._put_gap(lost)
             except OSError:
-                self._num_new_dropped += lost  # said later
+                self._num_new_dropped += lost  # reported with the next warning
                 raise
 
     def _open(self, mode: str) -> None:
@@ -266,7 +267,8 @@ def cut_incomplete_row(path: Path) -> None:
 
 def complete_rows(data: bytes) -> list[bytes]:
     """Return the complete rows in the content of a file, with their line ends."""
-    return [row + b"\n" for row in data.split(b"\n")[:-1]]  # splitlines would end rows at other bytes too
+    # splitlines would also split at bytes other than the newline
+    return [row + b"\n" for row in data.split(b"\n")[:-1]]
 
 
 def read_table(path: Path) -> Iterator[list[str]]:
@@ -323,7 +325,7 @@ class ChainCheck:
     num_broken: int = 0  # number of rows with a wrong hash
 
     def __post_init__(self) -> None:
-        """Begin the digest of rows without a chain, from which the chain behind them starts."""
+        """Start the digest over the unchained rows at the beginning; the chain of later rows starts from it."""
         self._before = hashlib.sha256()
 
     def add(self, line: bytes) -> None:

@@ -28,12 +28,12 @@ class Books:
     # descriptions of records that were changed, removed or added, a line each; empty = none
     findings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # descriptions of what cannot be checked, a line each
-    # descriptions of rows that follow the last seal of a run that has not ended, a line for each file
+    # descriptions of rows that follow the last seal of an unfinished run, a line for each file
     unsealed: list[str] = field(default_factory=list)
     num_rows: int = 0  # number of rows in the journal
     num_signed: int = 0  # number of journal rows that are protected by a signature
     head: str = ""  # hash of the journal's last row
-    has_chain: bool = False  # whether rows of the journal have hashes
+    has_chain: bool = False  # whether rows of the journal carry hashes
     heads: set[str] = field(default_factory=set)  # hashes of all rows of the journal, if asked for
     key: str | None = None  # public key of the signatures; None = nothing is signed
     num_seals: int = 0  # number of seals, which are signed entries with hashes of all files
@@ -76,7 +76,7 @@ def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool =
         OSError: a file cannot be read.
     """
     books = Books()
-    seals = _read_seals(folder, books)  # before the journal, which may grow meanwhile
+    seals = _read_seals(folder, books)  # read before the journal, which may grow meanwhile
     seen = _check_journal(folder, books, {seal.data["rows"] for _, seal in seals}, collect=heads)
     _check_seals(books, seals, seen, keys)
     _check_end(folder, books, seals, keys)
@@ -93,7 +93,7 @@ def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool =
 
 
 def _read_seals(folder: Path, books: Books) -> list[tuple[int, Seal]]:
-    """Return the seals with their numbers, from 1."""
+    """Read the seals and return them by number, from 1."""
     path = folder / SEALS
     found = read_seals(path) if path.is_file() else []
     books.num_seals = len(found)
@@ -108,7 +108,7 @@ def _read_seals(folder: Path, books: Books) -> list[tuple[int, Seal]]:
 
 
 def _check_journal(folder: Path, books: Books, wanted: set[int], *, collect: bool) -> Mapping[int, str]:
-    """Check the chain; return the heads at the wanted numbers of rows."""
+    """Check the journal's hash chain; return the hashes at the row numbers that the seals name."""
     chain, seen = ChainCheck(), dict[int, str]()
     seen[0] = chain.head
     if not (folder / JOURNAL).is_file():
@@ -142,7 +142,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _check_seals(books: Books, seals: list[tuple[int, Seal]], heads: Mapping[int, str], keys: Collection[str]) -> None:
-    """Check signatures, keys and the heads that were sealed."""
+    """Check the seals' signatures and keys, and that the sealed hashes match the journal."""
     for number, seal in seals:
         data, name = seal.data, f"{SEALS}: seal {number} (version {sanitize_text(seal.data.get('version'), 20)})"
         problem = _problem_of_signature(seal, books.key, keys)
@@ -165,7 +165,7 @@ def _check_seals(books: Books, seals: list[tuple[int, Seal]], heads: Mapping[int
 def _problem_of_signature(seal: Seal, before: str | None, keys: Collection[str]) -> str:
     """Describe a fault in a seal's signature or key; empty if there is none.
 
-    `before`: the key of the seals before it; None = they are unsigned.
+    `before`: public key of the earlier seals; None = they are unsigned.
     """
     key = seal.data.get("key")
     if key is None:
@@ -180,7 +180,7 @@ def _problem_of_signature(seal: Seal, before: str | None, keys: Collection[str])
 
 
 def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: Collection[str]) -> None:
-    """Check that the end of a run that has ended is sealed, and that seals are signed where a key is asked for."""
+    """Check that a finished run ends with a final seal, and that seals are signed if a key was given."""
     books.final = bool(seals) and seals[-1][1].data.get("final") is True
     if keys and books.key is None:
         books.findings.append(f"{SEALS}: no seal is signed, but a key was given to check")
@@ -190,7 +190,7 @@ def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: 
         books.findings.append(
             f"{SEALS}: the run has ended, and nothing of it is sealed: seals were removed, or it is of a version before them"
         )
-    elif not seals and books.has_chain and books.num_rows > 1:  # the first row and the first seal are written together
+    elif not seals and books.has_chain and books.num_rows > 1:  # a run writes its first row and its first seal together
         books.findings.append(
             f"{SEALS}: the run has begun, and nothing of it is sealed: seals were removed, or not written"
         )
@@ -203,7 +203,7 @@ def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: 
 
 
 def _check_tail(folder: Path, books: Books, name: str, num_rows: int) -> None:
-    """Report what follows the last seal in a file: after the end of a run nothing may, before it rows are unsealed."""
+    """Report rows of a file after the last seal: a finding in a finished run, only "unsealed" in an unfinished one."""
     if num_rows < 0 or not (folder / name).is_file():
         return
     num_bytes = measure(folder / name)[1]
@@ -231,7 +231,8 @@ def _check_tables(folder: Path, books: Books, tables: Mapping[str, Any]) -> None
         except (KeyError, TypeError, ValueError, csv.Error):
             books.findings.append(f"{name}: its seal cannot be read")
             continue
-        if header[: None if books.final else len(columns)] != columns:  # a run that goes on may add columns
+        # a run that is still going may have added columns
+        if header[: None if books.final else len(columns)] != columns:
             books.findings.append(f"{path.name}: its header was altered")
         if found.lines < lines:
             books.findings.append(f"{path.name}: {lines - found.lines} of its last {lines} sealed lines are missing")
@@ -243,9 +244,9 @@ def _check_tables(folder: Path, books: Books, tables: Mapping[str, Any]) -> None
 
 
 def _check_cells(path: Path, lines: int) -> tuple[list[str], int]:
-    """Return a table's header, and the number of the first line after it with more or fewer cells; 0 if there is none.
+    """Return a table's header, and the number of the first line whose cell count differs from it; 0 if there is none.
 
-    The digest of a table leaves out empty cells at the ends of rows, so it does not show how many there are.
+    The digest ignores empty cells at row ends, so it cannot detect extra or missing ones.
     """
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         header = next(csv.reader(file), [])
@@ -257,7 +258,7 @@ def _check_cells(path: Path, lines: int) -> tuple[list[str], int]:
 
 
 def _check_files(folder: Path, books: Books, seals: list[Seal]) -> None:
-    """Check each file that is there against the last seal that has it; at a sealed end none may be missing or more."""
+    """Compare each file with the last seal that lists it; in a finished run no file may be missing or added."""
     sealed: dict[str, str] = {}
     for seal in seals:
         sealed |= seal.data["files"]
@@ -272,7 +273,7 @@ def _check_files(folder: Path, books: Books, seals: list[Seal]) -> None:
                 kind.append(f"{shown} is not sealed" + (": it was added after the end" if books.final else ""))
             elif file_digest(path) != sealed[name]:
                 books.findings.append(f"{shown} was altered")
-        elif name == SUMMARY or (name != CONFIG and name in seals[-1].data["files"]):  # old checkpoints are deleted
+        elif name == SUMMARY or (name != CONFIG and name in seals[-1].data["files"]):  # a run deletes old checkpoints
             books.findings.append(f"{shown} was removed")
 
 

@@ -42,7 +42,7 @@ class SavedCheckpoint:
 
     path: Path  # path of the file
     version: int  # version of the global model
-    state_dict: dict[str, Any]  # state dict as the module itself saves it, with tensors on the CPU
+    state_dict: dict[str, Any]  # state dict as the module saves it, with tensors on the CPU
     hyper_parameters: dict[str, Any]  # arguments of the module
     raafl: dict[str, Any]  # everything else that is needed to resume the run
     values: dict[str, torch.Tensor]  # tensors of the global model by name
@@ -151,15 +151,17 @@ def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
                 f"checkpoint is {found} of format {format_}, but this version reads format {_FORMAT}: use the "
                 "version that wrote it"
             )
-        state, more = content["state_dict"], section.get("values", {})  # an earlier version has no values beside
+        # checkpoints of earlier versions have no separate values
+        state, more = content["state_dict"], section.get("values", {})
         values = {**{name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, **more}
         hyper_parameters = content.get("hyper_parameters", {})
         return SavedCheckpoint(found, section["version"], state, hyper_parameters, section["state"], values)
     except BadInput:
         raise
-    except Exception as error:  # torch.load and a stranger's content raise errors of many types
+    except Exception as error:  # torch.load and untrusted content raise errors of many types
         what = f"{type(error).__name__}: {error}".splitlines()[0]
-        if type(error).__name__ == "UnpicklingError":  # torch's own words advise to run it
+        # torch's message advises to load untrusted code, so it is not shown
+        if type(error).__name__ == "UnpicklingError":
             what = "it holds more than tensors and plain values"
         raise BadInput(
             f"checkpoint is {found}, which is damaged or not one of raafl's ({what}): give an earlier one"
@@ -176,7 +178,8 @@ def load_plain(path: Path) -> Any:
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):  # torch.save never compresses
+        # torch.save never compresses, so a compressed entry was made by something else
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise ValueError("it is compressed")
         if sum(entry.file_size for entry in entries) > path.stat().st_size:
             raise ValueError("it unpacks to more than its own length")
@@ -190,13 +193,13 @@ def newest(run_folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _versions(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, lowest version first."""
+    """Return the checkpoints in `folder` in ascending order of version."""
     matches = ((_NAME.fullmatch(file.name), file) for file in folder.glob("version-*.ckpt"))
     return [file for _, file in sorted((int(match[1]), file) for match, file in matches if match)]
 
 
 def _keep(folder: Path, new: Path, keep_last: int) -> None:
-    # The new one is kept whatever its number: after a resume, later versions of the earlier attempt may lie here.
+    # keep the new checkpoint whatever its number: after a resume, later versions of the earlier attempt may exist
     others = [file for file in _versions(folder) if file != new]
     for file in others[: max(0, len(others) + 1 - keep_last)]:
         with suppress(OSError):
@@ -204,7 +207,7 @@ def _keep(folder: Path, new: Path, keep_last: int) -> None:
 
 
 def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:
-    """Return the keys from which Lightning constructs the module."""
+    """Return the arguments from which Lightning constructs the module, as plain values."""
     hparams = dict(getattr(module, "hparams", None) or {})
     kept = {}
     for name, value in hparams.items():
@@ -224,7 +227,7 @@ def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:
 
 
 def _without_graph(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict without gradients of its tensors, with the module versions that torch keeps beside it."""
+    """Detach the tensors of a state dict from autograd, keeping the metadata (module versions) that torch stores with it."""
     found = OrderedDict(
         (name, value.detach() if isinstance(value, torch.Tensor) else value) for name, value in state.items()
     )
@@ -234,7 +237,7 @@ def _without_graph(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _plain_state(state: Any, report: Callable[[str], None]) -> OrderedDict[str, Any]:
-    """Return a state dict without entries that a checkpoint cannot hold; ``report`` is called with a sentence about each."""
+    """Drop entries of a state dict that a checkpoint cannot hold; call ``report`` with a sentence about each."""
     found: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
         problems = list(_not_plain(value, str(name), _READABLE))
@@ -252,7 +255,7 @@ def _plain_state(state: Any, report: Callable[[str], None]) -> OrderedDict[str, 
 
 
 def _is_kept(name: Any, value: Any, report: Callable[[str], None]) -> bool:
-    """Check whether an entry that the module's `on_save_checkpoint` added can be saved."""
+    """Return whether an entry added by the module's `on_save_checkpoint` can be saved."""
     problems = list(_not_plain(value, str(name), _READABLE))
     if problems:
         report(
@@ -263,7 +266,7 @@ def _is_kept(name: Any, value: Any, report: Callable[[str], None]) -> bool:
 
 
 def _is_same(saved: Any, value: torch.Tensor) -> bool:
-    """Check whether a tensor of a state dict is the very one of the global model, in the same memory."""
+    """Return whether a tensor of a state dict shares its memory with the global model's tensor."""
     return (
         isinstance(saved, torch.Tensor)
         and (saved.data_ptr(), saved.dtype, saved.shape, saved.stride())
@@ -273,7 +276,7 @@ def _is_same(saved: Any, value: torch.Tensor) -> bool:
 
 
 def _not_plain(value: Any, where: str, types: tuple[type, ...] = _PLAIN) -> Iterable[tuple[str, Any]]:
-    """Yield each place in `value` whose content `torch.load(weights_only=True)` would refuse."""
+    """Yield the path of each value that `torch.load(weights_only=True)` would refuse to load."""
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
             yield from (

@@ -43,7 +43,7 @@ class RolledBackLines:
 
     def __init__(self) -> None:
         self.num_lines = 0
-        self._events = array("q")  # numbers of the lines that are events, and count
+        self._events = array("q")  # line numbers of the events that still count
         self._ranges: list[range] = []
 
     def add(self, kind: str | None, kept: int | None = None) -> None:
@@ -52,7 +52,7 @@ class RolledBackLines:
         if kind in EVENTS:
             self._events.append(number)
         elif kind == "resumed" and kept is not None and kept < len(self._events):
-            begin = self._events[kept]  # assignments that followed the last event that was kept stay
+            begin = self._events[kept]  # assignments after the last kept event are not rolled back
             self._ranges = [one for one in self._ranges if one.start < begin] + [range(begin, number)]
             del self._events[kept:]
 
@@ -96,11 +96,12 @@ class JournalReader:
                     raise ValueError(f"{where} is not JSON ({error}); {_REMEDY}") from error
                 if not isinstance(row, dict):
                     raise ValueError(f"{where} is not a JSON object, but a {type(row).__name__}; {_REMEDY}")
-                row.pop("chain", None)  # of the file, see raafl.runfolder.append_file; no field of an event
+                # "chain" belongs to the file format, see raafl.runfolder.append_file; it is no field of an event
+                row.pop("chain", None)
                 yield cast(JournalRow, row)
 
     def __iter__(self) -> Iterator[JournalRow]:
-        """Yield the rows that count, in order."""
+        """Yield the rows that were not rolled back, in order."""
         undone = self._undone
         return (row for number, row in enumerate(self.written()) if number not in undone)
 
@@ -135,7 +136,8 @@ def read_run(folder: Path, until: int | None = None) -> tuple[JournalReader, Sum
             raise BadInput(f"'{folder}' is not a run folder: it has no {name}")
     rows = JournalReader(folder)
     try:
-        _, summary = rows.num_events, read_summary(folder)  # counting reads the whole journal, and finds damaged rows
+        # counting reads the whole journal, which also finds damaged rows
+        _, summary = rows.num_events, read_summary(folder)
     except ValueError as error:
         raise BadInput(sanitize_text(error)) from None
     num_events = 0

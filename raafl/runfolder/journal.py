@@ -86,7 +86,7 @@ class JournalFile(AppendFile[bytes]):
         self.head, self.length = head, self.length + 1
 
     def _emptied(self) -> None:
-        self.length = 0  # the head stays: the gap that comes first is linked to the rows that were lost
+        self.length = 0  # the chain's hash is kept, so that the gap row links to the rows that were lost
 
     def event(self, event: JournalRow) -> None:
         """Append an event to the journal file."""
@@ -119,7 +119,8 @@ class TableFile(AppendFile[list[Any]]):
         new: bool = True,
     ) -> None:
         self._digest = TableDigest() if new else TableDigest.of_file(path)
-        self._header: tuple[str, ...] = () if new else tuple(next(read_table(path), ()))  # as it is in the file
+        # columns of the header in the file
+        self._header: tuple[str, ...] = () if new else tuple(next(read_table(path), ()))
         self.columns = self._header or tuple(columns)
         self._rows: list[str] = []
         self._writer = csv.writer(_Into(self._rows), lineterminator="\n")
@@ -243,7 +244,7 @@ class RunFolder:
         return folder
 
     def _take(self) -> None:
-        """Create and lock the folder, and then check that it is empty: another process may be creating it, too."""
+        """Create and lock the folder, then check that it is empty, since another process may be creating it at the same time."""
         if self.path.is_dir() or not self.path.exists():
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.path, "output")
@@ -263,20 +264,20 @@ class RunFolder:
             opened.append(self._metrics)
             self._clients = TableFile(self.path / CLIENTS, CLIENT_COLUMNS, self._warn, self._remake, new=new)
         except OSError:
-            for rows in opened:  # without a flush: the folder is given up
+            for rows in opened:  # close without flushing, since the folder is given up
                 rows.abandon()
             raise
         self._sealed_files: dict[str, str] = {}
 
     def _remake(self) -> None:
-        """Create the folder and its config where they are missing."""
+        """Recreate the folder and its config if they were deleted."""
         self.path.mkdir(parents=True, exist_ok=True)
         config = self.path / CONFIG
         if not config.exists():
             config.write_text(self._config, encoding="utf-8")
 
     def _remove(self, *, folder: bool) -> None:
-        """Remove a folder that has no space for a run."""
+        """Remove a new folder when the disk has no space for a run."""
         with suppress(OSError):
             for name in (CONFIG, *GROWING):
                 (self.path / name).unlink(missing_ok=True)
@@ -397,7 +398,8 @@ class RunFolder:
                 self._warn(f"{self.path / SEALS} cannot be written: {error.strerror}; the run's books are not sealed")
                 return
         self._seals.add(sealed, version=version, files=files, final=final, altered=altered)
-        if final:  # the summary counts rows that wait for space as unwritten; after the seal they would count as added
+        # rows still waiting for disk space are counted as unwritten; written after the final seal they would look added
+        if final:
             for file in (self._events, self._metrics, self._clients):
                 file.abandon()
 
@@ -438,10 +440,8 @@ def _rounded(name: str, value: object) -> object:
     return float(f"{value:.12g}") if is_figure and type(value) is float else value
 
 
-# Lock a run folder, so that two processes never write one run.
-#
-# The folder itself is locked (flock), so the lock leaves no file, and stays with a folder that is renamed. The kernel releases it
-# when the process ends, however it ends. Readers do not ask for it.
+# Lock a run folder, so that two processes never write the same run. The lock is on the folder itself (flock): it leaves
+# no file, follows a renamed folder, and the kernel releases it when the process ends. Readers do not need it.
 
 _held: Final[WeakSet[FolderLock]] = WeakSet()
 """Locks of this process."""
@@ -483,7 +483,7 @@ class FolderLock:
         if descriptor is not None:
             os.close(descriptor)
 
-    def __del__(self) -> None:  # the run failed before somebody could close it
+    def __del__(self) -> None:  # releases the lock if the run failed before `close` was called
         self.close()
 
     def __enter__(self) -> Self:
@@ -494,7 +494,7 @@ class FolderLock:
 
 
 def _leave_to_parent() -> None:
-    """Close a forked child's copies of its parent's locks, which would outlive a parent that is killed."""
+    """Close a forked child's copies of its parent's locks, which would otherwise outlive a killed parent."""
     for lock in list(_held):
         lock.close()
 

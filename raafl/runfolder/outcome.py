@@ -65,7 +65,7 @@ def summary_lines(summary: Summary, folder: Path) -> list[str]:
 
 
 def _participation(participation: dict[str, int]) -> list[str]:
-    """Return a bar for each of the first clients."""
+    """Return a text bar for each of the first clients, showing how often it took part."""
     total = max(sum(participation.values()), 1)
     shown = list(participation.items())[:16]
     widest = max((n for _, n in shown), default=1) or 1

@@ -39,7 +39,7 @@ Numbers = npt.NDArray[np.float64]
 _FILES = (METRICS, CLIENTS, JOURNAL, SUMMARY)
 """A folder that has one of these, or a config.yaml, is a run folder."""
 _TEXT = ("client", "spec", "outcome")
-_AT_A_TIME = 10_000  # rows
+_AT_A_TIME = 10_000  # number of rows parsed at a time
 _TASK_NUMBERS = tuple(name for name in (*CLIENT_COLUMNS, *MEMORY_COLUMNS) if name not in _TEXT)
 
 
@@ -50,7 +50,7 @@ class ClientRecord:
     id: int
     num_samples: int = 0
     own_data: bool = False
-    profile: Mapping[str, Any] = field(default_factory=dict)  # fields of its device profile; infinite speeds are None
+    profile: Mapping[str, Any] = field(default_factory=dict)  # fields of its device profile; None = infinite speed
     # `(from, to)` times in seconds between which it was connected; `to` is infinite if it has not left
     spells: list[tuple[float, float]] = field(default_factory=list)
 
@@ -203,7 +203,7 @@ def _read_config(run: RecordedRun, path: Path) -> None:
     try:
         run.config = {str(name): value for name, value in load_untrusted_yaml(run.config_text).items()}
     except ValueError as error:
-        if run.config_text.strip() not in ("", "null"):  # as it is where a run was made in Python
+        if run.config_text.strip() not in ("", "null"):  # a run started from Python has no config text
             run.notes.append(f"config.yaml is not one of raafl's: {error}")
 
 
@@ -214,7 +214,7 @@ def _read_summary(run: RecordedRun, path: Path) -> None:
 
 
 def _rows(run: RecordedRun, path: Path) -> Iterator[list[str]]:
-    """Yield the header of a table, then its rows; torn rows are skipped and noted."""
+    """Yield the header of a table, then its complete rows; damaged rows are skipped and noted."""
     num_damaged = 0
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         found = _csv(line.replace("\0", "") for line in file)
@@ -235,7 +235,7 @@ def _csv(lines: Iterator[str]) -> Iterator[list[str]]:
             yield next(reader)
         except StopIteration:
             return
-        except csv.Error:  # a cell longer than a table can have
+        except csv.Error:  # a cell longer than csv's field limit
             yield ["damaged"]
 
 
@@ -261,7 +261,7 @@ def _read_clients(run: RecordedRun, path: Path) -> None:
             run.notes.append("clients.csv has no columns client and outcome; it is left out")
         return
     column, parts, num_unknown = header.index("client"), [_tasks([], [])], 0
-    while some := list(islice(rows, _AT_A_TIME)):  # as text they take ten times as much
+    while some := list(islice(rows, _AT_A_TIME)):  # parse in portions: as text, rows need ten times the memory
         known = [row for row in some if row[column].isdecimal() and len(row[column]) < 18]
         num_unknown += len(some) - len(known)
         parts.append(_tasks(header, known))
@@ -287,7 +287,7 @@ def _tasks(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Tasks:
 
 
 def _read_journal(run: RecordedRun, path: Path) -> None:
-    """Read from the journal when clients were connected, their devices, and which tasks never ended."""
+    """Read from the journal when clients were connected, their device profiles, and which tasks never ended."""
     settled = set(run.tasks["assignment"].tolist())
     try:
         for event in JournalReader(path).written():

@@ -41,13 +41,12 @@ class RunRecord:
     def __init__(
         self, folder: RunFolder | None, targets: Sequence[Target] = (), figures: RunStatistics | None = None
     ) -> None:
-        """Start at zero."""
         self.figures = figures or RunStatistics()
         self.row: dict[str, float | None] = {}
         """Figures beside the metrics, as they were when the version measured last was made."""
         self._due: dict[int, dict[str, float | None]] = {}
         self.folder, self.targets = folder, targets
-        self._series: dict[str, Any] = {}  # of profiles, by digest, that the journal has in full
+        self._series: dict[str, Any] = {}  # device profiles already written to the journal in full, by digest
         self.started = time.perf_counter()
         self.outcomes: Counter[str] = Counter()
         self.participation: dict[int, int] = {}
@@ -57,7 +56,7 @@ class RunRecord:
         self.metrics: dict[str, float] = {}
         self.evaluated_version = -1
         self.num_events = self.num_rows = 0
-        self._busy_s = 0.0  # in tasks that have ended, of all clients
+        self._busy_s = 0.0  # seconds that clients have spent in finished tasks, summed over clients
         self._staleness_sum = self._staleness_max = 0
         self._turned_away: Counter[str] = Counter()
         self._kept_out: Counter[int] = Counter()
@@ -77,20 +76,21 @@ class RunRecord:
         """Set the run's wall clock back to 0."""
         self.started = time.perf_counter()
 
-    # ---- as it happens ----
+    # ---- called during the run ----
 
     def event(self, event: Event, now: float) -> None:
         """Write an event to the journal; called in the order in which the coordinator handles events."""
         self.num_events += 1
         if isinstance(event, Joined):
             self.participation.setdefault(event.client.id, 0)
-        elif isinstance(event, Sending):  # from now on its client may work on its next task
+        elif isinstance(event, Sending):  # from now on the client may work on its next task
             self._busy_s += self.figures.trained(event.assignment, now)
         elif isinstance(event, Arrived) and self.folder is not None and event.update.needs_fingerprint:
             event.update.fingerprint = event.update.tensors.fingerprint()
         if self.folder is not None:
             row = {"time_s": now, **event_to_json(event)}
-            if isinstance(event, Joined):  # a client that joins again and again is not to fill the disk
+            # shorten repeated profiles, so that a client that keeps joining does not fill the disk
+            if isinstance(event, Joined):
                 row["profile"] = shortened(row["profile"], self._series)
             self.folder.event(cast(JournalRow, row))
 
@@ -181,7 +181,7 @@ class RunRecord:
 
     def _figures(self, version: int, now: float) -> dict[str, float | None]:
         merged, num_clients, memory = self.outcomes[MERGED], len(self.participation), self.figures.memory()
-        measured = memory["measured_bytes"]  # by no client of a simulation, which has no column for it
+        measured = memory["measured_bytes"]  # a simulation measures no memory, and its table has no such column
         figures: RunFigures = {
             "utilisation": self._utilisation(now),
             "participation": self.figures.mean_participation(version, num_clients),
@@ -197,7 +197,7 @@ class RunRecord:
         return {**self.figures.clients(), **cast(dict[str, float | None], figures)}
 
     def _utilisation(self, now: float) -> float:
-        """Return RU = sum over clients of seconds in tasks / (N * elapsed); the Co-S2P paper, eq. 12."""
+        """Return RU, the sum over clients of seconds in tasks divided by (N * elapsed seconds); Co-S2P paper, eq. 12."""
         busy = self._busy_s + self.figures.working_s(now)
         return min(busy / (max(len(self.participation), 1) * now), 1.0) if now > 0 else 0.0
 
@@ -224,7 +224,7 @@ class RunRecord:
             self.folder.metrics({**row, **metrics, **self.row})
         return self.reached
 
-    # ---- interrupted and resumed ----
+    # ---- saving and resuming ----
 
     def save(self) -> dict[str, Any]:
         """Return all counters of the run as plain data, for a checkpoint."""
@@ -267,7 +267,7 @@ class RunRecord:
         self.outcomes[LOST_AT_RESTART] += num
         self.num_rows += num
 
-    # ---- at the end ----
+    # ---- called at the end ----
 
     def summary(
         self, *, algorithm: str, runtime: str, seed: int, version: int, values: FlatTensors, time_s: float, reason: str

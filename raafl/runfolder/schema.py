@@ -278,11 +278,11 @@ def _hints(kind: type) -> Mapping[str, Any]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Check whether a value from JSON matches a type, without looking inside containers."""
+    """Return whether a value from JSON matches a type, ignoring the contents of containers."""
     if hint is Any or get_origin(hint) is Literal:
         return True
     if get_origin(hint) is UnionType:
         return any(_fits(value, one) for one in get_args(hint))
     if hint is int:
-        return isinstance(value, int) and abs(value) < 2**64  # a seed has 64 bits
+        return isinstance(value, int) and abs(value) < 2**64  # seeds are 64-bit integers
     return isinstance(value, int | float if hint is float else get_origin(hint) or hint)

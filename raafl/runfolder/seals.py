@@ -112,12 +112,9 @@ class SealFile:
         *,
         remake: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the file, or go on with one that is there.
+        """Open the file, continuing an existing one.
 
-        `signer`: signs each seal; None = seals are unsigned.
-
-        Raises:
-            OSError: the file cannot be opened.
+        `signer`: signs each seal; None = seals are unsigned. Raises OSError if the file cannot be opened.
         """
         self._signer, self._folder = signer, path.parent
         self._before = _last_digest(path)
@@ -155,7 +152,7 @@ class SealFile:
         self._file.add(line)
 
     def _sync(self) -> None:
-        """Have the system write the growing files: a seal must not survive a power failure that its rows do not."""
+        """Flush the sealed files to disk: after a power failure a seal must not exist without the rows that it covers."""
         for name in GROWING:
             with suppress(OSError):
                 descriptor = os.open(self._folder / name, os.O_RDONLY)

@@ -154,7 +154,7 @@ def _ecdsa() -> ECDSA:
 
 
 def _make_key(path: Path) -> None:
-    """Write a new Ed25519 key; of two processes that do so at once the first one's stays."""
+    """Write a new Ed25519 key; if two processes do so at once, the key written first is kept."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 

@@ -26,10 +26,10 @@ class Coverage:
     """Calculator of the share of the model that a set of submodels trains (coverage)."""
 
     def __init__(self, submodels: Submodels) -> None:
-        """Measure submodels of this model."""
+        """Count the coverage of this model's submodels."""
         self._submodels, self._payload = submodels, Payload(submodels)
         self._shares: OrderedDict[frozenset[Spec], float | None] = OrderedDict()
-        self._layout = submodels.layout(FULL, "trained")  # without what is frozen, which may be most of the model
+        self._layout = submodels.layout(FULL, "trained")  # only trained values: frozen ones may be most of the model
         self._entries = [entry for entry in self._layout.entries if entry.name in submodels.parameters]
         self._total = sum(entry.numel for entry in self._entries)
 
@@ -67,21 +67,22 @@ class RunStatistics:
     def __init__(self, coverage: Coverage | None = None, peak_bytes: Callable[[Assignment], int] | None = None) -> None:
         """Start at zero.
 
-        `coverage`: of the model; None = not counted.
-        `peak_bytes`: returns the predicted memory of a task; None = not counted.
+        `coverage`: of the model; None = not counted. `peak_bytes`: returns a task's predicted memory in bytes; None =
+        not counted.
         """
         self._coverage, self._peak_bytes = coverage, peak_bytes
-        self._open: tuple[int, set[Spec]] = (0, set())  # the version that is being made, and what it trains
-        self._shares: list[float] = [0, 0.0, math.inf]  # number, sum and minimum over versions
-        self._since: dict[int, float] = {}  # assignment -> when it was handed out
-        self._rounds: dict[int, list[int]] = {}  # client -> the last version it took part in, and how many
-        self._num_rounds = 0  # of all clients
-        self._tested: dict[int, tuple[float, dict[str, float]]] = {}  # client -> its data size and latest metrics
-        self._memory = [0.0, 0.0]  # highest predicted and measured
+        self._open: tuple[int, set[Spec]] = (0, set())  # the version being made, and the submodels that its tasks train
+        self._shares: list[float] = [0, 0.0, math.inf]  # number, sum and minimum of the coverage over versions
+        self._since: dict[int, float] = {}  # by assignment: time at which it was handed out, in seconds
+        self._rounds: dict[int, list[int]] = {}  # by client: last version that it took part in, and number of versions
+        self._num_rounds = 0  # number of client participations, summed over clients
+        # by client: number of test samples and latest metrics
+        self._tested: dict[int, tuple[float, dict[str, float]]] = {}
+        self._memory = [0.0, 0.0]  # highest predicted and measured memory, in bytes
         self.regions: Counter[int] = Counter()
         self.logged = LoggedMeans()
 
-    # ---- as it happens ----
+    # ---- called during the run ----
 
     def assigned(self, assignment: Assignment) -> None:
         """Count the start of a task."""
@@ -142,7 +143,7 @@ class RunStatistics:
             self._shares = [number + 1, total + share, min(least, share)]
         self._open = (self._open[0], set())
 
-    # ---- as it stands ----
+    # ---- current values ----
 
     def working_s(self, now: float) -> float:
         """Return the seconds, summed over clients, that tasks in progress have taken until ``now``."""
@@ -176,7 +177,7 @@ class RunStatistics:
         predicted, measured = (int(value) or None for value in self._memory)
         return {"predicted_bytes": predicted, "measured_bytes": measured}
 
-    # ---- interrupted and resumed ----
+    # ---- saving and resuming ----
 
     def save(self) -> dict[str, Any]:
         """Return the state of the statistics as plain data, for a checkpoint."""
@@ -205,16 +206,15 @@ class RunStatistics:
 
 
 def _own_metrics(update: Update, known: Mapping[str, float]) -> dict[str, float]:
-    """Return a client's measurements on its own test part, limited to known metrics; none without a valid size."""
+    """Return the known metrics that a client measured on its own test data; empty without a valid number of samples."""
     if not 1 <= update.metrics.get(NUM_TESTED, 0.0) < MOST:
         return {}
     found = {name: update.metrics.get(TEST + name, math.nan) for name in known}
-    return {name: value for name, value in found.items() if abs(value) <= MAX_METRIC}  # NaN is not
+    return {name: value for name, value in found.items() if abs(value) <= MAX_METRIC}  # the comparison also drops NaN
 
 
-# Collect values that the clients' `training_step` logs, and average them over the tasks between two evaluations.
-#
-# The values come from clients, so their number, names and sizes are bounded.
+# Average the values that clients' `training_step` logs over the tasks between two evaluations. They come from clients,
+# so their number, names and sizes are bounded.
 
 MAX_NAME = 100
 """Characters kept of a metric's name."""
@@ -250,9 +250,8 @@ class LoggedMeans:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
-        self._names: dict[str, bool] = {}  # of metrics that get a mean, and whether the trial step has logged it
-        self._named_by: Counter[int] = Counter()  # client -> names that it was the first to log
+        self._names: dict[str, bool] = {}  # by metric name: whether the trial step has logged it
+        self._named_by: Counter[int] = Counter()  # by client: number of names that it was the first to log
         self._open: Sums = {}
         self._closed: list[tuple[int, Sums]] = []
 
@@ -305,7 +304,7 @@ class LoggedMeans:
     def restore(self, data: Mapping[str, Any]) -> None:
         """Restore the means from the result of `save`."""
         self._names |= data["names"]
-        self._named_by.update(dict(data.get("named_by", ())))  # which earlier versions did not count
+        self._named_by.update(dict(data.get("named_by", ())))  # checkpoints of earlier versions have no "named_by"
         self._open = _copied(data["open"])
         self._closed = [(version, _copied(sums)) for version, sums in data["closed"]]
 

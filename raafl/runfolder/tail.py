@@ -18,11 +18,11 @@ from raafl.sanitize import sanitize_tree
 
 _RESUMED = '"resumed"'
 _KIND = re.compile(r'"event": ?"(\w+)"')
-_READ_BYTES = 2**22  # of a file at once: a long run's journal is larger than memory should be
+_READ_BYTES = 2**22  # bytes read at once, since a long run's journal may be larger than memory
 
 
 class _WrittenAnew(Exception):
-    """Signal that the file was replaced, so that everything read so far is void."""
+    """Raised when a file was replaced, so that everything read so far is invalid."""
 
 
 class NewLines:
@@ -37,7 +37,7 @@ class NewLines:
 
         For a long file only the first lines are returned; call again for the next.
         """
-        if not self.path.is_file():  # nor a device or a pipe, which may never end
+        if not self.path.is_file():  # a device or a pipe might never end
             return None if self._read else []
         try:
             with self.path.open("rb") as file:
@@ -88,7 +88,7 @@ class RunTail(Generic[R]):
     """
 
     def __init__(self, path: Path, make: Callable[[], R], clock: Callable[[], float] = time.time) -> None:
-        """Store the path; ``make`` creates an empty reader, ``clock`` is the clock of file times."""
+        """Follow the run at a path; ``make`` creates an empty reader, ``clock`` returns the current file time in seconds."""
         self.path, self._make, self._clock = path, make, clock
         self._begin()
 
@@ -123,7 +123,7 @@ class RunTail(Generic[R]):
         return self._take_summary() or news
 
     def _take_rows(self, name: str, take: Callable[[Mapping[str, str]], None]) -> bool:
-        """Add the new rows of a file to the state; return whether there were any."""
+        """Add the new rows of a file to the reader; return whether there were any."""
         news = False
         for line in self._new(name):
             news = True
@@ -148,7 +148,7 @@ class RunTail(Generic[R]):
                 self.state.event(row, at)
                 self.begun |= row.get("event") == "run"
                 self._resumed |= row.get("event") == "resumed"
-            except (TypeError, ValueError, AttributeError, KeyError):  # JSON, but no row of raafl's
+            except (TypeError, ValueError, AttributeError, KeyError):  # valid JSON, but not a row that raafl wrote
                 self.num_damaged += 1
         return number >= 0
 
@@ -173,7 +173,7 @@ class RunTail(Generic[R]):
             self.num_damaged += 1
 
     def _take_summary(self) -> bool:
-        """Process the summary, unless the interrupted or failed run it describes has been resumed since."""
+        """Read the run's summary, unless the run was resumed after the interruption or failure that it describes."""
         if self._has_ended:
             return False
         try:
@@ -192,7 +192,7 @@ class RunTail(Generic[R]):
 
 
 def _undone(journal: Path) -> RolledBackLines:
-    """Return which journal lines were rolled back, without parsing most of them as JSON."""
+    """Find which journal lines were rolled back, parsing only the few "resumed" lines as JSON."""
     new_lines, undone = NewLines(journal), RolledBackLines()
     while lines := new_lines.lines():
         for line in lines:
@@ -202,7 +202,7 @@ def _undone(journal: Path) -> RolledBackLines:
 
 
 def _num_kept(line: str) -> int | None:
-    """Return the number of journal lines that a resumed run keeps; None for a damaged line."""
+    """Return how many events a "resumed" line says were kept; None for a damaged line."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         return int(json.loads(line)["kept"])
     return None

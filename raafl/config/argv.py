@@ -31,7 +31,7 @@ def own_options(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace,
     def refuse(message: str) -> NoReturn:
         raise BadInput(f"{message}: {parser.prog} --help lists the options")
 
-    vars(parser)["error"] = refuse  # by which it would end the process
+    vars(parser)["error"] = refuse  # argparse's own `error` would end the process
     try:
         return parser.parse_known_args(list(argv))
     except ArgumentError as error:

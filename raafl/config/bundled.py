@@ -10,7 +10,7 @@ from raafl.config.argv import name_of
 from raafl.errors import BadInput, nearest
 
 _HERE = Path(__file__).parents[1]
-_FOLDERS = (_HERE / "configs", _HERE.parent / "configs")  # in a wheel; in a checkout
+_FOLDERS = (_HERE / "configs", _HERE.parent / "configs")  # where configs lie in a wheel, and in a checkout
 
 
 def folder() -> Path:

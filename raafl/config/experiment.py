@@ -539,7 +539,7 @@ class Experiment:
                 yield f"{name} is set, which needs {package}: {installing('hf')}"
 
     def _problems(self) -> Iterator[str]:
-        """Yield the problems of the parts, and of what this machine cannot do."""
+        """Yield the problems of the config's parts, and of settings that this machine does not support."""
         from raafl.parts.protect.assembly import with_options
 
         def protection() -> None:
@@ -605,7 +605,8 @@ class Experiment:
             return replace(one, memory_bytes=most) if one.memory_bytes == math.inf else one
 
         dealt = assign(devices, self.clients)
-        made = {number: limited(one) for number, one in {id(one): one for one in dealt}.items()}  # clients share them
+        # clients share equal profiles, so each is converted once
+        made = {number: limited(one) for number, one in {id(one): one for one in dealt}.items()}
         return [made[id(one)] for one in dealt]
 
     @property
@@ -673,7 +674,7 @@ class Experiment:
 
 
 def _refused(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
-    """Run each check and yield the message lines of those that raise."""
+    """Run each check and yield the message lines of those that raise an error."""
     for check in checks:
         try:
             check()

@@ -134,7 +134,7 @@ def _find(spec: LoggerSpec) -> type[Any]:
             f"logger is {spec.class_path}, which cannot be imported ({error}): give {', '.join(SHORT_NAMES)}, "
             "or the path of a Lightning logger's class"
         ) from None
-    # the package pytorch_lightning has a base class of its own, in lightning_fabric
+    # the pytorch_lightning package has its own base class, in lightning_fabric
     twin = sys.modules.get("lightning_fabric.loggers.logger")
     bases = (Logger,) if twin is None else (Logger, twin.Logger)
     if not (isinstance(cls, type) and issubclass(cls, bases)):
@@ -157,7 +157,7 @@ def maker(
 
     def make() -> object:
         ranks: Any = importlib.import_module("lightning.pytorch.utilities.rank_zero")
-        ranks.rank_zero_only.rank = 0  # this process coordinates, whatever number a cluster has given it
+        ranks.rank_zero_only.rank = 0  # this process is the coordinator, whatever rank a cluster's environment gives it
         if spec.instance is not None:
             return _opened(spec.instance, before or {}, warn, note)
         cls = _find(spec)
@@ -167,8 +167,9 @@ def maker(
         if args.get("save_dir") == str(folder / FOLDER):
             (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         if spec.name == "WandbLogger":
-            args.pop("log_model", None)  # Lightning's, which has no checkpoints here: see raafl.loggers.tracking
-        if spec.name == "MLFlowLogger":  # which calls plain files unmaintained, and would refuse to write them
+            # Lightning's option to upload checkpoints, which raafl does not write for it: see raafl.loggers.tracking
+            args.pop("log_model", None)
+        if spec.name == "MLFlowLogger":  # MLflow refuses to store in plain files unless this is set
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         return _opened(cls(**args), {}, warn, note)
 
@@ -176,7 +177,7 @@ def maker(
 
 
 def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None], note: Callable[[str], None]) -> object:
-    """Return a logger ready to use; W&B's run is opened, resumed where there was one, offline without an API key or server."""
+    """Return a logger ready for use; W&B's run is created or resumed, offline without an API key or a reachable server."""
     init = getattr(logger, "_wandb_init", None)
     if not isinstance(init, dict) or getattr(logger, "_experiment", None) is not None:
         return logger
@@ -191,7 +192,7 @@ def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None],
     if not chosen and not _has_wandb_key(url):
         note(f"wandb: there is no API key, so it logs offline; {later}, after wandb login")
         init["mode"] = chosen = "offline"
-    elif not chosen and not _answers(url):  # wandb would try for long, then write to stdout
+    elif not chosen and not _answers(url):  # wandb would retry for long, then write to stdout
         warn(f"logger WandbLogger: {url} does not answer, so it logs offline; {later}")
         init["mode"] = chosen = "offline"
     try:
@@ -206,7 +207,7 @@ def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None],
 
 
 def _defaults(spec: LoggerSpec, cls: type[Any], folder: Path) -> dict[str, Any]:
-    """Return the arguments that follow from the run where the config gives none."""
+    """Return arguments derived from the run for those that the config leaves out."""
     takes = inspect.signature(cls).parameters
     args: dict[str, Any] = {"save_dir": str(folder / FOLDER)} if "save_dir" in takes else {}
     if spec.name in ("CSVLogger", "TensorBoardLogger"):
@@ -219,7 +220,7 @@ def _defaults(spec: LoggerSpec, cls: type[Any], folder: Path) -> dict[str, Any]:
 
 
 def _answers(url: str) -> bool:
-    """Check quickly whether any web server answers at ``url``; the logger's library would retry for very long."""
+    """Return whether a web server answers quickly at ``url``; the logger's library would retry for minutes."""
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S):
             return True

@@ -95,7 +95,7 @@ def yaml_line(file: str, field: str) -> int | None:
 
 
 def _pairs(node: object) -> dict[str, tuple[Any, Any]]:
-    """Yield the keys and values of a YAML mapping node, or of each entry of a list node."""
+    """Yield the keys and values of a YAML mapping node, or of each mapping in a list node."""
     if isinstance(node, yaml.SequenceNode):
         return {name: pair for entry in node.value for name, pair in _pairs(entry).items()}
     return {key.value: (key, value) for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
@@ -140,7 +140,7 @@ class ErrorCollector(Check):
                 self.problems.append(f"{wrong}{place(wrong.field)}")
 
     def _section(self, name: str, value: object) -> None:
-        if value is None and name in MADE:  # as if it were left out
+        if value is None and name in MADE:  # null means the same as leaving the section out
             return None
         self._given.add(name)
         if name == "json":
@@ -149,7 +149,7 @@ class ErrorCollector(Check):
             raise Wrong(unknown(f"unknown field {name}", f"{name}", [*ABOUT, "config", "json"]), f"{name}")
         if name in MADE:
             return self.check_object(name, value, name)
-        if name != "logger":  # which has a check of its own
+        if name != "logger":  # the logger field has a check of its own
             self.value(value, self.hints[name], name, name)
 
     def missing(self) -> None:
@@ -167,7 +167,7 @@ class ErrorCollector(Check):
                     for one in parameters
                     if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in given
                 ]
-            if not self.problems:  # in any part by itself: in all of them together
+            if not self.problems:  # first each part is checked alone, then all of them together
                 try:
                     self.arguments(given, self._target(kind, path, kind), kind, path)
                 except Wrong as wrong:
@@ -224,7 +224,7 @@ class ErrorCollector(Check):
             self._made[where] = (path, _merged(kept, arguments))
 
     def _target(self, kind: str, path: object, where: str) -> object:
-        """Import the object that a class_path names."""
+        """Import the class or function that a class_path names, and check that it makes an object of the right kind."""
         base, example = _EXAMPLES[kind]
         home = example.rpartition(".")[0]
         if not isinstance(path, str) or "." not in path:
@@ -248,7 +248,7 @@ class ErrorCollector(Check):
                 made = get_type_hints(target).get("return")
         if made in (target, None) and not inspect.isclass(
             target
-        ):  # jsonargparse takes a function by what it says it makes
+        ):  # jsonargparse accepts a function only with a return annotation
             if not callable(target):
                 raise Wrong(f"{where} is {path}, which is no class or function: give one, such as {example}", where)
             remedy = f"annotate it, as in `def {path.rpartition('.')[2]}(...) -> {base}:`"
@@ -262,13 +262,13 @@ class ErrorCollector(Check):
         parser = parser_of(factory)
         found = {action.dest.split(".")[1]: Any for action in parser._actions if action.dest.startswith("of.")}
         hints: dict[str, Any] = {}
-        with suppress(Exception):  # names that a user's module has for type checkers alone
+        with suppress(Exception):  # annotations may use names that a user's module imports only for type checkers
             hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
         typed = {a.dest[3:]: t for a in parser._actions if (t := getattr(a, "_typehint", None)) is not None}
         return {name: hints.get(name, typed.get(name, Any)) for name in found}
 
     def _tried(self, value: object, hint: object, where: str, parameter: str) -> bool:
-        """Accept a bare class path where an object is expected: an option may give the class alone."""
+        """Accept a bare class path where an object is expected, since an option may give only the class."""
         spec = {"class_path": value} if kind_of(hint) and isinstance(value, str) and "." in value else value
         return super()._tried(spec, hint, where, parameter)
 
@@ -296,11 +296,11 @@ class ErrorCollector(Check):
         """Check arguments; create a nested object, so that its constructor checks the values; see `Check.arguments`."""
         super().arguments(given, factory, where, owner)
         if where in MADE or where in SECTIONS:
-            return  # jsonargparse makes those as the last thing, and lets through what they say
+            return  # jsonargparse constructs these last, and passes on their error messages
         parser = parser_of(factory)
         try:
             namespace = parser.parse_object({"of": given})
-        except Exception:  # an argument is missing
+        except Exception:  # a required argument is missing, which is reported elsewhere
             return
         try:
             parser.instantiate(namespace)
@@ -339,7 +339,7 @@ class PlainErrors(ErrorCollector):
             super().missing()
 
 
-@lru_cache(maxsize=64)  # one message asks for the same few up to ten times, for 10 ms each
+@lru_cache(maxsize=64)  # building a message asks for the same few up to ten times, 10 ms each
 def parser_of(factory: Any) -> ArgumentParser:
     """Return a parser with one field, ``of``, whose values are objects that ``factory`` (a class or function) creates."""
     from jsonargparse import ArgumentParser
@@ -351,7 +351,7 @@ def parser_of(factory: Any) -> ArgumentParser:
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``new`` over ``old`` recursively; a mapping over a class name becomes that class's arguments."""
+    """Merge ``new`` into ``old`` recursively; a mapping merged into a class name becomes that class's arguments."""
     old = {
         n: {"class_path": x, "init_args": {}} if isinstance(x, str) and isinstance(new.get(n), dict) else x
         for n, x in old.items()
@@ -361,7 +361,7 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nested(name: str, text: str) -> dict[str, Any]:
-    """Return the tree that one dotted option stands for; lists and mappings are parsed as YAML, the rest stays text."""
+    """Convert one dotted option to a nested dict; lists and mappings are parsed as YAML, other values stay text."""
     value: Any = text
     with suppress(yaml.YAMLError):
         loaded = yaml.safe_load(text)
@@ -390,7 +390,7 @@ def describe_type(hint: object) -> list[str]:
 
 
 def _imported(path: str) -> Any:
-    """Import a dotted path, within what jsonargparse is allowed to import."""
+    """Import a dotted path if jsonargparse's allow list permits it."""
     from jsonargparse import _util
 
     return _util.import_object(path)
@@ -406,7 +406,7 @@ def _no_module(name: str) -> str:
 
 
 def _public(module_name: str) -> list[str]:
-    """Return the public names of a module: its ``__all__``, or its classes, functions and lazy names."""
+    """Return a module's public names: its ``__all__``, or its classes, functions and lazily loaded names."""
     module = sys.modules.get(module_name)
     if module is None:
         return []

@@ -49,7 +49,7 @@ class Parsed:
     as_json: bool
 
 
-@cache  # a quarter of the time that reading a config takes
+@cache  # building the parser takes a quarter of the time of reading a config
 def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, plain: bool = False) -> ArgumentParser:
     """Create the parser of a command: `--config FILE`, and an option for every field of `Experiment`."""
     import jsonargparse
@@ -57,8 +57,9 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
     parts = {} if plain else _part_types()
     jsonargparse.set_parsing_settings(
         subclasses_enabled=[parts[name] for name in ("Algorithm", "Partition") if name in parts],
-        instantiate_subclass_spec_in_any=False,  # what has no declared type stays plain data
-        import_path_denylist=[],  # enforce its own: no config, whoever's, names os.system, subprocess, pickle and the like
+        instantiate_subclass_spec_in_any=False,  # values without a declared type stay plain data
+        # raafl checks imports itself: no config may name os.system, subprocess, pickle and the like
+        import_path_denylist=[],
     )
     parser = jsonargparse.ArgumentParser(
         prog=f"raafl {command}",
@@ -75,7 +76,7 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
     for package in packages[1:]:
         hints["model"] |= Callable[[], sys.modules[package].LightningModule]
         hints["data"] |= Callable[[], sys.modules[package].LightningDataModule]
-    # built by the server alone, in its own time
+    # loggers are built later, by the server alone
     hints["logger"] = str | dict[str, Any] | list[str | dict[str, Any]] | None
     groups = {group: parser.add_argument_group(title) if title else parser for group, title in GROUPS.items()}
     for field in sorted(fields(Experiment), key=lambda field: [*GROUPS].index(ABOUT[field.name].group)):
@@ -84,20 +85,20 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
         options["type"] = _as_it_is if plain and field.name in MADE else hints[field.name]
         if about.metavar is not None:
             options["metavar"] = about.metavar
-        if field.name == "clients":  # None = by the devices, see `_count_clients`
+        if field.name == "clients":  # None = the number of devices, see `_count_clients`
             options["type"] = int | None
         elif field.name == "partition":
             options["default"] = None if plain else {"class_path": "raafl.data.Iid"}
         elif field.default is not MISSING:
             options["default"] = field.default
-        elif field.name not in SECTIONS:  # those bring defaults of their own
+        elif field.name not in SECTIONS:  # sections have defaults of their own
             options["required"] = not plain
         groups[about.group].add_argument(f"--{field.name}", **options)
     return parser
 
 
 def _own_options(command: str) -> str:
-    """Describe the options of a command that are not fields of the config."""
+    """Add the options of a command that are not fields of the config."""
     if command not in ("serve", "join"):
         return _LOCAL if command == "fit" else ""
     from raafl.config.remote_options import JOIN, SERVE
@@ -107,26 +108,26 @@ def _own_options(command: str) -> str:
 
 @cache
 def _parser_mode() -> str:
-    """Register how configs are loaded, as YAML in which an algorithm may have a short name, and return the mode's name."""
+    """Register a YAML loader that accepts short names of algorithms; return the name of that parser mode."""
     import jsonargparse
     import yaml
 
     load = jsonargparse.get_loader("yaml")
 
     def load_config(text: str, path: str = "") -> Any:
-        return with_class_path(load(text)) if path else load(text)  # without a path it is an option's value
+        return with_class_path(load(text)) if path else load(text)  # without a path, the text is the value of an option
 
     jsonargparse.set_loader("raafl", load_config, exceptions=(yaml.YAMLError,))
     return "raafl"
 
 
 def _as_it_is(value: object) -> object:
-    """Return the value unchanged; an option type in place of `Any`, whose class paths jsonargparse would import."""
+    """Return the value unchanged; used as an option's type instead of `Any`, for which jsonargparse would import class paths."""
     return value
 
 
 def _part_types() -> dict[str, Any]:
-    """Import the types of the fields that name a class."""
+    """Import the types of those config fields that name a class."""
     from raafl.lean_import import import_lightning
 
     import_lightning()
@@ -140,7 +141,7 @@ def _part_types() -> dict[str, Any]:
 
 
 def _formatter() -> type[Any]:
-    """Return jsonargparse's help formatter without the types and class paths that the help text already gives."""
+    """Return jsonargparse's help formatter without the types and class paths that the help texts already name."""
     import argparse
 
     import jsonargparse
@@ -188,7 +189,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
     argv = expand_algorithm(expand_strict([item for item in argv if item != TRUST]))
     if config_yaml is None and (folder := _resumed(argv)) is not None:
         trusted = is_trusted(folder, asked=trusted)
-        # where this user's model goes is not for the author of somebody else's run folder to say
+        # an untrusted config must not choose where this user's model is uploaded
         config_yaml = of_folder(folder, trusted=trusted, without=() if trusted else SENDS)
     argv = _with_recorded_rules(argv)
     if not argv and config_yaml is None:
@@ -209,7 +210,8 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
         except BadInput:
             if _packages() == known:
                 raise
-            # what the config names has imported another package of Lightning's classes, which may be its own
+            # a class named in the config imported another Lightning package, so parse again with a parser that knows
+            # that package
             namespace, text, made = _read(make_parser(command, _packages()), config_first(argv), hidden)
     made_fields = {field.name: made[field.name] for field in fields(Experiment)}
     if str(getattr(namespace.model, "class_path", "")).startswith(OF_TRAINER):
@@ -230,15 +232,16 @@ def _packages() -> tuple[str, ...]:
 
 
 def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[Namespace, str, Namespace]:
-    """Parse ``argv``; return the namespace, its YAML text and the instantiated objects."""
+    """Parse ``argv``; return the namespace, its YAML text and the objects that were created."""
     from argparse import ArgumentError
 
     try:
         namespace = parser.parse_args(argv)
-        if single := [name for name in SECTIONS if not hasattr(namespace[name], "as_dict")]:  # as in `train: 5`
+        # a section given as one value, as in `train: 5`
+        if single := [name for name in SECTIONS if not hasattr(namespace[name], "as_dict")]:
             raise ValueError(f"{single[0]} is a single value: give its fields (see --help)")
         _count_clients(namespace)
-        # nulls included; it has just been checked
+        # the text includes nulls; validation is skipped because the values were just checked
         text = str(parser.dump(namespace, skip_unset=False, skip_validation=True))
     except (ArgumentError, ValueError, TypeError) as error:
         raise BadInput(_explained(f"the config is refused: {error}", parser, argv, hidden)) from error
@@ -255,19 +258,19 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
             raise BadInput(_explained(_failed(error, namespace), parser, argv, hidden)) from error
         if not isinstance(error, ArgumentError | ValueError | TypeError):
             raise
-        # what a part says of its arguments, maybe among others' words
+        # the message of a part's constructor, possibly inside jsonargparse's message
         raise BadInput(_explained(str(error), parser, argv, hidden)) from error
 
 
 def _explained(text: str, parser: ArgumentParser, argv: Sequence[str], hidden: str | None) -> str:
-    """Say in raafl's words what jsonargparse or a part refuses."""
+    """Rewrite an error message of jsonargparse or of a part in raafl's words."""
     from raafl.config.messages import explain
 
     return explain(text, parser, argv, hidden)
 
 
 def _count_clients(namespace: Namespace) -> None:
-    """Set the number of clients where none is given: one for each device, or the default where there are no devices."""
+    """Set the number of clients if none is given: one for each device, or the default number without devices."""
     if namespace.clients is not None:
         return
     namespace.clients = next(field.default for field in fields(Experiment) if field.name == "clients")
@@ -278,11 +281,11 @@ def _count_clients(namespace: Namespace) -> None:
     try:
         namespace.clients = num_devices(namespace.devices) or namespace.clients
     except (OSError, ValueError):
-        return  # `Experiment.check` names what is wrong
+        return  # `Experiment.check` reports this error
 
 
 def _failed(error: BaseException, namespace: Namespace) -> str:
-    """Report which part could not be built when the user's own code raised the error."""
+    """Name the part whose constructor failed if the error was raised in the user's own code."""
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     for name in MADE:
         path = str(getattr(namespace[name], "class_path", None))
@@ -307,7 +310,7 @@ def load_run(folder: Path, *overrides: str, trusted: bool, for_replay: bool = Fa
 
 
 def _names_own(argv: Sequence[str]) -> bool:
-    """Check whether the user's own options name a class outside raafl, or a config that may."""
+    """Return whether the user's own options name a class outside raafl, or a config file that may do so."""
     from raafl.config.trust import paths
 
     known = set(paths())
@@ -335,7 +338,7 @@ def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment
 
 
 def _find_project_modules() -> None:
-    """Let class paths name modules of the current folder, as `python -m` does."""
+    """Add the current folder to the import path, so that class paths can name its modules, as with `python -m`."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -348,7 +351,7 @@ def expand_strict(argv: Sequence[str]) -> list[str]:
 
 
 def _resumed(argv: Sequence[str]) -> Path | None:
-    """Return the folder of the run that `--resume RUN` names, unless a config is given."""
+    """Return the run folder named by `--resume RUN`; None if a config is also given."""
     named = values(argv, "--resume")
     if not named or values(argv, "--config"):
         return None
@@ -359,7 +362,7 @@ def _resumed(argv: Sequence[str]) -> Path | None:
 
 
 def _with_recorded_rules(argv: list[str]) -> list[str]:
-    """Add the rules under which the run to be resumed began, where the user gives a config of his own."""
+    """Add the rules version of the run to be resumed, for a user who gives a config of his own."""
     import yaml
 
     from raafl.config.trust import of_folder
@@ -397,7 +400,7 @@ def config_first(argv: Sequence[str]) -> list[str]:
 
 
 def _check_config(file: str) -> None:
-    """Raise `BadInput` unless ``file`` is YAML with a table of fields."""
+    """Raise `BadInput` unless ``file`` is YAML with a mapping of fields."""
     path = Path(file)
     if path.is_dir():
         raise BadInput(f"config is '{file}', which is a folder: {_other_configs(path / 'x')}")

@@ -51,10 +51,9 @@ def _refused(parser: ArgumentParser, argv: Sequence[str], whole: bool) -> list[s
 
 
 def _made(parser: ArgumentParser, argv: Sequence[str]) -> Namespace | None:
-    """Parse the plain fields and make the records of options; None where the parser refuses something.
+    """Parse the plain fields and create the option records; return None if the parser rejects something.
 
-    Raises:
-        BadInput: what a record says of its values.
+    Raises BadInput if a record rejects its values.
     """
     from argparse import ArgumentError
 
@@ -68,7 +67,7 @@ def _made(parser: ArgumentParser, argv: Sequence[str]) -> Namespace | None:
 
 
 def _without_parts(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` without the options of model, data, algorithm and partition, and their values."""
+    """Return ``argv`` without the options for model, data, algorithm and partition, and without their values."""
     kept: list[str] = []
     items = list(argv)
     while items:
@@ -82,9 +81,9 @@ def _without_parts(argv: Sequence[str]) -> list[str]:
 
 def _out_of_range(namespace: Namespace, whole: bool) -> list[str]:
     experiment = Experiment(**{field.name: namespace[field.name] for field in fields(Experiment)})
-    if not whole:  # the run's folder is the server's, who may have made it by now
+    if not whole:  # the run folder belongs to the server, which may have created it already
         experiment.output = experiment.resume = None
     try:
         return list(dict.fromkeys(experiment.plain_problems(needs_end=whole)))
-    except TypeError:  # a value of another type, which the full reading names
+    except TypeError:  # a value of the wrong type, which the full parser reports
         return []

@@ -34,7 +34,7 @@ class SitePrivacy:
     """Clipping and noise that a site adds to each update before it is sent, with its own privacy budget."""
 
     clip_norm: float  # L2 norm (C) to which the tensors of an update are clipped
-    # standard deviation of the noise on each number, as a multiple of clip_norm (sigma); 0 = only clipping
+    # standard deviation of the noise added to each number, as a multiple (sigma) of clip_norm; 0 = only clipping
     noise_multiplier: float
     delta: float = 1e-5  # probability with which the privacy guarantee may fail
     # largest epsilon (privacy budget) for all runs that share `SitePolicy.state`; null = no limit
@@ -116,8 +116,8 @@ class SitePolicy:
     consent: Consent | None = None  # settings of asking a person for consent; null = nobody is asked
     # folder in which used bytes and privacy budget are stored, so that they survive a restart; null = none
     state: str | None = None
-    # largest share of a sum in secure aggregation, above 0 up to 1, that one site may have in any part of the
-    # model; a group in which one has more is refused. Only counts with certificates
+    # largest share, above 0 up to 1, that one site may have in any part of a securely aggregated sum; groups in which a
+    # site has more are refused. Only used with certificates
     max_share: float = MAX_SHARE
     # sites with which updates may be summed in secure aggregation, each ``NAME``, or ``NAME@FINGERPRINT`` of its
     # key as `raafl certs request` prints it; null = all sites that the authority certifies
@@ -176,7 +176,7 @@ class SitePolicy:
 
 
 def _check_names(field: str, entries: Sequence[str] | None) -> None:
-    """Raise `BadInput` for an entry that names nothing, or whose digest is none."""
+    """Raise `BadInput` for an entry that names no known object, or that has an invalid digest."""
     for entry in entries or []:
         name, at, digest = entry.partition("@")
         if at and not _DIGEST.fullmatch(digest):
@@ -191,7 +191,7 @@ def _check_names(field: str, entries: Sequence[str] | None) -> None:
 
 
 def _own_names(field: str) -> set[str]:
-    """Return the names of raafl's own classes and functions that a field of the policy may name."""
+    """Return the names of raafl's own classes and functions that this field of the policy may contain."""
     from raafl.config.trust import registry
 
     return {entry.name for entry in registry()[KINDS[field]].values()}
@@ -242,7 +242,7 @@ class Hours:
 
     days: frozenset[int]  # days on which the window begins, Monday = 0
     start: int  # minute of the day at which the window begins, from 0
-    minutes: int  # length of the window, 1 to 1440; it may end on the day after
+    minutes: int  # length of the window in minutes, 1 to 1440; it may end on the next day
 
     @classmethod
     def parse(cls, field: str, text: str) -> Hours:
@@ -271,7 +271,7 @@ class Hours:
         return min(begin for begin in self._around(at) if begin > at)
 
     def _around(self, at: datetime) -> list[datetime]:
-        """List the beginnings from the day before ``at`` to a week after it."""
+        """List the window's start times from the day before ``at`` to a week after it."""
         midnight = at.replace(hour=0, minute=0, second=0, microsecond=0)
         days = (midnight + timedelta(days=number) for number in range(-1, 8))
         return [day + timedelta(minutes=self.start) for day in days if day.weekday() in self.days]
@@ -285,7 +285,7 @@ def opens_at(hours: Sequence[Hours], at: datetime) -> datetime | None:
 
 
 def _days(text: str) -> frozenset[int] | None:
-    """Return the numbers of the days that ``text`` names; None where it names something else."""
+    """Return the weekday numbers that ``text`` names (Monday = 0); None if it is invalid."""
     days: set[int] = set()
     for part in text.split(","):
         names = part.split("-")

@@ -173,7 +173,7 @@ def remember(config_yaml: str, run_folder: Path) -> None:
 
 
 def _check_names(tree: Mapping[str, Any]) -> None:
-    """Raise `UntrustedValue` for what is more than raafl's own."""
+    """Raise `UntrustedValue` if the config names any object that is not raafl's own."""
     check = _Check(on_this_machine=True)
     for name, value in tree.items():
         check.section(name, value)
@@ -183,7 +183,7 @@ def _check_names(tree: Mapping[str, Any]) -> None:
 def imports_only(paths: Sequence[str]) -> Iterator[None]:
     """Return a context in which jsonargparse can import only these paths: a protection in addition to checking the config."""
     import jsonargparse
-    from jsonargparse import _common  # what its interface tightens it does not loosen again
+    from jsonargparse import _common  # private: the public setter cannot relax a setting that it has tightened
 
     before = dict(_common.parsing_settings)
     try:
@@ -201,16 +201,16 @@ def _tree(text: str) -> dict[str, Any]:
 
 
 class _Check(Check):
-    """Raises `UntrustedValue` for what is neither plain nor raafl's own."""
+    """Checks an untrusted config; raises `UntrustedValue` for anything but plain values and raafl's own objects."""
 
     def __init__(self, *, on_this_machine: bool) -> None:
-        """Begin; ``on_this_machine``: the config may name files and folders, and what Python gave."""
+        """Prepare; ``on_this_machine``: whether the config may name local files and folders, and objects passed from Python."""
         super().__init__()
         self._local = on_this_machine
 
     def section(self, name: object, value: object) -> None:
         """Check one field of an untrusted config."""
-        if name == "json":  # an option of the command line, which configs are written with
+        if name == "json":  # a command-line option that is also written into configs
             return self.value(value, bool, name, name)
         if name not in self.hints:
             raise UntrustedValue(f"the field {name!r:.60} does not exist in raafl")
@@ -286,14 +286,14 @@ class _Check(Check):
         if not isinstance(value, str):
             return isinstance(value, bool | int | float | None)
         if name.endswith("_implementation"):
-            return value in ("eager", "sdpa")  # others may be the name of a kernel on the hub
+            return value in ("eager", "sdpa")  # other values may name a kernel on the hub, which is code
         if name == "model_type" and value in _WITH_KERNELS:
             return False
         known = self._local or name in _ARCHITECTURE_TEXTS
         return known and _is(_WORD, value) and not value.startswith("timm")
 
     def loggers(self, value: object, where: str) -> None:
-        """Check the loggers of an untrusted config: only short names, and no argument that says where to write."""
+        """Check the loggers of an untrusted config: it may use only short names, and must not choose where logs are written."""
         if value is None:
             return
         from raafl.config.loggers import SHORT_NAMES
@@ -319,7 +319,7 @@ def _table(value: object, where: str) -> Mapping[Any, Any]:
 
 
 def _leaves(value: object) -> Iterator[Any]:
-    """Yield all that a value holds, names of fields among it."""
+    """Yield every leaf value nested in ``value``, and the names of its fields."""
     if isinstance(value, dict | list):
         for item in inside(value):
             yield from _leaves(item)
@@ -328,7 +328,7 @@ def _leaves(value: object) -> Iterator[Any]:
 
 
 def _is_plain(value: object) -> bool:
-    """Check whether a value is a number, a truth or nothing, or a text in which no parser finds an object."""
+    """Return whether a value is a number, a bool, None, or a short text without "class_path"."""
     if isinstance(value, str):
         return len(value) <= _MAX_TEXT and "class_path" not in value
     return isinstance(value, bool | int | float | None)
@@ -343,11 +343,10 @@ def _refuse(where: str, value: object, why: str) -> NoReturn:
     raise UntrustedValue(f"{where} is {shown if len(shown) <= 80 else shown[:77] + '...'}, {why}")
 
 
-# Remember which configs this user has run, so that commands on these runs trust them without `--trust_config`.
-#
-# A config may name classes of the folder in which a command runs. Whoever has run that exact text there has already run those
-# classes; another person's config, or one altered since, has another digest. The notes lie in the user's state folder
-# (`$XDG_STATE_HOME/raafl/runs`), which no run folder reaches.
+# Remember which configs this user has run, so that commands on those runs trust them without `--trust_config`. A config
+# may name classes of the current folder. Whoever has run exactly this text there has already run these classes; a
+# changed or foreign config has another digest. The digests are stored outside all run folders, in the user's state
+# folder (`$XDG_STATE_HOME/raafl/runs`).
 
 _KEPT = 1000
 """Notes that are kept; the oldest go first."""
@@ -355,7 +354,7 @@ _KEPT = 1000
 
 def record_run(config_yaml: str, run_folder: Path) -> None:
     """Record that this user has run a config in this working folder; do nothing if the record cannot be written."""
-    with suppress(OSError, RuntimeError):  # read-only, or a user without a home
+    with suppress(OSError, RuntimeError):  # the folder may be read-only, or the user may have no home
         note = _note(config_yaml)
         note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         note.write_text(json.dumps({"run": str(run_folder.absolute()), "working_folder": str(Path.cwd())}) + "\n")
@@ -376,10 +375,9 @@ def _note(config_yaml: str) -> Path:
     return state_folder() / "runs" / f"{digest[:32]}.json"
 
 
-# List the names that a config from another person may use: each names one of raafl's own objects.
-#
-# A name that is not in these tables stands for code of somebody's choosing. A prefix would be no protection, since raafl's modules
-# have other modules among their attributes (`raafl.runtime.local.supervisor.subprocess`).
+# List the names that an untrusted config may use; each names one of raafl's own objects. Allowing every name that
+# starts with "raafl." would be unsafe, since raafl's modules have other modules as attributes
+# (`raafl.runtime.local.supervisor.subprocess`).
 
 DATA: Final = (
     "AGNews",
@@ -442,7 +440,7 @@ def paths() -> list[str]:
 def _entries(
     homes: Mapping[str, str], package: str, also_in: Iterable[str], names: Iterable[str] | None = None
 ) -> dict[str, Entry]:
-    """Build one table: each name at home and in the packages that show it."""
+    """Build one table of allowed names: each object by its home module and by the packages that re-export it."""
     found: dict[str, Entry] = {}
     for name in homes if names is None else names:
         home = homes[name] if not package or homes[name].startswith(package) else f"{package}.{homes[name]}"

@@ -38,7 +38,7 @@ def fits(value: object, hint: Any) -> bool:
     if hint in (None, type(None)):
         return value is None
     if hint in (int, float):
-        kind = numbers.Integral if hint is int else numbers.Real  # numpy's numbers are registered as these
+        kind = numbers.Integral if hint is int else numbers.Real  # numpy's numbers are registered with these classes
         return isinstance(value, kind) and not isinstance(value, bool)
     if hint in (bool, str):
         return isinstance(value, hint)

@@ -60,14 +60,14 @@ class Driver(ABC):
         hooks: RunHooks | None,
         progress: Progress | None,
     ) -> None:
-        """Drive ``coordinator``; an ``evaluator`` of None evaluates nothing."""
+        """Drive ``coordinator``; ``evaluator`` None = nothing is evaluated."""
         self.coordinator, self.record, self.evaluator = coordinator, record, evaluator
         self.hooks, self.progress = hooks or RunHooks(), progress
         self.reason = ""
         self.error: CodeFailed | None = None
-        self._is_summing = False  # a group's updates are being told one by one: no state between them is saved
+        self._is_summing = False  # while updates of a secure group are passed on one by one, no checkpoint is written
 
-    # ---- of each runtime ----
+    # ---- implemented by each runtime ----
 
     @property
     @abstractmethod
@@ -80,37 +80,37 @@ class Driver(ABC):
 
     @abstractmethod
     def _deliver(self, assignment: Assignment) -> None:
-        """Have a client work on ``assignment``, and record that it was assigned."""
+        """Give ``assignment`` to its client, and record it."""
 
     @abstractmethod
     def _set_timer(self, id: int, at: float) -> None:
-        """Tell the timer at that time."""
+        """Schedule a `Timer` event with this id at time ``at``."""
 
     @abstractmethod
     def _measure(self, version: int, now: float) -> None:
-        """Measure the global model, now or on a snapshot; `_measured` is told the metrics."""
+        """Evaluate the global model, now or later on a snapshot; the metrics are passed to `_measured`."""
 
     def _admit(self, event: Event, now: float) -> bool:
-        """Take note of an event before the coordinator does; return whether that is to hear of it."""
+        """Prepare for an event before the coordinator handles it; return False if the coordinator must not see it."""
         return True
 
     def _handled(self, event: Event, now: float, lost: ClientInfo | None) -> None:
-        """See to what an event leaves behind once handled; ``lost`` is the client whose loss it tells of."""
+        """Clean up after an event was handled; ``lost`` is the client that a `Lost` event has removed, else None."""
         self.hooks.on_event(event, self.coordinator, now)
 
     def _dismiss(self, client: int, incarnation: int, reason: str) -> None:
-        """Tell a client that there is no work for it."""
+        """Report that a client was dismissed because there is no work for it."""
         self.note(f"client {client} was dismissed: {reason}")
 
     @abstractmethod
     def _blame(self, client: int, error: Exception) -> None:
-        """Report that a part of the method raised ``error`` over a client, which has been let go."""
+        """Report that the method raised ``error`` while handling a client, which has been dismissed."""
 
     def _decide(self, event: Event, now: float) -> list[Action]:
-        """Have the coordinator handle an event, and with it the parts of the method."""
+        """Let the coordinator and the method's parts handle an event; return the resulting actions."""
         return self.coordinator.handle(event, now)
 
-    # ---- of both ----
+    # ---- shared by all runtimes ----
 
     def tell(self, event: Event) -> None:
         """Let the coordinator know what happens now."""
@@ -119,7 +119,7 @@ class Driver(ABC):
             self._handle(event, now)
 
     def _handle(self, event: Event, now: float) -> None:
-        self.record.event(event, now)  # first: a replay is told the same, in the same order
+        self.record.event(event, now)  # recorded first, so that a replay sees the same events in the same order
         lost = self.coordinator.roster.find(event.client) if isinstance(event, Lost) else None
         version, since = self.coordinator.state.version, time.perf_counter()
         actions = self._decide(event, now)
@@ -130,7 +130,7 @@ class Driver(ABC):
         self._handled(event, now, lost)
         wanted = any(isinstance(action, Checkpoint) for action in actions) or self.hooks.checkpoint_due()
         wanted = wanted and not self._is_summing
-        if wanted and self.coordinator.finished in (None, *ENDS):  # when the event has been seen to, to its end
+        if wanted and self.coordinator.finished in (None, *ENDS):  # only once the event was handled completely
             self._checkpoint()
         if self.progress is not None:
             self.progress.update()
@@ -181,7 +181,7 @@ class Driver(ABC):
                 self.reason = reason
 
     def _measured(self, version: int, at_s: float, measured: dict[str, float]) -> bool:
-        """Record metrics of the global model as it was at ``at_s``; return whether every target has been met by now."""
+        """Record metrics of the global model as it was at ``at_s``; return whether all targets are now met."""
         metrics = self.hooks.on_measured(version, at_s, measured)
         reached = self.record.evaluated(version, at_s, metrics)
         self.hooks.on_evaluate(version, at_s, metrics)
@@ -207,7 +207,7 @@ class Driver(ABC):
             self.stop(why)
 
     def _ended(self) -> str:
-        """Return the reason for which the run has ended, a failure of the user's before all."""
+        """Return the reason for which the run ended; a failure of the user's code takes precedence."""
         return self.reason if self.error is None else f"failed: {self.error}"
 
     def note(self, text: str) -> None:

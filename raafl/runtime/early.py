@@ -57,8 +57,9 @@ class OverlappedClock(ClockExtension):
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
-        self._overlaps = simulation.coordinator.overlap  # else they begin the next task before it is assigned
-        self._uplink_free: dict[int, float] = {}  # when the client's last update will have arrived
+        # True: transfers overlap training; False: clients start their next task before it is assigned
+        self._overlaps = simulation.coordinator.overlap
+        self._uplink_free: dict[int, float] = {}  # by client: time at which its last update will have arrived
         self._early = EarlySteps()
 
     def uplink_free_s(self, client: int) -> float:
@@ -78,7 +79,7 @@ class OverlappedClock(ClockExtension):
         if not self._overlaps:
             return
         free_s, self._uplink_free[client] = self.uplink_free_s(client), at_s
-        if due.time.up_s > 0:  # before the arrival, should both fall on one instant
+        if due.time.up_s > 0:  # queued before the arrival, in case both are due at the same time
             sending = Sending(client, assignment.incarnation, assignment.id)
             self.simulation.push(min(max(trained_s, free_s), at_s), ARRIVED, sending)
 

@@ -35,7 +35,7 @@ MAX_BYTES = 1 << 31
 """Longest question."""
 
 
-# ---- the client's end ----
+# ---- the client's side ----
 
 
 class Questions(ClientExtension):
@@ -58,7 +58,7 @@ class Questions(ClientExtension):
         self._assignment: Assignment | None = None
         self._expected: Layout | None = None
         self._is_asking = False
-        # Holds replies; the id of a task that gets no reply any more; None = no task gets one any more.
+        # Holds replies; an id = that task gets no more replies; None = no task gets any more.
         self._replies: queue.SimpleQueue[tuple[Meta, FlatTensors | None] | int | None] = queue.SimpleQueue()
 
     def _ask(self, meta: Meta, tensors: FlatTensors, answer: Layout | None) -> tuple[Meta, FlatTensors | None]:
@@ -80,13 +80,13 @@ class Questions(ClientExtension):
             while isinstance(reply := self._replies.get(timeout=self._wait_s), int):
                 if reply == number:
                     raise Stopped
-        except (PeerLost, PeerTimeout):  # the reader will say so
+        except (PeerLost, PeerTimeout):  # the receiving thread reports it
             raise Stopped from None
         except queue.Empty:
             self._pair.close()
             raise Stopped from None
         if reply is None:
-            self._replies.put(None)  # for whoever asks next
+            self._replies.put(None)  # for the next call that asks
             raise Stopped
         return reply
 
@@ -168,7 +168,7 @@ class SplitClient(Questions):
         return reply
 
 
-# ---- the server's end ----
+# ---- the server's side ----
 
 
 class SplitSession(SessionExtension):
@@ -176,7 +176,7 @@ class SplitSession(SessionExtension):
 
     def __init__(self, session: SessionProtocol) -> None:
         super().__init__(session)
-        # as many threads as where the run was set up
+        # the number of threads with which the run was set up
         self._side = ServerSide(session.setup.local, session.setup.device, torch.get_num_threads())
 
     def _exchange(self, assignment: Assignment) -> Exchange | None:
@@ -210,7 +210,7 @@ class SplitSession(SessionExtension):
         whole = session.buffer(session.setup.submodels.layout(spec, "trained"))
         update.tensors = whole.take_(update.tensors).take_(own.tensors)
         update.num_steps, update.refusal = own.num_steps, own.refusal
-        update.metrics |= own.metrics  # the loss is known to this side alone
+        update.metrics |= own.metrics  # only this side computes the loss
         return update
 
 
@@ -234,7 +234,7 @@ class ServerSide:
             Refused: a message of the client was invalid, or no training step can be made with it.
             Stopped: the run has ended.
         """
-        torch.set_num_threads(self._num_threads)  # of this thread
+        torch.set_num_threads(self._num_threads)  # applies to this thread
         questions = exchange.questions(assignment, link)
         assert link.terms is not None
         trainer = self._trainer(exchange, link.terms)
@@ -245,7 +245,8 @@ class ServerSide:
                 return trainer.run(replace(assignment, seed=server_seed(assignment.seed)), received, questions)
         except (Refused, Stopped, OSError, BadInput):
             raise
-        except Exception as error:  # the step works on the server's own example: this question of the client's is wrong
+        # the step works on the server's example batch, so this question from the client is invalid
+        except Exception as error:
             raise Refused("failed-step", f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def _trainer(self, exchange: Exchange, terms: Question) -> LocalTrainer:
@@ -257,10 +258,10 @@ class ServerSide:
 
 
 class _SessionLink:
-    """A `ServerLink`.
+    """`ServerLink` of one client's task.
 
-    `terms`: precision, batches to a step, and what the client sends, as its questions say.
-    `stream`: what the server's side draws from; while it waits for the client, others draw.
+    `terms`: precision, batches per step, and form of the update, as the client's questions state them. `stream`: random
+    numbers of the server's side; other sessions draw while it waits for the client.
     """
 
     def __init__(self, session: SessionProtocol, talk: Conversation, perform: Callable[[Steps[Any]], Any]) -> None:
@@ -295,7 +296,7 @@ class _SessionLink:
         return RngStream(self._device, seed)
 
     def _agree(self, meta: Mapping[str, Any]) -> None:
-        """Note how the client trains, which must stay so."""
+        """Store how the client trains at its first question; later questions must state the same."""
         terms = Question.from_meta(meta)
         if self.terms not in (None, terms):
             raise Refused("bad-json", "precision, accumulate or sends have changed within a task")

@@ -63,7 +63,7 @@ _REAL = {
     "pace_s": 1e9,
     "lr_scale": 1e30,
     "next_lr_scale": 1e30,
-}  # nobody can wait for longer than 1e9 s
+}  # largest allowed values; nobody can wait for longer than 1e9 s
 
 
 def check_assignment(assignment: Assignment) -> Assignment:

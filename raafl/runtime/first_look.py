@@ -26,8 +26,8 @@ class FirstLook:
 
     metrics: dict[str, float]  # metrics of the initial model
     logged: list[str]  # names of what its training step logs
-    warnings: list[str]  # what a step has shown
-    restarted: list[str]  # attributes that a step changes, and that start anew with each task
+    warnings: list[str]  # warnings raised by a training step
+    restarted: list[str]  # attributes that a training step changes and that are reset for each task
 
 
 def first_look(parts: ServerSetup, evaluator: Evaluator, recorded: Mapping[str, float]) -> FirstLook:
@@ -46,7 +46,7 @@ def first_look(parts: ServerSetup, evaluator: Evaluator, recorded: Mapping[str, 
     try_single_samples(module, data, experiment.train, values.device)
     evaluator.fill(values)
     configure(module)
-    configured = evaluator.restarted(values)  # what configure_optimizers sets is set anew in each task
+    configured = evaluator.restarted(values)  # attributes that configure_optimizers sets are set again in each task
     restarted = [name for name in changed if name not in configured]
     if restarted and local.exchange(parts.submodels) is not None:
         raise BadInput(
@@ -69,7 +69,8 @@ def notes_before(
         BadInput: there is a warning, and the run is strict.
     """
     coordinator, submodels = parts.coordinator, parts.submodels
-    fleet, algorithm = coordinator.fleet.of(parts.clients), coordinator.algorithm  # none has joined, but all are known
+    # no client has joined yet, but all are known
+    fleet, algorithm = coordinator.fleet.of(parts.clients), coordinator.algorithm
     notes = [*data_notes(parts), *algorithm.notes(fleet, len(parts.clients))]
     notes += met_at_once(parts.experiment, metrics if is_new else {})
     notes += _saved_notes(parts, form)
@@ -99,7 +100,7 @@ def notes_before(
 
 
 def _saved_notes(parts: ServerSetup, form: SavedForm) -> list[Warn]:
-    """Try what checkpoints save of the module; return a warning for each part that they cannot hold."""
+    """Try out what checkpoints save of the module; return a warning for each entry that they cannot hold."""
     found: list[str] = []
     values = parts.coordinator.state.values.clone()
     with explained(parts.module, "state_dict, as a checkpoint calls it,"):

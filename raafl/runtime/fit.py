@@ -30,7 +30,8 @@ def fit(
         observer: observer called during the run; None = none.
         starting: observer that ends the run if a client's process ends before the client has joined; None = none.
     """
-    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":  # before the others are kept waiting
+    # fail before the other processes start to wait
+    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":
         experiment = resume.after_restart(experiment)
         experiment.check()
     join_s = experiment.waits.join_s
@@ -65,7 +66,7 @@ def take_part(experiment: Experiment, transport: Transport) -> None:
     try:
         with transport.connect(setup.trainer.fabric.device) as pair:
             reason = setup.client(pair).run()
-    except GpuLost as lost:  # no exit code that tells it: torchrun would end the others
+    except GpuLost as lost:  # no exit code expresses this, since torchrun would then end the other processes
         _log.warning(f"{lost}; the others go on")
         return
     except (PeerLost, PeerTimeout, Refused) as error:

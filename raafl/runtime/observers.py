@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Entry:
     """An observer of the table: who makes it, and when a run has it."""
 
-    maker: str  # MODULE:NAME of what is called with the `raafl.runtime.run.Run`
-    is_wanted: Callable[[Experiment], bool]  # of a run's settings
-    absent: Mapping[str, Any] = field(default_factory=dict)  # entries of the summary of a run without it
+    maker: str  # MODULE:NAME of a function that takes the `raafl.runtime.run.Run` and returns the observer
+    is_wanted: Callable[[Experiment], bool]  # decides by a run's settings whether the run has this observer
+    absent: Mapping[str, Any] = field(default_factory=dict)  # summary entries of a run without this observer
 
     def make(self, run: Any) -> RunHooks:
         """Import the observer, and make that of ``run``."""
@@ -46,7 +46,8 @@ BEFORE_CALLER: Final = (
 
 AFTER_CALLER: Final = (
     Entry("raafl.runtime.lifecycle.divergence:Divergence", lambda experiment: True),
-    Entry("raafl.parts.merge.low_rank:RankEnergy", lambda experiment: "peft" in sys.modules),  # which makes adapters
+    # "peft" creates the adapters whose energy is measured
+    Entry("raafl.parts.merge.low_rank:RankEnergy", lambda experiment: "peft" in sys.modules),
     Entry("raafl.loggers.loggers:Loggers", lambda experiment: bool(experiment.logger), {"loggers": {}}),
     Entry("raafl.monitoring.monitor:Monitor", lambda experiment: experiment.monitor is not None),
     Entry("raafl.monitoring.spans:exported", _exports_spans),

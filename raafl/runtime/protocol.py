@@ -251,7 +251,8 @@ class Answer:
             }
         except OverflowError:
             raise Refused("bad-json", "a metric is out of range") from None
-        within = {name: value for name, value in numbers.items() if abs(value) <= MAX_METRIC}  # NaN is not
+        # the comparison also drops NaN
+        within = {name: value for name, value in numbers.items() if abs(value) <= MAX_METRIC}
         num_samples, num_steps = count_of(meta, "num_samples", least=1), count_of(meta, "num_steps")
         base = base if isinstance(base, str) else None
         return cls(num_samples, num_steps, within, extra, base, logs=log_lines_of(meta))

@@ -94,7 +94,7 @@ def replay(
 
 
 def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
-    """Read from the journal the number of clients that the run waited for, and whether lost clients counted."""
+    """Read from the journal how many clients the run waited for, and whether lost clients counted."""
     start = begun.get("start")
     least, counts = (start.get("min_clients"), start.get("count_lost")) if isinstance(start, dict) else (None, None)
     if not isinstance(least, int) or not isinstance(counts, bool):
@@ -108,7 +108,7 @@ def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
 def _own_data(
     folder: Path, rows: Iterable[JournalRow], files: Mapping[int, Path], trusted: bool
 ) -> dict[int, ClientData]:
-    """Return the data of the clients that did not train on their share of the run's data."""
+    """Return the data of the clients that had data of their own."""
     from raafl.runtime.client.setup import whole
 
     wanted = {row["client"] for row in rows if row.get("event") == "joined" and row.get("own_data")}
@@ -129,7 +129,7 @@ def _save(folder: Path, parts: ServerSetup) -> Path:
 
 
 def _distance(folder: Path, parts: ServerSetup) -> dict[str, Any] | None:
-    """Return the largest and the root mean square difference between the replayed values and the run's last checkpoint."""
+    """Return the largest and the root mean square difference between replayed values and the run's last checkpoint."""
     with contextlib.suppress(BadInput):
         saved = checkpoint.load(folder)
         values = parts.coordinator.state.values
@@ -191,12 +191,13 @@ class Replay:
     num_events: int = 0
     now: float = 0.0
     _out: dict[int, tuple[Assignment, FlatTensors]] = field(default_factory=dict)
-    _series: dict[str, Any] = field(default_factory=dict)  # of profiles, by digest
+    _series: dict[str, Any] = field(default_factory=dict)  # device profiles by digest, as the journal shortens them
     _adjusted: deque[Adjusted] = field(default_factory=deque)
-    _expected: deque[Assignment] = field(default_factory=deque)  # handed out, and not yet compared with the recording
+    # assigned in the replay, and not yet compared with the recording
+    _expected: deque[Assignment] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        """Cut snapshots from the coordinator's state."""
+        """Create snapshots of the coordinator's state."""
         self._snapshots = snapshots_of(self.coordinator)
 
     def run(self, rows: Iterable[JournalRow], until: int | None = None) -> None:
@@ -229,7 +230,7 @@ class Replay:
                 self._forget(event.client)
 
     def _go_on(self, row: JournalRow) -> None:
-        """Count assignments from where the resumed run did, and hold it to the limits that it was given."""
+        """Continue as the resumed run did: with its assignment ids and the limits that it was given."""
         self.coordinator.roster.last_id = row["last_id"]
         if row["restarted"]:
             self.coordinator.restart()
@@ -250,7 +251,7 @@ class Replay:
                 self.executor.submit(assignment, snapshot, float(needed))
 
     def _check_assigned(self, row: JournalRow) -> None:
-        """Compare the assignment that was recorded with the one that came out now."""
+        """Compare a recorded assignment with the replayed one."""
         if self.first_difference is not None:
             return
         assignment = self._expected.popleft() if self._expected else None
@@ -264,7 +265,7 @@ class Replay:
             )
 
     def _check_adjusted(self, row: JournalRow) -> None:
-        """Compare the recorded change of a setting with the one that came out now."""
+        """Compare a recorded change of a setting with the replayed one."""
         adjusted = self._adjusted.popleft() if self._adjusted else None
         found = None if adjusted is None else asdict(adjusted)
         wanted = {name: row.get(name) for name in Adjusted.__dataclass_fields__}
@@ -272,13 +273,14 @@ class Replay:
             self.first_difference = FirstDifference(self.num_events, "adjusted setting", wanted, found)
 
     def _arrived(self, row: JournalRow) -> Arrived:
-        """Train the task that was answered, unless the answer was refused for what it was."""
+        """Train the answered task and return its update, unless it was refused for a reason that training would not reproduce."""
         number = row["assignment"]
         assignment, snapshot = self._out.get(number, (None, None))
-        there = self.coordinator.roster.find(row["client"])  # a client that is suspended still answers its next task
+        there = self.coordinator.roster.find(row["client"])  # a suspended client still answers its current task
         life = None if there is None else (there.id, there.incarnation)
         known = assignment is not None and (assignment.client, assignment.incarnation) == life
-        exchanges = assignment is not None and self._exchanges(assignment)  # refused, it may never have come to its end
+        # a refused task of this kind may have stopped before its end
+        exchanges = assignment is not None and self._exchanges(assignment)
         sound = row["refusal"] is None or (row["refusal"] == "non-finite" and not exchanges)
         sent = row["refusal"] != OUT_OF_MEMORY
         again = sound or (self._snapshots.remembers and not exchanges and sent)
@@ -293,12 +295,12 @@ class Replay:
         update = self.executor.result(number)
         self._snapshots.returned(assignment, update, snapshot)
         self._release(number)
-        if not sound:  # it was damaged on its way: the client has sent it, and keeps the rest for its next
+        if not sound:  # damaged in transit: the client has sent it and keeps the compression error for its next update
             update.refusal, update.incarnation = row["refusal"], row["incarnation"]
             return Arrived(update)
         update.incarnation, update.num_samples = row["incarnation"], row["num_samples"]
         group = group_from_json(cast(dict[str, Any], row))
-        if group is not None:  # the sum is that of the bare numbers, whatever masked them
+        if group is not None:  # masks cancel out, so the sum is computed from the unmasked numbers
             from raafl.runtime.secure_groups import SecureGroups
 
             if (groups := SecureGroups.of(self.coordinator)) is not None:

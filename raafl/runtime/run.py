@@ -57,7 +57,7 @@ class Run:
         signer: Signer | None = None,
         num_queued: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run.
+        """Open the run folder, without computing anything; ``saved``: continue the run that this checkpoint belongs to.
 
         `num_queued`: returns how many events wait for the run's loop.
         """
@@ -86,7 +86,7 @@ class Run:
             recorded = {} if saved is None else saved.section["record"]["metrics"]
             look = first_look(
                 parts, self.evaluator, recorded
-            )  # before there is a folder: what cannot start leaves none
+            )  # checked before the folder exists, so that a run that cannot start leaves none
             self.first_metrics = look.metrics if recorded else self.observer.on_measured(0, 0.0, look.metrics)
             check_goals(experiment, self.first_metrics, has_client_tests=any(data.test_sizes))
             self._notes, self._remaining = notes_before(
@@ -116,16 +116,17 @@ class Run:
         if saved is not None:
             return saved.folder
         name, output = self.parts.experiment.name, self.parts.experiment.output
-        return default_run_folder(name) if output is None or is_url(output) else Path(output)  # a store has a copy
+        # for a URL, the run writes to a local folder that is copied there
+        return default_run_folder(name) if output is None or is_url(output) else Path(output)
 
     def _figures(self) -> RunStatistics:
         fleet = self.parts.coordinator.fleet
         return RunStatistics(Coverage(self.parts.submodels), lambda task: fleet.cost(task.spec, task.extra).peak_bytes)
 
     def _begin(self, config_yaml: str, metrics: dict[str, float]) -> None:
-        """Make a new run folder, and record the metrics of the initial model."""
+        """Create a new run folder, and record the metrics of the initial model."""
         experiment, state = self.parts.experiment, self.parts.coordinator.state
-        self.folder = self._name_folder(None)  # anew: another run may have taken the name meanwhile
+        self.folder = self._name_folder(None)  # chosen again, since another run may have taken the name meanwhile
         check_space(self.folder, state.values.num_bytes, experiment.keep_checkpoints)
         try:
             self._writer = RunFolder(self.folder, config_yaml, self.progress.warn)
@@ -139,14 +140,15 @@ class Run:
         self.record.evaluated(0, 0.0, metrics)
 
     def _go_on(self, saved: SavedRun) -> None:
-        """Put everything back to where the checkpoint was; what came after it is marked lost."""
+        """Restore the state of the checkpoint; later rows are marked as rolled back."""
         from raafl.runfolder.books import check_books
         from raafl.runtime.lifecycle import resume
 
         coordinator, section = self.parts.coordinator, saved.section
         resume.check_limits(saved, coordinator.limits)
         try:
-            altered = check_books(self.folder).findings  # now: what is sealed from here on would hide it
+            # checked now, since new seals would hide later changes to sealed files
+            altered = check_books(self.folder).findings
             with resume.restoring(saved):
                 mended = resume.mend(saved)
             self._writer = RunFolder.reopen(self.folder, self.progress.warn)
@@ -156,10 +158,10 @@ class Run:
         self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
         with resume.restoring(saved), self.statistics.untouched(coordinator.state.values):
             resume.resume(saved, mended, coordinator, self.record)
-            self.evaluator.revive(section.get("metrics", {}))  # an earlier version has saved none
+            self.evaluator.revive(section.get("metrics", {}))  # checkpoints of earlier versions have no "metrics"
         if altered:
             self.progress.warn(f"the books of the run were altered before it was resumed: {'; '.join(altered[:5])}")
-        # before any row: killed in between, a run that had ended would else be taken for one to which a row was added
+        # sealed before any row is added: if killed in between, a finished run would seem to have an extra row
         self._writer.seal(self._writer.sealed(), coordinator.state.version, [CONFIG], altered=altered)
         if mended.num_missing:
             self._writer.gap(mended.num_missing)
@@ -181,7 +183,7 @@ class Run:
         self.progress.note(f"resumed from version {coordinator.state.version}; {mended.num_lost} later tasks are lost")
 
     def _show(self, state: RunState) -> None:
-        """Let the view show ``state``, which is told of each row from now on."""
+        """Connect the progress display to ``state``, which gets each row from now on."""
         state.say = self.progress.note if self.progress.verbose else None
         self._state = state
         if self.progress.mode != "quiet":
@@ -201,13 +203,15 @@ class Run:
         described, clients = coordinator.algorithm.describe(), quantity(len(self.parts.clients), "client")
         size = f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
         head = f"{experiment.name}: {described['name']} on {clients}"
-        title = f"{head}, select {described['select']}, merge {described['merge']}, {size}"  # as journals have it
+        # the title in this form is part of journals
+        title = f"{head}, select {described['select']}, merge {described['merge']}, {size}"
         self.progress.start(f"{head}, a model of {size}")
         for line in method_lines(described):
             self.progress.note(line)
         for note in self._notes:
             (self.progress.warn if isinstance(note, Warn) else self.progress.note)(note)
-        self._interrupt.__enter__()  # until `close`: a signal while the run is wound up leaves it whole too
+        # active until `close`, so that a signal does not interrupt the end of the run either
+        self._interrupt.__enter__()
         if self.resumed:
             self.hooks.start()
             return
@@ -293,13 +297,13 @@ class Run:
         return told
 
     def _final_metrics(self) -> dict[str, float]:
-        """Measure the final model on the test set, where evaluations of the run used a validation set."""
+        """Measure the final model on the test set if the run's own evaluations used a validation set."""
         batches, state = self.parts.data.final_batches(), self.parts.coordinator.state
         if batches is None:
             return {}
         try:
             found = self.evaluator.on_other(batches, state.values, state.version)
-        except USER_ERRORS as error:  # the run is over: what it has trained is kept
+        except USER_ERRORS as error:  # the run has ended, so its results are kept
             self.progress.warn(f"the test set cannot be measured: {cause(error)}")
             return {}
         return {f"test/{name}": value for name, value in found.items()}
@@ -307,14 +311,14 @@ class Run:
     def close(self) -> None:
         """Restore the terminal, end the checkpoint thread and write the remaining rows; needed whether or not the run failed."""
         self.progress.stop()
-        self.saver.close()  # first: it seals what it writes
+        self.saver.close()  # first, since the saver seals the files that it writes
         self._writer.close()
         self.hooks.close()
         self._interrupt.__exit__(None, None, None)
 
 
 def _form_of(parts: ServerSetup) -> AsItIs:
-    """Return what a model's values need before they are evaluated or saved."""
+    """Return the settings needed to evaluate and save a model's values."""
     if parts.submodels.batch_norm != "static":
         return AsItIs()
     from raafl.runtime.lifecycle.batch_norm import StaticStatistics
@@ -357,11 +361,11 @@ def simulate(
         stack.callback(executor.close)
         run = Run(
             parts, config_yaml, "simulated", saved, observer
-        )  # after the executor, which forks: it starts threads
+        )  # created after the executor, which forks, because this starts threads
         stack.callback(run.close)
         run.show_executor(executor)
         if transport is not None:
-            take_on = cast("RankExecutor", executor).take_on  # as `make_executor` built it for ranks
+            take_on = cast("RankExecutor", executor).take_on  # `make_executor` returns this type for ranks
             transport.listen(lambda client, peer, connect: take_on(peer, connect), run.progress.warn)
         run.start()
         simulation = Simulation(

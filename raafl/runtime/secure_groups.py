@@ -117,7 +117,7 @@ class SimulatedSums(ClockExtension):
         groups = SecureGroups.of(simulation.coordinator)
         assert groups is not None
         self._groups = groups
-        self._ready: dict[int, Due] = {}  # by assignment: trained, and waiting for a group to be complete
+        self._ready: dict[int, Due] = {}  # by assignment: trained updates that wait until a group is complete
 
     def arrives(self, due: Due) -> bool:
         """Keep a task that is over until its group is complete."""
@@ -135,10 +135,10 @@ class SimulatedSums(ClockExtension):
         try:
             for due in dues:
                 update = simulation.trained(due)
-                # into storage of its own: the next task reuses the trainer's
+                # encoded into separate storage, since the next task reuses the trainer's
                 groups.encode(due.assignment, update, scale)
                 updates.append(update)
-        except TaskFailed as failed:  # all are trained again when the run is resumed
+        except TaskFailed as failed:  # all tasks of the group are trained again when the run is resumed
             simulation.error = failed
             return
         for due in dues:

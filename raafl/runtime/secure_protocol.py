@@ -167,7 +167,7 @@ class Formed:
 
 
 def _member(row: Sequence[Any], specs: Sequence[Spec]) -> GroupMember:
-    """Read a member of a group from its row of a message; raises `Refused`, or the errors of a row of another form."""
+    """Read a group member from its row of a message; raises `Refused`, or errors such as KeyError for a malformed row."""
     key, mask, share, sign, place, num_samples, num_steps, counted, version, max_share, start, site = row
     said = {
         "key": key,
@@ -195,7 +195,7 @@ def _member(row: Sequence[Any], specs: Sequence[Spec]) -> GroupMember:
 
 
 def _share(value: object) -> float:
-    """Read a share above 0, up to 1; raise `Refused` for anything else."""
+    """Read a share, a number above 0 and up to 1; raise `Refused` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise Refused("bad-json", f"max_share is {sanitize_text(value, 40)}")
     return float(value)

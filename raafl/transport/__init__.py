@@ -16,7 +16,8 @@ from raafl.transport.transport import Admit, ConnectOptions, Transport
 
 
 def _tcp(meeting: ConnectOptions) -> Transport:
-    from raafl.transport.tcp.transport import TcpTransport  # here, so that ranks of torchrun import no TLS
+    # imported only here, so that ranks of torchrun import no TLS
+    from raafl.transport.tcp.transport import TcpTransport
 
     return TcpTransport(meeting)
 

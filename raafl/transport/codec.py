@@ -86,7 +86,7 @@ class Message:
 
     kind: Kind  # type of the message
     assignment: int = 0  # id of the task that the message belongs to; 0 = none
-    # number of times that the client has joined; by it, messages of an earlier connection are recognised
+    # number of times that the client had joined before; identifies messages of an earlier connection
     incarnation: int = 0
     meta: dict[str, Any] = field(default_factory=dict)  # a JSON object with string keys and finite numbers
     # tensors of the message; in a received message, the storage that `Expect` returned
@@ -103,7 +103,7 @@ class Refused(Exception):
     """
 
     def __init__(self, reason: str, detail: str = "", message: Message | None = None) -> None:
-        detail = sanitize_text(detail, _MAX_DETAIL)  # much of it is what the peer has sent
+        detail = sanitize_text(detail, _MAX_DETAIL)  # most of this text comes from the peer
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail
@@ -117,7 +117,7 @@ class Expect(Protocol):
     """
 
     def __call__(self, kind: Kind, assignment: int, meta: dict[str, Any], /) -> FlatTensors | None:
-        """Return a buffer whose dtypes and lengths are those declared, or None for a message without tensors."""
+        """Return a buffer with the declared dtypes and lengths; None for a message without tensors."""
         ...
 
 
@@ -253,7 +253,8 @@ def decode_body(header: Header, data: bytes | memoryview) -> Body:
     text = bytes(data)
     if len(text) != header.json_bytes:
         raise Refused("bad-length", f"JSON of {len(text)} bytes, header says {header.json_bytes}")
-    if header.kind is Kind.HELLO and len(text) > MAX_HELLO_BYTES:  # read, so that the peer can be told
+    # the text was read all the same, so that the peer can be told why it is refused
+    if header.kind is Kind.HELLO and len(text) > MAX_HELLO_BYTES:
         raise Refused("bad-length", f"HELLO of {len(text)} bytes, at most {MAX_HELLO_BYTES}")
     if xxhash.xxh3_64_intdigest(text) != header.json_checksum:
         raise Refused("bad-checksum", "JSON")
@@ -318,7 +319,7 @@ def _parse(text: bytes) -> object:
     try:
         section = _DECODER.decode(text.decode())
         if _SURROGATE.search(text):
-            _ENCODER.encode(section).encode()  # fails on half a surrogate pair, which nothing could write to a log
+            _ENCODER.encode(section).encode()  # fails on an unpaired surrogate, which could not be written to a log
     except (ValueError, RecursionError) as error:
         raise Refused("bad-json", str(error)[:200]) from None
     return section
@@ -354,7 +355,7 @@ def _finite_float(text: str) -> float:
     return value
 
 
-# made once: json.dumps and json.loads make new ones at each call that has options
+# created once: json.dumps and json.loads create a new one at each call with options
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False)
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite_float)
 

@@ -100,7 +100,7 @@ class Connection(ABC):
         """
 
     def __enter__(self) -> Self:
-        """Return the pair, to be closed at the end of the block."""
+        """Return this connection, which the end of the block closes."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -92,7 +92,7 @@ class Frames:
         return self._stream.num_written - before
 
     def _send_payload(self, head: bytes, tensors: FlatTensors, first: int) -> list[memoryview | bytes]:
-        """Send head and payload in pieces; return the rest that is still to be written, a checksum last."""
+        """Send head and payload in pieces; return the last pieces, which the caller must write, with their checksum."""
         parts: list[memoryview | bytes] = [head]
         checksum, index = Checksum(first), first
         pieces, places = tee(_chunked(tensors, first))
@@ -100,7 +100,8 @@ class Frames:
             cut = (piece for piece, _ in pieces)
             hosts = cut if staging is None else staging.outgoing(cut)
             for host, (_, ends) in zip(hosts, places, strict=True):
-                if len(parts) > 1 and not isinstance(parts[-1], memoryview):  # a chunk is complete, and this is another
+                # a chunk is complete and the next one begins
+                if len(parts) > 1 and not isinstance(parts[-1], memoryview):
                     self._stream.write(parts)
                     parts = []
                 view = codec.memory(host)
@@ -110,7 +111,7 @@ class Frames:
                     parts.append(checksum.footer())
                     index += 1
                     checksum = Checksum(index)
-                if staging is not None:  # a slot of the staging buffer is soon used again
+                if staging is not None:  # this slot of the staging buffer will be reused
                     self._stream.write(parts)
                     parts = []
         return parts
@@ -144,7 +145,7 @@ class Frames:
         return self._rest(self.partial, finite)
 
     def _rest(self, partial: Partial, finite: bool) -> Message:
-        """Receive the chunks of a message that are missing."""
+        """Receive the remaining chunks of a message and return the message."""
         self._receive_payload(partial, finite)
         self.in_step, self.partial = True, None
         header, meta = partial.header, partial.body.meta
@@ -153,7 +154,7 @@ class Frames:
         return codec.finish(header, meta, partial.target)
 
     def _receive_payload(self, partial: Partial, finite: bool) -> None:
-        """Receive the missing chunks into the target, and note in ``partial`` what is wrong with them."""
+        """Receive the missing chunks into the target, and store in ``partial`` the first problem found in them."""
         checksum, footer, problem = Checksum(partial.num_chunks), bytearray(FOOTER_BYTES), partial.problem
         with self.staging.ring("recv", partial.target) as staging:
             for piece, ends in _chunked(partial.target, partial.num_chunks):
@@ -161,7 +162,8 @@ class Frames:
                 view = codec.memory(host)
                 self._stream.read_into(view)
                 if staging is not None:
-                    staging.land(host, piece)  # first, so that the copy runs beside what looks at the values
+                    # start the copy to the GPU first, so that it overlaps with the checks of the values
+                    staging.land(host, piece)
                 checksum.update(view)
                 problem = problem or problem_of(host, finite)
                 if not ends:
@@ -173,8 +175,8 @@ class Frames:
                 checksum = Checksum(partial.num_chunks)
 
     def _drain(self, header: Header, body: Body | None) -> None:
-        """Read a refused payload to its end, unless that is too far away, or unknown."""
-        # First, since what a peer declares may have more chunks than can be counted.
+        """Read and discard a refused payload, so that the next message can follow; leave one of unknown or too large size."""
+        # checked first, since a peer may declare more chunks than can be counted
         if header.payload_bytes > self.drain_bytes:
             return
         num_chunks = 1
@@ -197,7 +199,7 @@ def count_chunks(buffers: tuple[tuple[torch.dtype, int], ...]) -> int:
 
 
 def _ends(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[bool]:
-    """Yield for each piece of a payload whether it ends a chunk."""
+    """Yield for each piece of a payload whether it is the last of its chunk."""
     filled, left = 0, codec.num_payload_bytes(buffers)
     for num_bytes in piece_sizes(buffers, PIECE_BYTES):
         filled, left = filled + num_bytes, left - num_bytes
@@ -207,7 +209,7 @@ def _ends(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[bool]:
 
 
 def _chunked(tensors: FlatTensors, first: int) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the pieces of a payload from a chunk on, each with whether it ends its chunk."""
+    """Yield the pieces of a payload from the given chunk on, each with whether it is the last of its chunk."""
     buffers = codec.declared(tensors)
     pieces = chain.from_iterable(
         torch.split(tensors.buffers[dtype].detach(), PIECE_BYTES // dtype.itemsize) for dtype, _ in buffers
@@ -277,12 +279,12 @@ class Staging:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate the ring, `NUM_STAGED` times `CHUNK_BYTES`, and a stream of ``device`` if that is a GPU."""
+        """Allocate the ring of `NUM_STAGED` buffers of `CHUNK_BYTES` each, and a CUDA stream if ``device`` is a GPU."""
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
         memory = torch.empty(NUM_STAGED * CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._stream is not None)
         self._slots = torch.split(memory, CHUNK_BYTES)
-        self._copied: list[Any] = [None] * NUM_STAGED  # the event after the last copy from or to each
+        self._copied: list[Any] = [None] * NUM_STAGED  # event after the last copy from or to each buffer
         self._next = 0
 
     @contextmanager
@@ -292,7 +294,7 @@ class Staging:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
             yield self
-        finally:  # after an error, too: whoever is given the memory next knows nothing of this stream
+        finally:  # also after an error, since the next user of the memory does not know this stream
             for index in range(NUM_STAGED):
                 self._wait(index)
 
@@ -331,7 +333,7 @@ class Staging:
         self._copy(piece, slot, slot)
 
     def _copy(self, target: Tensor, source: Tensor, slot: Tensor) -> None:
-        # as bytes: a copy of bools would mend what is none
+        # copied as bytes: copying as bools would change invalid values
         target, source, cuda = byte_view(target), byte_view(source), torch.cuda
         if self._stream is None:
             target.copy_(source)

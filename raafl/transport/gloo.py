@@ -40,10 +40,10 @@ from raafl.transport.frames import (
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-dist: Any = _distributed  # much of it is not typed
+dist: Any = _distributed  # most of it has no type annotations
 
 FIRST_BYTES = 64 << 10
-_FIRST, _REST, _NEVER = 0, 1, 2  # tags
+_FIRST, _REST, _NEVER = 0, 1, 2  # tags of a message's first and further transfers, and of one that never comes
 _POKE_S = 0.001
 
 
@@ -51,7 +51,7 @@ class GlooConnection(Connection):
     """Connection over Gloo; CUDA tensors pass through a pinned buffer of 24 MiB for each direction."""
 
     def __init__(self, group: Any, rank: int, timeout_s: float) -> None:
-        """Wrap a two-rank ProcessGroupGloo; use `connect` instead."""
+        """Wrap a two-rank ProcessGroupGloo; call `connect` instead of this."""
         self.timeout_s, self.drain_bytes = timeout_s, DRAIN_BYTES
         self._group: Any = group
         self._peer = 1 - rank
@@ -122,7 +122,7 @@ class GlooConnection(Connection):
             self.received_bytes = HEADER_BYTES
             header = codec.decode_header(self._in_memory[:HEADER_BYTES])
             self.received_bytes = header.frame_bytes
-            # An old header must not pass for a new one when the next message is cut short.
+            # clear the old header, which must not pass for a new one if the next message is cut short
             self._in_memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
             refused = None
             try:
@@ -136,18 +136,19 @@ class GlooConnection(Connection):
 
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
-        with self._closing:  # two threads may close; one of them gets the group, and ends it
-            self.closed = True  # first: a waiter that the end of the group wakes looks here to tell whose doing it was
+        with self._closing:  # of two threads that close at the same time, only one gets the group
+            # set first: a thread woken by the end of the group reads it to tell that this end closed
+            self.closed = True
             group, self._group, self._posted = self._group, None, None
         if group is None:
             return
-        # Gloo's abort does not wake a waiter. A receive that times out does: it fails everything pending on the pair.
+        # Gloo's abort does not wake a waiting thread; a receive that times out does, by failing all pending operations
         with suppress(RuntimeError):
             group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _NEVER).wait(_span(_POKE_S))
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Close the pair when anything goes wrong inside."""
+        """Close the connection if the block raises any error."""
         try:
             yield
         except BaseException:
@@ -155,7 +156,7 @@ class GlooConnection(Connection):
             raise
 
     def _start(self, what: str, tensor: Tensor, tag: int) -> object:
-        group = self._group  # taken once: `close`, in another thread, may put None in its place at any time
+        group = self._group  # read once: `close` may set it to None in another thread at any time
         if group is None:
             raise PeerLost("closed-here")
         try:
@@ -177,7 +178,7 @@ class GlooConnection(Connection):
         return _translate(error, f"nothing from the peer within {timeout_s:g} s")
 
     def _post_next(self) -> None:
-        # A peer may go right after its last message, which is good all the same: the next receive will say so.
+        # a peer may leave right after its last message; the error is kept for the next receive
         try:
             if not self.closed:
                 self._posted = self._start("recv", self._in, _FIRST)
@@ -185,7 +186,7 @@ class GlooConnection(Connection):
             self._ended = error
 
     def _fill(self, head: bytes, tensors: FlatTensors | None, payload_bytes: int) -> int:
-        """Put a whole short frame into the sending buffer; returns its length."""
+        """Copy a short frame into the sending buffer; return its length in bytes."""
         end = len(head)
         self._out_memory[:end] = head
         if tensors is None or not payload_bytes:
@@ -245,7 +246,7 @@ class GlooConnection(Connection):
         return codec.memory(whole)
 
     def _recv_payload(self, target: FlatTensors, finite: bool) -> tuple[str, str] | None:
-        """Receive the payload into ``target`` and return what is wrong with it, if anything."""
+        """Receive the payload into ``target``; return a description of what is wrong with it, None if nothing is."""
         footer = torch.empty(FOOTER_BYTES, dtype=torch.uint8)
         checksum, problem = Checksum(), None
         todo = itertools.chain(chunks(target), [footer])
@@ -264,7 +265,8 @@ class GlooConnection(Connection):
                 work, host, chunk = in_flight.popleft()
                 self._wait(work, self.timeout_s)
                 if staging is not None and chunk is not footer:
-                    staging.land(host, chunk)  # first, so that the copy runs beside what looks at the values
+                    # start the copy to the GPU first, so that it overlaps with the checks of the values
+                    staging.land(host, chunk)
                 if chunk is not footer:
                     checksum.update(codec.memory(host))
                     problem = problem or problem_of(host, finite)
@@ -272,7 +274,7 @@ class GlooConnection(Connection):
         return problem if bytes(codec.memory(footer)) == checksum.footer() else ("bad-checksum", "payload")
 
     def _drain(self, header: Header, body: Body | None) -> None:
-        """Read a refused payload to its end, piece by piece into one scratch buffer, or close the pair."""
+        """Read a refused payload to its end in pieces, into one scratch buffer; close the connection if it is too long."""
         if body is None or header.payload_bytes > self.drain_bytes:
             self.close()
             return
@@ -295,7 +297,7 @@ def cloned(store: Store) -> Store:
 
 
 def _span(seconds: float) -> timedelta:
-    # Gloo counts in milliseconds and takes 0 for "for ever"
+    # Gloo counts in milliseconds and takes 0 to mean no timeout
     return timedelta(milliseconds=min(max(1, round(seconds * 1000)), 10**12))
 
 

@@ -40,8 +40,9 @@ _POLL_S = 0.0005
 _log = logging.getLogger(__name__)
 
 WATCHDOG = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error, or a transfer past its time, is its session's: here it is waited for
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a watchdog that stands still does not end the process either
+    # errors and timeouts are handled by the session, which waits for each transfer
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a hanging watchdog thread must not end the process
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 """Set where the user has not: by its defaults torch's watchdog ends the whole process, rank 0 with all of its sessions."""
@@ -56,7 +57,7 @@ def identity(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
     gpu: Any = torch.cuda.get_device_properties(device)
-    boot = Path("/proc/sys/kernel/random/boot_id")  # alike in all containers of a machine
+    boot = Path("/proc/sys/kernel/random/boot_id")  # this id is the same in all containers of a machine
     machine = boot.read_text().strip() if boot.is_file() else socket.gethostname()
     return f"cuda:{machine}/{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
 
@@ -97,9 +98,9 @@ def connect(
         problem = nccl_problem(*((mine, theirs) if server else (theirs, mine)))
         if problem is None:
             own = dist.PrefixStore(f"{prefix}/nccl", cloned(store))
-            # half of the time that the peer will wait for the word below
+            # half of the time for which the peer waits in `_told` below
             group, mine = opened(partial(_joined, own, 0 if server else 1, device, timeout_s / 2), timeout_s / 2)
-            problem = _told(pair, mine, timeout_s) or mine  # both ends take it, or neither
+            problem = _told(pair, mine, timeout_s) or mine  # both ends use NCCL, or neither does
     except BaseException:
         if group is not None:
             group.abort()
@@ -114,7 +115,7 @@ def connect(
 
 
 def _told(pair: GlooConnection, mine: str, timeout_s: float) -> str:
-    """Tell the peer something and return what it tells."""
+    """Send the peer this end's error message ("" = none) and return the peer's."""
     pair.send(codec.Message(codec.Kind.HELLO, meta={"nccl": mine}))
     return str(pair.recv(lambda kind, assignment, meta: None, timeout_s).meta.get("nccl"))
 
@@ -136,7 +137,7 @@ def opened(make: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
             return
         try:
             found.set_result(group)
-        except InvalidStateError:  # given up meanwhile
+        except InvalidStateError:  # the caller has given up meanwhile
             group.abort()
 
     threading.Thread(target=run, name="nccl", daemon=True).start()
@@ -144,7 +145,7 @@ def opened(make: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
         return found.result(timeout_s), ""
     except TimeoutError:
         return (None, f"nothing came of it within {timeout_s:g} s") if found.cancel() else (found.result(), "")
-    except Exception as error:  # of whatever kind: staging is there
+    except Exception as error:  # whatever the error is, staging is used instead
         return None, str(error).partition("\n")[0]
 
 
@@ -172,11 +173,12 @@ def checked_group(store: Store, rank: int, size: int, timeout_s: float, check: C
 
 
 def _joined(store: Store, rank: int, device: torch.device, timeout_s: float) -> Any:
-    """Make a group of two and send a word each way; raises `RuntimeError` or `PeerTimeout` where that does not come."""
+    """Make a group of two and exchange one word each way; raises `RuntimeError` or `PeerTimeout` if that fails."""
     cuda: Any = torch.cuda
 
     def check(group: Any) -> None:
-        with cuda.stream(cuda.Stream(device)):  # as a pair's payloads: the GPU's other work waits for no peer
+        # a stream of its own, as for payloads: other GPU work must not wait for the peer
+        with cuda.stream(cuda.Stream(device)):
             words = torch.tensor([rank, -1], device=device)
             for sender in (0, 1):
                 work = group.send([words[:1]], 1 - rank, 0) if sender == rank else group.recv([words[1:]], 1 - rank, 0)
@@ -189,12 +191,12 @@ def _joined(store: Store, rank: int, device: torch.device, timeout_s: float) -> 
 
 
 def _buffers(tensors: FlatTensors) -> list[Tensor]:
-    """List what is sent, a message each: a payload's values of one dtype."""
+    """List the buffers to send, one message each: a payload's values by dtype."""
     return [tensors.buffers[dtype].detach() for dtype, _ in codec.declared(tensors)]
 
 
 def _sum(buffers: list[Tensor]) -> int:
-    """Return the wrap-around sum of the buffers' words, each weighted by its place among them; waits for the GPU once."""
+    """Return a checksum of the buffers: the wrapping sum of their words, weighted by position; synchronizes the GPU once."""
     total = sum((place * sum_of_bits(buffer) for place, buffer in enumerate(buffers, 1)), torch.tensor(0))
     return int(total) % 2**64
 
@@ -211,7 +213,7 @@ class NcclConnection(GlooConnection):
     """
 
     def __init__(self, control: GlooConnection, group: Any, device: torch.device) -> None:
-        """Wrap ``control``, which must not be used elsewhere any more, and a two-rank ProcessGroupNCCL on ``device``."""
+        """Wrap ``control``, which must not be used directly afterwards, and a two-rank ProcessGroupNCCL on ``device``."""
         self.__dict__.update(control.__dict__)
         self._device, self._nccl = device, group
         cuda: Any = torch.cuda
@@ -219,7 +221,7 @@ class NcclConnection(GlooConnection):
 
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
-        # NCCL first: a kernel that waits for the peer on the GPU ends only by abort, and Gloo's end would not wake it.
+        # abort NCCL first: only that ends a GPU kernel waiting for the peer
         nccl, self._nccl = getattr(self, "_nccl", None), None
         if nccl is not None:
             nccl.abort()
@@ -227,7 +229,7 @@ class NcclConnection(GlooConnection):
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Close the pair when anything goes wrong inside; an error of NCCL's is a lost peer."""
+        """Close the connection if the block raises; report an NCCL error as a lost peer."""
         with super()._ending():
             try:
                 yield
@@ -236,7 +238,7 @@ class NcclConnection(GlooConnection):
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Work on the pair's stream, after all that the GPU was given before."""
+        """Run the block on the connection's stream, after all work already queued on the GPU."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
@@ -244,7 +246,7 @@ class NcclConnection(GlooConnection):
     def _send_payload(self, tensors: FlatTensors, timeout_s: float) -> None:
         with self._apart():
             held = [buffer.to(self._device) for buffer in _buffers(tensors)]
-            # first: behind what is sent, it would wait for the peer, and without a deadline
+            # computed before sending: queued behind the sends it would wait for the peer without a deadline
             footer = torch.frombuffer(bytearray(struct.pack("<Q", _sum(held))), dtype=torch.uint8)
             for buffer in held:
                 self._nccl.send([codec.byte_view(buffer)], self._peer, 0).wait()
@@ -272,7 +274,7 @@ class NcclConnection(GlooConnection):
             self._received([torch.empty(numel, dtype=dtype, device=self._device) for dtype, numel in body.buffers])
 
     def _received(self, buffers: list[Tensor]) -> int:
-        """Receive into buffers; return the sender's sum once all has come. Gloo tells at once of a peer that has died."""
+        """Receive into the buffers; return the sender's checksum, whose transfer over Gloo also detects a dead peer."""
         for buffer in buffers:
             self._nccl.recv([codec.byte_view(buffer)], self._peer, 0).wait()
         footer = torch.empty(FOOTER_BYTES, dtype=torch.uint8)
@@ -283,7 +285,7 @@ class NcclConnection(GlooConnection):
 
 
 def _synchronize(device: torch.device, timeout_s: float) -> None:
-    """Wait for this thread's stream, with a deadline."""
+    """Wait for this thread's CUDA stream to finish, at most ``timeout_s``."""
     event: Any = torch.cuda.Event
     done, deadline = event(), time.monotonic() + timeout_s
     done.record(torch.cuda.current_stream(device))

@@ -28,10 +28,10 @@ from raafl.transport.transport import Admit, ConnectOptions, Transport
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-dist: Any = _distributed  # much of it is not typed
+dist: Any = _distributed  # most of it has no type annotations
 
 _LET_GO, _READY, _BEAT, _HERE = "let-go", "ready", "beat", "here"
-_LONGEST_S = 0.1  # between two looks for a client
+_LONGEST_S = 0.1  # longest time between two looks for a client, in seconds
 _SLACK_S = 5.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -42,7 +42,7 @@ class TorchrunTransport(Transport):
     def __init__(
         self, rank: int, num_clients: int, store: Store, wait_s: float, *, local: bool, nccl: bool = False
     ) -> None:
-        """Meet at a store that all ranks share."""
+        """Connect to the store that all ranks share."""
         self.client, self.store, self.local, self._nccl = rank, store, local, nccl
         self._num_clients, self._wait_s = num_clients, wait_s
         self._prepared, self._let_go = threading.Event(), set[int | None]()
@@ -73,13 +73,13 @@ class TorchrunTransport(Transport):
                 f"clients): start {clients + 1} ranks, or use --clients {max(world_size - 1, 1)}"
             )
         local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-        # a job that torchrun has restarted finds the store as the attempt before has left it
+        # a job that torchrun restarted finds the store as the previous attempt left it
         prefix = f"raafl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         store = dist.PrefixStore(prefix, _store(rank, world_size, meeting.wait_s))
         return cls(rank, clients, store, meeting.wait_s, local=local, nccl=meeting.nccl)
 
     def __enter__(self) -> Self:
-        """Have the clients wait until rank 0 listens, however long; it may have to evaluate a large model first."""
+        """Announce that rank 0 is alive, so that clients wait until it listens; it may first evaluate a large model."""
         self._beats.start()
         return self
 
@@ -91,14 +91,14 @@ class TorchrunTransport(Transport):
         self._prepared.set()
 
     def __exit__(self, *_: object) -> None:
-        """End the thread that says that rank 0 is there."""
+        """Stop the thread that announces that rank 0 is alive."""
         self._prepared.set()
         self._beats.join()
 
     def _beat(self) -> None:
-        """Say now and then that rank 0 is there."""
+        """Announce repeatedly that rank 0 is alive."""
         number = 0
-        with suppress(RuntimeError):  # the store may go with the agent that holds it
+        with suppress(RuntimeError):  # the store may disappear with the process that hosts it
             while not self._prepared.is_set():
                 number += 1
                 self.store.set(_BEAT, str(number))
@@ -107,7 +107,7 @@ class TorchrunTransport(Transport):
     def connect(self, device: torch.device | str = "cpu") -> Connection:
         """Wait until rank 0 is listening, then connect to it; raise `PeerTimeout` after ``wait_s``."""
         self._await_server()
-        with suppress(RuntimeError):  # `_meet` says so
+        with suppress(RuntimeError):  # `_meet` reports it
             self.store.set(f"{_HERE}/{self.client}", "1")
         return self._meet(self.client, device)
 
@@ -119,9 +119,9 @@ class TorchrunTransport(Transport):
         return connect(self.store, f"pair/{client}", is_server, self._wait_s, host, device=device, nccl=nccl)
 
     def _await_client(self, client: int) -> None:
-        """Wait until a client's process is about to connect; it may never come, and the store may end meanwhile.
+        """Wait until a client's process is about to connect, which may never happen; the store may also disappear.
 
-        A process group waits for its other rank in C++, where nothing ends it early.
+        A process group would wait for its other rank in C++, where the wait cannot be interrupted.
         """
         wait_s, deadline = 0.01, time.monotonic() + self._wait_s
         try:
@@ -157,7 +157,7 @@ class TorchrunTransport(Transport):
 
     def let_go(self) -> str | None:
         """Return the stored reason why this client must stop, or None; see `Transport.let_go`."""
-        with suppress(RuntimeError):  # the store may go with the rank, or the agent, that holds it
+        with suppress(RuntimeError):  # the store may disappear with the process that hosts it
             for key in (_LET_GO, f"{_LET_GO}/{self.client}"):
                 if self.store.check([key]):
                     return sanitize_text(self.store.get(key).decode(errors="replace"))
@@ -177,7 +177,7 @@ def _store(rank: int, world_size: int, wait_s: float) -> Store:
         except BaseException as error:
             found.set_exception(error)
 
-    # In a thread, since its timeout does not cover a port where something listens and says nothing.
+    # in a thread, since the store's timeout does not apply to a port whose listener stays silent
     threading.Thread(target=open_store, daemon=True).start()
     try:
         return found.result(wait_s + _SLACK_S)

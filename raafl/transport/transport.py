@@ -71,7 +71,7 @@ class Transport(ABC):
     certified: bool = False
 
     def __enter__(self) -> Self:
-        """Server: take the address, and let clients know that somebody is there; none is let in yet."""
+        """On the server: bind the address and announce the server to clients; none is admitted yet."""
         return self
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Transport(ABC):
         """
 
     def __exit__(self, *_: object) -> None:
-        """Server: let nobody in any more, and end the transport's threads; pairs live on until they are closed."""
+        """On the server: admit no more clients and stop the transport's threads; open connections stay open."""
         return
 
     def announce(self, client: int | None, reason: str) -> None:

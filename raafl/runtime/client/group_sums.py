@@ -21,7 +21,7 @@ from raafl.transport.nccl import checked_group, opened
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-dist: Any = _distributed  # much of it is not typed
+dist: Any = _distributed  # most of it has no type annotations
 
 _LOOPBACK = "lo"
 _log = logging.getLogger(__name__)
@@ -44,13 +44,13 @@ def open_mesh(store: Any, rank: int, size: int, timeout_s: float, device: torch.
 
 @contextmanager
 def _local_interface() -> Iterator[None]:
-    """Have Gloo's default group listen on the loopback interface alone, where all processes are on this machine."""
+    """Let Gloo's default group use only the loopback interface if all processes run on this machine."""
     name = "GLOO_SOCKET_IFNAME"
     names = {interface for _, interface in socket.if_nameindex()}
     if name in os.environ or not _is_local() or _LOOPBACK not in names:
         yield
         return
-    os.environ[name] = _LOOPBACK  # torch has no argument for it
+    os.environ[name] = _LOOPBACK  # torch has no argument for this
     try:
         yield
     finally:
@@ -63,7 +63,7 @@ class GroupSums:
     def __init__(
         self, store: Any, rank: int, size: int, timeout_s: float, device: torch.device, devices: list[str]
     ) -> None:
-        """Join the groups."""
+        """Create the process groups together with the other processes."""
         self._span, self._device = timedelta(seconds=timeout_s), device
         options = dist.ProcessGroupGloo._Options()
         options._timeout, options._threads = self._span, 1
@@ -72,11 +72,11 @@ class GroupSums:
         self._nccl: Any = None
         own = all(name.startswith("cuda:") for name in devices) and len(set(devices)) == size
         if own and dist.is_nccl_available():
-            # half of the time that the others wait for this process's word below
+            # half of the time for which the others wait for this process's result below
             self._nccl = self._agreed(*opened(partial(self._joined, store, rank, size, timeout_s / 2), timeout_s / 2))
 
     def _joined(self, store: Any, rank: int, size: int, timeout_s: float) -> object:
-        """Make NCCL's group, and a first sum, which joins all."""
+        """Create NCCL's group and compute a first sum, which establishes the connections."""
 
         def check(group: Any) -> None:
             one = torch.ones(1, device=self._device)
@@ -87,7 +87,7 @@ class GroupSums:
         return checked_group(dist.PrefixStore("nccl", cloned(store)), rank, size, timeout_s, check)
 
     def _agreed(self, group: Any, problem: str) -> object:
-        """Keep NCCL's group where all processes have one; else none does."""
+        """Keep NCCL's group if every process has created it; otherwise use none."""
         missing = torch.tensor([int(group is None)])
         self._gloo.allreduce([missing], dist.AllreduceOptions()).wait(self._span)
         if not missing.item():

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from raafl.transport.tcp.credentials import TlsFiles
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
-_SURE = 3  # refusals in a row before a client believes them: a dying server, or a bit that flipped, looks the same
+_SURE = 3  # refusals in a row before a client gives up, since a dying server or a flipped bit may cause one
 _CONFIG_S, _PARTING_S, _RESUME_S = 30.0, 5.0, 30.0
-_CLOSED = "connection-closed"  # reason code of a transport
+_CLOSED = "connection-closed"  # reason code of the transport for a closed connection
 
 
 def join(
@@ -91,20 +91,21 @@ def join(
             continue
         finally:
             pair.close()
-        if reason != PAUSED or files is None:  # who started both on one machine ends both
+        # `files` None: server and clients were started by one command, which also stops both
+        if reason != PAUSED or files is None:
             return _ended(client, reason)
         say(f"the server at {address} was interrupted; waiting {alone_s:g} s for one that resumes the run")
         search.pause()
 
 
 def _cause(error: Exception) -> str:
-    """Return why a connection to the server was lost, for people: without the reason code, and "the peer" is the server."""
+    """Return why the connection to the server was lost, as text for users: without the reason code, naming the server."""
     text = str(error).removeprefix(f"{error.reason}: ") if isinstance(error, PeerLost) else str(error)
     return text.replace("the peer ended the connection", "the server ended it")
 
 
 def _ended(client: int, reason: str) -> str:
-    """Return the reason for which a server let a client go; raises `Replaced` or `RunFailed` where that is no good end."""
+    """Return the reason why the server ended the session; raises `Replaced` or `RunFailed` if it is an error."""
     if reason.startswith("replaced"):
         raise Replaced(f"client {client}: {reason}")
     if reason.startswith(("refused", "failed")):
@@ -113,7 +114,7 @@ def _ended(client: int, reason: str) -> str:
 
 
 def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
-    """Let a client work; where its code fails on data of its own, say here what the server is not told."""
+    """Run the client; if its code fails on its own data, print the traceback here, since the server does not get it."""
     try:
         return worker.run()
     except TaskFailed as failed:
@@ -123,9 +124,9 @@ def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
 
 
 def _part(refusal: TaskRefused, pair: Connection, worker: Client | None, say: Callable[[str], None]) -> None:
-    """Leave a server whose run or task the site refuses; raises the refusal where it is for good.
+    """Leave a server whose run or task the site refuses; raises the refusal if it is final.
 
-    `worker`: that was refused a task, of which it has told the server; None = the client has not joined.
+    `worker`: client that has refused a task and told the server so; None = the client has not joined yet.
     """
     if worker is None:
         _tell_not_joining(pair, refusal.server_reason)
@@ -145,7 +146,7 @@ def _told(site: ClientSetup, say: Callable[[str], None], *, certified: bool) -> 
 
 
 class _Search:
-    """Looks for a server again and again, ever less often, for so long as it has been without one."""
+    """Retries the connection to the server with growing pauses, until it was unreachable for ``alone_s`` seconds."""
 
     def __init__(
         self,
@@ -155,10 +156,11 @@ class _Search:
         say: Callable[[str], None],
         wait: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._wait = wait  # until the site is open; whether it was not
+        self._wait = wait  # waits until the site is open; returns whether it had to wait
         self._connect, self._address, self._alone_s, self._say = connect, address, alone_s, say
         self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
-        self.spare: Connection | None = None  # was made to come back to a session that is no more: good for a new one
+        # a connection made to continue a session that the server has ended; it serves for a new session
+        self.spare: Connection | None = None
 
     def succeeded(self, how: str = "joined") -> None:
         """Record and show that the server has admitted the client.
@@ -208,11 +210,7 @@ class _Search:
         return True
 
     def pause(self, problem: str = "") -> None:
-        """Wait before the next attempt to connect, longer each time.
-
-        Raises:
-            RunFailed: no server has answered for ``alone_s`` seconds.
-        """
+        """Wait before the next attempt to connect, longer each time; raises RunFailed after ``alone_s`` without a server."""
         if self._taken_in:
             self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
         left = self._alone_s - (time.monotonic() - self._since)
@@ -227,10 +225,10 @@ class _Search:
 
 
 class _Link:
-    """The connections of one session, one after another."""
+    """The successive connections of one session."""
 
     def __init__(self, search: _Search, say: Callable[[str], None]) -> None:
-        """Connect; ``say`` shows a line to the user."""
+        """Connect to the server; ``say`` shows a line to the user."""
         self._search, self._say = search, say
         self.worker: Client | None = None
         pair = search.find()
@@ -239,11 +237,9 @@ class _Link:
             self.connection = ResumableConnection(pair, self._renew)
 
     def _renew(self, mine: Position, error: Exception) -> tuple[TcpConnection, Position]:
-        """Come back to the session by another connection; raises ``error`` where there is nothing to come back for.
+        """Continue the session on a new connection; raises ``error`` if no session exists that could continue.
 
-        Raises:
-            PeerLost: the server does not have the session any more.
-            RunFailed: there is no server.
+        Raises PeerLost if the server has ended the session, and RunFailed if there is no server.
         """
         worker, link = self.worker, self.connection
         assert isinstance(link, ResumableConnection)
@@ -271,17 +267,16 @@ class _Link:
 
 def _tell_not_joining(pair: Connection, reason: str) -> None:
     """Tell a server that this client does not join, and wait until the server closes the connection."""
-    with suppress(PeerLost, PeerTimeout, Refused, TaskRefused):  # the reason is told already: this one is no news
+    with suppress(PeerLost, PeerTimeout, Refused, TaskRefused):  # the user was told the reason already
         pair.send(Message(Kind.FAILED, meta=Failed(reason).to_meta()))
         pair.recv(no_tensors, _PARTING_S)
 
 
 def _ask_config(pair: Connection) -> str:
-    """Ask the server for its config, check it, and return it.
+    """Request the server's config, check it, and return it.
 
-    Raises:
-        ToldToStop: the run has ended, or the server does not take this client.
-        RunFailed: the config has anything but names and plain values.
+    Raises ToldToStop if the run has ended or the server rejects this client, and RunFailed if the config contains
+    anything but names and plain values.
     """
     pair.send(Message(Kind.CONFIG))
     answer = pair.recv(no_tensors, _CONFIG_S)

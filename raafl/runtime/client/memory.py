@@ -61,7 +61,8 @@ def with_memory(
     if info.profile.memory_bytes < math.inf:
         try:
             _check(experiment, info, submodels, data)
-        except BadInput as error:  # nobody gave the number that is too small: say where it comes from
+        # no user entered the number that is too small, so the message says where it comes from
+        except BadInput as error:
             raise BadInput("\n".join([str(error), *notes])) from None
     return info, notes
 
@@ -85,7 +86,7 @@ def settle_heap(
         return
     needs_bytes = 0.0
     if info.profile.memory_bytes < math.inf and device.type == "cpu":
-        with suppress(NotImplementedError, RuntimeError):  # what torch says of tensors without values
+        with suppress(NotImplementedError, RuntimeError):  # torch's errors for tensors without values
             needs_bytes = _HOLES * submodels.cost(FULL, batch_size_of(experiment, data)).peak_bytes
     if needs_bytes > info.profile.memory_bytes:
         malloc.free_at_once()
@@ -94,9 +95,9 @@ def settle_heap(
 
 
 def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData) -> None:
-    """Ask the algorithm whether this client can take part; not of one that must see the model's values to say so."""
+    """Ask the algorithm whether this client can take part; skip an algorithm that needs the model's values to decide."""
     problems: list[str] = []
-    with suppress(NotImplementedError, RuntimeError):  # what torch says of tensors without values
+    with suppress(NotImplementedError, RuntimeError):  # torch's errors for tensors without values
         state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
         batch_size = batch_size_of(experiment, data)
         algorithm = experiment.algorithm

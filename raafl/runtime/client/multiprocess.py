@@ -45,14 +45,14 @@ from raafl.transport.nccl import identity
 if TYPE_CHECKING:
     from raafl.runtime.client.setup import ClientSetup
 
-dist: Any = _distributed  # much of it is not typed
+dist: Any = _distributed  # most of it has no type annotations
 
 MakeSite = Callable[[str | None], "ClientSetup"]
 
-_MEET_S = 600.0  # for all processes to be there, and to have loaded their data
+_MEET_S = 600.0  # seconds for all processes to start and to load their data
 _FOR_EVER_S = 1e9
 _log = logging.getLogger(__name__)
-_WORD_S = 2.0  # for the thread that knows who died to say so
+_WORD_S = 2.0  # seconds for another thread to report first which process died
 
 
 def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, say: Callable[[str], None]) -> int:
@@ -96,11 +96,7 @@ class ClientGroup:
     """The processes of one client: the first (leader) forwards tasks to the others (followers)."""
 
     def __init__(self, client: int, say: Callable[[str], None]) -> None:
-        """Connect the processes that torchrun's environment names.
-
-        Raises:
-            RunFailed: they are absent.
-        """
+        """Connect the processes that torchrun's environment names; raises RunFailed if some are missing."""
         self.rank, self.size = int(os.environ["RANK"]), num_processes()
         self._client, self._say = client, say
         self._group: GroupSums | None = None
@@ -124,7 +120,7 @@ class ClientGroup:
         hostname = "127.0.0.1" if local else None
         return GlooConnection.connect(self._store, f"pair/{number}", self.rank == 0, _MEET_S, hostname)
 
-    # ---- the leader ----
+    # ---- the leader (process 0) ----
 
     def in_all_processes(self, make_site: MakeSite) -> MakeSite:
         """Return a function that builds the client like ``make_site``, but in all processes.
@@ -146,7 +142,7 @@ class ClientGroup:
             if statistics_of(site.submodels.module):
                 note += "; batch norm normalises by that part alone, and the leader's running statistics count"
             site.notes.append(note)
-            for number, pair in self._pairs.items():  # before what waits for them
+            for number, pair in self._pairs.items():  # started before anything waits for these processes
                 threading.Thread(target=self._watch, args=(number, pair), name=f"process-{number}", daemon=True).start()
             self._join_group(site)
             kind = ShardedProcesses if site.experiment.fabric.shard else ClientProcesses
@@ -164,7 +160,7 @@ class ClientGroup:
             ) from None
 
     def _compared(self, site: ClientSetup, number: int, theirs: Hello) -> ClientSetup:
-        """Return the site with no more memory than process ``number`` has; raises `RunFailed` where it is unlike."""
+        """Limit the site's memory to what process ``number`` has; raises `RunFailed` if it differs in config, model or data."""
         different = agree(Identity.of(site.submodels, site.sections), theirs.identity, same_package=True)
         if different is None and (here := site.info.num_samples) != (there := theirs.num_samples):
             different = Difference("num_samples", str(here), str(there))
@@ -180,7 +176,7 @@ class ClientGroup:
         return replace(site, info=replace(site.info, profile=replace(site.info.profile, memory_bytes=least)))
 
     def _announce(self, assignment: Assignment, received: FlatTensors, *, whole: bool) -> None:
-        """Have the followers begin a task, with the ``whole`` values at once or, sharded, tensor by tensor as they are loaded."""
+        """Start a task in the followers; ``whole``: send all values now; else they follow tensor by tensor as shards load."""
         with self._together():
             for pair in self._pairs.values():
                 meta = Assign(assignment).to_meta()
@@ -189,12 +185,12 @@ class ClientGroup:
                 self._broadcast(received)
 
     def _watch(self, number: int, pair: GlooConnection) -> None:
-        """Wait for the end of a follower, who says nothing while it lives."""
+        """Wait until a follower's connection ends, which means that it died, and end the client."""
         with suppress(PeerLost, PeerTimeout, Refused):
             pair.recv(no_tensors, _FOR_EVER_S)
         self._end(f"process {number} of this client is gone: the client ends")
 
-    # ---- a follower ----
+    # ---- a follower (any other process) ----
 
     def follow(self, make_site: MakeSite) -> None:
         """Train the tasks that the leader forwards, until it stops; runs in a follower."""
@@ -202,12 +198,12 @@ class ClientGroup:
         try:
             message = pair.recv(no_tensors, _FOR_EVER_S)
         except (PeerLost, PeerTimeout, Refused):
-            return  # the leader has ended before there was anything to do, and has said why
+            return  # the leader has ended early and has reported why
         if message.kind is not Kind.CONFIG:
             return
         try:
             site = make_site(Config.from_meta(message.meta).config_yaml)
-        except BadInput as error:  # the leader has found nothing wrong: it is this process's own
+        except BadInput as error:  # the leader accepted this config, so the fault is in this process
             raise RunFailed(f"client {self._client}: {error}") from None
         pair.send(Message(Kind.HELLO, meta=_hello(site).to_meta()))
         tasks: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
@@ -234,11 +230,11 @@ class ClientGroup:
                 tasks.put(Assign.from_meta(message.meta).assignment)
             tasks.put(None)
             if not self._joined.wait(_WORD_S):
-                self._end("")  # the leader has found something wrong, and will not join
+                self._end("")  # the leader has found an error and will not create the group
         except (PeerLost, PeerTimeout, Refused):
-            self._end("")  # the leader has said why
+            self._end("")  # the leader has reported the reason
 
-    # ---- all ----
+    # ---- all processes ----
 
     def _join_group(self, site: ClientSetup) -> None:
         device, waits = site.trainer.fabric.device, site.experiment.waits
@@ -269,7 +265,7 @@ class ClientGroup:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """End this process when what is done with the others inside fails."""
+        """End this process if an operation with the other processes fails inside the block."""
         try:
             yield
         except (RuntimeError, PeerLost, PeerTimeout) as error:
@@ -278,15 +274,15 @@ class ClientGroup:
             raise
 
     def _failed(self) -> None:
-        """Wait for the thread that knows of a process's death, of which an error in FSDP2's own exchange may be the first sign."""
+        """Give the thread that detects a process's death time to report it, since FSDP2's own exchange may fail first."""
         self._said.wait(_WORD_S)
 
     def _end(self, text: str) -> None:
-        """End this process at once; of several threads the first says why."""
+        """End this process at once; if several threads call this, only the first prints its reason."""
         if self._closing:
             return
         if not self._ending.acquire(blocking=False):
-            threading.Event().wait()  # until the other thread has ended the process
+            threading.Event().wait()  # blocks until the other thread has ended the process
         if text and self.rank == 0:
             self._say(text)
         sys.stderr.flush()
@@ -294,12 +290,12 @@ class ClientGroup:
         os._exit(1)
 
     def __enter__(self) -> ClientGroup:
-        """Have SIGTERM, by which torchrun ends the others after a death, leave the time to say who died."""
+        """Install a SIGTERM handler that leaves time to report which process died, since torchrun then terminates the others."""
         self._terminated_before = signal.signal(signal.SIGTERM, self._terminated)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the followers go; one of them keeps its pair, so that the leader may say first what both have found wrong."""
+        """Release the followers; on an error keep one connection open, so that the leader reports first what both have found."""
         self._closing = True
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -330,10 +326,10 @@ def _store(rank: int, size: int) -> Any:
 
 
 def _hello(site: ClientSetup) -> Hello:
-    """Describe the setup that processes of one client must share, and this one's memory."""
+    """Describe the setup that all processes of a client must share, and this process's memory."""
     memory_bytes = site.info.profile.memory_bytes
     return Hello(
         Identity.of(site.submodels, site.sections),
         client={"num_samples": site.info.num_samples},
-        memory_bytes=memory_bytes if memory_bytes < math.inf else None,  # JSON knows no infinity
+        memory_bytes=memory_bytes if memory_bytes < math.inf else None,  # JSON has no infinity
     )

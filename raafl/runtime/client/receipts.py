@@ -59,8 +59,7 @@ class Receipt:
     """Receipt of a site: its signed record of one update that it sent to the server."""
 
     assignment: dict[str, Any]  # description of the task, as received, as plain data
-    # signed hash of the server's journal that came with the task, as returned by `SignedHead.to_meta`; None =
-    # none came
+    # signed hash of the server's journal that came with the task, as returned by `SignedHead.to_meta`; None = none came
     head: dict[str, str] | None
     trained: str  # fingerprint of the trained values
     # fingerprint of the update as sent, which must equal the one in the server's journal; None = the two are not
@@ -90,7 +89,7 @@ class Receipts:
         share: float = SHARE,
         own_data: bool = False,
     ) -> None:
-        """Make the folder.
+        """Create the folder for the receipts.
 
         Args:
             folder: that holds the receipts; must not exist.
@@ -110,7 +109,8 @@ class Receipts:
         self.folder, self._signer, self._share = folder, signer, share
         self._remake()
         self._file: AppendFile[bytes] = AppendFile(folder / RECEIPTS, bytes, remake=self._remake, consequence=_LOST)
-        self._draw = random.SystemRandom()  # the system's entropy: no seed of the run foretells which tasks are kept
+        # randomness of the system, so that the run's seed does not reveal which tasks are stored
+        self._draw = random.SystemRandom()
         self._kept: dict[Path, int] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inputs")
 
@@ -174,7 +174,7 @@ class Receipts:
         self._file.add(to_json({"receipt": text, "signature": signature}).encode() + b"\n")
 
     def _remake(self) -> None:
-        """Create the folder and the files by which an audit reads it, where they are missing."""
+        """Recreate the folder and the files that an audit reads, where they are missing."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self.folder / INPUTS).mkdir(exist_ok=True)
         for name, text in self._texts.items():
@@ -234,11 +234,12 @@ class ReceiptsClient(ClientExtension):
         leaves, trained = update.tensors.fingerprint(), work.notes["trained"]
         whole = client.trains_whole(assignment)
         as_it_is = client.plan is None or (client.plan.up is None and not client.plan.payload.is_resident)
-        # where the server gets other values, its fingerprint is of those
+        # None if the server receives other values than these, for example compressed ones
         sent = leaves if whole and as_it_is and client.may("send as trained") else None
         head, num_samples = work.arrival.head, update.num_samples
         work.notes["receipt"] = receipt_of(assignment, head, trained=trained, sent=sent, num_samples=num_samples)
-        alone = whole and client.context.process_group is None and trained == leaves  # no noise of the site's own
+        # a single process trained the whole model, and the site added no noise
+        alone = whole and client.context.process_group is None and trained == leaves
         work.notes["inputs"] = self._receipts.draw_inputs(work.received) if alone else None
         plain(work)
 

@@ -54,7 +54,7 @@ class SiteTerms:
     """Contribution of a client's site to its groups."""
 
     run: str = ""  # digest of the client's config and model, which all members of a group must share
-    # signs this client's statements and checks the others'; None = clients have no certificates, so that nothing
+    # signs this client's statements and checks the others'; None = no certificates, so a lying server is not detected
     # protects from a server that lies
     keys: SiteKeys | None = None
     max_share: float = 1.0  # largest share of an opened sum that one site may have; only counts with ``keys``
@@ -69,7 +69,7 @@ class MaskedClient(Questions):
     forbids = frozenset({"begin early", "send beside", "send logs", "send as trained"})
 
     def __init__(self, client: Client, merge: SecureSum, terms: SiteTerms | None = None) -> None:
-        """Prepare.
+        """Prepare; ``terms``: the statements and limits of the client's site.
 
         `terms`: what its site contributes; None = nothing.
         """
@@ -99,7 +99,7 @@ class MaskedClient(Questions):
             warn_once(_log, f"client {client.info.id} takes no part in a sum: {error}")
             client.give_up(assignment, Failed(NOT_OPENED, error=str(error)))
         except Stopped:
-            pass  # what the reader has to say comes next
+            pass  # the receiving thread has queued the reason
         else:
             client.deliver(client.message(work, revealed), work)
 
@@ -156,7 +156,7 @@ class MaskedClient(Questions):
     def _claim(
         self, assignment: Assignment, answer: Answer, keys: bytes, received: FlatTensors
     ) -> tuple[Claim, GroupMember]:
-        """Return what this client says of itself, and itself as the member of a group that it expects to find."""
+        """Return this client's statement about itself, and the group member as which the server must list it."""
         terms = self._terms
         if terms.keys is None:
             claim = Claim(terms.run)
@@ -167,10 +167,9 @@ class MaskedClient(Questions):
         return replace(claim, proof=terms.keys.prove(statement(terms.run, own))), own
 
     def _check(self, formed: Formed, own: GroupMember) -> None:
-        """Check that a group is of this client's run, has this client as it is, and only members that sites certify.
+        """Check that a group belongs to this client's run, lists this client unchanged, and has only certified members.
 
-        Raises:
-            CannotOpen: it is not; bad-group.
+        Raises CannotOpen (bad-group) if it does not.
         """
         group = formed.group
         listed = group.by_id.get(own.id)
@@ -188,18 +187,18 @@ class MaskedClient(Questions):
 
 
 def _start_of(assignment: Assignment, received: FlatTensors) -> str:
-    """Return a digest of what a task began with, which clients of one version and submodel must have in common."""
+    """Return a digest of a task's received values and learning rate, which must be equal within a group."""
     return hashlib.sha256(f"{received.model_digest()} {assignment.lr_scale!r}".encode()).hexdigest()
 
 
 def _site_terms(setup: ClientSetup, files: TlsFiles | None) -> SiteTerms:
-    """Return what the client's site contributes; ``files`` None = it has no certificate."""
+    """Return the statements and limits of the client's site; ``files``: its certificate files, None = it has none."""
     equal = {name: digest for name, digest in setup.sections.items() if digest != "own"}
-    equal.pop("data", None)  # of other clients it may be their own
+    equal.pop("data", None)  # clients may have data of their own
     facts = Identity.of(setup.submodels, equal).to_meta()
     facts.pop("raafl")  # clients of several versions may take part
     run = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    alike = setup.experiment.compress.down == "none"  # else each has what it was sent before, too
+    alike = setup.experiment.compress.down == "none"  # compressed values also depend on what a client was sent before
     in_rounds = isinstance(setup.experiment.algorithm.trigger, AllReported)
     return SiteTerms(run, _site_keys(files, setup.gate), setup.gate.max_share, in_rounds, alike)
 
@@ -208,7 +207,7 @@ def _site_keys(files: TlsFiles | None, gate: Gate) -> SiteKeys | None:
     if files is None:
         return None
     from raafl.certs.revocations import Revocations
-    from raafl.runtime.client.site_keys import SiteKeys  # here: ranks of torchrun import nothing of certificates
+    from raafl.runtime.client.site_keys import SiteKeys  # imported here, since ranks of torchrun use no certificates
 
     revoked = frozenset if files.crl is None else Revocations(files.crl, files.ca).latest
     return SiteKeys(files.ca, files.cert, files.key, revoked, gate.partners)

@@ -59,7 +59,7 @@ class ClientSetup:
         if not 1 <= client <= experiment.clients:
             raise BadInput(f"client is {client}: this run has clients 1 to {experiment.clients}")
         alike = sections(config_yaml, own_data=own_data or data_named)
-        # torchrun's ranks are all this client's; without it, the processes here are those of `fit --local`, the server's first
+        # under torchrun all ranks belong to this client; otherwise the server of `fit --local` uses a device, too
         server_device = None if "RANK" in os.environ else experiment.server_device
         place = Place.here(server_device, experiment.fabric.device)
         setup = cls.make(experiment, client, place, own_data=own_data, alike=alike, num_processes=num_processes())

@@ -35,13 +35,10 @@ class SiteKeys:
         revoked: Callable[[], frozenset[int]] = frozenset,
         partners: Collection[str] | None = None,
     ) -> None:
-        """Load the files.
+        """Load the certificate and key.
 
-        `partners`: sites that may be members of a group, each ``NAME`` or ``NAME@FINGERPRINT`` of its key; None =
-        all.
-
-        Raises:
-            BadInput: a file is of no use for this.
+        `partners`: sites that may be members of a group, each ``NAME`` or ``NAME@FINGERPRINT`` of its key; None = all.
+        Raises BadInput if a file is not usable for this.
         """
         self._signer, self._revoked = Signer.load(key), revoked
         try:
@@ -92,7 +89,7 @@ class SiteKeys:
                 )
 
     def _holder(self, chain: str) -> tuple[Holder | None, str, str]:
-        """Return the holder of a certificate, its public key as `is_signed` takes it, and the key's fingerprint.
+        """Return a certificate's holder, its public key as `is_signed` takes it, and the key's fingerprint.
 
         The holder is None if the certificate is not valid now.
         """

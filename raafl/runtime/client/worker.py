@@ -48,10 +48,10 @@ class Arrival(NamedTuple):
     """A task that has arrived."""
 
     assignment: Assignment
-    tensors: FlatTensors  # as they came over the wire
+    tensors: FlatTensors  # values as received
     head: SignedHead | None = None  # hash of the server's journal
-    ahead: bool = False  # whether the next task may come while its update is sent
-    since: float = 0.0  # when it began to arrive, by `time.perf_counter`
+    ahead: bool = False  # whether the server may send the next task while this task's update is being sent
+    since: float = 0.0  # time at which it began to arrive, by `time.perf_counter`
 
 
 Item = Arrival | str | Exception
@@ -65,9 +65,9 @@ class Work:
     arrival: Arrival
     received: FlatTensors  # values from which it was trained
     update: Update
-    answer: Answer | None = None  # what leaves beside the update's tensors
-    settles: bool = False  # whether to wait, once sent, until its tensors need not be sent again
-    notes: dict[str, Any] = field(default_factory=dict)  # of extensions
+    answer: Answer | None = None  # fields of the message that carries the update's tensors
+    settles: bool = False  # whether to wait, after sending, until the server confirms that the tensors have arrived
+    notes: dict[str, Any] = field(default_factory=dict)  # extensions' own data about this task
 
     @property
     def assignment(self) -> Assignment:
@@ -81,7 +81,7 @@ class TaskRefused(RunFailed):
     `then`: next action of the client: take the next task; leave until it may work again; leave for good.
     """
 
-    server_reason = "policy"  # reason that is sent to the server
+    server_reason = "policy"  # reason code that is sent to the server
 
     def __init__(self, text: str, then: Literal["go on", "wait", "end"] = "end") -> None:
         super().__init__(text)
@@ -265,16 +265,17 @@ class Client:
         self.info, self.pair, self.submodels, self.trainer = info, pair, submodels, trainer
         self.data, self.waits, self._config, self.plan = data, waits, config, plan
         travels = plan or CompressionPlan(Payload(submodels))
-        kept = ClientState()  # of this connection: what stays here between tasks is of both directions
+        # shared by both directions of this connection: values that stay on the client between tasks
+        kept = ClientState()
         self.down, self._up = DownlinkCodec(travels, kept=kept), UplinkCodec(travels, kept=kept)
         self.stop = threading.Event()
         self.context = TaskContext(self.stop, process_group=process_group)
         self.unsent, self._on_welcome, self._is_welcome = unsent, on_welcome, False
         self.num_answered, self.incarnation = 0, 0
-        # The reader's thread receives into `_storage`, the other trains from it; `_free` hands it back. `out` is cleared
-        # before the answer goes out, not after: the next may be here while that send has not returned yet.
+        # The receiving thread writes into `_storage`, the training thread reads it and sets `_free` when done. `out` is
+        # cleared before the answer is sent, since the next task may arrive before that send returns.
         self._storage: tuple[Layout, FlatTensors] | None = None
-        self.out: Arrival | None = None  # the task that arrives or is trained
+        self.out: Arrival | None = None  # task that is arriving or being trained
         self._free = threading.Event()
         self._free.set()
         self.received: queue.SimpleQueue[Item] = queue.SimpleQueue()
@@ -298,14 +299,14 @@ class Client:
         try:
             while True:
                 item = self._around("take", self.received.get)
-                # the reader's last word is a reason or an error
+                # last item from the receiving thread: the server's reason to stop, or an error
                 if isinstance(item, str):
                     self.flush(self.waits.stop_s)
                     return item
                 if isinstance(item, Exception):
                     raise item
                 self._work(item)
-                del item  # its submodel goes before the next one comes
+                del item  # free its tensors before the next task is received
                 self._free.set()
         finally:
             self.pair.close()
@@ -331,7 +332,7 @@ class Client:
             one.flush(timeout_s)
 
     def _around(self, hook: Literal["take", "train", "send"], plain: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a hook of all extensions, each around the next, and ``plain`` in their middle."""
+        """Call a hook of all extensions, each wrapping the next, with ``plain`` innermost."""
         for one in reversed(self._extensions):
             plain = _bound(getattr(one, hook), plain)
         return plain(*arguments)
@@ -339,13 +340,13 @@ class Client:
     # ---- the receiving thread ----
 
     def _read(self) -> None:
-        """Receive until the server says stop or is gone."""
+        """Receive messages until the server says stop or the connection is lost."""
         wait_s = self.waits.join_s
         try:
             while True:
                 message = self.pair.recv(self._expect, wait_s)
                 self.incarnation = message.incarnation
-                wait_s = self.waits.idle_s  # it is heard from that often, whatever the others do
+                wait_s = self.waits.idle_s  # the server sends a message at least this often
                 if message.kind is Kind.WELCOME:
                     self._take_welcome(Welcome.from_meta(message.meta))
                 if message.kind is Kind.STOP:
@@ -353,7 +354,7 @@ class Client:
                     break
                 if message.kind is Kind.ASSIGN and self.out is not None and message.tensors is not None:
                     self.received.put(_of_its_frame(self.out, message))
-                    wait_s += self.waits.task_s  # a server that waits for an answer says nothing
+                    wait_s += self.waits.task_s  # a server that waits for an answer sends nothing
                 if message.kind is Kind.REPLY:
                     self._pass_on(message)
                     wait_s += self.waits.task_s
@@ -366,7 +367,7 @@ class Client:
             one.ended()
 
     def _take_welcome(self, welcome: Welcome) -> None:
-        if self._is_welcome:  # axes would change under a task that is trained
+        if self._is_welcome:  # a second WELCOME could change axes while a task is trained
             raise Refused("bad-kind", "the server says WELCOME again")
         self._is_welcome, self.unsent = True, None
         welcome.apply_to(self.submodels)
@@ -377,8 +378,8 @@ class Client:
             one.hear(reply)
 
     def _take_refusal(self, message: Message) -> None:
-        """Give up a task that the server refuses in its middle; the next may come."""
-        self._up.forget()  # of a task in which both talk; nothing is packed now
+        """Give up the current task, which the server refuses; the session goes on with the next one."""
+        self._up.forget()  # safe here: no update is being packed while both sides exchange messages within a task
         if self.out is None or self.out.assignment.id != message.assignment:
             return
         reason = Reason.from_meta(message.meta).reason
@@ -404,16 +405,18 @@ class Client:
             if found.id != assignment:
                 raise Refused("bad-json", f"assignment {assignment} names another, {found.id}")
             layouts = (layout for one in self._extensions if (layout := one.layout(found)) is not None)
-            layout = next(layouts, None) or self.down.layout(found)  # what came before is unpacked: it was answered
+            # what the client remembers of earlier values is complete, since the previous task was answered
+            layout = next(layouts, None) or self.down.layout(found)
         except (SpecError, TypeError, KeyError) as error:
             raise Refused("bad-json", f"assignment {assignment}: {sanitize_text(error)}") from None
-        if not self._overlaps and (message.ahead or found.next_seed is not None):  # named by the task
+        # the task announces overlapping transfers
+        if not self._overlaps and (message.ahead or found.next_seed is not None):
             self._overlaps = True
             self._extensions.append(extension("overlap", "client")(self))
         self._free.wait(self.waits.stop_s)
         self._free.clear()
         if self._storage is None or self._storage[0] != layout:
-            self._storage = None  # the old submodel goes before the new one comes
+            self._storage = None  # free the old submodel before allocating the new one
             self._storage = (layout, FlatTensors.empty(layout, self.trainer.fabric.device))
         self.out = Arrival(found, self._storage[1], message.head, message.ahead, since)
         for one in self._extensions:
@@ -443,7 +446,7 @@ class Client:
                 for one in self._extensions:
                     one.after(work)
         except Stopped:
-            return  # what the reader has to say comes next
+            return  # the receiving thread has queued the reason
         except InvalidPayload as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
         except TaskRefused as refusal:
@@ -457,7 +460,7 @@ class Client:
             for one in self._extensions:
                 told = one.failure(failed, told)
             self.give_up(assignment, told)
-            with suppress(queue.Empty):  # until the server has taken it in
+            with suppress(queue.Empty):  # wait until the server has handled the failure
                 self.received.get(timeout=self.waits.stop_s)
             raise
         if work.update.refusal == OUT_OF_MEMORY:
@@ -468,9 +471,10 @@ class Client:
         self._around("send", self._send, work)
 
     def _answer(self, update: Update, base: str | None) -> Answer:
-        """Return what leaves beside the tensors of an update."""
+        """Return the fields of the message that carries an update: metrics, counts and digests."""
         if values := logged_not_finite(update.metrics):
-            warn_once(_log, left_out(self.info.id, values), private=True)  # names metrics that may not leave the site
+            # private: the warning names metrics that may not leave the site
+            warn_once(_log, left_out(self.info.id, values), private=True)
         metrics = {**update.metrics, PEAK: float(peak_bytes(self.trainer.fabric.device))}
         digest = None if base is None else self.submodels.bases.digest(base)
         answer = Answer(update.num_samples, update.num_steps, metrics, update.extra, digest)
@@ -520,7 +524,7 @@ def _bound(hook: Callable[..., Any], plain: Callable[..., Any]) -> Callable[...,
 
 
 def _of_its_frame(arrival: Arrival, message: Message) -> Arrival:
-    """Return a task that has arrived; raise `Refused` if it names another incarnation than the frame in which it came."""
+    """Return a task that has arrived; raise `Refused` if it names another incarnation than the frame that carried it."""
     named = arrival.assignment.incarnation
     if named != message.incarnation:
         raise Refused("wrong-incarnation", f"{named}, in a frame of {message.incarnation}")

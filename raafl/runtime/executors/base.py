@@ -85,7 +85,7 @@ class Inline(Executor):
     """Executor that trains each task in this process, when its result is requested."""
 
     def __init__(self, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> None:
-        """Train with ``trainer``; ``data(i)`` is client i's."""
+        """Train with ``trainer``; ``data(i)`` returns the data of client i."""
         self._trainer, self._data = trainer, data
         self._tasks: dict[int, tuple[Assignment, FlatTensors]] = {}
 

@@ -33,29 +33,33 @@ MOST = 64
 """Clients of a cohort at most; more are little faster, and more are trained in vain at the end of a run."""
 MOST_BYTES = 1 << 25
 """Values, gradients and optimiser state of a cohort at most, so that they stay in the processor's cache."""
-_TRIALS = (8, 16)  # clients in the cohorts that are trained both ways: to compare, and, when all is warm, to time
+# number of clients in the two trial batches, each also trained one by one: the first to compare, the second to time
+_TRIALS = (8, 16)
 _LEAST, _LEAST_AUTO = 2, 4
-_GAIN = 1.2  # of cohorts over the loop, below which they are not worth it: short trials are not measured more closely
-_TRIAL_S, _TRIAL_SHARE = 0.5, 0.02  # what all trials may take with auto: so long, or that share of the loop's time
-_TRIAL_AHEAD = 0.05  # share of the time that is left of a short run, of which they take no more
-_FIRST_S = 0.07  # what the first trial takes beside its tasks: products are tried both ways, and nothing is warm
-_MOST_PARTED = 3  # cohorts in which clients went different ways, after which a spec is left to the loop
+# least speedup over one-by-one training for which batching is worth it, since short trials are not measured exactly
+_GAIN = 1.2
+# with "auto", trials may take this many seconds, or this share of the time of one-by-one training
+_TRIAL_S, _TRIAL_SHARE = 0.5, 0.02
+_TRIAL_AHEAD = 0.05  # for a short run, trials may take at most this share of its remaining time
+_FIRST_S = 0.07  # extra seconds of the first trial, which also tests products and warms up
+# number of batches whose clients took different branches, after which tasks of that kind are trained one by one
+_MOST_PARTED = 3
 
-_ALONE: Like = (FULL, -1, -1)  # of tasks that are to be trained by the loop
+_ALONE: Like = (FULL, -1, -1)  # kind of all tasks that are trained one by one
 
 
 @dataclass(slots=True)
 class _Standing:
-    """What is known of the tasks of one kind."""
+    """What is known about training tasks of one kind as one batch."""
 
-    reason: str | None = None  # why they are left to the loop; None = they are not
-    seen: set[Any] = field(default_factory=set)  # kinds of batches that were compared, and found equal
-    trials: int = 0  # cohorts trained both ways
-    alone_s: float = math.inf  # least seconds of a task in the loop so far
-    task_s: float = 0.0  # seconds of a task in the loop, in the trial
-    cohort_s: float = 0.0  # seconds of a cohort of `size` clients, in the trial
+    reason: str | None = None  # why they are trained one by one; None = they may be batched
+    seen: set[Any] = field(default_factory=set)  # kinds of data batches for which both ways gave equal results
+    trials: int = 0  # number of trials so far
+    alone_s: float = math.inf  # least seconds for one task trained alone so far
+    task_s: float = 0.0  # seconds for one task trained alone, in the best trial
+    cohort_s: float = 0.0  # seconds for a batch of `size` clients, in the best trial
     size: int = 0
-    parted: int = 0  # cohorts in which clients went different ways
+    parted: int = 0  # number of batches whose clients took different branches
 
     @property
     def is_slow(self) -> bool:
@@ -71,7 +75,7 @@ class _Standing:
 
 
 def _kind(assignment: Assignment) -> Like:
-    """Key a task as `kind_of` does; the loop trains one whose learning rate a schedule has changed: each may have its own."""
+    """Return the key of similar tasks; a task with a scheduled learning rate is trained alone, since each may have another rate."""
     return kind_of(assignment) if assignment.lr_scale == 1.0 else _ALONE
 
 
@@ -84,12 +88,11 @@ class BatchedExecutor(Executor):
     def __init__(
         self, trainer: LocalTrainer, data: Callable[[int], ClientData], most: int | Literal["auto"] = "auto"
     ) -> None:
-        """Prepare."""
         self._trainer, self._data, self._most = trainer, data, most
         self._least = _LEAST_AUTO if most == "auto" else _LEAST
         self._together = CohortTrainer(trainer)
         self._waiting: defaultdict[Like, dict[int, Member]] = defaultdict(dict)
-        # heaps of when they are needed, with some that do not wait any more
+        # heaps of (time needed, id); some entries are not waiting any more
         self._order: defaultdict[Like, list[tuple[float, int]]] = defaultdict(list)
         self._kinds: dict[int, Like] = {}
         self._kept: dict[int, Trained | Update | TaskFailed] = {}
@@ -98,7 +101,7 @@ class BatchedExecutor(Executor):
         self._num_tasks = self._num_together = self._num_in_vain = self._num_cohorts = self._num_in_cohorts = 0
         self._loop_s = self._tried_s = 0.0
         self._reasons: dict[str, None] = {}
-        self._not_tried = ""  # why the last tasks were not trained together, although nothing spoke against it
+        self._not_tried = ""  # why the last tasks were not batched although nothing ruled it out
 
     def max_together(self, assignment: Assignment) -> int:
         """Return the largest number of tasks like this one that are trained together; 1 = they are trained one by one."""
@@ -122,14 +125,14 @@ class BatchedExecutor(Executor):
         if found is None:
             found = self._alone(assignment_id, context)
         del self._kinds[assignment_id]
-        if isinstance(found, TaskFailed):  # said when its turn comes
+        if isinstance(found, TaskFailed):  # raised only when the result is requested
             raise found
         if not isinstance(found, Trained):
             return found
         self._num_together += 1
         try:
             return found.update(assignment_id, context)
-        except USER_ERRORS:  # measuring its test part has failed: the loop says how
+        except USER_ERRORS:  # evaluating on the test part failed; training alone raises the full error
             return attempt(self._trainer, *found.member(assignment_id), context)
 
     def cancel(self, assignment_id: int) -> None:
@@ -157,10 +160,10 @@ class BatchedExecutor(Executor):
             "not_tried": self._not_tried,
         }
 
-    # ---- together, or not ----
+    # ---- as one batch, or one by one ----
 
     def _alone(self, assignment_id: int, context: TaskContext) -> Update:
-        """Train a task by the loop."""
+        """Train one task alone."""
         kind = self._kinds[assignment_id]
         standing, begun = self._standing.setdefault(kind, _Standing()), time.thread_time()
         try:
@@ -171,7 +174,7 @@ class BatchedExecutor(Executor):
             self._loop_s += seconds
 
     def _train(self, assignment_id: int, context: TaskContext) -> None:
-        """Train what waits together with a task, if there is something, and it pays; else leave it waiting."""
+        """Train a task as one batch with similar waiting tasks if that is allowed and pays; otherwise leave it waiting."""
         if self._refusal is not None:
             self._say(self._refusal)
             return
@@ -191,9 +194,10 @@ class BatchedExecutor(Executor):
         known, begun = self._together.num_known, time.thread_time()
         try:
             trained = self._together.train(members)
-        except USER_ERRORS as error:  # of the user's code on stacks, too: the loop says what there is to say
+        # includes errors of the user's code on stacked tensors; training alone raises the real ones
+        except USER_ERRORS as error:
             self._leave(kind, error)
-            for member in members:  # at least these
+            for member in members:  # train at least these tasks alone
                 number = member.assignment.id
                 self._waiting[_ALONE][number] = self._waiting[kind].pop(number)
                 self._kinds[number] = _ALONE
@@ -212,7 +216,8 @@ class BatchedExecutor(Executor):
             self._num_cohorts += bool(rest)
             self._num_in_cohorts += len(rest)
             return
-        if self._together.num_known > known:  # it has tried products meanwhile, which no other will
+        # this batch also tested products, which later ones need not, so time it again
+        if self._together.num_known > known:
             begun = time.thread_time()
             self._together.train(members)
             seconds = time.thread_time() - begun
@@ -233,23 +238,23 @@ class BatchedExecutor(Executor):
         return min(MOST, MOST_BYTES // max(self._together.num_bytes(spec), 1)) if self._most == "auto" else self._most
 
     def _due(self, kind: Like, size: int) -> list[Member]:
-        """List the tasks that wait of a kind, those due first before the rest."""
+        """Return up to ``size`` waiting tasks of a kind, those needed first at the front."""
         waiting, order = self._waiting[kind], self._order[kind]
         found: list[tuple[float, int]] = []
         while order and len(found) < size:
             entry = heapq.heappop(order)
             if entry[1] in waiting:
                 found.append(entry)
-        for entry in found:  # back, for whoever is not trained now
+        for entry in found:  # put back, since they may not be trained now
             heapq.heappush(order, entry)
         return [waiting[number] for _, number in found]
 
     def _is_worth_another(self, standing: _Standing, size: int) -> bool:
-        """Check whether a cohort is so much larger than the one timed, which was too small to be faster, that it may be."""
+        """Return whether a batch of ``size`` tasks is large enough to try again, after the batch that was timed was too slow."""
         return self._most == "auto" and standing.is_slow and size >= 2 * standing.size
 
     def _may_try(self, kind: Like, size: int) -> bool:
-        """Check whether all trials, with one more, take little beside the loop, or this one less than it promises to save."""
+        """Return whether one more trial is affordable: it stays within the time limit, or costs less than it promises to save."""
         standing = self._standing[kind]
         trial_s = self._tried_s + standing.alone_s * size + (0.0 if self._together.num_known else _FIRST_S)
         ahead_s = math.inf if self.needed is None else self.needed * standing.alone_s
@@ -258,17 +263,18 @@ class BatchedExecutor(Executor):
             return True
         if not standing.size:
             return False
-        together_s = standing.cohort_s / standing.size  # of a task, in the cohort that was timed
+        together_s = standing.cohort_s / standing.size  # seconds for one task in the batch that was timed
         return (standing.task_s - together_s) * (len(self._waiting[kind]) - size) > together_s * size
 
     def _pays(self, standing: _Standing, size: int) -> bool:
-        """Check whether a cohort is faster than the loop: one that is smaller than the one timed takes no less than it did."""
+        """Return whether a batch is faster than training alone; a smaller batch is assumed to take as long as the one timed."""
         return self._most != "auto" or size * standing.task_s > standing.cohort_s * max(1.0, size / standing.size)
 
     def _compare(self, members: Sequence[Member], trained: Trained, context: TaskContext) -> tuple[str, float, float]:
-        """Train tasks by the loop as well, and keep what that gives.
+        """Train the tasks one by one as well, and keep those results.
 
-        Returns what differs, the seconds of the loop, and those of asking for what was trained together.
+        Returns a description of the first difference, the seconds of training alone, and the seconds for reading the
+        batch's results.
         """
         found: list[Trained | Update | TaskFailed] = []
         seconds, asked_s, different = 0.0, 0.0, ""
@@ -280,7 +286,7 @@ class BatchedExecutor(Executor):
                 update = failed
             seconds += time.thread_time() - begun
             if isinstance(update, Update):
-                update.tensors = update.tensors.clone()  # the trainer's own
+                update.tensors = update.tensors.clone()  # copied, since the trainer reuses its tensors
                 drawn, begun = generators(), time.thread_time()
                 try:
                     other = trained.update(member.assignment.id, context, draws=True)
@@ -302,7 +308,7 @@ class BatchedExecutor(Executor):
             self._kept[number] = one
 
     def _leave(self, kind: Like, error: BaseException) -> None:
-        """Leave a kind of tasks to the loop; where clients have parted, not at once, if they had gone together before."""
+        """Train tasks of this kind one by one from now on; after different branches only at the `_MOST_PARTED`-th time."""
         standing = self._standing[kind]
         if isinstance(error, Parted) and standing.seen:
             standing.parted += 1
@@ -321,7 +327,7 @@ class BatchedExecutor(Executor):
 
 
 def _difference(one: Update, other: Update, drawn: tuple[Any, ...]) -> str:
-    """Name what differs between an update, that of a task trained with others, and what they have left of generators."""
+    """Describe the first difference between two updates of one task, or between the random states that they leave; "" = equal."""
     if one.tensors.fingerprint() != other.tensors.fingerprint():
         return "other values"
     if repr(one.metrics) != repr(other.metrics):

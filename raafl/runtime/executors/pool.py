@@ -25,7 +25,8 @@ from raafl.transport import PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
 
 Work = Callable[[TcpConnection], None]
-_PASSED_OVER = (signal.SIGINT, signal.SIGTERM)  # a terminal or a cluster sends them to all; the parent sees to them
+# the terminal or cluster sends these to every process; only the parent handles them
+_PASSED_OVER = (signal.SIGINT, signal.SIGTERM)
 
 
 class Pool(RankExecutor):
@@ -37,9 +38,10 @@ class Pool(RankExecutor):
     def __init__(
         self, trainer: LocalTrainer, inner: Executor, num_processes: int, evaluator: Callable[[], Evaluator]
     ) -> None:
-        """Fork the workers, who measure with an ``evaluator`` of their own; to be called before any thread is started."""
+        """Fork the workers, each with its own ``evaluator``; call this before any thread is started."""
         super().__init__(trainer, inner)
-        for base in trainer.submodels.bases.names:  # forms that are made now are shared
+        # create these variants before forking, so that the workers share their memory
+        for base in trainer.submodels.bases.names:
             trainer.submodels.bases.values(base)
         context, pairs = mp.get_context("fork"), [socket.socketpair() for _ in range(num_processes - 1)]
         does, num_threads = partial(work, trainer=trainer, inner=inner, evaluator=evaluator), torch.get_num_threads()
@@ -47,7 +49,7 @@ class Pool(RankExecutor):
             context.Process(target=_worker, args=(place, pairs, does, num_threads), daemon=True)
             for place in range(len(pairs))
         ]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_OVER)  # until the workers ignore them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_OVER)  # blocked until the workers ignore them
         try:
             for process in self._processes:
                 process.start()
@@ -69,18 +71,20 @@ class Pool(RankExecutor):
 
 
 def _worker(place: int, pairs: Sequence[tuple[socket.socket, socket.socket]], does: Work, num_threads: int) -> None:
-    """Do what the parent asks for until it says that the run has ended, or is gone."""
-    gc.freeze()  # what waits for the parent's collector, such as connections whose threads are not here, is not ours to end
+    """Run the parent's requests until it says that the run has ended, or its connection is lost."""
+    # the parent's garbage, such as connections whose threads do not exist here, must not be finalized in this process
+    gc.freeze()
     for number in _PASSED_OVER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_OVER)
-    for ours, theirs in pairs:  # who is gone must not be kept alive by another's copy
+    # close the copies of other workers' connections, so that the end of a process is noticed
+    for ours, theirs in pairs:
         ours.close()
         if theirs is not pairs[place][1]:
             theirs.close()
-    keep_freed()  # before there are threads
-    # In a thread of its own: where the forking thread has computed with several threads, OpenMP believes in this one
-    # that they are still there, and would wait for them for ever.
+    keep_freed()  # must be called before any thread exists
+    # Run in a new thread: if the forking thread has used OpenMP, OpenMP would wait in the child for threads that no
+    # longer exist.
     thread = threading.Thread(target=_work, args=(pairs[place][1], does, num_threads))
     thread.start()
     thread.join()
@@ -91,7 +95,7 @@ def _work(end: socket.socket, does: Work, num_threads: int) -> None:
     try:
         with TcpConnection(end, FOR_EVER_S) as pair:
             does(pair)
-    except (BadInput, PeerLost, PeerTimeout, Refused):  # the parent is gone, or meets with the same
+    except (BadInput, PeerLost, PeerTimeout, Refused):  # the parent is gone, or sees the same error itself
         pass
     except BaseException:
         traceback.print_exc()

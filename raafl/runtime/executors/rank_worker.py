@@ -52,18 +52,18 @@ def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Ca
         assert values is not None
         inner.submit(asked, values, float(len(out)))
         out.append(asked)
-        del item, values  # nothing is kept of a task while the next is waited for
+        del item, values  # free the task's memory before waiting for the next one
         if more:
             continue
-        with suppress(Stopped):  # the reader's last word comes next
+        with suppress(Stopped):  # the receiving thread's last item follows
             for assignment in out:
                 pair.send(_answer(inner, assignment, context))
         out.clear()
-        give_back()  # the next task may be long in coming
+        give_back()  # return memory to the system, since the next task may come late
 
 
 def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[Any], stop: threading.Event) -> None:
-    """Put tasks into ``inbox``, and at the end None, or what went wrong; then ``stop`` ends the current task, too."""
+    """Put tasks into ``inbox``, at the end None or an error; then set ``stop``, which also ends the current task."""
     expected: list[Assign | Measure] = []
 
     def expect(kind: Kind, number: int, meta: dict[str, Any]) -> FlatTensors | None:
@@ -94,18 +94,18 @@ def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[A
 
 
 def _measured(made: Callable[[], Evaluator], asked: Measure, values: FlatTensors | None) -> Message:
-    """Measure some test batches, with the values that were sent last."""
+    """Evaluate some test batches with the values that were sent last."""
     try:
         evaluator = made()
         if values is not None:
             evaluator.fill(values)
         return Message(Kind.MEASURED, meta=evaluator.partials(asked.start, asked.stop))
-    except USER_ERRORS as error:  # rank 0 measures on them itself, and says what there is to say
+    except USER_ERRORS as error:  # rank 0 evaluates them itself and reports the error
         return Message(Kind.FAILED, meta=Failed(error=format_error(error)).to_meta())
 
 
 def _answer(inner: Executor, assignment: Assignment, context: TaskContext) -> Message:
-    """Train a task, and whatever is trained with it, and say what came of it."""
+    """Train a task, and others batched with it, and send the result."""
     try:
         update = inner.result(assignment.id, context)
     except GpuLost:

@@ -32,13 +32,13 @@ from raafl.transport import Connection, Expect, Kind, Message, PeerLost, PeerTim
 
 AHEAD_BYTES = 1 << 29
 """Results that wait to be asked for, beyond which nothing more is begun ahead of need."""
-_LEAST_AHEAD = 2  # tasks for each rank, however large their results are
+_LEAST_AHEAD = 2  # minimum number of tasks to train ahead per rank, however large their results are
 _PART_S = 10.0
 
 
 @dataclass(slots=True)
 class _Task:
-    """A task; begun once a process has taken it, and here where that is this one, whose executor has its result."""
+    """A task; `begun`: a process has taken it; `here`: that is this process, whose executor has its result."""
 
     assignment: Assignment
     snapshot: FlatTensors
@@ -57,24 +57,25 @@ class RankExecutor(Executor):
     """
 
     def __init__(self, trainer: LocalTrainer, inner: Executor) -> None:
-        """Train in this process with ``inner``, whose trainer is ``trainer``."""
+        """Train in this process with the executor ``inner``, which uses ``trainer``."""
         self._inner, self._payload, self._submodels = inner, trainer.payload, trainer.submodels
         inner.note = lambda text: self.note(text)
         self._tasks: dict[int, _Task] = {}
-        self._waiting: list[tuple[float, int]] = []  # a heap, with some that are begun or gone
-        self._alike: defaultdict[Like, dict[int, _Task]] = defaultdict(dict)  # what nobody has begun
-        self._counted: dict[str, dict[str, Any]] = {}  # by ranks, of how they have trained
+        self._waiting: list[tuple[float, int]] = []  # heap of (time needed, id); some entries are begun or gone
+        # tasks that no process has begun, by kind and id
+        self._alike: defaultdict[Like, dict[int, _Task]] = defaultdict(dict)
+        self._counted: dict[str, dict[str, Any]] = {}  # by rank: its statistics on batched training
         self._ahead_bytes = self._num_ahead = self._num_ranks = self._num_in_vain = 0
-        self._num_free = 1  # processes that train nothing, this one included
-        self._num_here = 0  # tasks that are begun here
+        self._num_free = 1  # number of processes without a task, this one included
+        self._num_here = 0  # number of tasks begun in this process
         self._changed = threading.Condition()
-        self._stopping = threading.Lock()  # a rank is told to stop by whichever thread is first, and by one at a time
+        self._stopping = threading.Lock()  # several threads may tell ranks to stop, but only one at a time
         self._threads: list[threading.Thread] = []
         self._pairs: list[Connection] = []
         self._closed = False
         self._device = trainer.fabric.device
-        self._shared: Shared | None = None  # the evaluation at hand
-        self._measures_alone = False  # what is measured cannot be shared
+        self._shared: Shared | None = None  # the current evaluation
+        self._measures_alone = False  # whether the evaluation cannot be divided among processes
 
     def take_on(self, name: str, connect: Callable[[], Connection]) -> None:
         """Start a thread that connects to another rank by ``connect`` and gives it tasks until `close`; return at once."""
@@ -97,7 +98,8 @@ class RankExecutor(Executor):
         with self._changed:
             task = self._tasks[assignment.id] = _Task(assignment, snapshot, needed_at)
             self._offer(task)
-            if len(self._alike[kind_of(assignment)]) >= self.max_together(assignment) // 4:  # else wait for more
+            # otherwise wait for more tasks of this kind
+            if len(self._alike[kind_of(assignment)]) >= self.max_together(assignment) // 4:
                 self._changed.notify()
 
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
@@ -113,7 +115,7 @@ class RankExecutor(Executor):
                     self._changed.wait()
                     continue
                 self._num_free -= 1
-                if some and self._alike:  # the rest is for the others
+                if some and self._alike:  # other processes may begin the remaining tasks
                     self._changed.notify_all()
             first = some[0] if some else task
             try:
@@ -126,7 +128,7 @@ class RankExecutor(Executor):
                 self._end_here(task if first is task else None)
 
     def _end_here(self, task: _Task | None) -> None:
-        """Count one task less at work in this process; ``task`` is the one whose result was asked for, if it was that one."""
+        """Record that this process has finished a task; ``task``: the task if its result was the one requested, else None."""
         with self._changed:
             self._num_free += 1
             self._num_here -= 1
@@ -135,7 +137,7 @@ class RankExecutor(Executor):
                 del self._tasks[task.assignment.id]
 
     def _for_here(self, task: _Task) -> list[_Task]:
-        """Take what this process trains next, as a task's result is asked for; the caller has the condition."""
+        """Choose the tasks that this process trains while the result of ``task`` is requested; the caller holds the lock."""
         if task.here or (task.begun and self._num_here >= self.max_together(task.assignment)):
             return []
         some = self._begin() if task.begun else self._with(task, max(self._room(), 1))
@@ -148,9 +150,9 @@ class RankExecutor(Executor):
         """Remove a task; if a rank has begun it, the rank finishes it, and its result is dropped."""
         with self._changed:
             task = self._tasks.get(assignment_id)
-            if task is None:  # a replay submits only what will be asked for
+            if task is None:  # normal in a replay, which submits only tasks whose results it will request
                 return
-            while task.sending:  # the snapshot is given back by whoever cancels
+            while task.sending:  # the caller reuses the snapshot, so wait until it is sent
                 self._changed.wait()
             if task.begun and not task.here and task.result is None:
                 task.cancelled = True
@@ -197,7 +199,8 @@ class RankExecutor(Executor):
         """End the work of all other ranks, even in the middle of a task."""
         self._end()
         with self._changed:
-            while any(task.sending for task in self._tasks.values()):  # a message at a time; no other is begun any more
+            # at most one message per rank is left, since no further task is begun
+            while any(task.sending for task in self._tasks.values()):
                 self._changed.wait()
         for pair in list(self._pairs):
             self._stop(pair)
@@ -208,27 +211,27 @@ class RankExecutor(Executor):
         self._inner.close()
 
     def _end(self) -> None:
-        """Have nothing begun any more."""
+        """Let no process begin another task."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    # ---- which task is next; whoever calls has the condition ----
+    # ---- choice of the next task; the caller holds the lock ----
 
     def _offer(self, task: _Task) -> None:
-        """Let whoever is free begin a task."""
+        """Make a task available to the next free process."""
         heapq.heappush(self._waiting, (task.needed_at, task.assignment.id))
         self._alike[kind_of(task.assignment)][task.assignment.id] = task
 
     def _drop(self, task: _Task) -> None:
-        """Let nobody begin it any more."""
+        """Make a task unavailable to other processes."""
         kind = kind_of(task.assignment)
         del self._alike[kind][task.assignment.id]
         if not self._alike[kind]:
             del self._alike[kind]
 
     def _begin(self) -> list[_Task]:
-        """Take the most urgent task that nobody has begun, and what is trained with it, if there is room for results."""
+        """Take the most urgent task that no process has begun, with tasks to batch with it, unless enough results are waiting."""
         room = self._room()
         if not room or (self._ahead_bytes > AHEAD_BYTES and self._num_ahead >= _LEAST_AHEAD * (self._num_ranks + 1)):
             return []
@@ -239,7 +242,7 @@ class RankExecutor(Executor):
         return []
 
     def _with(self, task: _Task, room: int) -> list[_Task]:
-        """Take a task, and with it a process's share of what waits of its kind, what is needed first before the rest."""
+        """Take a task together with this process's share of the waiting tasks of its kind, most urgent first."""
         alike = self._alike[kind_of(task.assignment)]
         size = min(self._inner.max_together(task.assignment), -(-len(alike) // self._num_free), room)
         some = [task]
@@ -252,13 +255,13 @@ class RankExecutor(Executor):
         return some
 
     def _room(self) -> int:
-        """Count how many tasks more may be begun before what is trained may be in vain."""
+        """Return how many more tasks may begin such that all their results are needed."""
         if self.needed is None or self.needed >= len(self._tasks):
             return len(self._tasks)
         return max(self.needed - sum(task.begun and not task.cancelled for task in self._tasks.values()), 0)
 
     def _one_less_needed(self) -> None:
-        """Count down at once: a thread that looked before whoever sets `needed` would begin a task in vain."""
+        """Decrement `needed` immediately: until its owner sets it again, another thread could begin an unneeded task."""
         if self.needed is not None:
             self.needed -= 1
 
@@ -267,13 +270,13 @@ class RankExecutor(Executor):
     def _trained_ahead(self, assignment_id: int, context: TaskContext) -> Update | TaskFailed:
         try:
             update = self._inner.result(assignment_id, context)
-        except TaskFailed as failed:  # said when its turn comes, wherever it was trained
+        except TaskFailed as failed:  # raised only when the result is requested
             return failed
-        update.tensors = update.tensors.clone()  # the trainer's own, used again for the next task
+        update.tensors = update.tensors.clone()  # copied, since the trainer reuses its tensors for the next task
         return update
 
     def _keep(self, task: _Task, result: Update | TaskFailed) -> None:
-        """Hold a result until it is asked for."""
+        """Store a result until it is requested."""
         with self._changed:
             if task.cancelled:
                 del self._tasks[task.assignment.id]
@@ -293,9 +296,9 @@ class RankExecutor(Executor):
     def _count(self, result: Update | TaskFailed, sign: int) -> None:
         self._num_ahead += sign
         self._ahead_bytes += sign * (0 if isinstance(result, TaskFailed) else result.tensors.num_bytes)
-        self._changed.notify_all()  # there may be room again
+        self._changed.notify_all()  # a process may now be able to begin another task
 
-    # ---- with another rank; each in a thread of its own ----
+    # ---- exchange with another rank, each in its own thread ----
 
     def _serve(self, name: str, connect: Callable[[], Connection]) -> None:
         out: list[_Task] = []
@@ -306,14 +309,14 @@ class RankExecutor(Executor):
                 while (work := self._next()) is not None:
                     out = out if isinstance(work, Shared) else work
                     self._do(name, pair, work)
-                    work = None  # nothing is kept while the next is waited for
-                self._stop(pair)  # it may have come when the others had been told
-        except Exception as error:  # whatever it is, the others can do what this one cannot
+                    work = None  # free the tasks' memory before waiting for more
+                self._stop(pair)  # needed if this rank connected after `close` had told the others
+        except Exception as error:  # whatever the error is, the other ranks can train these tasks
             if self._lose(out):
                 self.warn(f"{name} is lost ({sanitize_text(error)}); the run goes on without it")
 
     def _greet(self, pair: Connection) -> None:
-        """Check that the rank has the same raafl and model, and tell it which axes are whole."""
+        """Check that the rank has the same raafl version and model, and tell it which axes must not be cut."""
         theirs = Hello.from_meta(pair.recv(no_tensors, FOR_EVER_S).meta)
         if (different := agree(Identity.of(self._submodels), theirs.identity, same_package=True)) is not None:
             name = "frozen parameters" if different.field == "base" else different.field
@@ -322,7 +325,7 @@ class RankExecutor(Executor):
             pair.send(Message(Kind.WELCOME, meta=Welcome(tuple(sorted(self._submodels.refuted))).to_meta()))
 
     def _stop(self, pair: Connection) -> None:
-        """Tell a rank that the run has ended; it is no error if it is gone."""
+        """Tell a rank that the run has ended; ignore a rank that is gone."""
         with self._stopping, suppress(PeerLost, PeerTimeout):
             pair.send(Message(Kind.STOP, meta=Reason("the run has ended").to_meta()), 1.0)
 
@@ -330,7 +333,7 @@ class RankExecutor(Executor):
         return work.measure_at(pair) if isinstance(work, Shared) else self._exchange(name, pair, work)
 
     def _next(self) -> list[_Task] | Shared | None:
-        """Wait for an evaluation to help with, or tasks to begin; None = the run has ended."""
+        """Wait for an evaluation to share or tasks to begin; None = the run has ended."""
         with self._changed:
             self._num_free += 1
             try:
@@ -342,7 +345,7 @@ class RankExecutor(Executor):
                 self._num_free -= 1
 
     def _ready(self) -> list[_Task] | Shared | None:
-        """Return an evaluation with batches left, or the tasks to begin next, marked as being sent; the lock is held."""
+        """Return the evaluation if it has batches left, else the next tasks, marked as being sent; the caller holds the lock."""
         if self._shared is not None and self._shared.has_more:
             return self._shared
         some = self._begin()
@@ -351,7 +354,7 @@ class RankExecutor(Executor):
         return some
 
     def _exchange(self, name: str, pair: Connection, out: list[_Task]) -> None:
-        """Have a rank train tasks, and keep what it answers; those that are done leave ``out``."""
+        """Send tasks to a rank and store its results; finished tasks are removed from ``out``."""
         for place, task in enumerate(out, start=1):
             meta = Assign(task.assignment, more=place < len(out)).to_meta()
             try:
@@ -374,7 +377,7 @@ class RankExecutor(Executor):
         return expect
 
     def _found(self, name: str, assignment: Assignment, message: Message) -> Update | TaskFailed:
-        """Read what a rank answers to a task."""
+        """Convert a rank's reply to the update, or the failure, of a task."""
         if message.tensors is None:
             failed = Failed.from_meta(message.meta)
             refusal = failed.refusal
@@ -395,14 +398,15 @@ class RankExecutor(Executor):
         )
 
     def _lose(self, out: list[_Task]) -> bool:
-        """Go on without a rank, whose tasks are trained again, to the same bits; return whether the run had not ended."""
+        """Continue without a rank, whose tasks are trained again with equal results; return whether the run is still going."""
         with self._changed:
             self._num_ranks -= 1
             for task in out:
                 if task.cancelled:
                     del self._tasks[task.assignment.id]
                 else:
-                    task.begun, task.sending, task.needed_at = False, False, 0.0  # somebody may wait for it already
+                    # most urgent now, since its result may already be awaited
+                    task.begun, task.sending, task.needed_at = False, False, 0.0
                     self._offer(task)
             self._changed.notify_all()
             return not self._closed

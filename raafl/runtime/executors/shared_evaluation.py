@@ -42,8 +42,10 @@ class Shared:
         num = evaluator.num_batches
         size = max(num // (_PARTS * num_processes), 1)
         self._parts = [(start, min(start + size, num)) for start in range(0, num, size)]
-        self._first, self._last = 1, len(self._parts)  # of those that nobody has begun; the first is always rank 0's
-        self._found: dict[int, dict[str, Any] | None] = {}  # None: given back
+        # range of parts that no process has begun; the first part is always rank 0's
+        self._first, self._last = 1, len(self._parts)
+        # by part: its partial sums; None = a rank has returned it unevaluated
+        self._found: dict[int, dict[str, Any] | None] = {}
         self._num_out = 0
         self.is_refused = self._is_closed = False
 
@@ -55,7 +57,7 @@ class Shared:
     def close(self) -> None:
         """Give the other ranks no more batches, and wait until they have evaluated theirs; the caller must hold the shared lock."""
         self._is_closed = True
-        while self._num_out:  # in its middle only where measuring here has failed
+        while self._num_out:  # parts are left in progress only if evaluating here has failed
             self._changed.wait()
 
     def measure(self) -> dict[str, float]:
@@ -69,7 +71,7 @@ class Shared:
         return self._evaluator.end()
 
     def _of_another(self, place: int) -> dict[str, Any] | None:
-        """Wait for the partial sums of a part that another process evaluates; None = it is this process's, from now on or again."""
+        """Wait for the partial sums of a part that another process evaluates; None = this process must evaluate it."""
         with self._changed:
             if place < self._last:
                 self._first = max(self._first, place + 1)
@@ -80,7 +82,7 @@ class Shared:
 
     def measure_at(self, pair: Connection) -> None:
         """Let one rank evaluate parts of the batches until none is left; runs on the thread for that rank."""
-        values: FlatTensors | None = self._values  # with the first
+        values: FlatTensors | None = self._values  # the values are sent only with a rank's first part
         while (place := self._take()) is not None:
             partials = None
             try:

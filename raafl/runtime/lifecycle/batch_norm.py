@@ -42,14 +42,14 @@ class StaticStatistics(AsItIs):
         seed: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Build the collecting module if batch norm is static and the model has any; otherwise all methods do nothing."""
+        """Build a module that collects statistics if batch norm is static and the model has any; else all methods do nothing."""
         self._norms = Pooling(submodels.module)
         if submodels.batch_norm != "static":
             self._norms.pairs = []
         self.is_on = bool(self._norms.pairs)
         if not self.is_on:
             return
-        self._lock = threading.Lock()  # evaluations may have a thread of their own
+        self._lock = threading.Lock()  # evaluations may run in another thread
         self._latest: list[Tensor] | None = None
         self._of_thread = threading.local()
         self._data, self._device = data, torch.device(device)
@@ -60,7 +60,7 @@ class StaticStatistics(AsItIs):
         self._rows = [batch for batch in batches if len(batch) == len(batches[0])]
         shrunk = submodels.shrink(FULL, device=device)
         self._module, self._present = shrunk.module, shrunk.present
-        Recorder().attach(self._module)  # what is logged goes nowhere
+        Recorder().attach(self._module)  # logged values are discarded
         self._state = ModuleState(self._module, submodels)
 
     def fill_(self, values: FlatTensors) -> None:
@@ -130,7 +130,7 @@ class StatisticsHookList(HookList):
     """List of observers that get models with the running statistics of batch norm, so that they save complete models."""
 
     def __init__(self, statistics: StaticStatistics, *hooks: RunHooks) -> None:
-        """Call ``hooks`` in order."""
+        """Call each of ``hooks`` in order."""
         super().__init__(*hooks)
         self._filler = statistics
 

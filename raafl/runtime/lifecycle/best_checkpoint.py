@@ -27,7 +27,7 @@ class BestCheckpoint(RunHooks):
     """
 
     def __init__(self, run: Run) -> None:
-        """Keep the best model by ``keep_best``: METRIC, METRIC:min or METRIC:max; without min or max as the name says."""
+        """Keep the best model by ``keep_best``: METRIC, METRIC:min or METRIC:max; without a suffix the metric's name decides."""
         self._run, self._warned = run, False
         self._metric, self._mode = ranking(str(run.parts.experiment.keep_best))
         self.best: dict[str, Any] | None = None
@@ -43,9 +43,10 @@ class BestCheckpoint(RunHooks):
             return
         found = {"version": version, "metric": self._metric, "value": value}
         try:
-            own = FlatTensors.empty(values.layout).copy_(values)  # hooks of the module may change what they get
+            # copied, since hooks of the module may change the values
+            own = FlatTensors.empty(values.layout).copy_(values)
             checkpoint.write(self._run.folder, self._run.saved_form.contents(version, own, {"best": found}), name=NAME)
-        except Exception as error:  # torch.save wraps what the disk says in errors of its own
+        except Exception as error:  # torch.save wraps disk errors in exceptions of its own
             if not self._warned:
                 self._warned = True
                 self._run.progress.warn(
@@ -71,6 +72,6 @@ class BestCheckpoint(RunHooks):
         try:
             found = checkpoint.load(path).raafl["best"]
             kept = {"version": int(found["version"]), "metric": str(found["metric"]), "value": float(found["value"])}
-        except (BadInput, KeyError, TypeError, ValueError):  # damaged: the next that is measured takes its place
+        except (BadInput, KeyError, TypeError, ValueError):  # the file is damaged: the next evaluated model replaces it
             return None
         return kept if kept["metric"] == self._metric else None

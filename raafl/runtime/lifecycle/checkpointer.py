@@ -47,8 +47,7 @@ class Checkpointer(RunHooks):
     ) -> None:
         """Write to ``folder``/checkpoints.
 
-        `every_s`: seconds of ``clock`` after which a checkpoint is due, once the previous one is written; None =
-        never.
+        `every_s`: seconds of ``clock`` from a written checkpoint until the next is due; None = never due.
         """
         self._written = written
         self._folder, self._form, self._keep = folder, form, keep
@@ -72,7 +71,7 @@ class Checkpointer(RunHooks):
         """
         self.wait()
         self._saved_s = self._clock()
-        # All is copied here, in the thread that changes it in place: what the writer's thread gets, nobody changes any more.
+        # copy everything here, in the thread that changes it in place; the writing thread gets only the copies
         values = FlatTensors.empty(coordinator.state.values.layout).copy_(coordinator.state.values)
         section = {
             "runtime": self._runtime,
@@ -103,7 +102,7 @@ class Checkpointer(RunHooks):
     def _write(self, version: int, content: dict[str, Any], books: Sealed | None) -> Path | None:
         try:
             path = checkpoint.write(self._folder, content, keep_last=self._keep)
-        except Exception as error:  # torch.save wraps what the disk says in errors of its own
+        except Exception as error:  # torch.save wraps disk errors in exceptions of its own
             self._failed(version, error)
             return None
         self.num_failed = 0

@@ -24,13 +24,12 @@ class Divergence(RunHooks):
     failure: str | None = None  # reason for ending the run; None = the run goes on
 
     def __init__(self, run: Run) -> None:
-        """Start without findings."""
         self._run, self._warn, self._strict = run, run.progress.warn, run.parts.experiment.strict
         self._finite: set[str] = set()
         self._refused = False
-        self._too_large: set[int] = set()  # clients; none that has been merged since
+        self._too_large: set[int] = set()  # clients whose updates were too large and of whom none has been merged since
         self._said = False
-        self._left_out: set[str] = set()  # names of logged values, each warned of once
+        self._left_out: set[str] = set()  # names of logged values that were not finite, each warned about once
 
     def opened(self) -> None:
         """Check the metrics of the initial model, or of a resumed one: what is finite now can diverge."""
@@ -89,7 +88,7 @@ class Divergence(RunHooks):
             self.failure = f"failed: {what} (an error, since strict is true)"
 
     def _fault(self, client: int | None) -> str | None:
-        """Name a sample of a client, or (None) of the test set, that is not finite; None = none, or data of its own."""
+        """Return a non-finite sample of a client (None = of the test set) as text; None if there is none, or its data is its own."""
         from raafl.local.data_faults import fault_in
 
         info = None if client is None else self._run.parts.coordinator.roster.find(client)
@@ -101,5 +100,5 @@ class Divergence(RunHooks):
 
 
 def _names(metrics: Mapping[str, float]) -> str:
-    """List the metrics that are not finite."""
+    """Return the names of the metrics that are not finite, as text."""
     return ", ".join(f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value))

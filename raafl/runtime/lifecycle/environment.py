@@ -31,13 +31,13 @@ def conditions(experiment: Experiment, *, trains: bool = True) -> dict[str, Any]
 
 
 def _gpu() -> dict[str, Any]:
-    """Describe this machine's GPUs, what drives them, and how they are to compute."""
+    """Describe this machine's GPUs, their driver and libraries, and their numeric settings."""
     if not torch.cuda.is_available():
         return {"gpu": None}
     from torch.utils.collect_env import get_nvidia_driver_version, run
 
     cudnn = None
-    with suppress(RuntimeError):  # it is too new for this GPU, or of another version than torch was built with
+    with suppress(RuntimeError):  # the library is too new for this GPU, or not the version that torch was built with
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
     return {

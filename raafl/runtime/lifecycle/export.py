@@ -60,7 +60,7 @@ def save_final(
     path = _save_model(run_folder, saver.wait(), module, state, parts.data, progress, card)
     if experiment.saves_safetensors and not is_pretrained:
         path = _save_safetensors(run_folder, form, state, progress, card) or path
-    # a run that was stopped may end without a checkpoint of its last version: then none has failed
+    # a stopped run may end without a checkpoint of its last version, which is no failure
     failed = saver.num_failed > 0 or is_pretrained
     copy = _save_copy(run_folder, form, state, progress) if path is None and failed else None
     return path, copy
@@ -86,7 +86,7 @@ def _save_model(
         try:
             state.submodels.load_(module, state.values)
             found = _save_pretrained(module, tokenizer_of(data.datamodule), run_folder / FOLDER, card())
-        except Exception as error:  # libraries wrap what the disk says in errors of their own
+        except Exception as error:  # libraries wrap disk errors in exceptions of their own
             progress.warn(
                 f"the final model cannot be written to {run_folder / FOLDER}: {cause(error)}; take it from the last "
                 f"checkpoint: {type(module).__name__}.load_from_checkpoint(...).save_pretrained(...)"
@@ -101,7 +101,7 @@ def _save_model(
 def _save_copy(run_folder: Path, form: SavedForm, state: GlobalState, progress: Progress) -> str | None:
     """Save the model to the system's temporary folder; return its path, or None if that fails, too.
 
-    This is tried if the run folder's disk is full, since training may have taken days.
+    Used if the run folder's disk is full, since training may have taken days.
     """
     folder: Path | None = None
     try:
@@ -132,12 +132,12 @@ def _save_pretrained(module: Any, tokenizer: Any, target: Path, card: str) -> Pa
 def _save_safetensors(
     run_folder: Path, form: SavedForm, state: GlobalState, progress: Progress, card: Callable[[], str]
 ) -> str | None:
-    """Save the state dict of a plain module, and the card, to `RUN/model`; return its path, or None if that fails."""
+    """Save a plain module's state dict and model card to `RUN/model`; return the path, or None if that fails."""
     try:
         from safetensors.torch import save_file
 
         saved = form.contents(state.version, state.values)["state_dict"]
-        # the format has no tensors that share memory, and nothing but tensors
+        # the safetensors format allows only tensors, and none that share memory
         named = {name: value.cpu().clone() for name, value in saved.items() if isinstance(value, Tensor)}
         if len(named) < len(saved):
             others = ", ".join(name for name in saved if name not in named)
@@ -167,12 +167,11 @@ def tokenizer_of(datamodule: object) -> object:
 
 @contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """Give a folder to write to, which takes the place of ``target`` only when the block ends well.
+    """Provide a temporary folder that replaces ``target`` only if the block succeeds.
 
-    Raises:
-        OSError: it cannot be made or written; what was at ``target`` is as it was.
+    Raises OSError if it cannot be created or written; ``target`` is then unchanged.
     """
-    for left in target.parent.glob(f".{target.name}.*.tmp"):  # by a process that was killed
+    for left in target.parent.glob(f".{target.name}.*.tmp"):  # left behind by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     new, old = (target.with_name(f".{target.name}.{word}-{os.getpid()}.tmp") for word in ("new", "old"))
     try:
@@ -180,7 +179,7 @@ def _whole(target: Path) -> Iterator[Path]:
         yield new
         for file in filter(Path.is_file, new.rglob("*")):
             with file.open("rb+") as written:
-                os.fsync(written.fileno())  # some file systems find out only now
+                os.fsync(written.fileno())  # some file systems report a failed write only here
         with suppress(FileNotFoundError):
             target.rename(old)
         try:

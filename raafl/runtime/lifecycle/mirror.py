@@ -18,7 +18,7 @@ from raafl.runfolder.schema import CHECKPOINTS, GROWING, SEALS
 if TYPE_CHECKING:
     from raafl.runtime.run import Run
 
-_LEFT_OUT = "loggers"  # those have stores of their own
+_LEFT_OUT = "loggers"  # not copied, since loggers upload to stores of their own
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def check_store(output: str) -> None:
         BadInput: the store refuses one of the two, so that it could not hold a copy of the run.
     """
     with ObjectStore.answering(output, "output") as store:
-        name = f".{uuid4().hex}"  # the listing of a store leaves out such names
+        name = f".{uuid4().hex}"  # listings of a store leave out names that begin with a dot
         store.write(b"raafl", name)
         store.remove(name)
 
@@ -54,11 +54,12 @@ class Mirror:
         first_wait_s: float = _FIRST_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the thread; nothing is copied before `request`."""
+        """Start the thread; nothing is copied before `request` is called."""
         self.url, self.num_failed = store.url, 0
         self._folder, self._warn, self._clock = folder, warn, clock
         self._first_wait_s = first_wait_s
-        self._copied: dict[str, tuple[int, int]] = {}  # size and time of change by name; the thread's own
+        # by file name: size and modification time; used only by this thread
+        self._copied: dict[str, tuple[int, int]] = {}
         self._changed = threading.Condition()
         self._asked = self._done = self._failed_in_a_row = 0
         self._moved_at, self._error, self._is_closed = clock(), "", False
@@ -109,7 +110,7 @@ class Mirror:
                 asked = self._asked
             try:
                 self._copy(store)
-            except Exception as error:  # each store's library has errors of its own
+            except Exception as error:  # each store's library raises errors of its own
                 self._failed(error)
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_closed, timeout=wait_s)
@@ -129,7 +130,7 @@ class Mirror:
             self._warn(f"{self.url} cannot be written ({self._error}); the run goes on, and raafl tries again")
 
     def _copy(self, store: ObjectStore) -> None:
-        """Copy what has changed: the journal is at least as long as any checkpoint and any seal beside it says."""
+        """Copy changed files in an order in which the journal's copy is never shorter than copied checkpoints and seals say."""
         paths = [path for path in self._folder.rglob("*") if path.is_file()]
         names = [path.relative_to(self._folder).as_posix() for path in paths if not path.name.startswith(".")]
         names = [name for name in names if name.split("/")[0] != _LEFT_OUT and name not in (*GROWING, SEALS)]
@@ -148,7 +149,7 @@ class Mirror:
         path = self._folder / name
         try:
             state = path.stat()
-        except FileNotFoundError:  # an old checkpoint, removed meanwhile
+        except FileNotFoundError:  # an old checkpoint that was deleted meanwhile
             return
         if self._copied.get(name) != (now := (state.st_size, state.st_mtime_ns)):
             store.put(path, name, self._moved)
@@ -163,9 +164,8 @@ class StoreCopy(RunHooks):
     """Observer that keeps a copy of the run folder in the object store that ``output`` names."""
 
     def __init__(self, run: Run) -> None:
-        """Copy nothing yet."""
         self._run, self._output = run, str(run.parts.experiment.output)
-        self._mirror: Mirror | None = None  # None = the run folder is not there yet
+        self._mirror: Mirror | None = None  # None = the run folder does not exist yet
         self._is_whole = False
 
     def begin(self, run: Run, saved: object = None) -> None:

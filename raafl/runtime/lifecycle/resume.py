@@ -88,7 +88,7 @@ def opened(folder: str, runtime: str) -> Iterator[SavedRun]:
         BadInput: another process is writing the run, or it cannot be resumed.
     """
     path = Path(folder)
-    # first: the checkpoint must still be the last one when the tables are cut back to it
+    # locked first: the checkpoint must still be the last one when the tables are truncated to match it
     with FolderLock(path, "resume") if path.is_dir() else nullcontext():
         yield load(path, runtime)
 
@@ -98,10 +98,10 @@ _WANDB_LOGS = ("loggers", "wandb", "logs")
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raise `BadInput` for a link through which what is written next would go to a place of somebody's choosing.
+    """Raise `BadInput` for a symbolic link that would redirect the run's writes to another place.
 
-    Below the folder's top a link may name another place in the folder, as W&B's `latest-run` does; the logs of its own runs,
-    which lead to its cache, are never written again.
+    Below the top of the folder, links within the folder are allowed, as W&B's `latest-run`. So are links in W&B's own
+    run logs, which point to its cache and are never written again.
     """
     inside = folder.resolve()
     for parent, folders, files in os.walk(folder):
@@ -138,7 +138,7 @@ _TIMES = {"clock": ("now",), "record": ("wall_s",), "coordinator": ("opened_s", 
 
 
 def _check(section: dict[str, Any]) -> None:
-    """Raise `KeyError` for what is missing, `ValueError` for a count or a time that is below 0 or not finite, by its name."""
+    """Raise `KeyError` for a missing entry, `ValueError` for a count or time that is negative or not finite, with its name."""
     for name in _NEEDED:
         section["coordinator"][name]
     coordinator, clock = section["coordinator"], section["clock"]
@@ -220,8 +220,9 @@ def mend(saved: SavedRun) -> Mended:
     header = next(metrics)
     write_table(folder / METRICS, chain([header], (row for row in metrics if int(row[0]) <= coordinator["version"])))
     last_id, joins = 0, dict[int, int]()
-    later: dict[int, JournalRow] = {}  # handed out after the checkpoint
-    for row in (journal := JournalReader(folder)).written():  # ids of rows that were rolled back are not used again
+    later: dict[int, JournalRow] = {}  # tasks assigned after the checkpoint
+    # also rows that were rolled back, since their ids are not used again
+    for row in (journal := JournalReader(folder)).written():
         if row.get("event") == "assigned":
             last_id = max(last_id, row["id"])
             if saved.restarts and row["id"] > coordinator["last_id"]:
@@ -249,8 +250,8 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
     if not saved.restarts:
         return
     roster = coordinator.roster
-    roster.last_id = max(roster.last_id, mended.last_id)  # ids are never used twice, also for tasks that were lost
-    for client, num in mended.joins.items():  # nor are incarnations
+    roster.last_id = max(roster.last_id, mended.last_id)  # ids are never used twice, also of lost tasks
+    for client, num in mended.joins.items():  # incarnations are never used twice either
         roster.joins[client] = max(roster.joins[client], num)
     coordinator.algorithm.merge.on_rollback(coordinator.state, mended.merged)
     record.lose(mended.num_lost)

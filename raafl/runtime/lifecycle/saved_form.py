@@ -46,11 +46,11 @@ class SavedForm:
     """
 
     def __init__(self, module: nn.Module, living: Callable[[], States] = dict) -> None:
-        """Take the module of the run."""
+        """Keep the module of the run, in whose form values are saved."""
         self.module, self.living = module, living
         self._tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **persistent_buffers(module)}
         self._metrics = LivingMetrics(module)
-        self._lock = threading.Lock()  # evaluations save the best model in a thread of their own
+        self._lock = threading.Lock()  # evaluations may save the best model in another thread
 
     def contents(
         self,

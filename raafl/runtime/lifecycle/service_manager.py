@@ -11,7 +11,7 @@ from typing import Self
 
 from raafl.core.hooks import RunHooks
 
-_SEND_S = 1.0  # systemd reads at once; a socket that is not read must not stop the run
+_SEND_S = 1.0  # seconds; systemd reads immediately, and a socket that nobody reads must not stop the run
 _MAX_STATUS = 200  # characters
 
 
@@ -26,7 +26,7 @@ class ServiceManager(RunHooks):
     ) -> None:
         """Send to the datagram socket at ``address``.
 
-        `watchdog_s`: seconds without a sign of life after which systemd restarts the service; None = it does not.
+        `watchdog_s`: seconds without a sign of life after which systemd restarts the service; None = no restart.
         """
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._every_s = None if watchdog_s is None else watchdog_s / 2

@@ -20,9 +20,9 @@ from raafl.atomic_file import drop_unfinished
 
 EXIT_CODE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ECHO_S = 5.0  # torchrun passes on, once, the signal that its ranks have had already
+_ECHO_S = 5.0  # seconds within which torchrun may forward a signal once more that its ranks already got
 _CLEAN_UP_S = 2.0
-_WAKE = b"\0"  # no signal has this number
+_WAKE = b"\0"  # a byte that is no signal's number
 
 _ends_process = False
 _running: _Signals | None = None
@@ -98,13 +98,13 @@ class Interrupt:
 
 
 class _Count:
-    """Counts signals: the first asks, one more insists, but for the echo of the first."""
+    """Counts signals: the first asks the run to end, a second one forces it, except torchrun's copy of the first."""
 
     def __init__(self) -> None:
         self.num, self._first_s, self._echoes = 0, 0.0, int("TORCHELASTIC_RUN_ID" in os.environ)
 
     def insists(self) -> bool:
-        """Count a signal; return whether it is the second one, upon which the caller ends the process at once."""
+        """Count a signal; return whether it is the second one, after which the caller ends the process at once."""
         self.num += 1
         now = time.monotonic()
         if self.num == 1:
@@ -117,15 +117,15 @@ class _Count:
 
 
 class _Signals:
-    """The handlers of a process, installed.
+    """Signal handlers of a process, active until `close`.
 
-    Python runs a handler in the main thread, once that comes back from what it computes or waits for. To end a process
-    whose main thread hangs, a thread of its own is woken by the descriptor to which each signal is also written.
+    Python runs handlers only in the main thread between two of its instructions. To end a process whose main thread
+    hangs, each signal is also written to a file descriptor that wakes a separate thread.
     """
 
     def __init__(self, ends_process: bool) -> None:
         self.asked, self.on_insist = False, list[Callable[[], None]]()
-        self.first = 0  # signal
+        self.first = 0  # number of the first signal
         self._count, self._ends_process = _Count(), ends_process
         self._before: dict[signal.Signals, Any] = {n: signal.signal(n, self._take) for n in _SIGNALS}
         self._ending = threading.Lock()
@@ -149,7 +149,7 @@ class _Signals:
             signal.signal(number, before)
 
     def let_go(self) -> None:
-        """Reset the signal handlers in a forked process: Ctrl-C is ignored, since the parent handles it.
+        """Reset the handlers in a forked process: SIGINT is ignored, since the parent handles it, and SIGTERM ends the process.
 
         SIGTERM ends the process.
         """
@@ -174,7 +174,7 @@ class _Signals:
                 self._end_process()
 
     def _end_process(self) -> None:
-        """End this process and its children now; whichever thread comes first sees to it."""
+        """End this process and its children at once; only the first of several calling threads does so."""
         if not self._ending.acquire(blocking=False):
             return
         threading.Thread(target=_end_after, args=(_CLEAN_UP_S,), daemon=True).start()
@@ -191,7 +191,7 @@ def _end_after(wait_s: float) -> None:
 
 
 def _kill_children() -> None:
-    multiprocessing = sys.modules.get("multiprocessing")  # not imported by now, it has no children
+    multiprocessing = sys.modules.get("multiprocessing")  # if it was not imported, the process has no children
     for process in multiprocessing.active_children() if multiprocessing is not None else ():
         process.kill()
 

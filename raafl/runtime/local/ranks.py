@@ -48,15 +48,15 @@ def local_ranks(
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-        del store  # a connected rank that still waits hears of the end by it
+        del store  # closing the store tells connected ranks that still wait that the run has ended
         _end(ranks, time.monotonic() + patience_s)
 
 
 def _meeting(num_ranks: int) -> tuple[object, dict[str, str]]:
-    """Return a store where ranks meet, open before they look for it and to this machine alone, and the variables that name it."""
+    """Open a store for the ranks, reachable only from this machine; return it with the environment variables that name it."""
     from torch import distributed
 
-    dist: Any = distributed  # much of it is not typed
+    dist: Any = distributed  # most of it has no type annotations
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)

@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any, Final, Self
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_STAYS: Final = (2, 130)  # bad input, interrupted: exit codes that another start would not mend
-_SHOWN_LINES: Final = 20  # of the log of a client that is given up
+_STAYS: Final = (2, 130)  # exit codes for bad input and an interrupt, after which a restart would not help
+_SHOWN_LINES: Final = 20  # number of log lines that are shown of a client that is given up
 _TICK_S: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -80,7 +80,8 @@ class Child:
         if self.process is None or self.due_s is not None:
             return None
         if self.process.returncode is None and _has_ended(self.process.pid):
-            self.send(signal.SIGKILL)  # what it had started: the group's number is its own until it is reaped
+            # kills the processes that it started: its group id stays reserved until it is reaped
+            self.send(signal.SIGKILL)
         return self.process.poll()
 
     def start_again(self, policy: RestartPolicy) -> float:
@@ -106,16 +107,16 @@ class Child:
 
 
 def _has_ended(pid: int) -> bool:
-    """Check whether a child has ended, without reaping it."""
+    """Return whether a child has ended, without reaping it."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """Make the function that a child runs before it becomes the program: it is killed when its parent dies."""
+    """Return a function that a child runs before its program starts, so that the kernel kills it when its parent dies."""
 
     def ask() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the kernel was asked
+        if os.getppid() != parent:  # the parent died before the kernel was told
             os._exit(1)
 
     return ask
@@ -132,7 +133,8 @@ class Signals:
         self._fd = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
         self._before: dict[int, Any] = {}
         for number in (*_ENDING, signal.SIGTSTP, signal.SIGCHLD):
-            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            # nohup ignores SIGHUP, which stays ignored
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -182,10 +184,10 @@ class Supervisor:
     needed: int = 0
     listener: socket.socket | None = None
     num_restarts: int = field(default=0, init=False)
-    _asked: int = field(default=0, init=False)  # how often the user has asked to end
+    _asked: int = field(default=0, init=False)  # number of times that the user has asked to end
     _kill_at: float | None = field(default=None, init=False)
-    _away: set[int] = field(default_factory=set, init=False)  # clients given up
-    _is_over: bool = field(default=False, init=False)  # for want of clients
+    _away: set[int] = field(default_factory=set, init=False)  # clients that are not restarted any more
+    _is_over: bool = field(default=False, init=False)  # whether too few clients are left for the run
 
     def run(self) -> int:
         """Run until the server has ended.
@@ -218,10 +220,10 @@ class Supervisor:
         due = [child.due_s for child in self._everyone() if child.due_s is not None]
         return min([_TICK_S, *(at_s - time.monotonic() for at_s in due)])
 
-    # ---- what the user asks ----
+    # ---- the user's signals ----
 
     def _heed(self, numbers: list[int]) -> None:
-        """Send the server the signals by which the user ends the run; kill it ``stop_s`` after the second, or at the third."""
+        """Forward the user's signals to the server; kill it ``stop_s`` after the second one, or at the third."""
         for number in numbers:
             if number == signal.SIGTSTP:
                 self._pause()
@@ -234,17 +236,17 @@ class Supervisor:
             self.server.send(signal.SIGKILL)
 
     def _pause(self) -> None:
-        """Stop with all children, and go on with them, as one job in the terminal."""
+        """Stop all children with this process, and continue them when it continues, as one job in the terminal."""
         for child in self._everyone():
             child.send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         for child in self._everyone():
             child.send(signal.SIGCONT)
 
-    # ---- who has ended ----
+    # ---- processes that have ended ----
 
     def _see_server(self) -> int | None:
-        """Return the run's exit code once the server has ended for good."""
+        """Return the run's exit code once the server has ended for good, else None."""
         code, over = self.server.exit_code(), self._asked > 0 or self._is_over
         if code is None:
             return (130 if self._asked else 1) if over and self.server.due_s is not None else None
@@ -259,7 +261,7 @@ class Supervisor:
         self.say(
             f"the server {exit_in_words(code)}; it is started again in {wait_s:g} s, from its last checkpoint if there is one"
         )
-        # those that were let go by a server that did not live to end its run
+        # restart clients that were released by a server which died before the end of its run
         for number, child in self.clients.items():
             if number not in self._away and child.exit_code() == 0:
                 child.due_s = self.server.due_s
@@ -267,7 +269,7 @@ class Supervisor:
 
     def _see_clients(self) -> None:
         if self._asked or self.server.exit_code() is not None:
-            return  # they leave because the run ends: nothing to mend
+            return  # clients leave because the run has ended, so nothing is restarted
         for number, child in self.clients.items():
             code = child.exit_code()
             if code is not None and not child.settled and (code not in _STAYS or self.begun()):
@@ -294,15 +296,15 @@ class Supervisor:
             self._kill_at = time.monotonic() + self.policy.stop_s
 
     def _is_awaited(self, number: int) -> bool:
-        """Check whether the run has not started and cannot start without a client, which has not joined."""
-        if self.server.num_starts > 1:  # its earlier life may have begun the run
+        """Return whether a client that has not joined yet is required for the run to start."""
+        if self.server.num_starts > 1:  # an earlier server process may have started the run
             return False
         joined = self.joined()
         others = len(self.clients) - len(self._away | {number})
         return number not in joined and max(len(joined), others) < self.needed
 
     def _may_restart(self) -> bool:
-        """Count one restart more, if there is one left."""
+        """Count one more restart if any is left; return whether it is allowed."""
         if self.num_restarts >= self.policy.max_restarts:
             return False
         self.num_restarts += 1
@@ -311,7 +313,7 @@ class Supervisor:
     # ---- the end ----
 
     def _end(self, signals: Signals) -> None:
-        """Let the clients leave, then end whoever is left; returns when nobody is."""
+        """Let the clients leave, then terminate those that are left; returns when all have ended."""
         for child in self._everyone():
             child.due_s = None
         if self.listener is not None:
@@ -319,12 +321,12 @@ class Supervisor:
         code = self.server.exit_code()
         leaving = code is not None and code >= 0
         steps = [(0, self.policy.leave_s if leaving else 0.0), (int(signal.SIGTERM), self.policy.stop_s)]
-        for number, wait_s in steps:  # signal 0 does nothing
+        for number, wait_s in steps:  # signal number 0 only waits
             for child in self._left():
                 child.send(number, group=False)
             deadline = time.monotonic() + wait_s
             while self._left() and (rest_s := deadline - time.monotonic()) > 0:
-                if set(signals.wait(min(rest_s, _TICK_S))) - {signal.SIGTSTP}:  # the user insists
+                if set(signals.wait(min(rest_s, _TICK_S))) - {signal.SIGTSTP}:  # the user has asked again
                     deadline = 0.0
         for child in self._left():
             child.send(signal.SIGKILL)

@@ -28,12 +28,12 @@ class ClientLogs:
     """Log lines of all clients of a run; callable from any thread. The file is created with the first line."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
-        """Write into ``folder``; ``warn`` is called once where that fails, or the file is full."""
+        """Write into ``folder``; ``warn`` is called once if that fails or the file is full."""
         self._path, self._warn = folder / CLIENT_LOGS, warn
         self._bucket = TokenBucket(LINES_AT_ONCE, LINE_EVERY_S)
         self._dropped: Counter[int] = Counter()
         self._file: AppendFile[dict[str, Any]] | None = None
-        self._left_bytes: int | None = None  # until the file is opened
+        self._left_bytes: int | None = None  # None = the file is not open yet
         self._lock, self._is_closed = threading.Lock(), False
 
     def add(self, client: int, lines: Sequence[LogLine]) -> None:

@@ -18,7 +18,7 @@ class SnapshotEvaluator(threading.Thread):
     """
 
     def __init__(self, evaluator: Evaluator, on_values: Callable[[int, dict[str, float], FlatTensors], None]) -> None:
-        """Measure with ``evaluator``; ``on_values`` is called with each version, its metrics and its values, in this thread."""
+        """Evaluate with ``evaluator`` on this thread; then call ``on_values`` with version, metrics and values."""
         super().__init__(name="evaluator", daemon=True)
         self._evaluator, self._changed, self._ended = evaluator, threading.Condition(), False
         self._on_values = on_values
@@ -30,7 +30,7 @@ class SnapshotEvaluator(threading.Thread):
     def offer(self, version: int, at_s: float, values: FlatTensors) -> None:
         """Copy a snapshot of the model for evaluation, replacing a snapshot that still waits; return once it is copied."""
         with self._changed:
-            # One that nobody has begun to measure is overwritten. One that is being measured is in neither place.
+            # a snapshot whose evaluation has not begun may be overwritten; one being evaluated is in neither variable
             snapshot = self._next[2] if self._next is not None else self._spare
             self._spare = None
             if snapshot is None:
@@ -67,12 +67,12 @@ class SnapshotEvaluator(threading.Thread):
             try:
                 with measuring(version):
                     metrics = self._evaluator(snapshot, version)
-                    # here, so that what it raises ends the run, too, and not this thread alone
+                    # called here, so that its errors end the run and not only this thread
                     self._on_values(version, metrics, snapshot)
             except CodeFailed as failed:
                 with self._changed:
                     self.failure = failed
                 return
-            with self._changed:  # not while it measures: the loop that offers the next must never wait for that
+            with self._changed:  # not held during an evaluation, since the run's loop must never wait for one
                 self._done.append((version, at_s, metrics))
                 self._spare = snapshot

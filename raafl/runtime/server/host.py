@@ -37,7 +37,7 @@ from raafl.transport import (
 )
 from raafl.units import duration
 
-_GREET_S = 30.0  # for a client that has called to greet; one that asks for the config gets longer
+_GREET_S = 30.0  # seconds for a client to send its HELLO; longer for one that first asks for the config
 
 
 def host(
@@ -68,7 +68,8 @@ def host(
     inbox = inbox or Inbox()
     with (
         transport,
-        opened(experiment.resume, "distributed") as saved,  # after the port: it may be in use
+        # opened after the port is bound, since the port may be in use
+        opened(experiment.resume, "distributed") as saved,
     ):
         if transport.comes_and_goes:
             before = None if saved is None else saved.section["coordinator"]["min_clients"]
@@ -100,7 +101,7 @@ def host(
         )
         logs = ClientLogs(run.folder, run.progress.warn)
         setup = _session_setup(run, server, terms)
-        if terms is not None:  # clients are others'
+        if terms is not None:  # the clients belong to others
             at_sites = partial(SiteSession, rules=rules, signer=run.signer, take_logs=logs.add)
             setup = replace(setup, extensions=[*setup.extensions, at_sites])
         transport.listen(_admit(run, server, setup), run.record.turned_away, parts.coordinator.state.values.device)
@@ -120,7 +121,7 @@ def host(
 
 
 def _serve_others(run: Run) -> None:
-    """Set up the output of a server whose clients are others': it is a log, and says what one of them could hold up."""
+    """Set up the output of a server for clients of others: it is logged, including reasons why clients cannot join."""
     run.progress.stamped = True
     if (line := waits_note(run.parts.experiment, run.parts.coordinator.algorithm.trigger)) is not None:
         run.progress.note(line)
@@ -138,7 +139,7 @@ def waits_note(experiment: Experiment, trigger: Trigger) -> str | None:
 
 
 def _note_transport(run: Run, transport: Transport) -> None:
-    """Show where the server listens, and what a transport without certificates does not protect from."""
+    """Show where the server listens, and what a transport without certificates does not protect against."""
     if transport.address:
         run.progress.note(f"listening at {transport.address}")
     if run.parts.experiment.secure_aggregation.is_on and not transport.certified:
@@ -148,9 +149,10 @@ def _note_transport(run: Run, transport: Transport) -> None:
 
 
 def _storage(experiment: Experiment, folder: Path) -> PayloadRoom:
-    """Return the room for payloads, which lie in files of the run folder where they are long."""
+    """Return the allocator of tensors to send and receive, which puts long ones into files of the run folder."""
     most_bytes = experiment.payload_memory_bytes
-    if most_bytes is None or not hasattr(os, "posix_fallocate"):  # macOS: a full disk would kill the server
+    # without it (macOS), a full disk would kill the server while it writes to mapped files
+    if most_bytes is None or not hasattr(os, "posix_fallocate"):
         return PayloadRoom()
     return PayloadRoom(str(folder), most_bytes)
 
@@ -170,7 +172,7 @@ def _session_setup(run: Run, server: Server, terms: Terms | None) -> SessionSetu
 
 
 def _admit(run: Run, server: Server, setup: SessionSetup) -> Admit:
-    """Make what gives each client that a transport lets in a session of the server."""
+    """Return a function that creates a server session for each client that a transport admits."""
     clients, num_clients = run.parts.clients, run.parts.experiment.clients
 
     def admit(client: int, peer: str, connect: Callable[[], Connection]) -> None:

@@ -20,7 +20,7 @@ from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.resumable import LINK, SUCCEEDED, Position, ResumableConnection
 
-_LOOK_S = 0.25  # how often a session that waits looks whether the run has ended
+_LOOK_S = 0.25  # seconds between two checks of a waiting session whether the run has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Resumption:
     """Request to continue a client's session on a new connection; sent to the main loop by the new connection's thread."""
 
     client: int  # id of the client
-    # number of times that the client has joined, if the new connection counts as a join; unused if the session
+    # number of times that the client has joined, if the new connection counts as a join; unused if the earlier session
     # continues
     incarnation: int
     wanted: int  # number of times that the client had joined when the session to be continued began
@@ -82,16 +82,13 @@ class SessionLink:
         task: Callable[[], int | None],
         stopping: Callable[[], bool],
     ) -> None:
-        """Prepare.
-
-        `task`: callback that returns the id of the client's task; None = it has none.
-        """
+        """Prepare; ``task`` returns the id of the client's task, None if it has none."""
         self.client, self.incarnation, self._put = client, incarnation, put
         self._resume_s, self._task, self._stopping = resume_s, task, stopping
         self._next: queue.SimpleQueue[tuple[TcpConnection, Position]] = queue.SimpleQueue()
         self._pair: ResumableConnection | None = None
         self._left_s, self._before = resume_s, (Position(), Position())
-        # The lock guards the end: a connection that is offered is taken, or told that there is no session.
+        # the lock orders the session's end and new connections: each is either taken, or told that no session exists
         self._lock, self._has_ended = threading.Lock(), False
 
     def over(self, pair: Connection) -> Connection:
@@ -112,7 +109,7 @@ class SessionLink:
             return False
         step = Resumption(self.client, self.incarnation, message.incarnation, self._pair.pair, position)
         self._put(step)
-        while not self._stopping() and not self._pair.closed:  # else the loop may have ended
+        while not self._stopping() and not self._pair.closed:  # otherwise the run's loop may have ended
             with suppress(queue.Empty):
                 return step.is_taken.get(timeout=_LOOK_S)
         return False
@@ -120,7 +117,7 @@ class SessionLink:
     def confirm(self, assignment: int) -> None:
         """Tell the client that its answer has arrived, so that the client may discard the answer."""
         if self._pair is not None and not self._pair.closed:
-            with suppress(PeerLost, PeerTimeout):  # the session will notice
+            with suppress(PeerLost, PeerTimeout):  # the session's thread will notice the lost connection
                 self._pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation, {"confirms": assignment}))
 
     def offer(self, pair: TcpConnection, position: Position) -> bool:
@@ -159,7 +156,7 @@ class SessionLink:
                 pair, theirs = self._next.get(timeout=max(min(left_s, _LOOK_S), 0.0))
             except queue.Empty:
                 if self._pair is not None and (why := self._pair.pair.why_closed).reason not in LINK:
-                    raise why from None  # its site was taken out meanwhile
+                    raise why from None  # the client's site was removed meanwhile
                 if left_s <= 0 or self._pair is None or self._pair.closed:
                     break
                 continue
@@ -174,10 +171,10 @@ class SessionLink:
         raise error
 
     def _charge(self, away_s: float, here: Position, theirs: Position) -> None:
-        """Take the time from what is left, which is full again once anything has arrived since the last time.
+        """Subtract the time without a connection from the client's allowance, which is restored once any data has arrived.
 
-        So a client that comes and goes while a transfer does not get on has ``resume_s`` in all. While the client trains there is
-        no transfer, and the deadline of the task goes on (``Timeouts.task_s``).
+        So a client that reconnects repeatedly without progress has ``resume_s`` in all. While the client trains,
+        nothing is transferred; then only the task's deadline (``Timeouts.task_s``) counts.
         """
         assert self._pair is not None
         is_training = self._pair.pair.partial is None and theirs.num_messages == self._pair.num_sent

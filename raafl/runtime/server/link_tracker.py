@@ -25,7 +25,6 @@ class LinkTracker:
         note: Callable[[str], None],
         offer: Callable[[Resumption], bool],
     ) -> None:
-        """Prepare."""
         self._roster, self._write, self._note, self._offer = roster, write, note, offer
 
     def process(self, item: Item | None) -> Event | ForExtension | None:
@@ -34,7 +33,8 @@ class LinkTracker:
             item.is_taken.put(self._offer(item))
         elif isinstance(item, Away | Back):
             client = self._roster.find(item.client)
-            if client is not None and client.incarnation == item.incarnation:  # else it was replaced meanwhile
+            # otherwise the session was replaced meanwhile
+            if client is not None and client.incarnation == item.incarnation:
                 self._tell(item)
         else:
             return item

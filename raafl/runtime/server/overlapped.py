@@ -49,7 +49,7 @@ class OverlappedSession(SessionExtension):
 
     def _send(self, task: Task) -> Steps[Sent]:
         sent = yield from self.session.send(task)
-        # Uncompressed values stay as they are until the answer; the codec's storage is used again by the next task.
+        # uncompressed values stay unchanged until the answer; the codec's storage is reused by the next task
         used_again = sent.received is not None and self.session.plan.down is not None
         return replace(sent, received=sent.received.clone()) if used_again and sent.received is not None else sent
 
@@ -58,7 +58,7 @@ class OverlappedSession(SessionExtension):
         return (yield from self._send(task))
 
     def _take_answer(self, sent: Sent) -> Steps[Sent | None]:
-        """Take in the answer to a task; return the task that was sent meanwhile, or None."""
+        """Receive the answer to a task; return the task that was sent meanwhile, or None."""
         session, assignment = self.session, sent.assignment
         session.out = assignment
         ahead = yield Beside(self._send_next())
@@ -78,7 +78,7 @@ class OverlappedSession(SessionExtension):
         session.scratch, self._other_scratch = self._other_scratch, session.scratch
         session.up, self._other_up = self._other_up, session.up
         following: Sent | None = yield Join(ahead)
-        if following is not None:  # the client may have waited long for a word; of the next task it says nothing
+        if following is not None:  # confirm the answer, which the messages of the next task do not do
             confirms = {"confirms": assignment.id}
             yield Send(Message(Kind.KEEPALIVE, 0, session.incarnation, confirms))
         return following

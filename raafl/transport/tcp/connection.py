@@ -47,8 +47,8 @@ class TcpConnection(Connection):
         self._stream = self._socket
         self.why_closed = PeerLost("closed-here")
         self._frames = Frames(self._stream)
-        # One thread sends while another receives: the frames' two halves share nothing. The lock is held for moments only, to
-        # count who is inside, so that a close never waits for the peer.
+        # One thread may send while another receives, since the two halves of the frames share nothing. The lock is held
+        # only briefly, to count the threads inside, so that closing never waits for the peer.
         self._lock, self._num_inside, self._open = threading.Lock(), 0, True
 
     @property
@@ -114,8 +114,8 @@ class TcpConnection(Connection):
                 self._open = False
                 hang_up(self._socket.sock)
                 return
-            # A thread is inside: wake it, and let the last one out close the descriptor, which it may be polling.
-            with suppress(OSError):  # the peer was faster
+            # a thread is still polling the descriptor: wake that thread, and let the last one to leave close it
+            with suppress(OSError):  # the peer may have closed already
                 shut(self._socket.sock, socket.SHUT_RDWR)
 
     def cut(self, reason: str, detail: str) -> None:
@@ -128,7 +128,7 @@ class TcpConnection(Connection):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Count the threads inside, and close the pair when anything but a refusal in step goes wrong."""
+        """Count the threads inside; close the connection on any error except a refusal after which the stream is still in step."""
         with self._lock:
             if self._has_ended():
                 raise self.why_closed
@@ -154,7 +154,7 @@ def _stream(sock: socket.socket, budget: TimeBudget) -> SocketStream:
     if not hasattr(sock, "getpeercert"):
         return SocketStream(sock, budget)
     from raafl.transport.tcp.tls import (
-        TlsStream,  # here, since workers of one machine and ranks of torchrun have no TLS
+        TlsStream,  # imported here, since local workers and ranks of torchrun use no TLS
     )
 
     return TlsStream(sock, budget)  # type: ignore[arg-type]

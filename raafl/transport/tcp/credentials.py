@@ -59,7 +59,8 @@ class TlsFiles:
     ca: Path  # certificates of the authorities that may have issued the other side's certificate
     cert: Path  # certificate of this side, followed by any intermediate certificates
     key: Path  # private key of this side, readable by its owner alone
-    crl: Path | None = None  # list of revoked certificates, which need not exist; None = a client checks none
+    # list of revoked certificates, a file that may be missing; None = not checked, as on a client
+    crl: Path | None = None
 
     @classmethod
     def find(cls, folder: Path, *, server: bool, given: dict[str, str | None]) -> TlsFiles:
@@ -93,7 +94,8 @@ class TlsFiles:
 
         state = self.key.stat()
         mode = stat.S_IMODE(state.st_mode)
-        # of a key that belongs to root a group may be let read it, as a secret of Kubernetes, or one of systemd, is handed over
+        # a key owned by root may be readable by a group, since secrets of Kubernetes and systemd are passed on in this
+        # way
         handed_over = state.st_uid == 0 and os.geteuid() != 0
         if mode & (stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if handed_over else stat.S_IRWXG)):
             raise BadInput(
@@ -151,7 +153,7 @@ class TlsFiles:
         except (ssl.SSLError, OSError):
             raise BadInput(f"tls_ca is '{self.ca}', which has no certificate in PEM: {_REMEDY}") from None
         try:
-            # without a passphrase: a prompt would hold up a server that nobody watches
+            # an empty passphrase, since a prompt would block an unattended server
             context.load_cert_chain(self.cert, self.key, password=lambda: b"")
         except (ssl.SSLError, OSError) as error:
             why = getattr(error, "reason", None) or error.strerror or error
@@ -179,7 +181,8 @@ class ReloadedContext:
                 try:
                     context = self._files.context(server=True)
                     self._files.check()
-                except (ValueError, OSError) as error:  # looked at again with the next caller: half may be written
+                # the file may be half written; it is read again for the next connection
+                except (ValueError, OSError) as error:
                     self._warn(str(error))
                 else:
                     self._context, self._stamp, self._warned = context, stamp, ""
@@ -201,11 +204,12 @@ def stamp_of(path: Path) -> tuple[int, ...]:
         found = path.stat()
     except OSError:
         return (0, 0, 0, 0)
-    return (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)  # a new mode changes ctime alone
+    # ctime is included because a change of mode changes nothing else
+    return (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def _site_in(folder: Path) -> str:
-    """Return the name of the only site whose certificate and key lie in a folder."""
+    """Return the name of the site whose certificate and key are in a folder, which must contain only one."""
     from raafl.certs.files import RESERVED, is_file
 
     found = sorted(

@@ -38,7 +38,7 @@ _LINGER_S = 1.0
 _JOIN_S = 10.0
 _RETRY_S = 0.1
 _DRAIN_BYTES = 64 << 10
-_BREATH_S = 0.04  # from a caller that comes too often to the next accept: who storms the listener must not busy it
+_BREATH_S = 0.04  # pause after a client that connects too often, so that it cannot keep the listener busy
 
 _NOTABLE = ("bad-version", "bad-certificate", "no-certificate", "failed")
 _MAX_TOLD = 10
@@ -55,7 +55,7 @@ def _text(address: tuple[str, int]) -> str:
 
 @dataclass(eq=False)
 class _Caller:
-    """A connection that takes a place; ``reason`` is why it lost it, if this end took it."""
+    """A connection that is being admitted; ``reason``: why this end has rejected it, if it has."""
 
     sock: socket.socket
     host: str
@@ -98,7 +98,7 @@ class Listener:
         self._listener = address if isinstance(address, socket.socket) else _bind(address)
         self._listener.setblocking(False)
         self.address = _text(self._listener.getsockname())
-        # The lock guards who holds a place, and for each caller which comes first: its admission or the reason to turn it out.
+        # the lock guards the list of callers, and decides for each whether its admission or its rejection comes first
         self._lock, self._callers, self._closed = threading.Lock(), list[_Caller](), threading.Event()
         self._told: Counter[str] = Counter()
         self._turns, self._stormed = turns, False
@@ -109,7 +109,7 @@ class Listener:
         """Start to accept connections, and return the listener. Until then, the system refuses connection attempts."""
         try:
             self._listener.listen(_BACKLOG)
-        except OSError as error:  # somebody else has bound the port, too, and was faster
+        except OSError as error:  # another process may have bound the port in the meantime
             raise _unusable(self.address, error) from None
         self._thread.start()
         return self
@@ -153,7 +153,7 @@ class Listener:
                     sock, address = self._listener.accept()
                 except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                     continue
-                except OSError as error:  # out of descriptors: some will come back
+                except OSError as error:  # out of file descriptors, of which some will be freed
                     _log.warning("cannot accept a connection at %s: %s", self.address, error)
                     self._closed.wait(_RETRY_S)
                     continue
@@ -163,7 +163,7 @@ class Listener:
                     self._closed.wait(_BREATH_S)
 
     def _enter(self, caller: _Caller) -> None:
-        """Give a caller a place and a thread, or turn it away."""
+        """Give a caller a slot and a thread, or reject it."""
         while (victim := self._in_the_way(caller)) is not None:
             self._turn_out(victim, "busy")
             if victim is not caller and victim.thread is not None:
@@ -188,7 +188,7 @@ class Listener:
             self._say(caller, "busy", str(error))
 
     def _in_the_way(self, caller: _Caller) -> _Caller | None:
-        """Return who must go before ``caller`` can have a place: itself, when all others are being admitted."""
+        """Return whom to reject for lack of slots: an older caller not admitted yet, else ``caller``; None if there is room."""
         with self._lock:
             held = Counter(other.host for other in self._callers)
             if held[caller.host] >= self._max_per_host:
@@ -201,31 +201,32 @@ class Listener:
             return next((o for o in waiting if o.host == host), next(iter(waiting), caller))
 
     def _turn_out(self, caller: _Caller, reason: str) -> None:
-        """Wake the thread of a caller that has not been admitted, which then hangs up."""
+        """Wake the thread of a caller that is not admitted yet, which then closes the connection."""
         with self._lock:
             if caller.admitted:
                 return
             caller.reason = caller.reason or reason
-            # Only woken: the descriptor is its thread's to close. Closed here, its number might be another's when that reads.
+            # Only that thread closes the descriptor: closed here, its number could be reused by another file that the
+            # thread then reads.
             with suppress(OSError):
-                shut(caller.sock, socket.SHUT_RD)  # the peer hears nothing of it before the socket is reset
+                shut(caller.sock, socket.SHUT_RD)  # the peer notices nothing until the socket is reset
 
     def _may_enter(self, peer: Peer) -> None:
-        """Raise `Refused` for a peer that may not come in, or that comes too often; it has proven who it is."""
+        """Raise `Refused` for an authenticated peer that is not allowed, or that connects too often."""
         self._authorize(peer)
         if self._turns is not None and not self._turns.take(peer.client):
             raise Refused("too-often", f"client {peer.client}: try again later")
 
     def _begin(self, caller: _Caller) -> None:
-        """Put TLS over a caller's socket; the handshake is to come."""
-        with self._lock:  # `_turn_out` looks at the socket
+        """Wrap a caller's socket in TLS; the handshake follows later."""
+        with self._lock:  # `_turn_out` uses the socket in another thread
             if self._context is not None and caller.reason is None:
                 caller.sock = self._context.get().wrap_socket(
                     caller.sock, server_side=True, do_handshake_on_connect=False
                 )
 
     def _answer(self, caller: _Caller) -> None:
-        """Do the handshake with one caller and admit it; every other end is one call of ``refused``."""
+        """Do the handshake with one caller and admit it; any other outcome calls ``refused`` once."""
         reason, detail, abruptly = "failed", "", True
         try:
             self._begin(caller)
@@ -258,14 +259,14 @@ class Listener:
                 self._callers.remove(caller)
 
     def _say(self, caller: _Caller, reason: str, detail: str = "") -> None:
-        """Tell of a caller that was turned away; a few lines at most in the log for what an operator can put right."""
+        """Report a rejected caller; log a few warnings at most, for reasons that an operator can fix."""
         self._told[reason] += 1
         notable = reason in _NOTABLE and self._told[reason] <= _MAX_TOLD
         level = logging.WARNING if notable else logging.DEBUG
         _log.log(level, "turned away %s: %s%s", caller.address, reason, f": {detail}" if detail else "")
         try:
             self._refused(reason)
-        except Exception:  # it must not end the thread that listens
+        except Exception:  # an error must not end the listening thread
             _log.exception("could not report a caller turned away as %s", reason)
 
 
@@ -313,7 +314,7 @@ def connect(
 
 
 def _reach(address: str, host: str, port: int, timeout_s: float, proxy: str | None) -> socket.socket:
-    """Return a connected socket."""
+    """Return a socket connected to the address."""
     try:
         if proxy is not None:
             return tunnel(proxy, host, port, timeout_s)
@@ -354,7 +355,7 @@ def _unusable(address: str, error: OSError) -> BadInput:
 
 
 def _linger(sock: socket.socket) -> None:
-    """Wait a moment until the peer has got what it was told last: what it sent and nobody read would reset it."""
+    """Wait briefly until the peer has read the last message: closing with unread data in the socket would reset it."""
     with suppress(OSError):
         shut(sock, socket.SHUT_WR)
         drain(sock, _LINGER_S, _DRAIN_BYTES)
@@ -407,7 +408,7 @@ def tunnel(proxy: str, host: str, port: int, timeout_s: float) -> socket.socket:
         answer = bytearray()
         while not answer.endswith(b"\r\n\r\n"):
             sock.settimeout(max(until - time.monotonic(), 0.001))
-            byte = sock.recv(1)  # no byte more than the head: what follows is the server's
+            byte = sock.recv(1)  # only single bytes, since the bytes after the head belong to the server
             if not byte or len(answer) >= _MAX_HEAD_BYTES:
                 raise PeerLost(
                     "connection-broken", f"the proxy at {parts.hostname}:{parts.port} does not answer CONNECT"

@@ -41,7 +41,7 @@ class Peer:
     """A client that wants to connect, with what the server knows about it so far."""
 
     client: int  # id that the client asks for
-    # site that the client's certificate names; None = a process of the same command, which has the token
+    # site named in the client's certificate; None = a process of the same command, which has the token
     holder: Holder | None
     serial: int  # serial number of the client's certificate; 0 without one
     address: str  # ``HOST:PORT`` from which the client connects
@@ -92,7 +92,7 @@ def server_opening(
 
 
 def _site_of(certificate: _Certificate, federation: str) -> Holder:
-    """Return the site that a client's certificate names; raise `Refused` if it is of no use for a client of ``federation``."""
+    """Return the site that a client's certificate names; raise `Refused` if it is not valid for a client of ``federation``."""
     holder = certificate.holder
     if holder is None or holder.site is None:
         raise Refused("bad-certificate", "it names no site: it needs the URI raafl://FEDERATION/site/SITE")
@@ -146,7 +146,7 @@ def client_opening(
 
 @dataclass(frozen=True, slots=True)
 class _Certificate:
-    """The other end's certificate: its holder, its number, and whether its extended key usage is that of a client or server."""
+    """The other end's certificate: holder, serial number, and whether its extended key usage is that of a client or server."""
 
     holder: Holder | None
     serial: int
@@ -154,7 +154,7 @@ class _Certificate:
 
 
 def _certified(stream: SocketStream, *, server: bool) -> _Certificate:
-    """Do the TLS handshake; return the other end's certificate, which is the server's where ``server``."""
+    """Do the TLS handshake; return the certificate of the other end. ``server``: whether that must be a server's."""
     from cryptography import x509
 
     from raafl.certs.authority import is_for, uris_of
@@ -164,7 +164,7 @@ def _certified(stream: SocketStream, *, server: bool) -> _Certificate:
     if stream.sock.selected_alpn_protocol() != ALPN:
         raise Refused("bad-magic", "the other end speaks TLS, but is not raafl's")
     try:
-        # OpenSSL lets a certificate without any extended key usage pass for every purpose
+        # OpenSSL accepts a certificate without any extended key usage for every purpose
         found = x509.load_der_x509_certificate(stream.sock.getpeercert(binary_form=True) or b"")
         return _Certificate(holder_of(uris_of(found)), found.serial_number, is_for(found, server=server))
     except (ValueError, x509.InvalidVersion):

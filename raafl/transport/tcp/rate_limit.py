@@ -16,9 +16,9 @@ class TokenBucket:
     def __init__(
         self, at_once: int = AT_ONCE, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Give each client ``at_once`` tokens, refilled by one every ``every_s`` seconds up to that number."""
+        """Give each client up to ``at_once`` tokens, one more every ``every_s`` seconds."""
         self._at_once, self._every_s, self._clock = at_once, every_s, clock
-        self._left: dict[int, tuple[float, float]] = {}  # turns left, and when that was
+        self._left: dict[int, tuple[float, float]] = {}  # by client: tokens left, and the time of that count
         self._lock = threading.Lock()
 
     def take(self, client: int) -> bool:

@@ -28,9 +28,10 @@ from raafl.transport.tcp.connection import TcpConnection
 SUCCEEDED = "connection-replaced"
 """Reason of `PeerLost` on a connection whose client has come back by another."""
 
-# A thread that notices the break closes the connection, so that the other finds it closed here.
+# error reasons after which the client may reconnect: a thread that notices the break closes the connection for the
+# others
 LINK = frozenset({"connection-closed", "connection-reset", "connection-broken", "closed-here", SUCCEEDED})
-_LOOK_S = 0.05  # how often a thread that waits for the other looks again
+_LOOK_S = 0.05  # how often a waiting thread looks again, in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,15 @@ class ResumableConnection(Connection):
     resumes = True
 
     def __init__(self, pair: TcpConnection, renew: Renew) -> None:
-        """Begin on a connection."""
+        """Start the session on a connection."""
         self.pair, self._renew = pair, renew
         self._sending, self._receiving = threading.Lock(), threading.RLock()
-        # The lock guards the connection, the last message, and the chunk from which it is to be sent there, together. None = there
-        # is nothing to send: it was sent there, or has arrived.
+        # The lock guards the connection, the last message, and `_first`: the chunk from which to send that message on
+        # this connection; None = nothing needs to be sent.
         self._swap = threading.Lock()
         self._first: int | None = None
         self._last: Message | None = None
-        self._confirmed = threading.Event()  # whether there is no last message that may have to be sent again
+        self._confirmed = threading.Event()  # set unless the last message may have to be sent again
         self._confirmed.set()
         self.num_sent = self._num_received = self._num_repeated_bytes = 0
         self._is_closed = False
@@ -100,7 +101,7 @@ class ResumableConnection(Connection):
             self._sending.release()
 
     def _send_rest(self, message: Message, timeout_s: float | None = None) -> int:
-        """Send a message from its first missing chunk; the sending lock is held."""
+        """Send a message from its first missing chunk on; the caller holds the sending lock."""
         num_bytes, self._num_repeated_bytes = self._num_repeated_bytes, 0
         while True:
             with self._swap:
@@ -131,13 +132,13 @@ class ResumableConnection(Connection):
                 finally:
                     self.received_bytes += pair.received_bytes
                 if isinstance(lost, PeerTimeout) and pair.in_step and pair.partial is None:
-                    self.close()  # nothing came in time
+                    self.close()  # nothing arrived in time
                     raise lost
                 self._replace(pair, lost)
                 self._repeat()
 
     def _received(self, pair: TcpConnection, expect: Expect, left_s: float, finite: bool) -> Message:
-        # What is left of a message that broke off has the time of a piece: the deadline was for its beginning.
+        # the deadline was for the message's beginning: the rest of a broken-off message has the timeout of one piece
         left_s = max(left_s, 1e-3 if pair.partial is None else pair.timeout_s)
         try:
             message = pair.recv(expect, left_s, finite=finite)
@@ -177,10 +178,11 @@ class ResumableConnection(Connection):
         self.pair.close()
 
     def _replace(self, pair: TcpConnection, error: PeerLost | PeerTimeout) -> None:
-        """Return once ``pair`` is not the session's connection any more; raises ``error`` where there is no other."""
+        """Wait until another connection has replaced ``pair``; raises ``error`` if the session ends instead."""
         if isinstance(error, PeerLost) and error.reason not in LINK:
             self.close()
-        pair.cut("connection-broken", "another thread found it so")  # for whoever is still inside
+        # ends the wait of any other thread that still uses this connection
+        pair.cut("connection-broken", "another thread found it so")
         while self.pair is pair:
             if self._is_closed:
                 raise error
@@ -189,13 +191,13 @@ class ResumableConnection(Connection):
                     self._take_next(pair, error)
 
     def _take_next(self, old: TcpConnection, error: PeerLost | PeerTimeout) -> None:
-        """Go on with the next connection; the receiving lock is held."""
+        """Continue on the next connection; the caller holds the receiving lock."""
         partial = old.partial
         mine = Position(self._num_received, 0 if partial is None else partial.num_chunks)
         try:
             pair, theirs = self._renew(mine, error)
             pair.partial = partial
-            # Together: a message that `send` adds meanwhile is either among those compared here, or goes by the new connection.
+            # atomic, so that a message sent meanwhile is either compared here or goes over the new connection
             with self._swap:
                 self.pair = pair
                 self._first = self._first_missing(theirs)
@@ -209,10 +211,9 @@ class ResumableConnection(Connection):
             raise error
 
     def _first_missing(self, theirs: Position) -> int | None:
-        """Return the chunk of the last message from which the peer needs it; None = it has all.
+        """Return the first chunk of the last message that the peer still needs; None = it has everything.
 
-        Raises:
-            Refused: wrong-position, for one that cannot be.
+        Raises Refused (wrong-position) for an impossible position.
         """
         num_missing, last = self.num_sent - theirs.num_messages, self._last
         if num_missing == 0 and theirs.num_chunks == 0:
@@ -227,7 +228,7 @@ class ResumableConnection(Connection):
         return theirs.num_chunks
 
     def _repeat(self) -> None:
-        """Send what the peer lacks, unless the thread that is sending it does."""
+        """Send the chunks that the peer lacks, unless another thread is sending them."""
         while self._first is not None and not self._is_closed:
             with _attempt(self._sending) as is_free:
                 if is_free and self._last is not None and self._first is not None:
@@ -235,9 +236,10 @@ class ResumableConnection(Connection):
 
 
 def _confirms(message: Message, last: Message) -> bool:
-    """Check whether a message from the peer shows that ``last`` has arrived there.
+    """Check whether a message from the peer proves that ``last`` has arrived there.
 
-    Where tasks and transfers overlap, an answer is to the task before, and a task comes while an answer still travels.
+    With overlapping transfers an answer may belong to the previous task, and a new task may come while an answer is
+    being sent.
     """
     if message.kind is Kind.ASSIGN:
         return message.meta.get("ahead") is not True
@@ -247,7 +249,7 @@ def _confirms(message: Message, last: Message) -> bool:
 
 @contextmanager
 def _attempt(lock: Any) -> Iterator[bool]:
-    """Hold a lock, if it can be had soon; yield whether it is held."""
+    """Try for `_LOOK_S` seconds to acquire a lock; yield whether it is held."""
     is_held = lock.acquire(timeout=_LOOK_S)
     try:
         yield is_held

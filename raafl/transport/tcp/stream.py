@@ -20,7 +20,7 @@ AHEAD_BYTES = 64 << 10
 UNSENT_BYTES = 512 << 10
 """How much of a message the kernel may hold unsent, so that a send ends only when the peer takes the message."""
 
-_MAX_PARTS = 64  # of one sendmsg; far below every system's IOV_MAX
+_MAX_PARTS = 64  # buffers per sendmsg call; far below every system's IOV_MAX
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
@@ -33,7 +33,7 @@ class TimeBudget:
     """
 
     def __init__(self, timeout_s: float, min_bytes_per_s: float = math.inf) -> None:
-        """Start full. With an infinite rate bytes earn nothing, so that ``timeout_s`` bounds the sum of all waits."""
+        """Start full. With an infinite rate, transferred bytes add no time, so ``timeout_s`` limits the sum of all waits."""
         self.timeout_s, self.min_bytes_per_s, self.left_s, self._silent_s = timeout_s, min_bytes_per_s, timeout_s, 0.0
 
     def waited(self, seconds: float) -> None:
@@ -92,7 +92,7 @@ class SocketStream:
     """
 
     def __init__(self, sock: socket.socket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
-        """Wrap a socket; with ``ahead_bytes`` up to so many bytes are read ahead, otherwise only what is requested."""
+        """Wrap a socket; reads up to ``ahead_bytes`` ahead of what is requested, by default nothing."""
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             _tune(sock)
@@ -176,7 +176,7 @@ class SocketStream:
             return got
 
     def _wait(self, poll: select.poll, budget: TimeBudget) -> None:
-        # After the last wait the caller tries once more, since what came while this process slept is not late.
+        # the caller tries once more after the last wait, since data that came during the wait is in time
         if budget.left_s <= 0:
             raise budget.spent()
         start = time.monotonic()
@@ -185,9 +185,9 @@ class SocketStream:
 
 
 def _zeroed_memory(num_bytes: int) -> memoryview:
-    """Return zeroed memory that is allocated at first use and goes back to the operating system when freed.
+    """Return zeroed memory that is allocated at first use and returned to the operating system when freed.
 
-    Memory of this size from malloc would stay with the process, once for each thread.
+    malloc would keep blocks of this size in the process, once for each thread.
     """
     if not num_bytes:
         return memoryview(b"")
@@ -205,7 +205,7 @@ def hang_up(sock: socket.socket, *, abruptly: bool = False) -> None:
         else:
             shut(sock, socket.SHUT_RDWR)
     except OSError:
-        pass  # not connected any more
+        pass  # the socket is not connected any more
     sock.close()
 
 

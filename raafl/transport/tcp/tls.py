@@ -60,7 +60,7 @@ class TlsStream(SocketStream):
     """Byte stream over a TLS socket; one thread may read while another writes. Bytes are counted before encryption."""
 
     def __init__(self, sock: ssl.SSLSocket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
-        """Wrap a TLS socket, whose handshake may be to come; see `SocketStream`."""
+        """Wrap a TLS socket, whose handshake may still follow; see `SocketStream`."""
         super().__init__(sock, budget, ahead_bytes)
         self._tls, self._lock = sock, Lock()
         self._has_opened = sock.version() is not None
@@ -107,7 +107,7 @@ class TlsStream(SocketStream):
                 self._send(view[start : start + WRITE_BYTES])
 
     def _send(self, view: memoryview) -> None:
-        """Send all of ``view``: SSL_write either takes the whole, or wants to be called again with the same bytes."""
+        """Send all of ``view``; if the socket is full, SSL_write must be called again with the same bytes."""
         if not len(view):
             return
         _, credited = self._attempt(lambda: self._tls.send(view), self.writing)
@@ -122,7 +122,7 @@ class TlsStream(SocketStream):
         return got
 
     def _read_records(self, view: memoryview) -> int:
-        """Read what has come of at most `READ_BYTES`; return the number of bytes. An SSL_read gives one record only."""
+        """Read what has arrived, at most `READ_BYTES`, and return the number of bytes; one SSL_read returns only one record."""
         filled, most = 0, min(len(view), READ_BYTES)
         while True:
             try:
@@ -132,12 +132,12 @@ class TlsStream(SocketStream):
                     raise
                 return filled
             filled += got
-            # After a short record there is seldom another: to look would cost a short message a call and an exception.
+            # a short record is usually the last one, so another read would only cost a call and an exception
             if got < RECORD_BYTES or filled >= most:
                 return filled
 
     def _attempt(self, call: Callable[[], Any], budget: TimeBudget) -> tuple[Any, int]:
-        """Call until it neither wants to read nor to write; return its result, and the bytes credited while it waited."""
+        """Repeat ``call`` until TLS no longer waits for the socket; return its result and the bytes credited during the waits."""
         credited = 0
         while True:
             try:
@@ -148,8 +148,8 @@ class TlsStream(SocketStream):
             except ssl.SSLWantWriteError:
                 before = self._num_queued()
                 self._wait(self._writable, budget)
-                # A call of 256 KiB says nothing of what it has sent before it wants to go on, so the system is asked: a slow
-                # peer is not a silent one.
+                # SSL_write does not say how much it has sent so far, so the system is asked: a slow peer must not count
+                # as silent
                 if (taken := before - self._num_queued()) > 0:
                     budget.moved(taken)
                     credited += taken
@@ -157,7 +157,7 @@ class TlsStream(SocketStream):
                 raise problem_of(error, self._has_opened) from None
 
     def _num_queued(self) -> int:
-        """Return the number of sent bytes that the peer has not acknowledged; 0 where the system does not tell."""
+        """Return the number of sent bytes that the peer has not acknowledged; 0 if the system does not say."""
         try:
             return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
         except OSError:

@@ -45,12 +45,12 @@ class TcpTransport(Transport):
             from raafl.certs.revocations import Revocations
 
             self._revoked = Revocations(meeting.credentials.crl, meeting.credentials.ca).latest
-            self._revoked()  # a list that cannot be read is known before the server is asked
+            self._revoked()  # fail early if the revocation list cannot be read
         self._lock = threading.Lock()
         self._admitted: WeakKeyDictionary[TcpConnection, Peer] = WeakKeyDictionary()
 
     def __enter__(self) -> Self:
-        """Bind the port; until `listen` the system refuses whoever calls."""
+        """Bind the port; until `listen` is called, connections are refused."""
         self._listener = Listener(
             self._meeting.address,
             self._credentials,
@@ -76,7 +76,7 @@ class TcpTransport(Transport):
         with self._lock:
             self._admitted[connection] = peer
         self._admit(peer.client, peer.address, lambda: connection)
-        self._recheck(connection, peer)  # what was revoked between the opening and this moment
+        self._recheck(connection, peer)  # the certificate may have been revoked since the handshake
 
     def recheck(self) -> None:
         """Close each connection whose client `ConnectOptions.authorize` would refuse now; called after the rules have changed.

@@ -48,7 +48,7 @@ def admit(
     digests = sections(config_yaml)
     gate.check_config(config_yaml, digests)
     if gate.policy.max_parameters is not None:
-        with skeleton():  # without values: how many there would be is what is asked
+        with skeleton():  # built without values, since this only asks how many there would be
             model = user_model(experiment)
         gate.check_size(sum(parameter.numel() for parameter in model.parameters()))
     setup = build()

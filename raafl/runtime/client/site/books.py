@@ -45,7 +45,7 @@ class BudgetSpent(Exception):
 
 
 def _after_update(used: Used, privacy: SitePrivacy) -> float:
-    """Return the value that `Used.inverse_squares` would have after one more update."""
+    """Return the new value of `Used.inverse_squares` after one more update."""
     return used.inverse_squares + (privacy.noise_multiplier**-2 if privacy.noise_multiplier else math.inf)
 
 
@@ -56,10 +56,9 @@ class SiteBooks:
     """
 
     def __init__(self, folder: str) -> None:
-        """Open the books in ``folder``, which is made where there is none; only its owner may read it.
+        """Open the books in ``folder``; create it, readable only by its owner, if it is missing.
 
-        Raises:
-            BadInput: the folder cannot be written, or its books cannot be read.
+        Raises BadInput if the folder cannot be written or its books cannot be read.
         """
         self._folder = Path(folder)
         try:
@@ -126,7 +125,7 @@ class SiteBooks:
 
     @contextmanager
     def _changing(self, *, lasting: bool = False) -> Iterator[Used]:
-        """Read the books, let the block change them, and write them, while nobody else does."""
+        """Lock and read the books, let the block change them, then write them."""
         with (self._folder / _LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             used = self.used()

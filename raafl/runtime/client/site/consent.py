@@ -30,12 +30,9 @@ class Consents:
     """Asks people at the site for the consent that its policy requires."""
 
     def __init__(self, consent: Consent | None, ended: Callable[[], bool] = lambda: False) -> None:
-        """Prepare; the folder of a spool is made where there is none.
+        """Prepare; create the spool folder if it is missing.
 
-        `consent`: whom to ask, and for what; None = nobody.
-
-        Raises:
-            BadInput: the folder cannot be written.
+        `consent`: whom to ask and for what; None = nobody. Raises BadInput if the folder cannot be written.
         """
         self._consent, self.ended = consent, ended
         self._is_failing = False
@@ -58,14 +55,14 @@ class Consents:
             return self._at_terminal(shown, consent.wait_s)
         try:
             is_given = self._by_spool(Path(consent.folder), shown, consent.wait_s)
-        except OSError as error:  # a full disk, or the folder is gone
+        except OSError as error:  # the disk is full, or the folder was deleted
             self._warn(consent.folder, error)
             return False
         self._is_failing = False
         return is_given
 
     def _warn(self, folder: str, error: OSError) -> None:
-        """Log, once until the folder works again, that nobody can be asked for consent."""
+        """Warn that nobody can be asked for consent; repeat the warning only after the folder has worked in between."""
         if not self._is_failing:
             _log.warning(
                 f"policy.consent.folder is '{folder}', in which no file can be written ({error.strerror}): make room, "
@@ -75,7 +72,7 @@ class Consents:
         self._is_failing = True
 
     def _at_terminal(self, request: Mapping[str, Any], wait_s: float) -> bool:
-        """Show the request, and read a line; anything but yes is a no."""
+        """Show the request at the terminal and read a line; anything but yes counts as no."""
         lines = "\n".join(f"  {name}: {value}" for name, value in request.items())
         sys.stderr.write(f"{lines}\nConsent? [y/N] ")
         sys.stderr.flush()
@@ -87,13 +84,13 @@ class Consents:
         return False
 
     def _by_spool(self, folder: Path, request: Mapping[str, Any], wait_s: float) -> bool:
-        """Write the request, and wait for the reviewer's file."""
+        """Write the request to the spool folder and wait for the reviewer's answer file."""
         name = f"{datetime.now():%Y%m%d-%H%M%S}-{uuid4().hex[:8]}"
         new, file = folder / f"{name}.new", folder / f"{name}.json"
         yes, no = folder / f"{name}.yes", folder / f"{name}.no"
         try:
             new.write_text(json.dumps(request, indent=2, default=str) + "\n", encoding="utf-8")
-            new.rename(file)  # whole, as soon as it is seen
+            new.rename(file)  # renamed, so that a reviewer never sees a half-written file
             deadline = time.monotonic() + wait_s
             while time.monotonic() < deadline and not self.ended() and not (yes.exists() or no.exists()):
                 time.sleep(_LOOK_S)

@@ -40,11 +40,11 @@ _log = logging.getLogger(__name__)
 Then = Literal["go on", "wait", "end"]
 """What a client does after a refusal: take the next task; leave until the site is open again; leave for good."""
 
-_LONGEST_S = 60.0  # between two looks at the clock, which may be set meanwhile
+_LONGEST_S = 60.0  # seconds between two looks at the clock, which may be set meanwhile
 
 
 def _say(text: str) -> None:
-    """Log a line for the site alone, whatever `SitePolicy.logs` is."""
+    """Log a line locally; it is never sent to the server, whatever `SitePolicy.logs` is."""
     _log.info(text, extra={"private": True})
 
 
@@ -61,7 +61,7 @@ class SiteClient(ClientExtension):
     def __init__(self, client: Client, gate: SiteGate) -> None:
         super().__init__(client)
         self._gate, gate.stopped = gate, client.stop.is_set
-        # each task is checked before any of its steps; and what is sent beside a task may use up the site's bytes
+        # each task is checked before its first step, and messages sent beside a task may exceed the site's byte limit
         self.forbids = frozenset({"begin early", "send beside"} if gate.counts_bytes else {"begin early"})
 
     def before(self, assignment: Assignment) -> None:
@@ -96,11 +96,7 @@ class SiteGate(Gate):
         now: Callable[[], datetime] = datetime.now,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Open the site's books, if the policy needs any.
-
-        Raises:
-            BadInput: the books cannot be read or written.
-        """
+        """Open the site's books, if the policy needs any; raises BadInput if they cannot be read or written."""
         self.policy, self._say, self._now, self._sleep = policy, say, now, sleep
         self.max_share, self.partners = float(policy.max_share), policy.partners
         self._logs = None if policy.logs is None else LogBuffer(policy.logs)
@@ -135,7 +131,7 @@ class SiteGate(Gate):
             if not mine:
                 raise PolicyRefusal(f"this run: its {kind} is {path}, but policy.{field} allows only {allowed}")
             if kind == "model":
-                self._models = mine  # a model's digest covers its shapes, which are known once it is built
+                self._models = mine  # a model's digest covers its shapes, which are known only once it is built
             else:
                 self._check_digest(field, mine, digests[kind])
 
@@ -199,7 +195,7 @@ class SiteGate(Gate):
         return MeteredConnection(pair, self._moved, self._check_download)
 
     def _check_download(self, num: int) -> None:
-        """Refuse to receive so many bytes where the day has fewer left, before they are sent over the link."""
+        """Refuse a download that exceeds the bytes left for the day, before the server sends it."""
         most, used = self.policy.max_bytes, self._bytes_today()
         if most is not None and used + num > most:
             self._day_is_over = _midnight_after(self._now())
@@ -215,7 +211,7 @@ class SiteGate(Gate):
                 self._books.add_bytes(num, self._now().date())
 
     def _closed(self) -> tuple[datetime, str] | None:
-        """Return when the site opens, and why it is closed; None = it is open."""
+        """Return when the site opens and why it is closed; None = it is open."""
         now = self._now()
         opens = opens_at(self._hours, now)
         if opens is not None:
@@ -267,7 +263,7 @@ class SiteGate(Gate):
         return () if self._logs is None else self._logs.take()
 
     def _add_noise(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
-        """Account for the release, then clip the update and add noise to it, in place."""
+        """Record the release in the privacy budget, then clip the update and add noise to it, in place."""
         privacy = self.policy.privacy
         if privacy is None or self._books is None:
             return
@@ -287,7 +283,7 @@ class SiteGate(Gate):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Return a context in which the site's books are written; where that fails, the client leaves for good."""
+        """Return a context for writing the site's books; if that fails, the client leaves the run for good."""
         try:
             yield
         except OSError as error:
@@ -326,7 +322,7 @@ class SiteGate(Gate):
             )
 
     def _check_samples(self, num_batches: int) -> None:
-        """Refuse a task of fewer samples than allowed, counted as batches times their size, at most all that there are."""
+        """Refuse a task with too few samples: its batches times the batch size, at most the client's whole data."""
         batch_size = self._trainer.training.batch_size or self._data.batch_size or 1
         num = min(num_batches * batch_size, self._data.num_samples)
         if num < self.policy.min_samples:
@@ -344,7 +340,7 @@ def model_digest(submodels: Submodels, digests: Mapping[str, str]) -> str:
 
 
 def _in_words(assignment: Assignment) -> dict[str, Any]:
-    """Describe a task for a person."""
+    """Describe a task as text for the person who is asked for consent."""
     return {"client": assignment.client, "assignment": assignment.id, "submodel": str(assignment.spec)}
 
 

@@ -20,7 +20,7 @@ class LogBuffer(logging.Handler):
     """
 
     def __init__(self, allowed: SiteLogs) -> None:
-        """Keep lines as ``allowed``; `listening` adds this handler to the loggers."""
+        """Keep the log lines that ``allowed`` permits; `listening` adds this handler to the loggers."""
         super().__init__(logging.getLevelNamesMapping()[allowed.level.upper()])
         self._names = allowed.loggers
         self._lines: deque[LogLine] = deque(maxlen=MAX_LOG_LINES - 1)
@@ -59,7 +59,7 @@ class LogBuffer(logging.Handler):
         return (LogLine("warning", f"{left_out} earlier lines are left out"), *lines) if left_out else lines
 
     def _is_alone(self, name: str) -> bool:
-        """Check whether a logger's records reach no handler but this one."""
+        """Return whether a logger's records reach no other handler."""
         logger: logging.Logger | None = logging.getLogger(name)
         while logger is not None:
             if any(handler is not self for handler in logger.handlers):

@@ -31,7 +31,7 @@ class MeteredConnection(Connection):
 
     def send(self, message: Message, timeout_s: float | None = None) -> int:
         """Send a message; see `Connection.send`."""
-        # Tensors are counted first: what is received while they are sent is checked against them, too.
+        # count the tensors before sending them, since messages received meanwhile are checked against the same limit
         announced = 0 if message.tensors is None else message.tensors.num_bytes
         self._moved(announced)
         sent = self._inner.send(message, timeout_s)

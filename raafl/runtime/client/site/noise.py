@@ -90,7 +90,7 @@ def privatise(
         if norm > privacy.clip_norm:
             buffer.mul_(privacy.clip_norm / norm)
         if privacy.noise_multiplier > 0:
-            flat = buffer.flatten()  # a view: storage is contiguous
+            flat = buffer.flatten()  # a view, since the storage is contiguous
             noise = gaussian(key + number.to_bytes(4, "little"), len(flat))
             for piece, drawn in zip(torch.split(flat, CHUNK), noise, strict=True):
                 piece.add_((drawn * (privacy.noise_multiplier * privacy.clip_norm)).to(piece))

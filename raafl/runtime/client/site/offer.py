@@ -37,7 +37,7 @@ def look(make: Callable[[], ClientSetup], config_yaml: str, say: Callable[[str],
 
 
 def _sections(config_yaml: str) -> list[str]:
-    """Describe the model, data and algorithm that a run's config names, a line each, before any of them is built."""
+    """Describe the model, data and algorithm that a run's config names, one line each, without importing them."""
     config, digests = yaml.safe_load(config_yaml) or {}, sections(config_yaml)
     lines = [f"model: {_section(config.get('model'))}"]
     return lines + [f"{kind}: {_section(config.get(kind))}, digest {digests[kind]}" for kind in ("data", "algorithm")]
@@ -68,7 +68,7 @@ def offer(setup: ClientSetup, config_yaml: str) -> list[str]:
 
 
 def _section(section: Any) -> str:
-    """Describe a part as its path and its arguments, on one line."""
+    """Describe a part by its import path and arguments, on one line."""
     if not isinstance(section, dict):
         return sanitize_text(section)
     arguments = ", ".join(f"{name}={value}" for name, value in (section.get("init_args") or {}).items())

@@ -19,6 +19,12 @@ from tests.helpers.small_runs import experiment
 LABELS = torch.zeros(2, dtype=torch.long)
 
 
+def say_large(monkeypatch):
+    """Let each model be one whose step is not run for its costs."""
+    monkeypatch.setattr("raafl.submodel.find.trace.LARGE", 0)
+    monkeypatch.setattr("raafl.submodel.cost.ledger.LARGE", 0)
+
+
 class Reads(MLP):
     """A step that reads a value, which a meta tensor does not have."""
 
@@ -90,7 +96,7 @@ def test_a_batch_whose_samples_cannot_be_counted_leaves_a_guess():
 
 
 def test_a_large_model_whose_step_reads_values_is_three_forward_passes(monkeypatch):
-    monkeypatch.setattr("raafl.submodel.find.trace.LARGE", 0)
+    say_large(monkeypatch)
     cost = Submodels(Reads(8, (7,), 3), (torch.zeros(2, 8), LABELS)).cost(FULL, 4)
     assert cost.flops_per_sample == 6 * (8 * 7 + 7 * 3)
     assert cost.guessed.startswith("the training step cannot be followed without values (RuntimeError: ")
@@ -98,7 +104,7 @@ def test_a_large_model_whose_step_reads_values_is_three_forward_passes(monkeypat
 
 
 def test_a_run_and_a_plan_say_that_a_cost_is_a_guess_and_why(tmp_path, monkeypatch):
-    monkeypatch.setattr("raafl.submodel.find.trace.LARGE", 0)
+    say_large(monkeypatch)
     one, other = (
         experiment(tmp_path / name, "fed_async", model=lambda: Reads(64, (4,), 10), max_updates=1) for name in "ab"
     )
@@ -142,14 +148,15 @@ class Routed(nn.Module):
 
 
 def test_experts_that_are_called_where_they_have_samples_are_no_cost_of_nothing(monkeypatch):
+    torch.manual_seed(0)  # the first two samples go to different experts
     batch = (torch.randn(4, 8), LABELS)
     cost = Submodels(Routed(), batch).cost(FULL, 6)
     # each sample goes to one of the two, whichever: the gate forward, an expert and its weights' gradient
     assert cost.guessed == "" and cost.flops_per_sample == 2 * (8 * 2 + 2 * 8 * 8)
     # an expert that none of the example's samples goes to has a gradient, which other samples would give it
     alone, both = (Submodels(Routed(), (x, LABELS)).cost(FULL, 2) for x in (batch[0][:1].repeat(2, 1), batch[0][:2]))
-    assert alone.moved_bytes_per_sample > 0.8 * both.moved_bytes_per_sample
-    monkeypatch.setattr("raafl.submodel.find.trace.LARGE", 0)
+    assert 0.7 * both.moved_bytes_per_sample < alone.moved_bytes_per_sample < both.moved_bytes_per_sample
+    say_large(monkeypatch)
     cost = Submodels(Routed(), batch).cost(FULL, 4)
     # how many there are is not known
     assert cost.guessed.startswith("the training step cannot be followed without values (")

@@ -22,7 +22,7 @@ def test_types_of_other_packages_are_named_in_tables_alone():
         for path in FOLDER.rglob("*.py")
         if re.search(r"modeling_\w+\.[A-Z]|\.vision_transformer\.[A-Z]|modeling_\{", path.read_text())
     }
-    assert named == {"packages.py", "tails.py"}
+    assert named == {"depth.py", "layers.py"}
 
 
 @pytest.mark.parametrize("package", ["transformers", "torchvision"])

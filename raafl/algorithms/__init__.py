@@ -69,7 +69,7 @@ class _Methods(Mapping[str, "Callable[..., Algorithm]"]):
         return factory
 
     def __contains__(self, name: object) -> bool:
-        """Check whether there is a method of this name, without importing it."""
+        """Check whether a method has this name; nothing is imported."""
         return name in self._names
 
     def __iter__(self) -> Iterator[str]:
@@ -82,10 +82,10 @@ class _Methods(Mapping[str, "Callable[..., Algorithm]"]):
 
 
 class _Package(ModuleType):
-    """This package, whose name of a method means the factory and not the module of that name."""
+    """Class of this package: as its attributes, names of methods are their factories, not the modules of the same name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # on importing a submodule Python binds it to its name in the package, over the factory
+        # on import of a submodule Python sets it as the package's attribute, which would replace the factory of that name
         if isinstance(value, ModuleType) and value.__name__ == f"{__name__}.{name}":
             value = getattr(value, name)
         super().__setattr__(name, value)

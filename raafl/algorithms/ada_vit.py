@@ -85,8 +85,7 @@ def ada_vit(
 #
 # `Adaptive.prepare` adds small decision heads to a model, which are parameters like any other. A policy is a submodule, named
 # ``usage_policy``, of the module whose input it reads. It acts through forward hooks: outputs that it switches off are computed,
-# and
-# multiplied by 0.
+# and multiplied by 0.
 
 NAME = "usage_policy"
 _SURE = 0.99
@@ -196,7 +195,7 @@ class UsagePolicy(nn.Module):
         return self.gates
 
 
-# Hooks are objects, not closures: deepcopy then gives a copied model hooks that refer to its own policy.
+# Hooks are objects, not closures, so that in a copied model (deepcopy) they refer to the copy's policy.
 
 
 @dataclass
@@ -388,7 +387,7 @@ def _reader(block: nn.Module, path: str, axis: Axis) -> tuple[Any, Member | None
     for member in _weights(axis, 1):
         where = member.name.removeprefix(f"{path}.").rpartition(".")[0]
         around = block.get_submodule(where.rpartition(".")[0])
-        # it reads the weight of its output layer without calling the layer, so a hook on that would never run
+        # it reads its output layer's weight without calling the layer, so a hook on the layer would never run
         if isinstance(around, nn.MultiheadAttention):
             return around, member
         layer = block.get_submodule(where)

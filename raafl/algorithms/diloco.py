@@ -204,7 +204,7 @@ class _Carried(Hook):
         self._start = min(value_of(task.down[STEPS]["steps"], 1.0), MOST_STEPS)
         for name, parameter in self._carried():
             first, second = (task.down[moment][name].to(parameter.device, copy=True) for moment in MOMENTS)
-            # a compressed second moment may be a little below 0
+            # compression can make a second moment slightly negative
             optimizer.state[parameter] = {
                 "step": torch.tensor(self._start, device="cpu"),
                 MOMENTS[0]: first,
@@ -216,7 +216,7 @@ class _Carried(Hook):
         return [(name, parameter) for name, parameter in named if name in self.task.down[MOMENTS[0]]]
 
     def finish(self) -> dict[str, Any]:
-        """Send the number of steps of the optimizer and the change of its moments, besides the update."""
+        """Add the optimizer's number of steps and the change of its moments to the update."""
         made = 0.0
         for name, parameter in self._carried():
             state: Mapping[str, Tensor] = self.task.optimizer.state[parameter]
@@ -280,8 +280,7 @@ class WithInner(Wrapped):
 # Correct each tensor's mean delta by its angle to the outer momentum, before the outer step: HeLoCo. Experimental.
 #
 # Al Asif et al., "HeLoCo: Efficient asynchronous low-communication training under data and device heterogeneity", 2026. The
-# formulas
-# are taken from a second source, and the constants c_ok, k_s, beta_max, k_d and kappa are raafl's: the paper's are not known here.
+# formulas come from a secondary source, and the constants c_ok, k_s, beta_max, k_d and kappa are raafl's, not the paper's.
 
 _TINY = 1e-12
 

@@ -136,7 +136,7 @@ class CompassMemory(MergeMemory):
     def from_plain(cls, data: Any) -> Self:
         """Restore the state of FedCompass from the result of `to_plain`."""
         groups = {number: Group(**group) for number, group in data["groups"].items()}
-        # earlier versions had a list of assignments, submodels, start versions and copies
+        # earlier versions of raafl stored a list of assignments, submodels, start versions and copies
         copies = {task: (version, tensors) for task, _, version, tensors in data.get("waiting", ())}
         return super().from_plain({"copies": copies, **data, "groups": groups})
 
@@ -162,7 +162,7 @@ class CompassMemory(MergeMemory):
         return self.steps[client]
 
     def _choose(self, client: int, now: float, pace: Pace) -> None:
-        """Let a client join the group in which it makes the most steps, or found one."""
+        """Assign a client to the group in which it makes the most steps, or to a new group."""
         number, steps = self._joined(client, now, pace)
         if number is None:
             number, steps = self.num_groups, self._founded(client, now, pace)
@@ -173,7 +173,7 @@ class CompassMemory(MergeMemory):
         self.group[client], self.steps[client], self.planned_s[client] = number, steps, now
 
     def _joined(self, client: int, now: float, pace: Pace) -> tuple[int | None, int]:
-        """Return the group in which a client makes the most steps until it is expected, and these; None = there is none."""
+        """Return the group before whose expected time a client makes the most steps, and their number; (None, -1) if none fits."""
         best, most = None, -1
         for number, group in self.groups.items():
             steps = math.floor((group.expected_s - now) / self.speed[client])
@@ -182,7 +182,7 @@ class CompassMemory(MergeMemory):
         return best, most
 
     def _founded(self, client: int, now: float, pace: Pace) -> int:
-        """Return the steps of a client that founds a group: it is to arrive with the fastest client of another's next round."""
+        """Return the steps of a client in a new group, so that it arrives with the fastest client of another group's next round."""
         most = -1
         for group in self.groups.values():
             if now < group.latest_s:
@@ -264,7 +264,7 @@ class CompassMemory(MergeMemory):
             return
         group = self.groups[number]
         self.late.clear()
-        # the group stays until those that are out have come late, but nobody joins it
+        # the group exists until its absent clients have reported late, but no further client joins it
         group.expected_s = group.latest_s = 0.0
         for client in sorted(group.reported, key=self.speed.__getitem__):
             del self.group[client]

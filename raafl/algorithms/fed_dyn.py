@@ -132,7 +132,7 @@ class Corrected(WithVariates):
         covered, h = (FlatTensors.zeros(whole, state.values.device) for _ in range(2))
         for item in state.waiting:
             plan_of(state, item.spec).cover_(covered)
-        # after super().apply, which folds this round's g_k into their mean h, as Algorithm 1 orders it
+        # after super().apply, which adds this round's g_k to their mean h: the order of Algorithm 1
         self.variates.mean_(state, Spec(), h)
         for name in covered.layout.by_name:
             state.values[name].sub_(torch.where(covered[name] > 0, h[name], 0.0), alpha=1 / self.alpha)

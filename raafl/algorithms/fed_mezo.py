@@ -164,7 +164,7 @@ def add_noise_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
 
 
 def _noise(piece: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw normal noise for a flat tensor, in float32, on the CPU; of a tensor without values only its operations."""
+    """Draw normal noise for a flat tensor in float32, on the CPU; on the meta device the same operations without values."""
     if piece.is_meta:
         return torch.randn_like(piece, dtype=torch.float32)
     return torch.randn(piece.numel(), generator=generator).to(piece.device)
@@ -188,7 +188,7 @@ def _num_perturbed(submodels: Submodels, spec: Spec) -> int:
 
 
 def _perturbed(spec: Spec, trained: Sequence[str] | None) -> Spec:
-    """Return ``spec`` with the tensors that a task perturbs as its trained ones; as assigned it trains none."""
+    """Return ``spec`` with the tensors that a task perturbs marked as trained; an assigned spec marks none."""
     return replace(spec, trained=None if trained is None else tuple(trained))
 
 
@@ -224,7 +224,7 @@ class Steps(Hook):
             self._move(seed, -2 * self.epsilon)
             is_above = False
             minus = value_of(self.task.loss(batch, index), 0.0)
-        except SkippedBatch:  # in either pass: a step with g = 0, which the server replays like any other
+        except SkippedBatch:  # a skipped batch is a step with g = 0, which the server replays, too
             if is_above:
                 self._move(seed, -2 * self.epsilon)
             self._move(seed, self.epsilon)
@@ -405,7 +405,7 @@ class Rebuilt(Merge):
             return "bad-scalars"
         if not scalars or len(scalars) < update.num_steps:
             return "missing-scalars"
-        # a bound on the server's work: it makes three passes over the submodel for each scalar
+        # limits the server's work: each scalar costs it three passes over the submodel
         if len(scalars) > state.memory.of(Expected).value.get(update.client, math.inf):
             return "surplus-scalars"
         return None if all(map(math.isfinite, scalars)) else "non-finite"

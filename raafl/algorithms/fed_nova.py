@@ -106,7 +106,7 @@ class _Steps(Hook):
 
         The distance that this number moves measures the amount of local work, with momentum and proximal term.
         """
-        # The first group stands for all: the scalar has one learning rate and one momentum. Options are read at each step, since
+        # The scalar uses the options of the first parameter group. They are read at each step, since
         # schedules change them.
         options = self.task.optimizer.param_groups[0]
         lr, rho = float(options["lr"]), float(options.get("momentum", 0.0))
@@ -158,7 +158,7 @@ class Normalised(Merge):
         """Move the model by the mean of the updates per unit of work, times the mean amount of work of the clients."""
         memory = state.memory.of(_NovaMemory)
         sums = Accumulator(state, memory)
-        # tau_eff multiplies everybody's updates by amounts that clients claim; without the limit one client could set the step
+        # tau_eff depends on amounts of work that clients report; without the limit one client could determine the step size
         most = LIMIT * median_low(memory.done)
         covered, work = sums.cover(), sums.cover([min(done, most) for done in memory.done], "mixed")
         for is_parameter, flats in trained_pieces(state, sums.total, covered, work):

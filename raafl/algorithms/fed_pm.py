@@ -161,7 +161,7 @@ class _ScoreTraining(Hook):
         self._generator = torch.Generator().manual_seed(derive_seed(task.assignment.seed, "masks"))
         self._scales = _scales_of(task.submodels, task.submodels.layout(task.assignment.spec, "trained"))
         for layer in task.module.modules():
-            _uncover(layer)  # masked weights that the last task has left for its evaluation
+            _uncover(layer)  # remove masked weights that the last task has left for evaluation
         names = {id(parameter): name for name, parameter in task.module.named_parameters()}
         self._places = [
             (layer, attribute, names[id(parameter)])
@@ -185,7 +185,7 @@ class _ScoreTraining(Hook):
         return masked
 
     def _uniform(self, like: Tensor) -> Tensor:
-        if like.is_meta:  # a task that is only followed
+        if like.is_meta:  # on the meta device the task only predicts costs
             return torch.rand_like(like)
         return torch.rand(like.shape, generator=self._generator).to(like.device)
 
@@ -223,7 +223,7 @@ class _ScoreTraining(Hook):
         for layer, attribute, name in self._places:
             layer.__dict__[attribute] = weights[
                 name
-            ]  # Python finds it before nn.Module looks up the parameter of that name
+            ]  # an entry in `__dict__` takes precedence over the parameter of that name
             if isinstance(layer, nn.RNNBase):
                 flat = [layer.__dict__.get(n, layer._parameters.get(n)) for n in layer._flat_weights_names]
                 layer.__dict__["_flat_weights"] = flat
@@ -421,7 +421,7 @@ class BayesianMasks(Merge):
             else:
                 new = ones[name] / total[name].clamp_min(1)
             values.copy_(torch.where(total[name] > 0, new, values))
-            if name not in scales:  # running statistics have no prior: their sums are of one merge
+            if name not in scales:  # running statistics have no prior, so their sums are cleared after each merge
                 ones[name].zero_()
                 total[name].zero_()
         memory.merges += 1

@@ -129,7 +129,7 @@ class DrawnWidths(Hook):
 
     def _masks(self, spec: Spec, width: float) -> FlatTensors | None:
         submodels = self.task.submodels
-        if next(self.task.module.parameters()).is_meta:  # a task that is only followed
+        if next(self.task.module.parameters()).is_meta:  # on the meta device the task only predicts costs
             is_part = narrower(submodels, spec, width) is not None
             return FlatTensors.empty(submodels.layout(spec, "trained"), "meta") if is_part else None
         return submodels.cached("fjord", (spec, width), lambda: masks_of(submodels, spec, width))

@@ -134,7 +134,7 @@ class _Steps(Hook):
         self._local, self._capture = local, InputCapture(task.module, local.layer)
 
     def _representation(self, values: FlatTensors, batch: object, index: int) -> Tensor:
-        # a target, not a path for gradients: only z of the trained model has any
+        # no gradients: z of these models is only a reference for z of the trained one
         with with_parameters(self.task.module, values), torch.no_grad():
             self.task.loss(batch, index)
         return self._capture.seen
@@ -145,7 +145,7 @@ class _Steps(Hook):
         loss, z = super().loss(batch, index), self._capture.seen
         z, *others = (reals(inputs).flatten(1) for inputs in (z, *others))
         sims = torch.stack([F.cosine_similarity(z, other, dim=1) for other in others], dim=1)
-        # l_con is a cross entropy over two classes, of which the received model, class 0, is the right one
+        # l_con is a cross entropy over two classes; the target is class 0, the received model
         target = torch.zeros(len(z), dtype=torch.long, device=z.device)
         return loss + self._local.mu * F.cross_entropy(sims / self._local.temperature, target)
 

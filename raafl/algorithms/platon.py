@@ -128,8 +128,8 @@ class PlatonMemory(OneValue[dict[int, Scores]]):
     value: dict[int, Scores] = field(default_factory=dict)
 
 
-_MOST = 1e150  # largest score that is accepted: the product of two stays finite
-_BYTES = 12  # of a number with six digits in JSON, comma included
+_MOST = 1e150  # largest accepted score, so that a product of two scores stays finite
+_BYTES = 12  # bytes of a number with six digits in JSON, with comma
 
 
 def cubic(t: int, initial: float, final: float, warm_up: int, rounds: int) -> float:
@@ -242,9 +242,9 @@ class Sensitivity(Local):
 
 
 def _members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member, int]]:
-    """Yield each axis that can be pruned, with each tensor that has it as a dimension, and its number of kept units.
+    """Yield each axis that can be pruned, with each tensor dimension on it, and the number of kept units.
 
-    Positions within a tensor are those in the submodel: units that were dropped before them do not count.
+    Positions in a tensor are those in the submodel's tensor, which lacks the dropped units.
     """
     num_kept = {axis.name: len(spec.indices(axis.name) or range(axis.size)) for axis in submodels.axes.values()}
     dropped: dict[tuple[str, int], list[tuple[int, int]]] = {}

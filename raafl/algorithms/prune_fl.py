@@ -92,7 +92,7 @@ def prune_fl(
 Unit = tuple[str, int]
 """Name of the axis, and index of the unit on it."""
 
-_BATCH = 2  # any size does for FLOPs per sample, but batch norm needs more than one sample
+_BATCH = 2  # FLOPs per sample do not depend on it, but batch norm needs more than one sample
 
 
 def check_settings(every: int, prunable: float) -> None:

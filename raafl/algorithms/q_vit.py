@@ -133,7 +133,7 @@ def _damped(x: Tensor, factor: Tensor | float) -> Tensor:
 
 
 class _Layer:
-    """Base of the quantised layers; precedes a layer of torch among the bases."""
+    """Base class of the quantised layers, which inherit from it and from a layer class of torch."""
 
     fixed_bits: int | None  # bit width of weight and input; None = it is learned
     sees_first: bool  # whether the next input initialises unknown step sizes
@@ -145,7 +145,7 @@ class _Layer:
 
     def _values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the quantised input and weight."""
-        if self.sees_first:  # in eval mode, too: it is set for one step of a task
+        if self.sees_first:  # not only in training mode: the flag is set for one step of a task
             self.sees_first = False
             for kind, values in (("input", x), ("weight", self.weight)):  # a weight may start at 0, as LoRA's B does
                 if bool((getattr(self, f"{kind}_step") == 0).all()):
@@ -212,12 +212,13 @@ CLASSES: dict[type[nn.Module], Any] = {
     nn.Conv1d: QuantisedConv1d,
     nn.Conv2d: QuantisedConv2d,
 }
-for _plain, _own in CLASSES.items():  # the search for axes unwraps `forward` and finds the rules of the plain layer
+# register `forward` as a wrapper, so that the search for axes applies the rules of the plain layer
+for _plain, _own in CLASSES.items():
     _own.forward.__wrapped__ = _plain.forward
 
 
 def _keeps_to_layers(layer: nn.Module, args: object) -> None:
-    """Do nothing: any hook makes torch's encoder layer call its sublayers in evaluation, instead of one fused kernel."""
+    """Do nothing; the presence of a hook makes torch's encoder layer call its sublayers in eval mode, not a fused kernel."""
 
 
 # ---- the local part ----

@@ -292,7 +292,7 @@ class Regions(Select):
         return int(fleet.cache[key])
 
     def _widest(self, submodels: Submodels, number: int) -> Spec:
-        """Return a submodel as large as the largest ``number`` regions: sizes of regions differ by one unit of an axis."""
+        """Return the largest submodel of ``number`` regions, whose sizes may differ by one unit of an axis."""
         axes = submodels.axes
         parts = shared_fragments(axes, [1.0] * self.regions)
         widths = {}
@@ -327,9 +327,9 @@ class Regions(Select):
         return RegionCoverage(within, self.regions, trained, self.coverage, self.rest, self.hold)
 
     def _keeps_half(self, fleet: SelectContext) -> bool:
-        """Whether the half of the clients to which MIX-Arb gives two regions must stay the same in all rounds.
+        """Check whether the half of the clients that gets two regions in MIX-Arb must be the same in all rounds.
 
-        That is so with `hold`, and with a limit on rests if one region for each client cannot reach the coverage.
+        It must with `hold`, and with a limit on rests if one region for each client does not reach the coverage.
         """
         if self.hold:
             return True

@@ -106,7 +106,7 @@ class Controlled(Local):
     @property
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
-        # several processes train a client together only with option 2, which has no further gradient
+        # only option 2 supports several processes for a client, since option 1 computes another gradient in each step
         return replace(super().traits, uses_gradients=True, supports_data_parallel=self.option == 2)
 
     def hook(self, task: Task) -> Hook:
@@ -153,7 +153,7 @@ class _Steps(Hook):
     def update(self) -> None:
         """Correct the gradient (minus the client's control variate, plus the server's), then make the optimizer's step."""
         if self._option == 2:
-            # before the correction, which is not part of the gradient g_i(y)
+            # sum before the correction, which is not part of the gradient g_i(y)
             self._add([p.grad for _, p in self._named])
         for name, parameter in self._named:
             correction = self._correction[name]
@@ -161,7 +161,7 @@ class _Steps(Hook):
         super().update()
 
     def finish(self) -> dict[str, Any]:
-        """Send the server the change of the client's control variate, besides the update."""
+        """Add the change of the client's control variate to the update."""
         for name, _ in self._named:
             self.task.up[CLIENT][name].copy_(
                 self._mean[name].div_(max(self._num_gradients, 1)).sub_(self._variate[name])

@@ -127,7 +127,7 @@ class Fragments:
 
 
 def _runs(sizes: Sequence[int], num: int) -> list[int]:
-    """Return the fragment of each layer: the one in whose equal share of all elements its middle lies; none stays empty."""
+    """Assign consecutive layers to ``num`` fragments of about equal size, none of them empty; return each layer's fragment."""
     total, before, turns = sum(sizes), 0, [-1]
     for index, size in enumerate(sizes):
         middle = (2 * before + size) * num // (2 * total)
@@ -137,7 +137,7 @@ def _runs(sizes: Sequence[int], num: int) -> list[int]:
 
 
 def _layer(name: str) -> str:
-    """Return the path of a tensor's layer: of the first member of a stack in its name, else of the module that owns it."""
+    """Return the path of a tensor's layer: the block of a stack that contains the tensor, else the module that owns it."""
     parts = name.split(".")
     member = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
     return ".".join(parts[: member + 1])
@@ -395,7 +395,7 @@ class Replica(Local):
     @property
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
-        # the first tau steps use the client's own parameters alone, but for a proximal term
+        # without a proximal term, the first tau steps need only the client's own parameters
         return replace(super().traits, resident=True, steps_ahead=0 if self.prox else self.sync_delay)
 
     def hook(self, task: Task) -> Hook:
@@ -418,10 +418,10 @@ class ReplicaWithMoments(Replica):
 
 
 class _Streaming(Hook):
-    """Hook that loads the replica before the first step, and mixes the received fragment in tau steps later."""
+    """Hook that loads the client's own copy of the model before the first step, and mixes in the received fragment after tau."""
 
     def __init__(self, task: Task, local: Replica) -> None:
-        """Load the replica; without one, or where it is not finite, train from the values received."""
+        """Load the client's own copy of the model; without a finite one, train from the received values."""
         super().__init__(task)
         self._local, self._keeps = local, MOMENTS[0] in local.down
         optimizer = adam_of(task) if self._keeps else None
@@ -447,7 +447,7 @@ class _Streaming(Hook):
 
     @torch.no_grad()
     def _mix(self) -> None:
-        """Set the received fragment to ``alpha`` times the replica's plus ``1 - alpha`` times the received values."""
+        """Set the received fragment to ``alpha`` times the client's own plus ``1 - alpha`` times the received values."""
         self._waits = False
         received = self._local.travels(self.task.submodels, self.task.arrived().extra, "sent")
         for name, tensor in self._named:
@@ -463,7 +463,7 @@ class _Streaming(Hook):
 
     def finish(self) -> dict[str, Any]:
         """Store the client's copy of the model and the optimizer's moments on the client, for its next task."""
-        if self._waits:  # a task of fewer steps
+        if self._waits:  # the task had fewer steps than ``sync_delay``
             self._mix()
         up = self.task.up
         up[STEPS]["steps"].fill_(self._start + self._made)

@@ -301,7 +301,7 @@ class Timely(Select):
         if self.cut == "width":
             refuse_unused("cut is 'width', and every layer trains", layers=(self.layers, "time"))
 
-    # ---- reports, and the interval they give ----
+    # ---- reports, and the interval T_k computed from them ----
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
         """Set the length of the round from the times of all its clients, including those still at work."""
@@ -342,7 +342,7 @@ class Timely(Select):
         return work
 
     def _trained(self, client: ClientInfo, target: Workload, fleet: SelectContext) -> Work:
-        """Return the work on the most layers that share, memory and, with layers "time", T_k allow; at least the last layer."""
+        """Return work on as many last layers as share, memory and, with layers "time", T_k allow; at least the last layer."""
         memory = fleet.state.memory.of(TimelyMemory)
         tolerance = SLACK + (self.slack if memory.slack is None else memory.slack)
         limit_s = memory.T_k * tolerance / self._ratio(client, fleet)
@@ -362,7 +362,7 @@ class Timely(Select):
         return self._work(target.num_units, spec, fleet)
 
     def _submodels(self, fleet: SelectContext) -> list[tuple[float, Spec]]:
-        """Return the submodels that a client may get, largest first, each with the alpha_c that it requires; 0 = none."""
+        """Return the submodels that a client may get, largest first, each with the least alpha_c that allows it."""
         submodels = fleet.state.submodels
         if "submodels" not in fleet.cache:
             if self.cut == "layers":

@@ -30,8 +30,8 @@ class CallbackHooks(RunHooks):
         self._broken: Callback | None = None
         self._view: RunView | None = None
         self._stop: str | None = None
-        self._version = 0  # that callbacks have been told of
-        self._there: dict[int, int] = {}  # client -> incarnation that callbacks have been told of
+        self._version = 0  # last version reported to callbacks
+        self._there: dict[int, int] = {}  # connected clients as reported to callbacks, id -> incarnation
 
     def stop(self, reason: str) -> None:
         """Request the end of the run; only the first ``reason`` is used. Callable from any thread."""
@@ -39,7 +39,7 @@ class CallbackHooks(RunHooks):
         if self._view is not None:
             self._view.should_stop = True
 
-    # ---- what a run tells ----
+    # ---- events from the run ----
 
     def begin(self, run: Run, saved: Any = None) -> None:
         """Start the callbacks; if the run is resumed, they first get their state from the checkpoint ``saved``."""
@@ -110,7 +110,8 @@ class CallbackHooks(RunHooks):
                 self._tell("on_client_joined", client)
         elif isinstance(event, Lost) and coordinator.roster.find(event.client) is None:
             self._gone(event.client, event.reason)
-        if len(self._there) > len(coordinator.roster.clients):  # some were let go, or are kept out for a while
+        # some clients were dismissed or suspended without an event
+        if len(self._there) > len(coordinator.roster.clients):
             for client in sorted(client for client in self._there if coordinator.roster.find(client) is None):
                 self._gone(client, "unfit")
         self._announce(coordinator.state.version, now)
@@ -121,7 +122,7 @@ class CallbackHooks(RunHooks):
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
         """Add the state of the callbacks to a checkpoint that is being written."""
-        # copied: it is written while callbacks go on
+        # copied, since a thread writes the checkpoint while callbacks continue
         states = [copy.deepcopy(self._call(callback, "state_dict", even_so=True)) for callback in self._callbacks]
         clock["callbacks"] = {"states": states, "clients": {str(c): life for c, life in self._there.items()}}
 
@@ -133,7 +134,7 @@ class CallbackHooks(RunHooks):
             if callback is not self._broken:
                 self._call(callback, "on_end", self._seen(), dict(summary), even_so=True)
 
-    # ---- how callbacks are told ----
+    # ---- calls of callbacks ----
 
     def _seen(self) -> RunView:
         assert self._view is not None, "the run has not started"
@@ -156,12 +157,12 @@ class CallbackHooks(RunHooks):
             self._call(callback, occasion, self._seen(), *what)
 
     def _call(self, callback: Callback, occasion: str, *what: object, even_so: bool = False) -> object:
-        """Call a callback unless one has failed before; ``even_so`` calls it then too."""
+        """Call a callback's method ``occasion``; after a failure of any callback only if ``even_so`` is set."""
         if self.failure is not None and not even_so:
             return None
         try:
             return getattr(callback, occasion)(*what)
-        except KeyboardInterrupt:  # the run ends as by any other Ctrl-C
+        except KeyboardInterrupt:  # handled like a Ctrl-C at any other time
             self._stop = "interrupted"
         except USER_ERRORS as error:
             self._fail(callback, occasion, error)
@@ -175,12 +176,12 @@ class CallbackHooks(RunHooks):
             self.error, self._broken = error, callback
 
     def _raise(self) -> None:
-        """Raise a callback's exception before there is a run to end."""
+        """Raise a callback's exception, if there is one; for failures before the run starts."""
         if self.failure is not None:
             raise RunFailed(self.failure.removeprefix("failed: ")) from self.error
 
     def _numbers(self, callback: Callback, metrics: Mapping[str, Any], known: Mapping[str, float]) -> dict[str, float]:
-        """Return a callback's metrics as numbers; a value that is none, or a taken name, fails the run."""
+        """Convert a callback's metrics to floats; the run fails if a value is not a number or a name is already used."""
         found = {}
         for name, value in metrics.items():
             if name in known and value is known[name]:

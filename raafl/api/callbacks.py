@@ -300,7 +300,8 @@ def current_module(run: Run, *, anew: bool) -> nn.Module:
     parts = run.parts
     module = copy_structure(parts.module, {})
     for part in module.modules():
-        if "_trainer" in vars(part):  # of a LightningModule, which is the user's from now on
+        # remove raafl's stand-in for the Trainer from a LightningModule, which the user now owns
+        if "_trainer" in vars(part):
             part.__dict__["_trainer"] = None
     with run.statistics.filled(parts.coordinator.state.values, anew=anew):
         parts.submodels.load_(module, parts.coordinator.state.values)

@@ -371,7 +371,7 @@ class Federation:
 
 
 def _chosen(experiment: Experiment) -> Experiment:
-    """Return the experiment with a method in the place of auto."""
+    """Return the experiment with ``auto`` replaced by the chosen method."""
     from raafl.lab.plan.choose import choose, chosen
 
     experiment.check()
@@ -385,7 +385,7 @@ def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> R
         why = summary["finished"].removeprefix("failed: ")
         error: BaseException | None = observer.error
         if isinstance(error, CodeFailed):
-            if error.__cause__ is None:  # it was raised in another process
+            if error.__cause__ is None:  # without a cause the exception came from another process
                 error.add_note(error.traceback)
             error = error.__cause__ or error
         raise RunFailed(f"{why} (run folder: {folder})") from error
@@ -412,14 +412,14 @@ def _settings_in(folder: Path) -> Mapping[str, Any]:
 def _left_as_it_was() -> Iterator[None]:
     """Restore the process's random state and torch's numeric settings on exit; a run changes them."""
     cuda: Any = torch.cuda
-    # where nothing has used a GPU yet, asking would start what forked processes cannot have
+    # do not initialise CUDA here: forked processes could not use it
     gpus = range(cuda.device_count()) if cuda.is_initialized() else ()
     with undisturbed(gpus), numerics_left():
         yield
 
 
 _MARK: Final = "RAAFL_LOCAL_CLIENT"
-_SHOWN_LINES: Final = 20  # of the output of a client that has ended before it joined
+_SHOWN_LINES: Final = 20  # number of lines shown from the output of a client that ended before it joined
 _END_S: Final = 1.0
 _log = logging.getLogger(__name__)
 _started: list[int] = []
@@ -480,7 +480,7 @@ class _Starting(RunHooks):
         """Show the end of the output of a client's process that has ended too early, and return the reason for the run's end."""
         printed, errors = (output.last_lines() for output in self._outputs[client - 1])
         for _, other in self._outputs:
-            other.is_shown = False  # that the run ends is no news of the others'
+            other.is_shown = False  # the other clients' errors only follow from the end of the run
         lines = [*printed, *errors]
         _log.warning(
             f"client {client} {exit_in_words(code)} before it joined. The end of its output:\n"
@@ -513,7 +513,7 @@ class _Output:
 
     def last_lines(self) -> list[str]:
         """Return the last lines, without empty ones, of a process that has ended."""
-        self._thread.join(_END_S)  # a process that it has started may hold the pipe open
+        self._thread.join(_END_S)  # with a timeout, since a child of that process may keep the pipe open
         return [line for line in self._lines if line.strip()]
 
 

@@ -43,14 +43,15 @@ class Plain(LightningModule):
         """Wrap the module; the arguments are those of `ModuleSpec`."""
         super().__init__()
         self.net = net
-        self._parts = (loss, optimizer, metrics)  # in a tuple, since a loss that is a module is no part of the model
+        # in a tuple, so that a loss that is an nn.Module does not become a submodule
+        self._parts = (loss, optimizer, metrics)
 
     def forward(self, *inputs: object, **named: object) -> Any:
         """Return the module's output; if it is a structure with the entry ``logits``, return these."""
         output = self.net(*inputs, **named)
         return (
             output["logits"] if isinstance(output, Mapping) and "logits" in output else output
-        )  # transformers' are, too
+        )  # outputs of transformers models are dictionaries, too
 
     def training_step(self, batch: object, batch_idx: int) -> Tensor:
         """Return the training loss of a batch."""
@@ -112,7 +113,7 @@ def _are_logits(output: object, target: object) -> bool:
         return False
     if output.shape[2:] == target.shape[1:]:
         return output.shape[1] > 1
-    # (batch, place, class), as language models have it
+    # (batch, position, class), as in language models
     return output.shape[:-1] == target.shape and output.shape[-1] > 1
 
 
@@ -186,7 +187,7 @@ class ModuleSpec:
         return made  # type: ignore[no-any-return]
 
     def _copied(self) -> nn.Module:
-        """Return a copy of the user's module, in the modes in which it trains."""
+        """Return a copy of the user's module, with train or eval mode of each part as for training."""
         if _is_of_trainer(self.given):
             return self.given.fresh()  # type: ignore[no-any-return]
         return with_modes_of_training(copy_structure(self.given, {}))

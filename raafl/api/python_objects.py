@@ -113,7 +113,7 @@ def partition(given: str, shown: str = "") -> Partition:
 def digest(module: nn.Module) -> str:
     """Return a digest of a module's parameters and persistent buffers, 16 hex digits long."""
     sha = hashlib.sha256()
-    # not by `state_dict`, which a module may write itself; under each name, as a state dict has them
+    # not `state_dict`, which a module may override; tied parameters count under each name, as in a state dict
     state = dict(module.named_parameters(remove_duplicate=False))
     for path, part in module.named_modules(remove_duplicate=False):
         dot = f"{path}." if path else ""

@@ -102,7 +102,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, dict[str, Any]] = {}
     for name, value in ((name, plain_value(name, value)) for name, value in settings.items()):
         if value is None and (name in SECTIONS or name == "partition"):
-            continue  # as if it were not given
+            continue  # None counts as not given
         if name in _FLAT:
             flat.setdefault(_FLAT[name], {})[name] = value
         elif name in known:
@@ -267,7 +267,7 @@ def _plain(value: object) -> object:
         return [_plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         named = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        if isinstance(value, Device):  # the rest is as its name says
+        if isinstance(value, Device):  # other fields follow from the device's name
             named = {name: item for name, item in named.items() if name in value.given or name not in FIGURES}
         return {name: _plain(item) for name, item in named.items()}
     return str(value) if isinstance(value, Path) else qualified_name(value)

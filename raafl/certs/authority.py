@@ -31,7 +31,8 @@ DAYS = 30
 MAX_DAYS = 398
 _AUTHORITY_DAYS = 5 * 365
 _REVOKED = ".revoked.crt"
-_SKEW = datetime.timedelta(minutes=5)  # of clocks: a certificate is valid from a little before it was made
+# tolerated clock difference: a certificate is valid from this much before its creation
+_SKEW = datetime.timedelta(minutes=5)
 _USES = (
     "digital_signature",
     "content_commitment",
@@ -211,7 +212,7 @@ class Authority:
 
     def _write_revoked(self, serials: Sequence[int]) -> None:
         now, last = _now(), self._list()
-        # at least the time: the number of a list that was lost is not known
+        # numbers must grow; the time serves as lower bound in case an earlier list was lost
         number = max(int(now.timestamp()), 0 if last is None or last.number is None else last.number + 1)
         builder = (
             x509.CertificateRevocationListBuilder()

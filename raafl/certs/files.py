@@ -110,7 +110,7 @@ def to_pem(thing: x509.Certificate | x509.CertificateRevocationList | x509.Certi
     return thing.public_bytes(serialization.Encoding.PEM)
 
 
-# Write the name of a site and its federation into a certificate, as a URI among its subject alternative names, and read it.
+# Write and read the names of site and federation in a certificate, as a URI among its subject alternative names.
 #
 # A site is ``raafl://FEDERATION/site/SITE``, a server ``raafl://FEDERATION/server``. Certificates of another authority are taken
 # as well where they have such a URI.

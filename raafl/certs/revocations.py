@@ -170,7 +170,7 @@ class _Memory:
                 if known is None or known.order < new.order:
                     write(folder / f"{self._name}.crl", new.pem)
         except (OSError, RuntimeError, BadInput) as error:
-            if new.serials:  # of a list that revokes nobody there is nothing to remember
+            if new.serials:  # losing a list without revocations does no harm
                 _log.warning(
                     "the revocation list %s cannot be remembered (%s): after a restart an older one would count",
                     new,

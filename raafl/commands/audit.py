@@ -161,7 +161,7 @@ def _sites(folders: Sequence[Path]) -> list[_Site]:
 
 
 def _replay(folder: Path, options: Any, result: dict[str, Any]) -> None:
-    """Replay the run, and add to ``result`` what came of it."""
+    """Replay the run, and add the outcome to ``result``."""
     with quick_imports():
         from raafl.commands.replay import client_file
         from raafl.runtime.replay import replay

@@ -109,7 +109,8 @@ def _sign(options: Namespace) -> str:
     site = request_site(request)
     clients = [] if options.clients is None else [whole_number("clients", one) for one in options.clients.split(",")]
     sites = options.folder / "sites.yaml"
-    listed = _extended(sites, site, clients) if clients else None  # before signing: it may be refused
+    # before signing, since the server's list may be invalid
+    listed = _extended(sites, site, clients) if clients else None
     made = authority.sign(request, options.days)
     if listed is not None:
         write(sites, listed.encode())
@@ -126,7 +127,7 @@ def _unlisted(options: Namespace, site: str) -> str:
 
     path, client = options.folder / "sites.yaml", 1
     if path.exists():
-        with suppress(BadInput):  # a list that the server would refuse: the command below says why
+        with suppress(BadInput):  # if the list is invalid, the command in the message below reports why
             sites = read_sites(path)
             if site in sites:
                 return ""
@@ -164,7 +165,7 @@ def _extended(path: Path, site: str, clients: list[int]) -> str | None:
 
 
 def _with_line(old: str, tree: dict[str, Any], path: Path, site: str, clients: list[int]) -> str:
-    """Return the text of a list with a line for one more site; raise `BadInput` if the text would not read so."""
+    """Return the list's text with a line for one more site; raise `BadInput` if it would not parse to that list."""
     expected = {**tree, site: {"clients": clients}}
     line = f"{site}: {{clients: {clients}}}"
     for found in (line, line.replace(site, f"'{site}'", 1)):  # unquoted, YAML reads 'on' or '007' as no text

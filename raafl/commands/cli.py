@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WIDE = 160  # columns where no terminal says
+_WIDE = 160  # number of columns if the output is not a terminal
 _WAIT_FOR_RANK_0_S = 30.0  # torchrun ends the others soon after the first rank that fails; let that be rank 0
 
 USAGE = """\
@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = values(argv, "--log")
     given = asked[-1] if asked else os.environ.get(log.VARIABLE, "text")
     kind: log.LogFormat = "json" if given == "json" else "text"
-    with log.console(kind), _in_environment(log.VARIABLE, kind if asked else None):  # of what it starts, too
+    # the variable passes the format on to child processes
+    with log.console(kind), _in_environment(log.VARIABLE, kind if asked else None):
         if given not in log.FORMATS:
             _complain(f"log is '{given}': give text or json", known_to_all=True)
             return 2
@@ -151,13 +152,13 @@ def _main(argv: list[str]) -> int:
         return 3 if isinstance(error, Replaced) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output has gone
+    except BrokenPipeError:  # the reader of standard output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
 
 
 def _place(field: str | None, argv: Sequence[str]) -> str:
-    """Return the place of a field in its config, for the end of a message; empty for an error that names none."""
+    """Return where a config sets a field, for the end of a message; empty if the error names no field."""
     if field is None:
         return ""
     from raafl.config.messages import place_of_field
@@ -166,7 +167,7 @@ def _place(field: str | None, argv: Sequence[str]) -> str:
 
 
 def _complain(text: str, *, known_to_all: bool = False) -> None:
-    """Log an error; of errors that every rank finds, only rank 0's is logged, unless it does not come."""
+    """Log an error; an error that occurs on every rank is logged by rank 0, and by others only if rank 0 does not end first."""
     rank = os.environ.get("RANK", "0")
     if known_to_all and rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(_WAIT_FOR_RANK_0_S)
@@ -174,7 +175,7 @@ def _complain(text: str, *, known_to_all: bool = False) -> None:
 
 
 def _with_local_resume(argv: list[str]) -> list[str]:
-    """Return the arguments with a folder of this machine where `--resume` names a URL, or the last run."""
+    """Return the arguments with a URL or ``auto`` after `--resume` replaced by a local run folder."""
     if not values(argv, "--resume"):
         return argv
     from raafl.commands.stored_runs import with_local_resume
@@ -218,7 +219,7 @@ def _simulate(argv: list[str]) -> int:
 
     argv = _with_local_resume(argv)
     _check_first("simulate", argv)
-    keep_freed()  # it trains here or in forks of it; and before torch starts threads
+    keep_freed()  # for commands that train in this process or in forks of it; must run before torch starts threads
     with quick_imports():
         from raafl.commands.auto import parse_run
 
@@ -342,7 +343,7 @@ def _comparing(name: Literal["compare", "reproduce"]) -> Callable[[list[str]], i
 
 @contextmanager
 def _json_alone(argv: list[str]) -> Iterator[None]:
-    """With `--json`, redirect whatever a run, its progress or a user's module prints to standard error."""
+    """With `--json`, redirect all that is printed during a run to standard error, so that standard output has only JSON."""
     if "--json" not in argv or any(option in argv for option in ("--help", "-h", "--print_config")):
         yield
         return
@@ -374,7 +375,7 @@ def _report(summary: dict[str, Any], folder: Path, parsed: Parsed) -> int:
             print(to_json(summary), flush=True)
         elif parsed.experiment.progress != "quiet" or ended.startswith(("interrupted", "failed")):
             print("\n".join(summary_lines(cast(Summary, summary), folder)), flush=True)
-    except OSError as error:  # whoever read the output has gone, or its disk is full; the run ended as it ended
+    except OSError as error:  # the reader has closed the pipe, or the disk is full; the run's exit code does not change
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if not isinstance(error, BrokenPipeError):
             _complain(f"the summary cannot be printed: {error.strerror}; see {folder}")

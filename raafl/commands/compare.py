@@ -58,7 +58,8 @@ def run(comparison: Comparison, options: Namespace) -> str:
     if not options.no_page:
         report.check_drawing()
     search = comparison.search
-    trials = {} if search is None else trials_of(comparison, search)  # an option that is wrong ends it here
+    # raises for an invalid option before any run starts
+    trials = {} if search is None else trials_of(comparison, search)
 
     def reported(settings: Mapping[str, Options]) -> dict[str, list[Run]]:
         return {
@@ -69,12 +70,13 @@ def run(comparison: Comparison, options: Namespace) -> str:
         }
 
     runs = reported({label: some[0].settings for label, some in trials.items()})
-    check_distinct(runs)  # two searches may well end at the same settings, but not two rows at the same trial
+    # searches of two rows may find the same settings, but the rows must not be equal from the start
+    check_distinct(runs)
     runner = Runner(folder / "runs", options.jobs, options.any_code, _tell, options.ranks)
     best = {} if search is None else run_trials(trials, comparison, search, runner)
     if best:
         runs = reported({label: trial.settings for label, trial in best.items()})
-    by_seed = [run for some in zip(*runs.values(), strict=True) for run in some]  # all rows of a seed before the next
+    by_seed = [run for some in zip(*runs.values(), strict=True) for run in some]  # ordered by seed, then by row
     outcomes = runner.run_all(by_seed, comparison.metric)
     found = report.result(comparison, outcomes, trials, best, folder) | {"not_run": left_out}
     paths = report.write(found, folder, draws=not options.no_page)

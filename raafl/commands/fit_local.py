@@ -39,7 +39,7 @@ _TAKEN: Final = (
     "tls_ca",
     "tls_cert",
     "tls_key",
-)  # options of serve and join that are decided here
+)  # options of serve and join that this command sets itself
 _SERVER_ONLY: Final = (
     "--output",
     "--resume",
@@ -83,8 +83,9 @@ def fit_local(argv: Sequence[str]) -> int:
                     partial(client_command, asked.options, port, number),
                     {
                         **environment,
-                        "LOCAL_RANK": str(number),  # its GPU, as under torchrun
-                        "LOCAL_WORLD_SIZE": str(asked.clients + 1),  # with whom it shares the memory
+                        "LOCAL_RANK": str(number),  # selects the client's GPU, as under torchrun
+                        # number of processes that share the machine's memory
+                        "LOCAL_WORLD_SIZE": str(asked.clients + 1),
                     },
                     logs / f"client-{number}.log",
                 )
@@ -132,11 +133,12 @@ class ServerCommand:
         if folder is not None and any((folder / "checkpoints").glob("version-*.ckpt")):
             options = [*without(self._options, "--config", "--resume", "--output"), "--resume", str(folder)]
             if values(self._options, "--config") or not values(self._options, "--resume"):
-                # the folder's is made of what the user gave
+                # the folder's config comes from the user's own
                 options.append("--trust_config")
-            # it does not wait for clients that have been given up meanwhile
+            # 1: a restarted server must not wait for clients that have ended meanwhile
             return [*_RAAFL, "serve", *options, "--min_clients", "1", *self._address]
-        if folder is not None and folder.is_dir():  # nothing to go on from: it begins anew, under the same name
+        # the folder has no checkpoint: start again in a new folder of the same name
+        if folder is not None and folder.is_dir():
             self._num_aside += 1
             folder.rename(folder.with_name(f"{folder.name}-attempt-{self._num_aside}"))
             self._note.unlink()
@@ -158,10 +160,11 @@ def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
     mine = [option for option in without(options, *_SERVER_ONLY) if option != "--json"]
     if (resumed := values(options, "--resume")) and not values(options, "--config"):
         mine += ["--resume", resumed[-1]]
-    if names_section(mine, "--data"):  # the run's data, not the client's own
+    if names_section(mine, "--data"):  # the option names the whole run's data, of which the client takes its share
         mine += ["--share_of_data", "true"]
     where = ["--address", f"127.0.0.1:{port}", "--client", str(number)]
-    return [*_RAAFL, "join", *mine, *where, "--receipts", "false"]  # one user's processes need no proof of each other
+    # all processes belong to one user, who needs no receipts
+    return [*_RAAFL, "join", *mine, *where, "--receipts", "false"]
 
 
 def child_environment(environment: Mapping[str, str], token: str) -> dict[str, str]:

@@ -37,7 +37,7 @@ def command(argv: list[str]) -> int:
     own, rest = split("join", argv)
     if reports_for_all():
         check_plain("join", rest, whole=False)
-    if own.address is not None:  # as there is but for --help
+    if own.address is not None:  # None only for --help
         resolves(own.address)
 
     with quick_imports():

@@ -54,7 +54,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     """
     if any(option in argv for option in ("--help", "-h")):
         return HELP
-    keep_freed()  # so that what it measures of this machine is what a client would find
+    keep_freed()  # so that speeds are measured under a client's malloc settings
     own, rest = _split(argv)
     if own.answer is not None:
         return _answer(own.answer)

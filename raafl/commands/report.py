@@ -124,7 +124,7 @@ def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = 
 
 
 def _deal_out(run: RecordedRun, *, trusted: bool) -> FederatedData:
-    """Load and partition the data that a run's config names; needs torch."""
+    """Load the data of a run's config and partition it among the clients; imports torch."""
     from raafl.config.parse import load_run
     from raafl.runtime.setup import load_data
 

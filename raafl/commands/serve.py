@@ -102,10 +102,10 @@ def serve(
     terms = Terms(for_clients(config_yaml), sections(config_yaml), experiment.guard.own_data, signer=signer)
 
     def note(folder: Path) -> None:
-        if NOTE in os.environ:  # for the supervisor of `raafl fit --local`
+        if NOTE in os.environ:  # tells the supervisor of `raafl fit --local` the run folder
             Path(os.environ[NOTE]).write_text(str(folder.absolute()), encoding="utf-8")
 
-    # failures alike of a client's code: one where all are ours, and started again
+    # equal failures of a client after which the run ends: 1 under `fit --local`, which restarts its clients
     max_failures = 1 if NOTE in os.environ else None
     transport = TcpTransport(meeting)
     with nullcontext() if sites is None else sites.watch(transport.recheck):

@@ -62,7 +62,7 @@ def with_local_resume(argv: Sequence[str]) -> list[str]:
     if not named or not (named[-1] == AUTO or is_url(named[-1])):
         return list(argv)
     rest = without(argv, _RESUMES)
-    if os.environ.get("RANK", "0") != "0":  # rank 0 alone has a run folder
+    if os.environ.get("RANK", "0") != "0":  # only rank 0 has a run folder
         return rest
     if is_url(named[-1]):
         folder = _brought(named[-1], _RESUMES.removeprefix("--"))
@@ -80,7 +80,7 @@ def with_local_resume(argv: Sequence[str]) -> list[str]:
 
 
 def _brought(url: str, field: str) -> Path | None:
-    """Copy a run to `runs`; return its folder, or None where it has no checkpoint, which sets aside what is there."""
+    """Download a run to `runs` and return its folder; None if it has no checkpoint (then an `output` is renamed)."""
     with ObjectStore.answering(url, field) as store:
         names = store.names()
         if any(name.startswith(f"{CHECKPOINTS}/version-") for name in names):
@@ -96,7 +96,7 @@ def _present(folder: Path) -> Path | None:
     if any((folder / CHECKPOINTS).glob("version-*.ckpt")):
         return folder
     if folder.is_dir() and any(folder.iterdir()):
-        with FolderLock(folder, "output"):  # a run that has begun may have no checkpoint yet
+        with FolderLock(folder, "output"):  # the lock fails if a run that has no checkpoint yet is using the folder
             folder.rename(folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
     return None
 

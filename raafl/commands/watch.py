@@ -102,7 +102,8 @@ def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> N
     try:
         while True:
             news = watched.look()
-            watched.state.say = progress.note if progress.verbose else None  # what was there before is not news
+            # set after the first read, so that old events are not printed
+            watched.state.say = progress.note if progress.verbose else None
             if watched.begun:
                 progress.update(watched.state.snapshot, evaluated=watched.state.summary is not None)
             to_say = None if news else _silence(watched)
@@ -118,7 +119,7 @@ def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> N
 
 
 def _note_books(path: Path, progress: Progress) -> None:
-    """Note that the run's books are unsigned or altered, if they are."""
+    """Print a note if the run's signed records are unsigned or altered."""
     if (line := signature_warning(path)) is not None:
         progress.note(line)
 

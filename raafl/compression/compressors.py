@@ -136,7 +136,7 @@ class Int8(Compressor):
             yield _scales(entry), (num_rows(entry.shape),), torch.float32
 
     def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
-        # the CPU's wherever the tensors are: the same bits on every device
+        # always the CPU's generator, so that every device gets the same random bits
         generator = torch.Generator().manual_seed(seed)
         for entry in taken:
             rows = _reals_of(values, entry).reshape(num_rows(entry.shape), -1)
@@ -195,7 +195,7 @@ class TopK(Compressor):
         for dtype, entries in _by_dtype(taken).items():
             flat = torch.cat([_reals_of(values, entry).reshape(-1) for entry in entries])
             count = self.count(flat.numel())
-            # NaN counts as the largest, so that it travels and is found at the other end
+            # topk ranks NaN highest, so that NaN is sent and the receiver can detect it
             chosen = flat.abs().topk(count, sorted=False).indices.sort().values
             out[f"{dtype} places"].copy_(chosen)
             out[f"{dtype} elements"].copy_(flat[chosen])

@@ -116,7 +116,7 @@ class CompressionPlan:
         """Return the copy plan of a task: for each of the task's tensors, where in the whole model its elements are."""
         return self.payload.plan(spec, way)
 
-    # ---- what it costs ----
+    # ---- costs ----
 
     def cost(self, cost: Cost, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
         """Return the cost of a task with compression: fewer bytes are sent, but the client needs memory for it.
@@ -139,11 +139,13 @@ class CompressionPlan:
             values = self.submodels.layout(spec, way).num_bytes
             more.append(wire.num_bytes - values)
             held += plain.num_bytes - values
-            if one is not None:  # what travels; the difference; residual or copy, what is taken of it, what went
+            # memory for the message, the difference, the residual or copy, its part in use, and the decoded message
+            if one is not None:
                 held += wire.num_bytes + (plain.num_bytes if way == "trained" else 0)
                 if one.feeds_back:
                     held += self.payload.layout(way=way).num_bytes + plain.num_bytes * (1 + (way == "trained"))
-            held += plain.num_bytes if self.payload.is_resident and way == "sent" else 0  # from task to task
+            # a resident payload stays on the client between tasks
+            held += plain.num_bytes if self.payload.is_resident and way == "sent" else 0
         return more[0], more[1], held
 
     def notes(self, num_clients: int) -> list[str]:
@@ -159,7 +161,8 @@ class CompressionPlan:
                 texts.append(f"{word} {type(one).__name__}, {wire:,} bytes in the place of {plain:,}")
         if self.down is not None:
             held += self.layout(FULL, "sent").num_bytes
-            held += 3 * sent if self.down.feeds_back else 0  # the copy, what is taken of it, what has changed
+            # for the stored copy, its part in use, and the change since
+            held += 3 * sent if self.down.feeds_back else 0
             held += sent if self.sender_unpacks else 0
         if self.up is not None:
             held += trained

@@ -62,12 +62,12 @@ class Scratch:
 
 
 class _End:
-    """One end of one direction of a client's connection; ``scratch`` may be shared within a thread."""
+    """Codec for one direction of a client's connection, at one end; within a thread codecs may share ``scratch``."""
 
     def __init__(
         self, plan: CompressionPlan, scratch: Scratch | None = None, kept: ClientState | None = None, client: int = 0
     ) -> None:
-        """Continue from the stored state of the client; None = start without any."""
+        """Continue from the client's stored state ``kept``; None = start without state."""
         self._plan, self._scratch = plan, scratch or Scratch()
         self._kept, self._client = kept or ClientState(), client
         self._resident = ResidentPayload(plan.payload, self._kept, client) if plan.payload.is_resident else None
@@ -143,7 +143,8 @@ class DownlinkCodec(_End):
         if is_whole:
             out.copy_(wire)
         else:
-            one.decode(wire, out, finite=False)  # as without a compressor: what is trained from it is refused
+            # as without a compressor: an update trained from values that are not finite is refused
+            one.decode(wire, out, finite=False)
         if known is not None:
             for entry in one.taken(layout):
                 out.view(entry).add_(known.view(entry))
@@ -155,7 +156,7 @@ class DownlinkCodec(_End):
         return out
 
     def _part(self, assignment: Assignment, wire: FlatTensors) -> FlatTensors:
-        """Decode the values that have travelled of a resident payload."""
+        """Decode the transferred part of a resident payload (of which the client keeps the rest)."""
         one = self._plan.down
         if one is None or self._resident is None:
             return wire
@@ -220,7 +221,7 @@ class UplinkCodec(_End):
     def _leave(self, spec: Spec, change: FlatTensors, wire: FlatTensors) -> None:
         """Store the part of ``change`` (overwritten) that ``wire`` lacks; discard the residual if it is not finite."""
         one, plan = self._plan.up, self._plan.plan(spec, "trained")
-        if one is None or not wire.is_finite():  # it will be refused
+        if one is None or not wire.is_finite():  # the server will refuse an update that is not finite
             self.forget()
             return
         sent = self._scratch("sent", change.layout, change.device)
@@ -253,7 +254,7 @@ class UplinkCodec(_End):
         if received is not None:
             for entry in self._plan.added_back(out.layout):
                 out.view(entry).add_(received[entry.name].to(out.device))
-        if out.device.type != "meta" and not out.is_finite():  # a dry run has shapes alone
+        if out.device.type != "meta" and not out.is_finite():  # tensors of a dry run have no values
             raise InvalidPayload("non-finite")
         return out
 
@@ -310,7 +311,7 @@ class CompressedSnapshots(Snapshots):
                 self._life(assignment)[1] = num_bytes
             self.give_back(snapshot)
             return out
-        if is_new:  # all that get it get the same
+        if is_new:  # one message for all clients that start without a copy
             self._carry_down(down, assignment, snapshot, snapshot)
         return snapshot
 
@@ -326,7 +327,7 @@ class CompressedSnapshots(Snapshots):
         return wire.num_bytes
 
     def _travelling(self, assignment: Assignment, values: FlatTensors, way: Way) -> FlatTensors:
-        """Return the values of one direction, valid until the next call: the client's part, or all."""
+        """Return the values to transfer, valid until the next call: all, or for a resident payload the client's part."""
         if self._part is None:
             return values
         layout = self._part.layout(assignment.spec, way)
@@ -343,13 +344,13 @@ class CompressedSnapshots(Snapshots):
 
     @property
     def _has_first(self) -> bool:
-        """Whether a client's first tasks may bring more than the others."""
+        """Check whether a client's first task may transfer more bytes than later ones."""
         down = self._plan.down
         return self._plan.payload.is_resident or (down is not None and down.feeds_back)
 
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
         """Replace the tensors of ``update`` by those that the server receives, after compression."""
-        if update.refusal == OUT_OF_MEMORY:  # nothing was sent
+        if update.refusal == OUT_OF_MEMORY:  # a client without memory has sent nothing
             if self._part is not None:
                 self.refused(assignment)
             return
@@ -386,9 +387,9 @@ class ResidentPayload:
     """
 
     def __init__(self, payload: Payload, kept: ClientState, client: int) -> None:
-        """Continue from what ``kept`` has of the client."""
+        """Continue from the client's values in ``kept``."""
         self._payload, self._kept, self._client = payload, kept, client
-        self._sent: Layout | None = None  # of the last task, on a server, which has no copy
+        self._sent: Layout | None = None  # layout of the last task's values, if this end keeps no copy of them
 
     def layout(self, assignment: Assignment) -> Layout:
         """Return the layout of the tensors that the client receives for a task, before compression.

@@ -121,7 +121,7 @@ class _Worker(threading.Thread):
         self._changed = threading.Lock()
         self._logged = self._failed = 0
         self._error: str | None = None
-        self._since: float | None = None  # when the present call began
+        self._since: float | None = None  # start of the call in progress
 
     @property
     def at_work(self) -> bool:
@@ -159,10 +159,11 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         """Create the logger and make the queued calls; this is the main function of the logger's thread."""
         try:
-            self._since = time.monotonic() + CALL_S  # to import and to connect may take twice as long
+            # starting in the future doubles the time limit, for import and connection
+            self._since = time.monotonic() + CALL_S
             logger = self._make()
             self._ids.keep(self.name, logger)
-        except BaseException as error:  # also what a library raises to end the process
+        except BaseException as error:  # BaseException: a library may raise SystemExit
             logger = None
             self._fail(in_words(error))
         while True:
@@ -209,5 +210,5 @@ def _hyper_parameters(config_yaml: str) -> dict[str, Any]:
 def _close(logger: Any, status: str) -> None:
     """Close a logger so that its data is on disk or sent."""
     logger.finalize("success" if status == "interrupted" else status)
-    if type(logger).__name__ == "WandbLogger":  # Lightning leaves that to the end of the process
+    if type(logger).__name__ == "WandbLogger":  # Lightning would close the run only when the process ends
         logger.experiment.finish(exit_code=int(status == "failed"))

@@ -32,8 +32,8 @@ MAX_TASKS = 10_000
 BINS = 20
 """Of a histogram of shares."""
 _MAX_BINS = 500
-_MAX_BARS = 2_000  # tasks that are drawn
-_SHOWN_ROWS = 200  # of a table as text
+_MAX_BARS = 2_000  # largest number of tasks in a chart
+_SHOWN_ROWS = 200  # largest number of rows of a table as text
 _RUN_IDS = "runs.json"
 _COLOURS = dict(zip(KINDS, ("#4269d0", "#b9b9c2", "#ff725c", "#efb118"), strict=True))
 
@@ -91,7 +91,7 @@ class RecentUpdates:
         return staleness, [share for share in shares if share is not None]
 
 
-# ---- each logger in its manner ----
+# ---- calls that differ between loggers ----
 
 
 def _is_a(logger: object, name: str) -> bool:
@@ -122,7 +122,7 @@ def log(logger: Any, measured: Measurements) -> None:
         for name, values in histograms.items():
             if values:
                 row[f"histograms/{name}"] = wandb.Histogram(np_histogram=histogram(values, whole=name == "staleness"))
-    elif _is_a(logger, "MLFlowLogger"):  # which drops the sign from a target's name, and warns each time
+    elif _is_a(logger, "MLFlowLogger"):  # MLflow drops ">=" from a target's name, and warns each time
         row = {re.sub("[<>=]+", "_", name): value for name, value in row.items()}
     logger.log_metrics(row, step=measured.version)
     if _is_a(logger, "TensorBoardLogger"):
@@ -319,7 +319,7 @@ def _csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return file.getvalue()
 
 
-# ---- the same run after a resume ----
+# ---- ids, to continue a logger's run after a resume ----
 
 
 _NAMES = {
@@ -346,7 +346,7 @@ class RunIds:
         """Read the identifiers of an earlier attempt from ``folder``."""
         self._path, self._lock = folder / _RUN_IDS, threading.Lock()
         self._found: dict[str, dict[str, Any]] = {}
-        with suppress(OSError, ValueError, TypeError, AttributeError):  # not there, or not what was written
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # the file is missing or invalid
             found = json.loads(self._path.read_text(encoding="utf-8"))
             self._found = {str(name): _names_in(ids) for name, ids in found.items()}
 

@@ -77,14 +77,14 @@ class Endpoint:
         host, port = listener.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._listener, self._routes = listener, routes
-        self._callers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}  # in the order in which they came
+        self._callers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}  # ordered by the start of the connection
         self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Close the port and end the thread; a second call does nothing."""
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(timeout=CALLER_S)
         self._listener.close()
@@ -122,7 +122,7 @@ class Endpoint:
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, asyncio.LimitOverrunError, asyncio.IncompleteReadError, OSError):
-            pass  # too slow, too long, or gone
+            pass  # the request timed out, was too long, or the peer has closed the connection
         finally:
             writer.transport.abort()
             self._callers.pop(task, None)
@@ -138,7 +138,7 @@ class Endpoint:
         else:
             try:
                 reply = self._routes[path]()
-            except Exception as error:  # a fault of ours ends neither this thread nor the run
+            except Exception as error:  # an error in raafl's answer must not end this thread or the run
                 _log.warning(f"{path} failed: {type(error).__name__}: {error}")
                 reply = _plain(HTTPStatus.INTERNAL_SERVER_ERROR)
         lines = (

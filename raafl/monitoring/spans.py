@@ -89,7 +89,7 @@ def _exporter(name: str, warn: Callable[[str], None]) -> Any:
         if entry.name in (name, known):
             try:
                 return entry.load()()
-            except Exception as error:  # its own libraries, its own configuration
+            except Exception as error:  # OpenTelemetry's libraries and environment variables may raise anything
                 warn(f"{EXPORTERS}: the exporter {name} cannot be made: {format_error(error)}; there are no spans")
                 return None
     warn(
@@ -111,7 +111,8 @@ class Spans(RunHooks):
         """Make spans for a ``provider``; ``close`` is called at the end."""
         self.close = close  # type: ignore[method-assign]
         self._tracer = provider.get_tracer("raafl", __version__)
-        self._merge: tuple[int, int, float] | None = None  # version, time of its end in ns, seconds
+        # the latest merge: version, end time in ns, duration in seconds
+        self._merge: tuple[int, int, float] | None = None
         self._merged: list[SpanContext] = []
 
     def on_settled(self, settled: Settled, now: float) -> None:

@@ -128,8 +128,7 @@ def _prefixes(submodels: Submodels, chosen: Iterable[str]) -> list[str]:
 # Add exit heads to transformers of Hugging Face and torchvision, which have none of their own.
 #
 # An exit after k blocks has its own copy of the layers after the last block. A submodel with k blocks and that exit puts the
-# copy in
-# place of the original, so that the model's own forward ends early.
+# copy in place of the original, so that the model's own forward ends early.
 
 
 def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _PERIOD_S = {"live": 0.25, "plain": 2.0, "quiet": float("inf")}
 _EVALUATION_PERIOD_S = {"live": 0.0, "plain": 1.0, "quiet": float("inf")}
-_UNCHANGED_S = 60.0  # between two lines that would say the same
-_LONGEST_S = 10.0  # without a line on how the run proceeds, though one evaluation follows the other
+_UNCHANGED_S = 60.0  # seconds before a line without any change is printed again
+_LONGEST_S = 10.0  # longest time in seconds without a progress line, even if evaluations are printed all the time
 _MAX_WARNINGS = 100
 _log = logging.getLogger(__name__)
 
@@ -137,7 +137,8 @@ class Progress:
         if self._live is not None:
             self._guard(lambda live: live.console.print(text, markup=False, highlight=False), self._live)
         else:
-            self._line(text, wrap=not text.startswith("warning: "))  # one line, for those who search for it
+            # warnings are not wrapped, so that a search in the output finds them
+            self._line(text, wrap=not text.startswith("warning: "))
 
     def warn(self, text: str) -> None:
         """Log a warning, unless it was logged before, and store it in `warnings`; callable from any thread."""
@@ -184,7 +185,7 @@ class Progress:
     def _guard(self, write: Callable[[Any], object], target: object) -> None:
         try:
             write(target)
-        except (OSError, ValueError):  # ValueError is what a closed file raises
+        except (OSError, ValueError):  # a closed file raises ValueError
             live, self._live, self._due_at, self.mode = self._live, None, float("inf"), "quiet"
             if live is not None:
                 with contextlib.suppress(OSError, ValueError):

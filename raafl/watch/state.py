@@ -18,9 +18,9 @@ from raafl.sanitize import sanitize_text
 
 MAX_CLIENTS = 16
 """Clients that a view has room for."""
-_MAX_SPECS = 8  # of which a client's time is remembered
-_SHOWN_SPEC, _SHOWN_DEVICE = 48, 24  # letters
-_MOST_BLOCKS = 1000  # of a stack, that are listed
+_MAX_SPECS = 8  # largest number of submodels per client whose task times are stored
+_SHOWN_SPEC, _SHOWN_DEVICE = 48, 24  # characters
+_MOST_BLOCKS = 1000  # largest number of listed blocks of a stack
 
 
 @dataclass(slots=True)
@@ -77,15 +77,15 @@ class RunState:
         self._there: set[int] = set()
         self._working: dict[int, _Client] = {}
         self._evaluations: deque[dict[str, float]] = deque(maxlen=EVALUATIONS)
-        self._measured: dict[str, Any] = {}  # at the last evaluation, as it was written
+        self._measured: dict[str, Any] = {}  # metrics of the last evaluation
         self._reached: set[Target] = set()
         self._version = self._updates = 0
         self._marks, self._trainings = Marks(), Trainings()
-        self._bytes = [0, 0]  # down, up
-        self._staleness = [0, 0]  # sum, highest
+        self._bytes = [0, 0]  # bytes sent to clients, and received from them
+        self._staleness = [0, 0]  # sum and maximum of the staleness of merged updates
         self._outcomes: Counter[str] = Counter()
 
-    # ---- rows ----
+    # ---- rows of the journal ----
 
     def event(self, row: JournalRow, at: float | None = None) -> None:
         """Update the progress with a row of events.jsonl, written at clock time ``at`` (None = now)."""
@@ -126,7 +126,7 @@ class RunState:
             row.get("pace_s", 0.0),
         )
         self._working.pop(number, None)
-        self._working[number] = client  # the last to begin is the last
+        self._working[number] = client  # inserted at the end: clients are ordered by the start of their tasks
         if self.say is not None:
             self._tell(f"client {number} trains {spec_in_words(row.get('spec'))} of version {client.task.version}")
 
@@ -201,7 +201,7 @@ class RunState:
         if self.say is not None:
             self.say(f"{self.time_s:9.1f} s  {sanitize_text(text)}")
 
-    # ---- what to show ----
+    # ---- snapshots ----
 
     def now_s(self) -> float:
         """Return the present time on the run's clock; in a distributed run it also advances while no row is written."""
@@ -215,7 +215,7 @@ class RunState:
         now_s, summary, is_simulated = self.now_s(), self.summary or {}, self.runtime == "simulated"
         updates = int(summary.get("updates_merged", self._updates))
         down, up = summary.get("bytes_down", self._bytes[0]), summary.get("bytes_up", self._bytes[1])
-        marks = self._marks if self.summary is None else Marks()  # of a run that has ended, over all of it
+        marks = self._marks if self.summary is None else Marks()  # rates of an ended run are means over the whole run
         updates_per_s, bytes_per_s = marks.rates(Mark(now_s, updates, down + up))
         found = etas(self.goals, now_s, updates, updates_per_s, self._evaluations, self._reached)
         found = found if self.summary is None else ()
@@ -305,7 +305,7 @@ def spec_in_words(data: object, most: int | None = None) -> str:
     try:
         text = _in_words(data) if isinstance(data, dict) else str(data or "")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        text = "what cannot be read"  # in a journal that was changed
+        text = "what cannot be read"  # the journal was altered
     return text if most is None or len(text) <= most else text[: most - 1] + "…"
 
 
@@ -346,7 +346,7 @@ MERGES = 20
 EVALUATIONS = 10
 """Evaluations through which a metric's line is drawn, and over which a simulation's speed is taken."""
 
-_SECONDS = 10  # over which the trainings of a simulation are counted
+_SECONDS = 10  # seconds over which a simulation's rate of training tasks is measured
 
 
 @dataclass(frozen=True, slots=True)

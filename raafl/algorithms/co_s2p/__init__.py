@@ -184,7 +184,7 @@ def co_s2p(
 
 
 def _instead(asked: RollingWindows, submodel: Select | None) -> Select:
-    """Return ``submodel`` if it is given, else the masked windows; raises `BadInput` if settings of both are given."""
+    """Return ``submodel`` if given, else masked windows; raises `BadInput` if settings of both are given."""
     if submodel is None:
         return asked
     usual = RollingWindows(list(RATES), segments=asked.segments, distils=asked.distils)
@@ -291,7 +291,7 @@ class MaskedAndDistilled(TrainsExits):
         )
 
     def _more(self, submodels: Submodels, spec: Spec, batch_size: int, axes: Sequence[str]) -> _More:
-        """Predict what the hook adds for each sample: FLOPs, bytes at the peak, moved bytes, and FLOPs on padding."""
+        """Predict the hook's extra costs per sample: FLOPs, bytes of peak memory, moved bytes, and FLOPs on padding."""
         if submodels.example_batch is None:
             return 0.0, 0, 0.0, 0.0
         extra = {"masks": axes, "rate": 0.5} if axes else {}

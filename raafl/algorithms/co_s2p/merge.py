@@ -52,7 +52,7 @@ class _ImportanceMemory(MergeMemory):
 
 @dataclass
 class _MostStartBytes(OneValue[int]):
-    """Largest number of bytes that copies of late clients' start values (the model they received) have taken so far."""
+    """Largest memory so far, in bytes, of stored copies of the models from which late clients started."""
 
     key = "most_start_bytes"
     value: int = 0
@@ -62,7 +62,7 @@ _SUMS = ("sum", "weight")  # names of the storage in `GlobalState.scratch`
 
 
 def _zeros(state: GlobalState, name: str) -> FlatTensors:
-    """Return zeros of the model's size, in storage that an earlier merge has left if there is any."""
+    """Return zeros of the model's size, in storage of an earlier merge if there is any."""
     flat: FlatTensors | None = state.scratch.pop(name, None)
     return zeros_like(state.values) if flat is None else flat
 
@@ -129,7 +129,7 @@ class ImportanceMerge(Merge):
         weights = table.norms(now, places)
         task = state.memory.of(AtWork).starts.get(client)
         start = None if task is None else task.start
-        if start is None:  # nothing has changed meanwhile
+        if start is None:  # the global model has not changed since the client started
             return torch.zeros_like(weights), weights
         for dtype, buffer in now.buffers.items():
             buffer.sub_(start.buffers[dtype])
@@ -172,7 +172,7 @@ def copy_start_values(state: GlobalState) -> None:
     most.value = max(start_bytes, most.value)
 
 
-# ---- which element is in which segment ----
+# ---- map elements to segments ----
 
 Place = tuple[int | None, Tensor]
 """Segments of a tensor: the dimension along which they change, and the segment of each index of it; (None, one segment) if all
@@ -180,7 +180,7 @@ elements are in the same."""
 
 
 class _Table:
-    """Numbering of all trained segments, consecutive over axes and tensors.
+    """Consecutive numbers of all trained segments, over axes and tensors.
 
     `num`: number of segments.
     `num_scored`: number of segments that hold parameters; the one after them holds all running statistics.
@@ -212,7 +212,7 @@ class _Table:
             for i, (start, stop) in enumerate(pairwise(bounds)):
                 ids[member.offset + start * member.unit : member.offset + stop * member.unit] = self._firsts[axis] + i
         if bool((ids < 0).any()):
-            # the rows on no axis, such as other rows of a joint projection, are one more segment
+            # rows that are on no axis form one more segment
             ids[ids < 0] = self.num
             self.num += 1
         return dim, ids
@@ -258,7 +258,7 @@ def _table(submodels: Submodels, number: int) -> _Table:
 #     gamma_n = ||Delta_n||_1 / rate_n / (||theta_t - theta_{t - tau_n}||_1 + 1)
 #     theta_{t+1} = theta_t + sum_n gamma_n Delta_n / sum_n gamma_n
 #
-# where Delta_n is 0 on what client n does not hold: an element that few clients hold moves less, not the mean of these.
+# where Delta_n is 0 on elements that client n lacks. So an element that few clients hold moves less than their mean.
 
 
 @dataclass

@@ -119,7 +119,7 @@ class Split(Local):
         """What this training can do, needs, and leaves out."""
         return replace(
             super().traits,
-            leaves_out=frozenset(TASK_HOOKS),  # they would run twice, once in each half, or in one half alone
+            leaves_out=frozenset(TASK_HOOKS),  # such hooks would run in both halves, or in only one
             supports_data_parallel=False,  # a client's batches go to the server one by one
         )
 

@@ -56,14 +56,14 @@ class Call:
 
 @dataclass(slots=True)
 class _Value:
-    """One storage, and the number of the operation that created (`came`), first used and last used it."""
+    """A tensor storage, with the numbers of the operations that created (`came`), first used and last used it."""
 
     came: int
     first: int = -1
     last: int = -1
     name: str = ""  # name of the parameter or buffer; empty = an intermediate value
-    learned: bool = False  # whether parameters went into it
-    leaves: frozenset[int] = frozenset()  # indices of the batch's tensors that went into it
+    learned: bool = False  # whether the value was computed from parameters
+    leaves: frozenset[int] = frozenset()  # indices of the batch's tensors from which the value was computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         self._stack: list[int] = []
         self._now = 0
         self._values: dict[int, _Value] = {}
-        self._held: list[Any] = []  # keeps storages alive: a freed one would hand its key to another
+        self._held: list[Any] = []  # keeps storages alive, since the key of a freed one could be reused
         state = set(submodels.layout().by_name)
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if name in state:
@@ -184,7 +184,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
             value.leaves |= leaves
         return result
 
-    # ---- cuts ----
+    # ---- find the cuts ----
 
     def cuts(self, submodels: Submodels) -> Iterator[Cut]:
         """Yield each possible cut of the model, from the first layer to the last."""
@@ -215,7 +215,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
             elif value.came <= now < value.last and value is not storage:
                 if value.learned or any(start < value.came <= end for start, end in inside):
                     return None
-                leaves |= value.leaves  # depends on the batch alone: the server computes it anew
+                leaves |= value.leaves  # the value depends only on the batch, so the server can recompute it
         trained = {name for name, p in submodels.module.named_parameters() if p.requires_grad}
         if not trained & lower or not trained - lower:
             return None
@@ -275,7 +275,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
 
 
 def _activation(output: object) -> int | None:
-    """Return the index of the only tensor in ``output`` that requires a gradient; None unless there is exactly one."""
+    """Return the index of the one tensor in ``output`` that requires a gradient; None if there is not exactly one."""
     flat = tree_flatten(output)[0]
     places = [i for i, item in enumerate(flat) if isinstance(item, Tensor) and item.requires_grad]
     return places[0] if len(places) == 1 else None
@@ -307,7 +307,7 @@ def trace_step(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
         raise ValueError("the model has no training_step: define one that returns the loss")
     sizes: Sequence[Any] = [item.shape for item in flat] if shapes is None else shapes
     failure: Exception | None = None
-    # first with new tensors on the meta device; some steps create masks or indices whose values Python reads
+    # new tensors go to the meta device first, then to the CPU: some steps create masks or indices and read their values
     for default in ("meta", "cpu"):
         leaves = [torch.empty(size, dtype=item.dtype, device="meta") for size, item in zip(sizes, flat, strict=True)]
         try:
@@ -539,6 +539,6 @@ def with_received_activation(module: nn.Module, outline: Outline, activation: Te
 
 
 def _given(outputs: list[Any]) -> Callable[..., Any]:
-    """Return a forward method that returns given outputs, one for each call."""
+    """Return a forward method that returns ``outputs`` one after another, one in each call."""
     remaining = iter(outputs)
     return lambda *args, **kwargs: next(remaining)

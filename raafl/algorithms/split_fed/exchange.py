@@ -234,7 +234,7 @@ class Batches:
 
     @property
     def _due(self) -> int:
-        """The number of samples in the expected batch."""
+        """Return the number of samples in the expected batch."""
         return min(self._batch_size, self.num_samples - self._index % self._per_epoch * self._batch_size)
 
     def batches(self, *_: object, **__: object) -> Iterator[tuple[Received, int]]:

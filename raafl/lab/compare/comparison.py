@@ -18,7 +18,7 @@ from raafl.lab.compare.statistics import Curve, on_grid, smoothed
 from raafl.plain_yaml import read_yaml
 
 _HOLDOUT = 0.1
-_OF_A_RUN = {"model", "data", "algorithm"}  # fields of each run's config
+_OF_A_RUN = {"model", "data", "algorithm"}  # fields that belong in the config of a run, not in a comparison
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Comparison:
             self.search.check(list(self.rows), self.seeds)
 
     def _check_distance(self) -> None:
-        """Raise `BadInput` unless `eval_every` is the same amount of training for all rows, and given once."""
+        """Raise `BadInput` unless `eval_every` is given once, and means the same amount of training in all rows."""
         if self.eval_every is None:
             return
         from raafl.config.experiment import distance
@@ -272,7 +272,7 @@ def read(path: Path, variant: str | None = None) -> Comparison:
 
 
 def _variant(raw: Mapping[str, Any], variant: str | None) -> dict[str, Any]:
-    """Return a file's fields as one of its variants has them."""
+    """Return a comparison file's fields with those of one variant applied."""
     variants = {
         name: mapping(f"variants.{name}", fields) for name, fields in labelled("variants", raw.get("variants")).items()
     }

@@ -32,7 +32,7 @@ from raafl.lab.compare.search import Trial, run_trials, trials_of
 Cell = tuple[str, str]
 """Name of a task and of a fleet."""
 
-_ALL = "*"  # the devices of all tasks
+_ALL = "*"  # key under which a fleet gives the devices for all learning tasks
 TASK_S = "{task_s}"
 """Stands in a method's options for the seconds that a task should take: the fleet's `task_s` of the task."""
 
@@ -247,7 +247,7 @@ def read_grid(path: Path, more: Sequence[Path] = ()) -> Grid:
 
 
 def _texts(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return fields with those of these names as text: YAML may read a name as a number."""
+    """Return the fields with names converted to text, since YAML may read a name as a number."""
     return {name: str(one) if name in names and one is not None else one for name, one in given.items()}
 
 
@@ -388,7 +388,7 @@ def _search(grid: Grid, runner: Runner, found: GridRuns, finished_only: bool) ->
         comparison = grid.comparison((task, grid.search.fleet))
         assert comparison.search is not None
         trials = trials_of(comparison, comparison.search)
-        if finished_only:  # the trials of a method that has not had all of its own say nothing
+        if finished_only:  # skip methods whose trials are incomplete
             runs = {label: [run for trial in some for run in trial.runs] for label, some in trials.items()}
             trials = {label: some for label, some in trials.items() if all(map(runner.find, runs[label]))}
         found.trials[task] = trials
@@ -396,7 +396,7 @@ def _search(grid: Grid, runner: Runner, found: GridRuns, finished_only: bool) ->
 
 
 def _runs(grid: Grid, found: GridRuns) -> dict[Run, Cell]:
-    """Return the runs of all cells, those of a method before those of the next one."""
+    """Return the runs of all cells, ordered by method."""
     listed: list[tuple[Run, Cell]] = []
     for cell in grid.cells:
         best = found.best[cell[0]]
@@ -420,7 +420,7 @@ def _outcomes(runs: list[Run], runner: Runner, finished_only: bool) -> list[Outc
 
 
 def _replay(due: Sequence[Outcome], jobs: int, tell: Tell, replays: dict[str, str | None], finished_only: bool) -> None:
-    """Replay the runs that have not been, and note whether each is equal to what its summary says."""
+    """Replay runs that were not replayed yet, and record whether each replay gives the model in the run's summary."""
     left = []
     for outcome in due:
         if _was_replayed(outcome):

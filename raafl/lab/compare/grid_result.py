@@ -122,7 +122,7 @@ def standings(rows: Sequence[Row], *, maximize: bool) -> dict[str, dict[str, Any
 
 
 def _order(median_s: float | None, reached: float) -> tuple[float, float]:
-    """Return what methods are ranked by: the median time, and among those without one, how many seeds reached the target."""
+    """Return the sort key of a method: its median time or, without one, the number of seeds that reached the target."""
     return (math.inf, -reached) if median_s is None else (median_s, 0.0)
 
 
@@ -133,7 +133,7 @@ def _first(targets: Mapping[str, Any], key: str | None = None) -> float | None:
 
 
 def _rank(values: Mapping[str, float | None], label: str) -> int:
-    """Return 1 + how many rows are better; those without a value come last, together."""
+    """Return each row's rank, 1 + the number of better rows; rows without a value share the last rank."""
     own = values[label]
     return 1 + sum(value is not None and (own is None or value < own) for value in values.values())
 
@@ -145,7 +145,7 @@ def _dominates(one: tuple[float | None, float | None], other: tuple[float | None
 
 
 def _behind(rows: Sequence[Row], leader: str) -> dict[str, dict[str, Any]]:
-    """Compare each row's times to the first target with those of the first method, by ranks over all runs.
+    """Compare each row's times to the first target with those of the first method, by a rank test over all runs.
 
     Returns:
         For each row how many of its seeds reached the target; the ratio of its median time to the first method's; in how
@@ -348,7 +348,7 @@ def verify_grid(
 
 
 def _drawn(grid: Grid, found: Mapping[str, Any], share: float, seed: int) -> dict[Run, tuple[str, Mapping[str, Any]]]:
-    """Return runs to make, with the name of their cell and what the result says of them."""
+    """Draw a share of the result's runs to repeat; return each with its cell's name and its entry in the result."""
     listed = [
         (cell, row, run)
         for cell in found["cells"]

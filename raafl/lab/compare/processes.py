@@ -82,9 +82,9 @@ def _ended_on_error(processes: Collection[BaseProcess]) -> Iterator[None]:
 
 
 def _end(processes: Collection[BaseProcess]) -> None:
-    """Ask processes to end, which a run does between two events with a checkpoint, and wait for them."""
+    """Ask processes to end and wait for them; a run ends between two events, with a checkpoint."""
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError):  # the process has just ended
             os.kill(cast(int, process.pid), signal.SIGINT)
     for process in processes:
         process.join()
@@ -93,7 +93,7 @@ def _end(processes: Collection[BaseProcess]) -> None:
 def start(argv: Sequence[str], log: Path, num_ranks: int = 1) -> BaseProcess:
     """Start a command of raafl in a new process, which ends when this process ends."""
     process = _new_process(argv, log, num_ranks)
-    # The server of forks and its tracker inherit the mask: a signal to the whole group would end them, and with the server all
+    # The forkserver and its tracker inherit this mask: else a signal to the process group would end them, and with them all
     # knowledge of the runs. Python starts the tracker first, and then unblocks signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
     resource_tracker.ensure_running()
@@ -169,16 +169,17 @@ def ranks_log(log: Path) -> Path:
 def set_up_process(log: Path) -> None:
     """Prepare a new process, from inside: send its output to the file ``log``, lock the file, and end with the parent."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_OUTSIDE)
-    os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on once
+    os.setsid()  # so that a terminal's Ctrl-C reaches only the parent, which passes it on once
     with log.open("ab", buffering=0) as file:
         _lock(file.fileno(), log)
-        for stream in (1, 2):  # the lock is the open file's: it is kept as long as one of these is open
+        # the lock belongs to the open file, and is held as long as any of its descriptors is open
+        for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """Interrupt this process once its parent is gone, however that ended, so that nobody else's run meets this one's."""
+    """Interrupt this process once its parent has ended, so that it does not collide with a later run in the same folder."""
     parent = mp.parent_process()
     if parent is not None:
         parent.join()

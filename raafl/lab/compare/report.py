@@ -92,7 +92,8 @@ def write(result: Mapping[str, Any], folder: Path, *, draws: bool = True) -> lis
             "table.tex": latex(table).encode(),
         },
     )
-    groups = _groups(result, folder) if draws else []  # after the numbers are saved: an error of the drawing loses none
+    # draw after the numbers are saved, so that an error here loses nothing
+    groups = _groups(result, folder) if draws else []
     if groups:
         page_text = _page(result, table, groups)
         paths += _save(folder, {"curves.svg": draw(groups, ".svg"), "index.html": page_text.encode()})
@@ -280,13 +281,13 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
 
 
 def _are_alike(distances: Iterable[float]) -> bool:
-    """Check whether distances differ by at most a tenth: those in versions vary with the times of tasks."""
+    """Check whether distances between evaluations differ by at most a tenth, as they may if given in versions."""
     known = list(distances)
     return bool(known) and max(known) <= 1.1 * min(known)
 
 
 def _spacing(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return how far the evaluations of a row's runs are from each other, in their ``time_s`` or ``updates``; None if unknown."""
+    """Return the mean distance between evaluations of a row's runs, in the unit ``name`` (time_s or updates); None if unknown."""
     counted = [run for run in runs if len(run.get("curve", ())) > 1 and run.get(name) is not None]
     num = sum(len(run["curve"]) - 1 for run in counted)
     return sum(run[name] for run in counted) / num if num else None
@@ -344,7 +345,7 @@ def _escaped(cell: str) -> str:
 
 
 def _whole_trials(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the trials of a row's search that had their whole budget."""
+    """Return the trials of a row's search that used their full budget."""
     searched = row.get("searched") or {"trials": []}
     return [trial for trial in searched["trials"] if "cut_after" not in trial]
 
@@ -456,7 +457,7 @@ def _row(comparison: Comparison, label: str, machine: Profile) -> Forecast:
 
 
 def _evaluations(experiment: Experiment, world: World, found: Prediction, factor: float) -> float:
-    """Return about how many times a run evaluates its model; by seconds or samples, at most once a version."""
+    """Estimate the number of evaluations in a run; if given in seconds or samples, at most one per version."""
     versions, every = found.versions * factor, distance("eval_every", experiment.eval_every)
     if every is None:
         return versions / len(world.clients)
@@ -469,7 +470,7 @@ def _evaluations(experiment: Experiment, world: World, found: Prediction, factor
 
 
 def _updates(experiment: Experiment, found: Prediction) -> int:
-    """Return after how many merged updates a run ends, by its own limits; targets are not expected to be reached."""
+    """Predict the number of merged updates of a run from its limits, as if it never reached a target."""
     limit_s, updates = seconds("max_time", experiment.max_time), experiment.max_updates
     in_time = None if limit_s is None or not found.update_s else int(limit_s / found.update_s)
     return min((limit for limit in (in_time, updates) if limit is not None), default=found.updates)
@@ -480,10 +481,10 @@ def _tested(world: World) -> int:
 
 
 def _share(comparison: Comparison) -> float:
-    """Return the budget that halving spends on a trial, on average, as a share of running each to its end."""
+    """Return the mean budget of a trial under successive halving, as a share of a full run."""
     halving = comparison.search.halving if comparison.search else None
     spent, left = 0.0, 1.0
     for fraction in rungs(halving):
-        spent += left * fraction  # each part begins anew
+        spent += left * fraction  # each stage trains from the start
         left *= halving.keep if halving else 1.0
     return spent

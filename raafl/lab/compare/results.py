@@ -86,7 +86,7 @@ def _megabytes_at(folder: Path) -> list[tuple[float, float]]:
 
 
 def _last_before(curve: Curve, time_s: float | None) -> float | None:
-    """Return the last value of a curve until a time; None if there is none, or no time."""
+    """Return the last value of a curve at or before ``time_s``; None if there is no such value, or ``time_s`` is None."""
     return None if time_s is None else next((value for at, value in reversed(curve) if at <= time_s), None)
 
 

@@ -43,8 +43,8 @@ from raafl.units import duration, quantity
 if TYPE_CHECKING:
     from raafl.config.parse import Parsed
 
-_FAILED = 1  # that of a run which ended by itself, such as one that diverged
-_OF_RAAFL = ("raafl", "model_zoo")  # the digest of the code has them
+_FAILED = 1  # exit code of a run that failed by itself, such as one that diverged
+_OF_RAAFL = ("raafl", "model_zoo")  # modules that the code's digest covers already
 _BAD_INPUT = 2  # the exit code of raafl for a request that cannot be carried out
 _TOLD_S = 30.0
 """Seconds between two lines of progress where no run ends."""
@@ -275,12 +275,12 @@ class Runner:
     def _start(self, run: Run) -> BaseProcess:
         folder = run.folder(self._root, code_digest())
         log = folder.with_suffix(".log")
-        check_free(log)  # before anything is removed: it may not have its first checkpoint yet
+        check_free(log)  # check before removing anything: the run may be in progress without a first checkpoint
         if newest(folder) is not None:
             argv = ["--resume", str(folder)]
         else:
             if folder.exists():
-                shutil.rmtree(folder)  # cut off before its first checkpoint
+                shutil.rmtree(folder)  # the run was interrupted before its first checkpoint
             argv = [*run.argv, "--output", str(folder)]
         note = {
             "label": run.label,
@@ -295,14 +295,15 @@ class Runner:
         return start(["simulate", *argv, "--progress", "quiet"], log, self._num_ranks)
 
     def _outcome(self, run: Run, process: BaseProcess) -> Outcome | None:
-        """Return the outcome of a run whose process has ended; None where it is to begin anew."""
+        """Return the outcome of a run whose process has ended; None if the run must be started again."""
         outcome = self.find(run)
         if outcome is not None:
             return outcome
         folder = run.folder(self._root, code_digest())
         last = newest(folder)
         if process.exitcode == _BAD_INPUT and last is not None and load(last).raafl.get("finished") is not None:
-            shutil.rmtree(folder)  # it ended, and was cut off before its summary: it can neither be resumed nor taken
+            # the run ended, but was interrupted before it wrote its summary: it can neither be resumed nor used
+            shutil.rmtree(folder)
             return None
         lines, summary = _last_lines(folder.with_suffix(".log")), read_summary(folder)
         return Outcome(
@@ -319,7 +320,7 @@ class Runner:
             self._say_left(num)
 
     def _say_left(self, num: int, line: str = "") -> None:
-        """Tell ``line``, how many runs are left of those that were asked for, and about how long they take."""
+        """Print ``line``, the number of runs that are left in this step, and about how long they will take."""
         left = f"{quantity(num, 'run')} left in this step"
         if self._seconds and num:
             left += f", about {duration(statistics.fmean(self._seconds) * num / self._jobs)}"
@@ -328,13 +329,14 @@ class Runner:
 
 
 def _check_metric(metric: str | None, run: Run, folder: Path, *, ended: bool) -> None:
-    """Raise `BadInput` if a run does not measure the metric; a run in progress says so with its first evaluation."""
+    """Raise `BadInput` if a run's metrics file lacks the metric; a run in progress is checked after its first evaluation."""
     try:
         with (folder / METRICS).open(newline="") as file:
             columns = next(csv.reader(file), [])
     except OSError:
         return
-    later = not ended and metric is not None and metric.startswith((CLIENT, TRAIN.rstrip("/")))  # after a task
+    # such metrics first appear after a task
+    later = not ended and metric is not None and metric.startswith((CLIENT, TRAIN.rstrip("/")))
     if metric is None or metric in columns or later or not columns:
         return
     raise BadInput(
@@ -378,7 +380,7 @@ def _sentence(outcome: Outcome) -> str:
 
 # Record when, where and with which code a result was made.
 #
-# Imports no torch, so that whoever needs one of these alone pays for nothing else.
+# Imports no torch, so that commands that need only this start fast.
 
 _PACKAGES = ("torch", "lightning", "numpy")
 _GPUS = Path("/proc/driver/nvidia/gpus")

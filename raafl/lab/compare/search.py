@@ -96,7 +96,8 @@ def run_trials(
                 trial.fraction = fraction
                 trial.scores = _scores(trial, outcomes, comparison)
         for label, some in going.items():
-            some.sort(key=lambda trial: trial.rank(comparison.maximize))  # stable: of equal ones, the first in the grid
+            # a stable sort: among equal trials the first in the grid wins
+            some.sort(key=lambda trial: trial.rank(comparison.maximize))
             if math.isinf(some[0].rank(comparison.maximize)):
                 errors = [outcomes[run.part(fraction)].error for run in some[0].runs]
                 raise RunFailed(

@@ -100,7 +100,7 @@ def rank_test(groups: Sequence[tuple[Sequence[float | None], Sequence[float | No
     groups = [(ours, theirs) for ours, theirs in groups if ours and theirs]
     if not groups:
         return None
-    # Sums are of twice the number of pairs, less their expectation: whole numbers, and symmetric without ties.
+    # The statistic is twice the number of pairs minus its expectation: a whole number, symmetric about 0 without ties.
     whole, untied = {0: 1}, {0: 1}
     seen = 0
     for ours, theirs in groups:
@@ -115,13 +115,13 @@ def rank_test(groups: Sequence[tuple[Sequence[float | None], Sequence[float | No
 
 
 def _excess(ours: Sequence[float], theirs: Sequence[float]) -> int:
-    """Return the number of pairs in which ours is later, less that of pairs in which it is sooner."""
+    """Return the number of pairs in which our time is later, minus the number in which it is earlier."""
     return sum((one > other) - (one < other) for one in ours for other in theirs)
 
 
 def _null(times: Sequence[float], num: int) -> dict[int, int]:
-    """Count, for each excess, the choices of ``num`` of the runs that have it over the rest."""
-    # the excess of a choice is the sum of its runs' excesses over all runs: within the choice they cancel
+    """Count for each value of `_excess` the choices of ``num`` runs that have this value against the remaining runs."""
+    # a choice's excess is the sum of its runs' excesses over all runs, since pairs within the choice cancel
     excesses = [_excess([one], times) for one in times]
     ways: list[dict[int, int]] = [{0: 1}, *({} for _ in range(num))]
     for excess in excesses:

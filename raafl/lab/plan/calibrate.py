@@ -263,7 +263,7 @@ def fit_tasks(client: int, tasks: Sequence[TimedTask]) -> Fit:
 
 
 def _line(compute: Numbers, real: Numbers) -> tuple[float, float]:
-    """Return slope and intercept, none below 0, with the least squares of relative errors."""
+    """Fit a line by least squares of relative errors; return slope and intercept, both at least 0."""
     alone = float((real / compute).mean()), 0.0
     if compute.max() < _SPREAD * compute.min():
         return alone

@@ -74,7 +74,7 @@ class Candidate:
                 name: fleet.median_s * TASK_SHARE if value == TASK_S else value
                 for name, value in found["submodel"].items()
             }
-            if "seconds" in limit:  # on a virtual clock without variation what is measured is what was predicted
+            if "seconds" in limit:  # without variation, measured times on the virtual clock equal the predicted ones
                 limit |= {"measured": True, "relative": True}
             found["submodel"] = {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in limit.items()}
         return replace(self, settings=found)
@@ -282,7 +282,7 @@ def is_open(algorithm: Algorithm) -> bool:
 
 
 def _adjusting(best: Candidate, predicted: Prediction, experiment: Experiment) -> Candidate:
-    """Return the candidate with what lets its buffer or its slack follow measured times, where nothing needs them fixed."""
+    """Add settings with which the method adapts its buffer size or slack to measured times, unless these must be fixed."""
     takes = signature(ALGORITHMS[best.method]).parameters
     fixed = experiment.privacy.is_on or experiment.secure_aggregation.is_on
     more: dict[str, float] = {}
@@ -397,6 +397,6 @@ class FleetSummary:
 
 
 def _present(client: ClientInfo, task_s: float) -> float:
-    """Return the share of a period, or of the next tasks, in which a client may work."""
+    """Return the share of time, 0 to 1, in which a client is available, over its period or its next tasks."""
     horizon_s = client.profile.period_s or _TASKS_AHEAD * task_s
     return fmean(client.profile.available((i + 0.5) / _MOMENTS * horizon_s) for i in range(_MOMENTS))

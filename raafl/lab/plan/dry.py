@@ -80,7 +80,7 @@ class World:
             with skeleton():
                 module = make_model(experiment)
             self._submodels[key] = proven(experiment, module, self.data)
-            self._submodels[key].attach_base(module)  # what is frozen travels in no run, nor here
+            self._submodels[key].attach_base(module)  # frozen values are never transferred, as in a real run
         return self._submodels[key]
 
     def cut_submodels(self) -> Submodels:
@@ -123,7 +123,7 @@ class World:
             state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
         there = max(sum(client.profile.available(0.0) for client in self.clients), 1)
         limits = replace(limits_of(experiment, there), max_updates=max_updates, checkpoint_every=None)
-        # a trigger that merges some of the waiting updates reads from what the merge remembers which they are
+        # a trigger that merges only some of the waiting updates may look them up in the merge's memory
         reads_memory = type(algorithm.trigger).merged_now is not Trigger.merged_now
         unmerged = algorithm if reads_memory else replace(algorithm, merge=_Unmerged(algorithm.merge))
         return coordinator_of(experiment, self.data, unmerged, state, limits)
@@ -147,7 +147,7 @@ class Untrained(Executor):
     """Executor of a dry run: it trains nothing, and returns uninitialised tensors at once."""
 
     def __init__(self, payload: Payload, sizes: Mapping[int, int], seconds_of: Callable[[Assignment], float]) -> None:
-        """Answer for clients with ``sizes`` samples, by id; ``here_s`` adds up ``seconds_of`` each task."""
+        """Simulate clients that have ``sizes`` samples, by id; ``here_s`` sums ``seconds_of`` over all tasks."""
         self._payload, self._sizes, self._seconds_of = payload, sizes, seconds_of
         self.here_s = 0.0
         self._tasks: dict[int, tuple[Assignment, torch.device]] = {}
@@ -179,7 +179,8 @@ class DryRun(Simulation):
         return {}
 
     def _take_raised(self, error: BaseException, client: int | None) -> None:
-        raise error  # a part that reads values may need those of trained updates, which there are none of: `predict` says so
+        # raise: a part of the method may read values of updates, which a dry run lacks; `predict` reports that
+        raise error
 
 
 def predict(
@@ -198,14 +199,14 @@ def predict(
     problem = ""
     try:
         is_large = num_values(world.submodels(algorithm)) > MOST_VALUES
-        for real in (False,) if is_large else (False, True):  # most need no values
+        for real in (False,) if is_large else (False, True):  # first without values, which most methods do not need
             try:
                 return _gone_through(world, algorithm, name, max_updates, wanted, real, machine)
             except (NotImplementedError, RuntimeError, KeyError, TypeError) as error:
                 problem = one_line(format_error(error))
     except BadInput as error:
         return Prediction(name, problem=one_line(str(error)))
-    except USER_ERRORS as error:  # of the method's parts or of the user's model: other methods are still worth a line
+    except USER_ERRORS as error:  # an error of one method or of the user's model must not hide the other predictions
         return Prediction(name, problem=f"it cannot be planned ({one_line(format_error(error))})")
     return Prediction(name, problem=f"it cannot be planned, since its parts need trained updates ({problem})")
 

@@ -120,7 +120,7 @@ def _by_the_loop(experiment: Experiment, submodels: Submodels) -> str | None:
         return reason
     try:
         return refusal_of_optimizer(configure(submodels.module)[0])
-    except USER_ERRORS:  # of the user's code, which may want parameters that have values
+    except USER_ERRORS:  # raised by user code that needs parameters with values
         return None
 
 
@@ -135,7 +135,7 @@ def _others(world: World, name: str, advice: Advice, max_updates: int | None) ->
     shown = name + "".join(f" ({key} {value})" for key, value in chosen.items())
     try:
         algorithm = ALGORITHMS[name](**chosen)
-    except (BadInput, TypeError) as error:  # of the method's own demands
+    except (BadInput, TypeError) as error:  # the method does not accept these settings
         return [Prediction(shown, problem=" ".join(str(error).split()))]
     return [predict(world, algorithm, shown, max_updates)]
 
@@ -303,5 +303,5 @@ def advise(fleet: SelectContext, clients: Sequence[ClientInfo]) -> Advice:
 
 
 def _cost_s(fleet: SelectContext, client: ClientInfo, spec: Spec = FULL) -> float:
-    """Return the seconds of a task of ``spec``, exchanges in mid-task included."""
+    """Return the seconds of a task on ``spec``, including transfers during the task."""
     return fleet.cost_s(client, Work(spec, extra=fleet.task_options(client)))

@@ -63,7 +63,7 @@ def curves(groups: Sequence[Group], first: str | None = None) -> Chart:
 
 
 def _hidden(group: Group) -> str:
-    """Return a note on how much the shortest run of a group cuts the others' line, if a tenth or more."""
+    """Return a note if a group's shortest run hides a tenth or more of its longer runs, since curves end with the shortest."""
     ends = {run.name: run.end_s for run in group.runs}
     shortest = min(ends, key=ends.__getitem__)
     share = ends[shortest] / max(max(ends.values()), 1e-9)

@@ -102,7 +102,7 @@ def flat(value: object, prefix: str = "") -> dict[str, str]:
 
 def _experiment(run: RecordedRun) -> dict[str, Any]:
     found = {name: value for name, value in run.config.items() if name not in NOT_THE_EXPERIMENT}
-    if run.goals:  # it went on with other limits than its config's
+    if run.goals:  # a resumed run may have other limits than its config
         goals = Goals.from_json(run.goals)
         targets = list(map(str, goals.targets))
         target = targets[0] if len(targets) == 1 else targets or None
@@ -141,7 +141,7 @@ def _part(name: str, value: str, folder: str) -> str:
         return f"{value} clock"
     if name == "ended":
         return _short(value)
-    if any(part.isdecimal() for part in name.split(".")):  # within a list, such as the devices
+    if any(part.isdecimal() for part in name.split(".")):  # skip entries of lists, such as devices
         return f"{name.partition('.')[0]} of {folder}"
     return f"{name.rpartition('.')[2]} {_short(value)}"
 

@@ -205,7 +205,7 @@ def draw(groups: Sequence[Group], suffix: str) -> bytes:
         raise BadInput(
             "no run has an evaluation of its model, so there is nothing to draw: give a run that was evaluated"
         )
-    # text stays text, and the same runs give the same file
+    # keep text as text in the files, and make the files reproducible
     with rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "raafl"}):
         width, height = _PANEL_INCHES
         figure = Figure(figsize=(width * len(metrics), height), layout="constrained")
@@ -241,5 +241,5 @@ def _clock(groups: Sequence[Group]) -> str:
 
 
 def _text(text: str) -> str:
-    """Return a text of a run folder's as plain text: `$` would begin a formula."""
+    """Escape ``$`` in a text from a run folder, which matplotlib would read as the start of a formula."""
     return sanitize_text(text, _MAX_LABEL).replace("$", r"\$")

@@ -116,12 +116,12 @@ def data_json(charts: Sequence[Chart]) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return a choice as its select element will have it."""
+    """Return a choice's text as a browser returns it from a select element."""
     return html.unescape(escaped(text))
 
 
 def _plain(value: object) -> object:
-    """Escape every text of a figure that plotly would read as markup, except our own markup."""
+    """Escape texts of a figure that plotly would read as markup, except for raafl's own markup."""
     if isinstance(value, Mapping):
         return {name: item if name in _OWN_MARKUP else _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -232,7 +232,7 @@ def _regions(group: Group) -> dict[int, list[float]]:
 
 
 def _pauses(run: RecordedRun) -> dict[int, float]:
-    """Return for each region the most consecutive versions made without it."""
+    """Return for each region the largest number of consecutive versions without an update of it."""
     merged = run.tasks.are(MERGED) & np.isfinite(run.tasks["merged_version"]) & np.isfinite(run.tasks["region"])
     region, version = run.tasks["region"][merged], run.tasks["merged_version"][merged]
     if not len(version):

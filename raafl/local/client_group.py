@@ -51,7 +51,7 @@ class ClientProcesses:
     ) -> None:
         """Prepare.
 
-        `announce`: on the leader, makes the other processes begin a task; None on the others.
+        `announce`: on the leader, starts a task in the other processes; None on the others.
         """
         self.rank, self.size, self._begin_sum, self._announce = rank, size, begin_sum, announce
         self.failed = failed
@@ -104,14 +104,15 @@ class ClientProcesses:
         self._check_stepped()
         buckets, self._buckets = self._buckets, None
         assert buckets is not None
-        buckets.end()  # the same sums in the same order everywhere, also where a parameter had no gradient
+        # sums the remaining buckets, in the same order in every process, also for parameters without a gradient
+        buckets.end()
         known = torch.tensor(
             [*(p.grad is not None for p in buckets.parameters), stop, buckets.again], dtype=torch.float32
         )
         self._total(known)
         if known[-2]:
             return True
-        if known[-1]:  # several backward passes: some sums were begun too early
+        if known[-1]:  # with several backward passes, some sums began before their gradients were complete
             buckets = Buckets(reversed(buckets.parameters), self._begin_sum)
             buckets.end()
         buckets.average(self.size, known[:-2].tolist())
@@ -144,7 +145,7 @@ class ClientProcesses:
             raise BadInput(_own_way("makes no step with the gradients of the module"))
 
     def _compare(self, module: nn.Module) -> None:
-        """Raise `BadInput` where the processes have different parameters."""
+        """Raise `BadInput` if the processes have different parameters."""
         words = sum((sum_of_bits(p) for p in module.parameters() if p.requires_grad), torch.tensor(0))
         digests = torch.zeros(self.size, dtype=torch.int64)
         digests[self.rank] = int(words) & (2**62 - 1)
@@ -153,7 +154,7 @@ class ClientProcesses:
             raise BadInput(_own_way("comes to other values in each process (or the processes have unlike GPUs)"))
 
     def _combine(self, recorder: Recorder) -> None:
-        """Let the recorder have the numbers of all processes, where all have logged under the same names; Metrics are its own."""
+        """Combine the values logged by all processes if they logged the same names; torchmetrics objects stay the leader's own."""
         names, sums = recorder.partial()
         agreed = torch.zeros(self.size, dtype=torch.int64)
         agreed[self.rank] = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big")
@@ -175,7 +176,7 @@ class Buckets:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], begin_sum: BeginSum) -> None:
-        """Divide ``parameters`` into buckets of one dtype, in the order in which gradients arrive."""
+        """Divide ``parameters`` into buckets of one dtype each, in the order in which their gradients arrive."""
         self.parameters, self._begin_sum = list(reversed(list(parameters))), begin_sum
         self._buckets: list[list[nn.Parameter]] = []
         num_bytes = 0
@@ -189,7 +190,7 @@ class Buckets:
         self._missing = [set(bucket) for bucket in self._buckets]
         self._of = {parameter: number for number, bucket in enumerate(self._buckets) for parameter in bucket}
         self._begun: list[tuple[Tensor, Callable[[], None]]] = []
-        self.again = False  # whether a parameter was come to twice: its sum may lack the second
+        self.again = False  # whether a parameter's gradient arrived twice, so that its sum may lack the second part
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """Record that a parameter's gradient exists; start to sum the buckets (groups of gradients) that are now complete."""
@@ -238,7 +239,7 @@ class Share(ClientData):
     """
 
     def __init__(self, whole: ClientData, rank: int, size: int) -> None:
-        """Share the data ``whole``, which stays unchanged; the leader evaluates its test part."""
+        """Take this process's share of the data ``whole``, which stays unchanged; only the leader has the test part."""
         self.__dict__.update(whole.__dict__)
         self._whole, self._rank, self._num_shares, self._rows_of = whole, rank, size, whole._fetch
         self._fetch = self._mine
@@ -250,7 +251,7 @@ class Share(ClientData):
         return self._whole.classes()
 
     def _fetched(self, batches: Iterable[Tensor]) -> Iterator[Sized]:
-        """Yield this process's rows of each batch, with their number, which may be 0."""
+        """Yield this process's rows of each batch with their number, which may be 0."""
         return ((self._fetch(rows), len(rows[self._rank :: self._num_shares])) for rows in batches)
 
     def _mine(self, rows: Tensor) -> object:

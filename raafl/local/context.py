@@ -18,21 +18,20 @@ if TYPE_CHECKING:
 class Progress:
     """Position of a task in its data, for messages about failures."""
 
-    place: str = ""  # description of the current batch in words
+    place: str = ""  # description of the current batch, for error messages
 
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
     """Environment of a task; it does not influence the task's result."""
 
-    # event that ends the task before its next batch, once it is set, with `Stopped`; None = the task cannot be
-    # stopped
+    # once set, this event ends the task before its next batch by raising `Stopped`; None = the task cannot be stopped
     stop: threading.Event | None = None
     # connection over which the task exchanges messages with the server; None = there is none
     link: ClientLink | None = None
     process_group: ClientProcesses | None = None  # processes that train this client together; None = only this process
     progress: Progress = field(default_factory=Progress)  # position of the task in its data, updated while it trains
-    # function that waits for a task that was begun before it arrived; None = it has arrived (`Task.arrived`)
+    # waits until the task that was begun early has arrived, and returns it; None = the task has arrived
     receive: Callable[[], Assignment] | None = None
 
     @property

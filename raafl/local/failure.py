@@ -17,7 +17,8 @@ from raafl.local.context import ALONE, TaskContext
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.submodel import FlatTensors, Layout, Spec
 
-_NO_MEMORY: Final = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")  # of a plain RuntimeError
+# texts of a plain RuntimeError that mean out of memory
+_NO_MEMORY: Final = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
 _FILE: Final = "failure.txt"
 _LONG: Final = 20_000
 
@@ -38,12 +39,12 @@ def attempt(
     except (BadInput, Stopped, TaskFailed):
         raise
     except USER_ERRORS as error:
-        # The other processes of the client's group wait for this one, so there the task cannot be refused in one process alone.
+        # the other processes of the client wait for this one, so one process alone cannot refuse the task
         if context.process_group is not None:
             context.process_group.failed()
         if context.process_group is not None or not is_out_of_memory(error):
             raise _failed(trainer.fabric.device, assignment, context, error) from error
-        traceback.clear_frames(error.__traceback__)  # they hold the task's tensors
+        traceback.clear_frames(error.__traceback__)  # the frames hold the task's tensors
     trainer.release()
     return unanswered(assignment, OUT_OF_MEMORY)
 
@@ -71,7 +72,7 @@ def _failed(device: torch.device, assignment: Assignment, context: TaskContext, 
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Ask a GPU whether an error stays with this process: after an illegal access or a failed assertion every call raises it."""
+    """Return whether the GPU is unusable in this process: after an illegal access or failed assertion every later call fails."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -105,7 +106,7 @@ def of_server(error: BaseException, client: int | None = None) -> CodeFailed:
 
 
 def _in_full(error: BaseException) -> str:
-    """Return an error's traceback as text; of a long one, only the end."""
+    """Return an error's traceback as text; if it is long, only its end."""
     return error.traceback if isinstance(error, CodeFailed) else "".join(traceback.format_exception(error))[-_LONG:]
 
 
@@ -119,6 +120,6 @@ def leave_traceback(folder: Path, reason: str, error: BaseException) -> str | No
     try:
         with (folder / _FILE).open("a", encoding="utf-8", errors="replace") as file:
             file.write(f"{reason}\n\n{_in_full(error)}\n")
-    except OSError:  # what there is to say in a line is said elsewhere
+    except OSError:  # the error's summary is reported elsewhere
         return None
     return _FILE

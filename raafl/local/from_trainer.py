@@ -79,7 +79,7 @@ class FromTrainer:
 
 
 def _fields(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a config with what a Trainer's arguments say; raise `BadInput` where both say it, and differ."""
+    """Return config fields completed from a Trainer's arguments; raise `BadInput` if both set a value and differ."""
     options, default, said = given.get("fabric") or FabricOptions(), FabricOptions(), fabric_of(args)
     for name, value in said.items():
         own = getattr(options, name)
@@ -114,7 +114,7 @@ def from_trainer(trainer: Any) -> FromTrainer:
 
 @cache
 def _named(trainer: str, arguments: str) -> FromTrainer:
-    """Return model and data of the Trainer that a config names, built once: model and data are of the same one."""
+    """Return model and data of the Trainer that a config names; it is built only once, so that they belong together."""
     path, _, name = trainer.rpartition(".")
     try:
         make = getattr(import_module(path), name)
@@ -145,7 +145,7 @@ def said_by_trainer(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(trainer: str, arguments: dict[str, Any] | None = None) -> dict[str, str]:
-    """Return the arguments of `_named` for those of a config."""
+    """Return the key under which `_named` stores a Trainer."""
     return {"trainer": trainer, "arguments": json.dumps(arguments or {}, sort_keys=True)}
 
 
@@ -157,7 +157,7 @@ class Model(LightningModule):
         return _named(**_key(trainer, arguments)).module.fresh()
 
     def __init__(self, trainer: str, arguments: dict[str, Any] | None = None) -> None:
-        """Describe the arguments; never called.
+        """Declare the arguments for the parser; never called.
 
         Args:
             trainer: import path of a function that makes a `transformers.Trainer`.
@@ -173,11 +173,10 @@ class Data(LightningDataModule):
         return _named(**_key(trainer, arguments)).data
 
     def __init__(self, trainer: str, arguments: dict[str, Any] | None = None) -> None:
-        """Describe the arguments; never called."""
+        """Declare the arguments for the parser; never called."""
 
 
 def _trainer_class() -> Any:
-    """Return `transformers.Trainer`."""
     try:
         from transformers import Trainer
     except ImportError as error:
@@ -186,7 +185,7 @@ def _trainer_class() -> Any:
 
 
 def _build(make: Any) -> Any:
-    """Call a user's function that makes a Trainer: alone, whatever started this process, and each time with the same draws."""
+    """Call the user's function that makes a Trainer, with a fixed seed, and isolated from global random state and torchrun."""
     if not callable(make):
         raise BadInput(f"trainer is {briefly(make)}: give a transformers.Trainer, or a function that makes one")
     with undisturbed(()), _without_ranks():
@@ -199,7 +198,7 @@ def _build(make: Any) -> Any:
 
 @contextmanager
 def _without_ranks() -> Iterator[None]:
-    """Hide from accelerate that torchrun started this process: a client trains alone."""
+    """Hide torchrun's variables from accelerate, since each client trains alone."""
     hidden = {name: os.environ.pop(name) for name in _OF_RANKS if name in os.environ}
     try:
         yield
@@ -244,17 +243,18 @@ class TrainerModule(LightningModule):
     The Trainer is no part of the module: copies share it, and it sees the model of the copy that calls it.
     """
 
-    # attributes that transformers and TRL set in each step: their restart with each task is no news
+    # attributes that transformers and TRL set in every step, so their reset with each task needs no warning
     restarts_unseen: ClassVar[frozenset[str]] = frozenset(
         ("_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks", "problem_type")
     )
     _MODES: ClassVar[Mapping[bool, str]] = {True: "train", False: "eval"}
 
     def __init__(self, trainer: Any) -> None:
-        """Take the Trainer's model."""
+        """Wrap the Trainer's model."""
         super().__init__()
         self.model = trainer.model
-        self.trainer_of = _holder(trainer)  # a function: what it encloses is neither copied nor recorded
+        # held in a closure, so that the Trainer is neither copied nor recorded as part of the module
+        self.trainer_of = _holder(trainer)
 
     def fresh(self) -> TrainerModule:
         """Return a copy in train mode, as a Trainer's steps are, with the values that the Trainer's model has."""
@@ -298,7 +298,7 @@ class TrainerModule(LightningModule):
             if scaled is None:
                 scaled = (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func
             self._log_metrics(trainer)
-        # a task divides each loss by the number of batches of its step
+        # undo the Trainer's division by the number of batches, since the task divides each loss itself
         return loss * num_batches if scaled and num_batches > 1 else loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
@@ -330,14 +330,14 @@ class TrainerModule(LightningModule):
 
     @contextmanager
     def _bound(self) -> Iterator[Any]:
-        """Let the Trainer work on this copy of its model."""
+        """Make the Trainer work on this copy of its model within the block."""
         trainer = self.trainer_of()
-        with _LOCK:  # an evaluation may run beside a task
+        with _LOCK:  # an evaluation may run at the same time as a task
             before = trainer.model, trainer.model_wrapped
             trainer.model = trainer.model_wrapped = self.model
             trainer._prepare_inputs = lambda inputs: (
                 inputs
-            )  # batches are on the device of this copy, not on the Trainer's
+            )  # batches are already on this copy's device, which may differ from the Trainer's
             reference, device = getattr(trainer, "ref_model", None), next(self.model.parameters()).device
             if isinstance(reference, nn.Module) and device.type != "meta":
                 reference.to(device)
@@ -348,7 +348,7 @@ class TrainerModule(LightningModule):
                 trainer.model, trainer.model_wrapped = before
 
     def _log_metrics(self, trainer: Any) -> None:
-        """Log what TRL's trainers note beside a loss, such as rewards/accuracies."""
+        """Log metrics that TRL's trainers record beside the loss, such as rewards/accuracies."""
         noted = getattr(trainer, "_metrics", None)
         if not isinstance(noted, dict):
             return
@@ -363,7 +363,7 @@ class MeasuredTrainerModule(TrainerModule):
     """Module of a Trainer with `compute_metrics`, which gets the predictions of the whole evaluation."""
 
     def __init__(self, trainer: Any) -> None:
-        """Take the Trainer's model."""
+        """Wrap the Trainer's model."""
         super().__init__(trainer)
         self._found: list[tuple[Any, Any]] = []
 
@@ -397,7 +397,7 @@ class MeasuredTrainerModule(TrainerModule):
 
 
 def _align(model: Any, processor: Any) -> None:
-    """Give a model the padding token of its tokenizer, as a Trainer does when it trains; without one decoders classify no batch."""
+    """Set a model's padding token from its tokenizer, as a Trainer does; without it decoders cannot classify batches."""
     token = getattr(processor, "pad_token_id", None)
     config = getattr(model, "config", None)
     if token is not None and config is not None and getattr(config, "pad_token_id", token) is None:
@@ -409,10 +409,10 @@ def _holder(trainer: Any) -> Callable[[], Any]:
 
 
 def _patched_forward(function: Any, owner: nn.Module) -> Callable[..., Any]:
-    """Return a forward for the class of a part's copies, from the one that was set on ``owner`` alone.
+    """Convert a forward that was set on the module ``owner`` itself to one that works for copies of the module.
 
-    TRL sets a fused head so. It encloses the forward that it replaces, bound to ``owner``: a copy would compute with that
-    one's weights. This forward binds it to the part that is called.
+    TRL sets a fused head in this way. Its closure holds the replaced forward, bound to ``owner``, so a copy would
+    compute with the owner's weights. The result binds it to the module that is called.
     """
 
     @functools.wraps(function)
@@ -423,7 +423,7 @@ def _patched_forward(function: Any, owner: nn.Module) -> Callable[..., Any]:
 
 
 def _bound_to(part: nn.Module, function: Any, owner: nn.Module) -> Any:
-    """Return a function that encloses methods of ``part`` where ``function`` encloses those of ``owner``."""
+    """Return ``function`` with the methods of ``owner`` in its closure replaced by those of ``part``."""
     cells = getattr(function, "__closure__", None) or ()
     methods = [isinstance(cell.cell_contents, types.MethodType) for cell in cells]
     if not any(methods):
@@ -443,12 +443,11 @@ def _bound_to(part: nn.Module, function: Any, owner: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class _Collate:
-    """Collate function of a Trainer whose batches are plain dictionaries."""
+    """Collate function that wraps a Trainer's own and returns plain dictionaries."""
 
-    collate: Callable[[list[Any]], Any]  # the Trainer's own
+    collate: Callable[[list[Any]], Any]  # collate function of the Trainer
 
     def __call__(self, rows: list[Any]) -> dict[str, Any]:
-        """Collate rows into one batch."""
         return dict(self.collate(rows))
 
 
@@ -456,7 +455,7 @@ class TrainerData(LightningDataModule):
     """Data module of a Trainer's data sets, read through its own loaders."""
 
     def __init__(self, trainer: Any) -> None:
-        """Take the Trainer."""
+        """Keep the Trainer whose data sets and collate function are used."""
         super().__init__()
         self.trainer_of = _holder(trainer)
 
@@ -475,7 +474,7 @@ class TrainerData(LightningDataModule):
         return [] if trainer.eval_dataset is None else self._loader(trainer.get_eval_dataloader)
 
     def _loader(self, make: Callable[[], Any]) -> object:
-        """Call a method that makes a loader, without accelerate's wrapper, which would shard it."""
+        """Call a Trainer's method that makes a loader, without accelerate's wrapper, which would shard it between processes."""
         accelerator = self.trainer_of().accelerator
         accelerator.prepare = lambda loader: loader
         try:

@@ -61,12 +61,12 @@ class Transfer:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Find which of the hooks ``module`` overrides."""
+        """Find which of the batch transfer hooks ``module`` overrides."""
         self._module = module
         self.is_own = any(overrides(module, name) for name in BATCH_HOOKS)
 
     def __call__(self, batch: object, device: torch.device) -> object:
-        """Return the batch on ``device``; one with ``is_transferred`` has come through the hooks elsewhere."""
+        """Return the batch on ``device``; a batch with ``is_transferred`` has passed the module's hooks already."""
         if not self.is_own or getattr(batch, "is_transferred", False):
             return to_device(batch, device)
         return move_batch(self._module, batch, device, to_device)
@@ -148,7 +148,7 @@ class TaskHooks:
             torch.nn.utils.clip_grad_norm_(self._module.parameters(), clip_val)
 
     def _lightning(self, optimizer: Optimizer, step: Callable[[Callable[[], Any]], Any]) -> object:
-        """Wrap the optimizer as Lightning does; its `step` takes the closure to ``step``."""
+        """Wrap the optimizer as Lightning does; the wrapper's `step` passes its closure to ``step``."""
         if self._wrapped is None or self._wrapped[0] is not optimizer:
             from lightning.pytorch.core.optimizer import LightningOptimizer
 
@@ -159,7 +159,7 @@ class TaskHooks:
 
 
 class _Steps:
-    """Stands in for the strategy of a LightningOptimizer."""
+    """Stand-in for the strategy of a LightningOptimizer."""
 
     def __init__(self, step: Callable[[Callable[[], Any]], Any]) -> None:
         self._step = step

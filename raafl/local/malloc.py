@@ -15,7 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # of <malloc.h>
+# parameter numbers of mallopt, from <malloc.h>
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _NEVER, _ANY = -1, 65536
 _LARGE_BYTES = 64 * 2**10
 WORTH_BYTES = 64 * 2**20
@@ -27,7 +28,7 @@ def keep_freed() -> bool:
 
     Call this before any thread allocates memory, since a thread that already has its own heap continues to use it.
     """
-    # a thread's own heap ends at 64 MiB, and gives larger blocks back at once
+    # a thread's own heap is limited to 64 MiB and returns larger blocks immediately
     return _set(_ARENA_MAX, 1) and _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, _NEVER)
 
 
@@ -43,7 +44,7 @@ def give_back(worth_bytes: int = WORTH_BYTES) -> bool:
     if trim is None:
         return False
     free_bytes, slack_bytes = _free_bytes()
-    # holes stay in the heap when their pages are gone: without new pages in them there is nothing to walk through it for
+    # malloc_trim walks the whole heap, which is worthwhile only if new pages became free since the last call
     if free_bytes <= worth_bytes or (worth_bytes and slack_bytes - _slack_left <= worth_bytes):
         return False
     given = bool(trim(0))
@@ -75,12 +76,12 @@ class _Usage(ctypes.Structure):
 
 
 def _free_bytes() -> tuple[float, float]:
-    """Return the bytes of the heap that nothing uses, pages behind them or not, and of memory behind which there is no block.
+    """Return the bytes of unused heap, and of the part that may still have pages to release.
 
     Both are infinite if unknown.
     """
     told = _glibc("mallinfo2")
-    if told is None:  # glibc before 2.33
+    if told is None:  # glibc before 2.33 lacks mallinfo2
         return math.inf, math.inf
     usage = told()
     resident, of_files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
@@ -94,7 +95,7 @@ def _set(parameter: int, value: int) -> bool:
 
 @cache
 def _glibc(name: str) -> Any:
-    """Return a function of glibc; None where the C library is another, or too old to have it."""
+    """Return a function of glibc; None if the C library is another one, or too old to have it."""
     try:
         library = ctypes.CDLL(None)
         library.gnu_get_libc_version  # noqa: B018  other libraries have a `mallopt`, too

@@ -29,7 +29,8 @@ class ProximalTerm:
         """Add the term's gradient to each parameter's: ``prox`` times the parameter's difference from the received value."""
         used = [(p, a) for p, a in zip(self.parameters, self.anchors, strict=True) if p.grad is not None]
         grads: list[Tensor] = [p.grad for p, _ in used if p.grad is not None]
-        if any(grad.dtype.itemsize == 2 for grad in grads):  # prox * theta would round the gradient away
+        # in half precision, adding prox * theta would round small gradients away
+        if any(grad.dtype.itemsize == 2 for grad in grads):
             torch._foreach_add_(grads, torch._foreach_sub([p for p, _ in used], [a for _, a in used]), alpha=prox)
             return
         torch._foreach_add_(grads, [p for p, _ in used], alpha=prox)

@@ -71,7 +71,7 @@ class Shards:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        """Take the processes of ``mesh``, the first of which leads."""
+        """Use the processes of ``mesh``, the first of which leads."""
         self.mesh, self.leads = mesh, mesh.get_rank() == 0
 
     def apply(self, module: nn.Module) -> None:
@@ -84,7 +84,7 @@ class Shards:
             "ignored_params": {p for p in module.parameters() if not p.requires_grad},
         }
         lists = [part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
-        for part in reversed(lists):  # from the inside out
+        for part in reversed(lists):  # inner modules first
             for child in part.children():
                 if any(p.requires_grad for p in child.parameters()):
                     fully_shard(child, **more)
@@ -152,8 +152,8 @@ class ShardedSubmodel(TrainableSubmodel):
         return _ShardedState(self.module, submodels)
 
     def _put(self, values: FlatTensors) -> None:
-        """Write the values, which only the leading process has, into the shards of all."""
-        self.trained = FlatTensors.empty(Layout(()))  # of the last task
+        """Copy the values, which only the leading process has, into the shards of all processes."""
+        self.trained = FlatTensors.empty(Layout(()))  # discard the last task's result
         with torch.no_grad():
             for entry in values.layout.entries:
                 whole = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
@@ -186,7 +186,7 @@ class ShardedSubmodel(TrainableSubmodel):
 
 
 class _ShardedState(ModuleState):
-    """State of a module whose parameters are in parts between tasks."""
+    """State of a module whose parameters are sharded between tasks."""
 
     def __init__(self, module: nn.Module, submodels: Submodels) -> None:
         super().__init__(module, submodels)
@@ -202,7 +202,7 @@ class _ShardedState(ModuleState):
 
 
 def _reshard(module: nn.Module) -> None:
-    """Free the gathered parameters of ``module``, so that each process has only its part again."""
+    """Free the gathered parameters of ``module``, so that each process keeps only its own shards."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():
@@ -237,4 +237,4 @@ class ShardedProcesses(ClientProcesses):
         return bool(known.item())
 
     def _compare(self, module: nn.Module) -> None:
-        return  # each process has other parts
+        return  # each process has different shards, so nothing can be compared

@@ -14,13 +14,14 @@ from raafl.errors import BadInput
 
 def takes_sparse(optimizer: Optimizer) -> bool:
     """Check whether an optimizer accepts sparse gradients."""
-    if isinstance(optimizer, SGD | Adagrad):  # weight decay adds the whole parameter to them
+    # with weight decay these optimizers add the dense parameter to the gradient
+    if isinstance(optimizer, SGD | Adagrad):
         return all(not group["weight_decay"] for group in optimizer.param_groups)
     return isinstance(optimizer, SparseAdam)
 
 
 def _dense_by(local: Local, clip: float | None) -> str | None:
-    """Name the part of a run that reads or changes gradients before the step, which needs dense ones; None if nothing does."""
+    """Name the option that reads or changes gradients before the step and so needs dense ones; None if there is none."""
     if local.prox:
         return "the proximal term"
     if clip is not None:

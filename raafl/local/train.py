@@ -77,14 +77,9 @@ class LocalTrainer:
     ) -> None:
         """Set up Fabric with a single device.
 
-        Args:
-            submodels: of the model's skeleton.
-            local: the algorithm's local part.
-            sends: "values" or "delta", as the merge wants.
-            training: local work, unless an assignment says otherwise.
-            options: of Fabric.
-            max_built: number of small modules to keep; a rank that may hold only its fragment keeps one.
-            pools: whether `raafl.parts.merge.pooled` merges running statistics, which are then sent in its form.
+        `sends`: "values" or "delta", as the merge wants. `training`: local work, unless an assignment differs.
+        `max_built`: number of submodels' modules to keep; a rank that may hold only its fragment keeps one. `pools`:
+        whether `raafl.parts.merge.pooled` merges running statistics, which are then sent in its form.
         """
         from lightning.fabric import Fabric
         from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -96,7 +91,8 @@ class LocalTrainer:
             accelerator=self.options.accelerator,
             devices=1 if self.options.device is None else [self.options.device],
             precision=self.options.precision,  # type: ignore[arg-type]
-            # Else Fabric looks for a cluster, and where mpi4py is installed starts MPI, a daemon beside each process, to ask it.
+            # without this, Fabric looks for a cluster, and with mpi4py installed starts an MPI daemon beside each
+            # process
             plugins=[LightningEnvironment()],
         )
         self._strategy = self.fabric.strategy
@@ -135,14 +131,14 @@ class LocalTrainer:
         task = PreparedTask(assignment, received, down, data, context, built)
         self.announce(built, assignment, data)
         built.reset(received, assignment.lr_scale)
-        # before seeding: reading a client's classes may draw from what its data set's transforms draw from
+        # before seeding, since reading a client's classes may draw random numbers in the data set's transforms
         masking = masked(built.module, data.classes() if self.local.masked else None)
         seed_everything(
             assignment.seed if process_group is None else process_group.seed(assignment.seed), self.fabric.device
         )
         self.generator.manual_seed(assignment.seed)
         precision: Any = self._strategy.precision
-        if self.scaler is not None:  # anew: what it has learned in one task would show in the next
+        if self.scaler is not None:  # a new scaler for each task, so that no task depends on the tasks before it
             precision.scaler = torch.amp.GradScaler(self.fabric.device.type)
         with masking as classes:
             steps = TaskSteps(self, task)
@@ -230,19 +226,21 @@ class LocalTrainer:
         return self._strategy.precision.forward_context() if self._mixed else nullcontext()
 
     def _test(self, built: TrainableSubmodel, data: ClientData, context: TaskContext) -> dict[str, float]:
-        """Measure the trained submodel on the client's test part."""
+        """Evaluate the trained submodel on the client's test part."""
 
         def batches() -> Iterator[Sized]:
             context.progress.place = "batch 0 of its test part"
             for index, sized in enumerate(data.in_order(self.training.batch_size), start=1):
-                if context.is_stopped and self.shards is None:  # else all processes measure, and none may leave alone
+                # with shards all processes evaluate together, and none may leave alone
+                if context.is_stopped and self.shards is None:
                     raise Stopped
                 yield sized
                 context.progress.place = f"batch {index} of its test part"
 
-        static = self.submodels.batch_norm == "static"  # then a client has no running statistics
+        static = self.submodels.batch_norm == "static"  # with static batch norm a client has no running statistics
         norms = [mean.rpartition(".")[0] for mean, _ in statistics_of(built.module)] if static else []
-        norms = [path for path in norms if self.submodels.module.get_submodule(path).training]  # others have their own
+        # norms in eval mode have statistics of their own
+        norms = [path for path in norms if self.submodels.module.get_submodule(path).training]
         return measure_part(
             built.module,
             built.recorder,
@@ -255,10 +253,10 @@ class LocalTrainer:
         )
 
     def _check_base(self, built: TrainableSubmodel) -> None:
-        """See that a task has left the frozen base as it was: other tasks and clients share it, and cut copies live on.
+        """Raise `BadInput` if a task has changed the frozen base, which other tasks and clients share.
 
-        Counters of changes in place are looked at after each task; the values, which `.data` changes past them, after the
-        first.
+        Version counters, which detect changes in place, are checked after each task; the values, which `.data` changes
+        without counting, only after the first.
         """
         base, now = built.base, zip(built.frozen, built.versions, strict=True)
         name = next((name for (name, p), version in now if p._version != version), None)
@@ -272,7 +270,7 @@ class LocalTrainer:
             )
 
     def _statistics_sent(self, trained: FlatTensors) -> AbstractContextManager[None]:
-        """Have running variances go up as second moments, and no running statistics as differences; see `Pooled`."""
+        """Return a context in which running statistics have the form that is sent, such as second moments; see `Pooled`."""
         return nullcontext() if self._pooling is None or not len(trained) else self._pooling.as_sent(trained)
 
     def release(self) -> None:
@@ -314,13 +312,13 @@ class TaskSteps:
         self.per_epoch = task.data.num_batches(trainer.training.batch_size)
         self._num_expected = self._steps if self._steps is not None else self.per_epoch * (self._epochs or 1)
         self.num_batches = self.num_steps = self._num_losses = self._num_due = 0
-        # as Lightning's, also where an epoch ends within a step; `_by_step` goes by the batches that the step has
+        # as in Lightning, also if an epoch ends within a step; `_by_step` sets the actual number of batches
         self._divisor = trainer.options.accumulate_grad_batches
         self._total: Tensor | float = 0.0
-        self._extra: dict[str, Any] = {}  # what training_step returned beside the last loss
-        self._outputs: dict[str, Any] = {}  # what on_train_batch_end is given; empty for a skipped batch
-        self._has_gradient = False  # since the last step
-        self._skips_epoch = False  # after on_train_batch_start has returned -1
+        self._extra: dict[str, Any] = {}  # values that training_step returned beside the last loss
+        self._outputs: dict[str, Any] = {}  # argument of on_train_batch_end; empty for a skipped batch
+        self._has_gradient = False  # whether a backward pass was done since the last optimizer step
+        self._skips_epoch = False  # set when on_train_batch_start returns -1
         self._epoch_began = False
         self._pull = ProximalTerm.towards(task.received, task.built.module) if trainer.local.prox else None
         self._hook = self._make_hook()
@@ -357,7 +355,7 @@ class TaskSteps:
                 self._run_batch(batch)
                 progress.place = f"batch {self.num_batches}"
             progress.place = "after its last batch"
-            if self._epoch_began:  # steps have ended within an epoch
+            if self._epoch_began:  # the number of steps was reached within an epoch
                 self._end_epoch(is_whole=False)
             self._call("on_train_end")
             self._call("on_fit_end")
@@ -366,9 +364,9 @@ class TaskSteps:
             self._hook.close()
 
     def _by_step(self, batches: Iterator[Sized]) -> Iterator[Sized]:
-        """Yield batches as the module's `on_step_batches` returns them, which sees all of an optimizer step before the first.
+        """Yield batches as converted by the module's `on_step_batches`, which gets all batches of an optimizer step at once.
 
-        A module whose loss is a mean over all tokens of a step, as that of transformers' Trainer, has this method.
+        A module whose loss is a mean over all tokens of a step has this method, such as that of transformers' Trainer.
         """
         see = getattr(self._built.module, "on_step_batches", None)
         if see is None:
@@ -383,12 +381,12 @@ class TaskSteps:
                 window.clear()
 
     def _is_due(self, number: int) -> bool:
-        """Check whether the optimizer steps after the batch with this number, from 0."""
+        """Return whether the optimizer steps after the batch with this number, from 0."""
         index = number % self.per_epoch
         is_whole = (index + 1) % self._trainer.options.accumulate_grad_batches == 0
         return is_whole or index + 1 == self.per_epoch or number + 1 == self._num_expected
 
-    # ---- what the method's hook may call ----
+    # ---- called by the method's hook ----
 
     def _make_hook(self) -> Hook:
         trainer, task, built, group = self._trainer, self._task, self._built, self._context.process_group
@@ -426,7 +424,8 @@ class TaskSteps:
         if not isinstance(answer, Mapping):
             return answer  # type: ignore[no-any-return]
         hooks = self._built.hooks
-        if hooks is not None and "on_train_batch_end" in hooks.overridden:  # else its graph would live on
+        # stored only for this hook, since it keeps the graph in memory
+        if hooks is not None and "on_train_batch_end" in hooks.overridden:
             self._extra = {name: value for name, value in answer.items() if name != "loss"}
         loss: Tensor = answer["loss"]
         return loss
@@ -439,10 +438,11 @@ class TaskSteps:
             hooks.call("backward", loss if scaler is None else scaler.scale(loss))
 
     def _step(self) -> None:
-        """Make an optimizer step from the gradients that are there."""
+        """Make an optimizer step with the current gradients."""
         trainer, built, group = self._trainer, self._built, self._context.process_group
         optimizer, clip_val, hooks = built.optimizer, trainer.options.gradient_clip_val, built.hooks
-        if trainer.scaler is not None:  # processes of one client have averaged scaled gradients: all see the same inf
+        # processes of one client have averaged scaled gradients, so all find the same infinities
+        if trainer.scaler is not None:
             trainer.scaler.unscale_(optimizer)
         if self._pull is not None:
             self._pull.add_to_gradients(trainer.local.prox)
@@ -501,7 +501,7 @@ class TaskSteps:
             self._schedule("step", index, plateau=True)
 
     def _compute(self, batch: object, is_due: bool) -> Tensor | None:
-        """Compute loss and gradients of a batch; return the loss, None where the batch is skipped."""
+        """Compute loss and gradients of a batch; return the loss for hooks, None if the batch is skipped or there are no hooks."""
         process_group, hooks, module = self._context.process_group, self._built.hooks, self._built.module
         is_first = self.index % self._trainer.options.accumulate_grad_batches == 0
         try:
@@ -509,7 +509,8 @@ class TaskSteps:
         except SkippedBatch:
             if process_group is not None:
                 raise BadInput(self._not_together("training_step returns None, to skip a batch")) from None
-            if hooks is not None and is_first:  # as Lightning: the rest of the window must not add to the last step's
+            # as in Lightning: later batches of this step must not add to the previous step's gradients
+            if hooks is not None and is_first:
                 hooks.zero_grad(self._built.optimizer, self.epoch, self.index)
             return None
         loss = loss if process_group is None else process_group.weighed(loss)
@@ -524,8 +525,8 @@ class TaskSteps:
             self._hook.backward(loss)
         self._has_gradient = True
         if process_group is not None and is_due and process_group.average(self._context.is_stopped):
-            raise Stopped  # all together
-        if hooks is None:  # nobody asks for either
+            raise Stopped  # all processes of the client stop at the same batch
+        if hooks is None:  # without hooks, neither the hook call nor the outputs are needed
             return None
         hooks.call("on_after_backward")
         self._outputs, self._extra = {"loss": loss.detach(), **self._extra}, {}
@@ -538,14 +539,14 @@ class TaskSteps:
         self._has_gradient = False
 
     def _schedule(self, interval: str, index: int, *, plateau: bool) -> None:
-        """Step the schedulers that are due, those that go by a metric or the others."""
+        """Step the schedulers that are due; ``plateau``: those that depend on a metric, else the others."""
         for schedule in self._built.schedulers:
             if (schedule.monitor is None) == plateau or not schedule.is_due(interval, index):
                 continue
             metric = None
             if schedule.monitor is not None:
                 metric = self._built.recorder.latest.metrics().get(schedule.monitor)
-                if metric is None:  # said before the run
+                if metric is None:  # a missing metric was reported before the run
                     continue
             if self._built.hooks is None or "lr_scheduler_step" not in self._built.hooks.overridden:
                 step_scheduler(schedule.scheduler, metric)

@@ -55,7 +55,7 @@ class TrainableSubmodel:
         self._fixed = [] if submodels.batch_norm == "static" else counts_in_eval_mode(self.module)
 
     def _placed(self, shrunk: Shrunk) -> Shrunk:
-        """Return the module where it trains, with storage of its tensors: here as it was built."""
+        """Move the module to where it trains; here it stays as built."""
         return shrunk
 
     def _state_of(self, submodels: Submodels) -> ModuleState:
@@ -69,11 +69,12 @@ class TrainableSubmodel:
         """Load the values for another task, and reset everything else to its initial state."""
         self.state.restore()
         self._put(values)
-        self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
+        # read again, since merges into a shared base count as changes, too
+        self.versions = [p._version for _, p in self.frozen]
         self._fixed_versions = [count._version for _, count in self._fixed]
 
     def _put(self, values: FlatTensors) -> None:
-        """Write the values into the module."""
+        """Copy the values into the module."""
         self.present.copy_(values)
 
     def check_fixed_statistics(self) -> None:
@@ -91,7 +92,7 @@ class TrainableSubmodel:
 
     def reset(self, received: FlatTensors, lr_scale: float = 1.0) -> None:
         """Load the values for a new task and discard all results of the last one."""
-        self.recorder.clear()  # of a task that was given up, maybe between two batches of a step
+        self.recorder.clear()  # discard records of a task that was given up, possibly in the middle of a step
         self.load(received)
         for bundle in self.up.values():
             bundle.zero_()
@@ -120,7 +121,7 @@ class TrainableSubmodel:
         self.trainer.asked.clear()
         if any(p.requires_grad for p in self.module.parameters()):
             self.optimizer, self.schedulers = configure(self.module)
-        else:  # the spec freezes all of it: a hook has its own way, or there is nothing to do; optimisers refuse an empty list
+        else:  # optimizers reject an empty list; here the spec freezes all parameters
             self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
         self._depends_on_task = bool(self.trainer.asked_of_task)
         self.trainer.begin(self.optimizer, self.schedulers)
@@ -148,7 +149,8 @@ def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) 
 
 
 def _with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
-    """Yield schedulers, and those inside of sequences and chains."""
+    """Yield schedulers, including those nested in sequences and chains."""
     for scheduler in schedulers:
         yield scheduler
-        yield from _with_inner(getattr(scheduler, "_schedulers", ()))  # private: torch has no other list of them
+        # private attribute: torch has no public list of them
+        yield from _with_inner(getattr(scheduler, "_schedulers", ()))

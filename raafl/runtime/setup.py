@@ -89,7 +89,7 @@ def make_model(experiment: Experiment) -> LightningModule:
     """Build the model with initial weights from the run's seed, in the form in which the algorithm trains it."""
     seed = derive_seed(experiment.seed, "model")
     seeded(seed)
-    torch.manual_seed(seed)  # GPUs too
+    torch.manual_seed(seed)  # seeds GPUs, too
     return _prepared(experiment)
 
 
@@ -98,7 +98,8 @@ def _prepared(experiment: Experiment) -> LightningModule:
         module = user_model(experiment)
     except BadInput:
         raise
-    except USER_ERRORS as error:  # the user's code, or its library's; of arguments and configs the words say enough
+    # an error of the user's code or its library; errors about arguments and configs explain themselves
+    except USER_ERRORS as error:
         if isinstance(error, TypeError) and (misfit := _misfit(error)):
             raise BadInput(misfit) from error
         is_plain = isinstance(error, ValueError | TypeError)
@@ -109,7 +110,7 @@ def _prepared(experiment: Experiment) -> LightningModule:
 
 
 def _misfit(error: BaseException) -> str:
-    """Name an argument of the model's constructor that has another type than its default; empty if there is none."""
+    """Return the name of a model argument whose type differs from that of its default; empty if there is none."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if frame.f_code.co_name != "__init__" or not isinstance(module, torch.nn.Module):
@@ -180,7 +181,7 @@ def proven_submodels(
 def _start(
     experiment: Experiment, module: LightningModule, data: FederatedData, build: Callable[[Experiment], LightningModule]
 ) -> None:
-    """Give buffers that wait for a first step their sizes and values; ``build`` makes the module where it has no values."""
+    """Initialize buffers that get sizes and values only in a first step; ``build`` creates the module if it has no values."""
     if Rules(experiment.rules).starts_observers:
         start_observers(module, data.example_batch, partial(build, experiment))
 
@@ -214,7 +215,7 @@ def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo
     """Return descriptions of clients 1 to N, as far as they are known before the clients join."""
     try:
         profiles = experiment.profiles()
-    except ValueError as error:  # of a run folder's config, which nobody has checked as a whole
+    except ValueError as error:  # a run folder's config is not validated as a whole
         raise BadInput(str(error)) from None
     pairs = zip(data.sizes, profiles, strict=True)
     return [ClientInfo(i, size, profile) for i, (size, profile) in enumerate(pairs, start=1)]
@@ -257,15 +258,12 @@ def build(
 
 
 def _assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
-    """Wrap the merge of the algorithm in the options of the run (guard, privacy, precision); used once, on the server.
+    """Wrap the algorithm's merge in the run's options, such as guard, privacy and precision; used once, on the server.
 
-    Order, from the inside: the method's own merge; the guard; privacy, which must see what the guard lets pass; pooled
-    batch norm statistics; conversion of half-precision updates to single precision; and the limit on the norm of an
-    update, which is checked before anything else. With secure aggregation the last three are left out, since only sums
-    of updates are merged.
-
-    Raises:
-        BadInput: an option does not work with the algorithm.
+    Order, from the inside: the method's own merge; the guard; privacy, which must see what the guard accepts; pooled
+    batch norm statistics; conversion of half-precision updates to float32; and the limit on an update's norm, which is
+    checked first. With secure aggregation the last three are left out, since only sums of updates are merged. Raises
+    BadInput if an option does not work with the algorithm.
     """
     options = experiment.rounds, experiment.guard, experiment.privacy, experiment.clients
     algorithm = with_options(experiment.algorithm, *options, experiment.seed)
@@ -385,7 +383,7 @@ def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricO
             max_built=max_built,
             pools=True,
         )
-    except (ValueError, RuntimeError, ImportError) as error:  # Fabric knows what this machine can do
+    except (ValueError, RuntimeError, ImportError) as error:  # Fabric reports what this machine does not support
         raise BadInput(
             f"fabric.accelerator is '{options.accelerator}' and fabric.precision '{options.precision}', which cannot "
             f"be used here: {' '.join(str(error).split())}"
@@ -400,11 +398,12 @@ def client_parts(
     with skeleton():
         module = _prepared(experiment)
     if not same_generators(drawn, generators()) and has_values_beside(module):
-        module = make_model(experiment)  # a skeleton draws other numbers for them than the server's model has
+        # the model draws values that are not parameters; without this, they would differ from the server's
+        module = make_model(experiment)
     _start(experiment, module, data, make_model)
     submodels = submodels_of(experiment.submodels, module, data.example_batch(2), Rules(experiment.rules))
     if submodels.frozen:
-        # of several forms of the base, a process that trains one client's tasks holds the one that these need
+        # a process that trains one client's tasks loads only the base's variant that these tasks need
         submodels.attach_base(make_model(experiment), (lambda: make_model(experiment)) if max_built == 1 else None)
     return submodels, _make_trainer(experiment, submodels, options, max_built)
 

@@ -39,7 +39,7 @@ from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.submodel import FlatTensors
 from raafl.watch.progress import Progress
 
-# at the same instant: who reports is heard before who leaves, joins, or is awaited
+# order of events at the same time: arrivals first, then losses, joins and timers
 ARRIVED, LOST, JOINED, TIMER = range(4)
 
 LOST_FOR_EACH_CLIENT = 100
@@ -53,7 +53,7 @@ class Due:
     assignment: Assignment  # assignment of the task
     time: TaskTime  # durations of its parts
     more_bytes: int = 0  # number of bytes sent to the client beyond the prediction
-    # seconds for which the trained update waited for its client's uplink, which an earlier update took
+    # seconds for which the trained update waited until its client's earlier update was sent
     waited_s: float = 0.0
 
 
@@ -121,13 +121,14 @@ class Simulation(Driver):
     ) -> None:
         super().__init__(coordinator, record, evaluator, hooks, progress)
         self.executor = executor
-        self._has_raised = False  # a part of the method: the event at hand is half handled
+        # whether the method raised an error, so that the current event is handled only in part
+        self._has_raised = False
         self._now = 0.0
         self._heap: list[tuple[float, int, int, Event | Due]] = []
         self._sequence = 0
-        self._num_lost = 0  # since the last arrival
+        self._num_lost = 0  # number of tasks lost since the last update arrived
         self._snapshots = snapshots_of(coordinator)
-        self._out: dict[int, dict[int, FlatTensors]] = {}  # client -> its unanswered assignments, with their values
+        self._out: dict[int, dict[int, FlatTensors]] = {}  # by client and assignment: values of unanswered tasks
         self._extensions: list[ClockExtension] = [make(self) for make in extensions_of(coordinator, "clock")]
         for client in clients:
             self._plan_join(client, 0.0)
@@ -137,7 +138,7 @@ class Simulation(Driver):
         """Virtual seconds since the run began."""
         return self._now
 
-    # ---- interrupted and resumed ----
+    # ---- saving and resuming ----
 
     def save(self) -> dict[str, Any]:
         """Return the clock, waiting events and snapshots of unfinished tasks as plain data and tensors, for a checkpoint."""
@@ -160,7 +161,8 @@ class Simulation(Driver):
         self._now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
         self._heap = [(at, priority, number, item_from_plain(item)) for at, priority, number, item in data["heap"]]
         limit = self.coordinator.limits.max_time_s
-        if all(item != Timer(TIME_UP) or at != limit for at, _, _, item in self._heap):  # it is another than it was
+        # the time limit has changed since the checkpoint
+        if all(item != Timer(TIME_UP) or at != limit for at, _, _, item in self._heap):
             self._heap = [entry for entry in self._heap if entry[3] != Timer(TIME_UP)]
             if limit is not None and self.coordinator.started:
                 self.push(limit, TIMER, Timer(TIME_UP))
@@ -180,7 +182,7 @@ class Simulation(Driver):
 
     def run(self) -> str:
         """Run until the coordinator finishes or no event is left; return the reason for the end."""
-        if self.record.reached:  # by the initial model
+        if self.record.reached:  # the initial model may meet the targets already
             self.tell(Stop("target"))
         with Interrupt() as interrupt:
             self._stop_if_asked()
@@ -195,7 +197,7 @@ class Simulation(Driver):
         return self._ended()
 
     def _turn(self) -> None:
-        """See to the next that is due."""
+        """Handle the next item that is due."""
         coordinator, most = self.coordinator, self.coordinator.limits.max_updates
         if most is not None:
             trigger, num_waiting = coordinator.algorithm.trigger, len(coordinator.state.waiting)
@@ -205,7 +207,7 @@ class Simulation(Driver):
         try:
             event = self._event_of(item)
         except TaskFailed as failed:
-            heapq.heappush(self._heap, entry)  # it is trained again when the run is resumed
+            heapq.heappush(self._heap, entry)  # the task is trained again when the run is resumed
             self.error = failed
             return
         if event is not None:
@@ -215,9 +217,10 @@ class Simulation(Driver):
                 extension.turned()
 
     def _event_of(self, item: Event | Due) -> Event | None:
-        """Return what the coordinator hears of an item that is due; None = nothing, or nothing yet."""
+        """Return the event to pass to the coordinator for an item that is due; None = nothing yet."""
         if isinstance(item, Sending):
-            return item if item.assignment in self._out.get(item.client, {}) else None  # its client was lost meanwhile
+            # None if the client was lost meanwhile
+            return item if item.assignment in self._out.get(item.client, {}) else None
         if not isinstance(item, Due):
             return item
         if self._snapshot_of(item.assignment) is None or any(one.arrives(item) for one in self._extensions):
@@ -237,7 +240,7 @@ class Simulation(Driver):
         self._sequence += 1
 
     def _plan_join(self, client: ClientInfo, not_before: float) -> None:
-        """Queue the client's next arrival in the fleet, and its leaving after that."""
+        """Queue the client's next join according to its availability, and its leave after that."""
         profile = client.profile
         at = not_before if profile.available(not_before) else profile.next_change_s(not_before)
         if at < float("inf"):
@@ -247,7 +250,7 @@ class Simulation(Driver):
                 self.push(leaves, LOST, Lost(client.id, "unavailable", client.incarnation))
 
     def _snapshot_of(self, assignment: Assignment) -> FlatTensors | None:
-        """Return the values that a task started from, or None when its client was lost meanwhile."""
+        """Return the values that a task started from; None if its client was lost meanwhile."""
         return self._out.get(assignment.client, {}).get(assignment.id)
 
     def trained(self, due: Due) -> Update:
@@ -278,7 +281,7 @@ class Simulation(Driver):
         super()._handled(event, now, lost)
 
     def _forget(self, lost: ClientInfo, event: Event) -> None:
-        """Drop what a lost client was doing, and see when it comes back; give up when no task is ever finished."""
+        """Cancel a lost client's tasks and plan its next join; end the run if only losses occur."""
         num_lost = self.cancel(lost.id)
         self._plan_join(replace(lost, incarnation=lost.incarnation + 1), self.now)
         if not num_lost:
@@ -298,12 +301,12 @@ class Simulation(Driver):
             self._snapshots.give_back(snapshot)
         return len(tasks)
 
-    # ---- parts that raise ----
+    # ---- errors of the method's parts ----
 
     def _decide(self, event: Event, now: float) -> list[Action]:
         try:
             return super()._decide(event, now)
-        except USER_ERRORS as error:  # a hook's comes out as it is
+        except USER_ERRORS as error:  # a hook's error is raised unchanged
             self._take_raised(error, None)
             return []
 
@@ -317,7 +320,7 @@ class Simulation(Driver):
                 extension.let_go(action.client)
 
     def _blame(self, client: int, error: Exception) -> None:
-        """Take it that the method is at fault: what a client says here is this process's own, and it is not let go."""
+        """Record the error as the method's fault: simulated clients send nothing wrong, so the client is not dismissed."""
         self._take_raised(error, client)
 
     def _take_raised(self, error: BaseException, client: int | None) -> None:
@@ -327,7 +330,7 @@ class Simulation(Driver):
         self.error = self.error or of_server(error, client)
 
     def _checkpoint(self) -> None:
-        """Save the run, unless a part has raised: from the checkpoint before, the mended run goes on as if none had."""
+        """Save the run, unless the method has raised an error: a corrected run resumes from the checkpoint before it."""
         if not self._has_raised:
             super()._checkpoint()
 
@@ -356,7 +359,7 @@ class Simulation(Driver):
         self.push(at, ARRIVED, due)
 
     def _task_time(self, assignment: Assignment, more_bytes: int, up_from_s: float) -> TaskTime:
-        """Return the durations of a task that is assigned now.
+        """Return the durations of the parts of a task that is assigned now.
 
         Args:
             assignment: assignment of the task.

@@ -66,7 +66,7 @@ def compare(site: SiteReceipts, run: Path, books: Books) -> tuple[list[str], lis
 
 
 def _rows_of(run: Path, client: int) -> tuple[dict[int, JournalRow], dict[int, JournalRow]]:
-    """Return the rows of a client's assignments and of its updates, by assignment; those that were rolled back too."""
+    """Return a client's assignment rows and update rows, by assignment, including those that were rolled back."""
     assigned, arrived = dict[int, JournalRow](), dict[int, JournalRow]()
     for row in JournalReader(run).written():
         if row.get("client") != client:
@@ -112,7 +112,7 @@ def retrain(site: SiteReceipts, setup: ClientSetup, share: float) -> Retrained:
 
 
 def _problem_of_task(receipt: Receipt, path: Path, setup: ClientSetup) -> str | None:
-    """Train a task again; describe how its result differs from the receipt, None for the same bits."""
+    """Train a task again; describe how its result differs from the receipt, None if it is equal to the bit."""
     trainer: LocalTrainer = setup.trainer
     try:
         assignment = assignment_from_json(dict(receipt.assignment))

@@ -50,11 +50,8 @@ class Evaluator:
     ) -> None:
         """Build the full module once.
 
-        `seed`: seed of the run, from which each evaluation derives its random numbers; None = it draws from the
-        global generators as they are.
-
-        Raises:
-            BadInput: the module has no ``validation_step``.
+        `seed`: run's seed, from which each evaluation derives its random numbers; None = the global generators are
+        used. Raises BadInput if the module has no ``validation_step``.
         """
         shrunk = submodels.shrink(FULL, device=device)
         self.module, self._present = shrunk.module, shrunk.present
@@ -62,7 +59,7 @@ class Evaluator:
         self._batches, self.device, self._prepare = batches, torch.device(device), prepare
         self._seed, self._has_drawn = seed, False
         with self._stream("test data"):
-            next(iter(batches()), None)  # reads the data set for the first time, which may draw
+            next(iter(batches()), None)  # the first access to the data set may draw random numbers
         self.num_batches = 0
         self._recorder = Recorder()
         self._recorder.attach(self.module)
@@ -147,7 +144,7 @@ class Evaluator:
         return self._present
 
     def _stream(self, *what: str | int) -> AbstractContextManager[None]:
-        """Return a context with random numbers of its own; while a thread is in it, streams of other threads wait."""
+        """Return a context with its own random state; other threads' random contexts wait for its end."""
         return nullcontext() if self._seed is None else RngStream(self.device, derive_seed(self._seed, *what))
 
     def measure(self, start: int, stop: int | None) -> int:
@@ -214,7 +211,7 @@ class Evaluator:
 
 
 def _for_a_turn(batches: Iterator[tuple[int, Sized]]) -> Iterator[tuple[int, Sized]]:
-    """Yield batches for about `TURN_S` seconds, at least one if there is one."""
+    """Yield batches until `TURN_S` seconds have passed, at least one."""
     end = time.perf_counter() + TURN_S
     for batch in batches:
         yield batch
@@ -292,16 +289,15 @@ def _states(name: str, metric: object) -> dict[str, Any]:
 
 
 def _plain(value: Tensor | float) -> str:
-    """Return a number as text, which JSON has of infinities and NaN too."""
+    """Return a number as text, since JSON has no infinities and NaN."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         raise NotMergeable("a logged value is not a single number: log one number")
     return repr(float(value))
 
 
-# Carry the state of a module's torchmetrics metrics from evaluation to evaluation, through checkpoints too.
-#
-# A metric that the module logs as an object is reset after each evaluation. Any other goes on, as under Lightning's Trainer: a
-# `MaxMetric` that is updated at the end of each evaluation has the best value of the run.
+# Carry the state of a module's torchmetrics objects from one evaluation to the next, also through checkpoints. A metric
+# that is logged as an object is reset after each evaluation. Others continue, as under Lightning's Trainer: a
+# `MaxMetric` updated after each evaluation holds the best value of the run.
 
 _PLAIN = (type(None), bool, int, float, str)
 _OF_ITSELF = ("training", "_computed")
@@ -311,7 +307,7 @@ class LivingMetrics:
     """Reader and writer of the states of the metrics in one module."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Remember the metrics' attributes as they are now, before any evaluation."""
+        """Store the metrics' attributes before any evaluation, as their initial state."""
         self._metrics = dict(_metrics_in(module))
         self._first = {path: dict(vars(metric)) for path, metric in self._metrics.items()}
 

@@ -118,7 +118,7 @@ def end(module: nn.Module, recorder: Recorder) -> dict[str, float]:
     """End an evaluation: call the module's end hooks; return the metrics over all batches."""
     _call(module, "on_validation_epoch_end")
     _call(module, "on_validation_end")
-    found = recorder.means()  # all at once: what is both logged and returned is reset after it
+    found = recorder.means()  # all at once, since a metric that is both logged and returned is reset by reading it
     returned = {name.removeprefix(_RETURNED): value for name, value in found.items() if name.startswith(_RETURNED)}
     return {**returned, **{name: value for name, value in found.items() if not name.startswith(_RETURNED)}}
 
@@ -150,7 +150,7 @@ def measure_part(
 
 
 def _with_batch_statistics(module: nn.Module, batches: Iterable[Sized], paths: Iterable[str]) -> Iterable[Sized]:
-    """Yield the batches, with the batch norms at ``paths`` in training mode; a single sample has no statistics."""
+    """Yield the batches with the batch norms at ``paths`` in training mode, except batches of one sample, which has no variance."""
     norms = [module.get_submodule(path) for path in paths]
     for batch, num_samples in batches:
         for norm in norms:

@@ -69,7 +69,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor | float, float]] = {}
-        self._how: dict[str, str] = {}  # by name, what becomes of several values
+        self._how: dict[str, str] = {}  # by name: how several values are reduced to one
         self._metrics: dict[str, Any] = {}
         self.latest = Latest()
         self.weight = 1.0
@@ -184,7 +184,7 @@ def attach_log(module: nn.Module, log: Callable[..., None], log_dict: Callable[.
 def widened(value: Tensor) -> Tensor:
     """Return a detached copy of a loss or metric in float64, for exact sums; on MPS, which lacks it, in float32."""
     if value.dtype is torch.float32 and value.device.type == "cpu":
-        return value.detach().double()  # one call: a loss comes with each step
+        return value.detach().double()  # converted in one call, since a loss is recorded at each step
     dtype = torch.float32 if value.device.type == "mps" else torch.float64
     return value.detach().to(torch.promote_types(value.dtype, dtype), copy=True)
 
@@ -220,8 +220,9 @@ def _not_distributed() -> bool:
 def _computed(name: str, metric: Any) -> float:
     if hasattr(
         metric, "distributed_available_fn"
-    ):  # each process measures for itself, whatever process groups there are
-        metric.distributed_available_fn = _not_distributed  # `sync_on_compute` would be read at its next `forward` only
+    ):  # each process measures only its own batches, even if process groups exist
+        # `sync_on_compute` takes effect only at the metric's next `forward`
+        metric.distributed_available_fn = _not_distributed
     return _number(name, metric.compute())
 
 

@@ -49,15 +49,15 @@ def prepare(module: Any) -> Any:
         how = _as_test(module) if overrides(module, "test_step") else {"validation_step": _training_loss}
         with_methods(module, **how)
     attach(module)
-    for hook, args in (("setup", ("fit",)), ("configure_model", ())):  # in the Trainer's order
+    for hook, args in (("setup", ("fit",)), ("configure_model", ())):  # in the order of Lightning's Trainer
         if overrides(module, hook):
             with explained(module, hook):
                 getattr(module, hook)(*args)
-    _uncompile_parts(module)  # some compile in `setup`
+    _uncompile_parts(module)  # some models compile parts of themselves in `setup`
     check_tensors(module)
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
-        # a model of one's own may have no register tokens, say
+        # allowed in a user's own module, which may for example have no register tokens
         if parameter.numel() == 0 and type(owner).__module__.startswith("torch.nn."):
             raise BadInput(
                 f"{kind}.{name} is empty, {tuple(parameter.shape)}: give {repr(owner)[:80]} sizes of 1 or more"
@@ -65,7 +65,7 @@ def prepare(module: Any) -> Any:
     for name, buffer in persistent_buffers(module).items():
         if (
             0 in buffer.stride() and not buffer.is_meta
-        ):  # one element in several places, as of `expand`: none can be written
+        ):  # an expanded buffer, whose elements share memory and cannot be written one by one
             path, _, own = name.rpartition(".")
             module.get_submodule(path)._buffers[own] = buffer.contiguous()
     return module
@@ -97,7 +97,7 @@ def given_class(module: nn.Module) -> Any:
 
 
 def _takes_index(module: object, name: str) -> bool:
-    """Check as Lightning does whether a step takes ``batch_idx``: a second argument, of any name."""
+    """Return whether a step takes ``batch_idx``, by Lightning's rule: as a second argument of any name."""
     if not overrides(module, name):
         return True
     step = getattr(module, name)
@@ -111,7 +111,7 @@ def _without_index(module: object, name: str) -> Callable[[Any, Any, int], Any]:
 
 
 def _as_test(module: object) -> dict[str, Any]:
-    """Return the hooks of a test, by the names under which a module is measured."""
+    """Return the module's test hooks under the names of the validation hooks, by which it is evaluated."""
     kind = type(module)
     hooks = [f"on_test_{when}" for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")]
     found = {name: getattr(kind, name) for name in ("test_step", *hooks) if overrides(module, name)}
@@ -164,17 +164,17 @@ def _problems(module: nn.Module) -> Iterator[str]:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Check whether a tensor has more elements than places in memory, as after `expand`."""
+    """Return whether a tensor has more elements than memory locations, as after `expand`."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return 0 < span < tensor.numel()
 
 
 def _shared(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[str]:
-    """Find a parameter that trains in the memory of another tensor: a copy of the model has two of them."""
+    """Yield an error text for each trained parameter that shares memory with another tensor, as copies of the model would not."""
     first: dict[int, str] = {}
     known = {name: tensor for name, tensor in state.items() if tensor.layout == torch.strided}
     for name, tensor in (*known.items(), *_attributes(module)):
-        if not tensor.numel() or not tensor.data_ptr():  # without values
+        if not tensor.numel() or not tensor.data_ptr():  # tensors without values have no memory to share
             continue
         other = first.setdefault(tensor.data_ptr(), name)
         if other == name or known.get(name) is known[other]:
@@ -188,7 +188,7 @@ def _shared(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that parts have as plain attributes, without those that a hook computes before each forward."""
+    """Yield tensors that are plain attributes of modules, except those that a hook computes before each forward."""
     for path, part in module.named_modules():
         hooked = {computed_by(hook) for hook in part._forward_pre_hooks.values()}
         for name, value in vars(part).items():
@@ -205,10 +205,9 @@ def _computed(module: nn.Module) -> Iterator[str]:
             )
 
 
-# Keep the modes (train or eval) in which a model's author left its parts.
-#
-# Each part trains in the mode that it has once the model is built, as with Lightning's Trainer. Copies of the model have these
-# modes, and `raafl.submodel.module_state.ModuleState` restores them before each task, evaluation and trial.
+# Keep the mode (train or eval) of each part as the model's author left it. As with Lightning's Trainer, each part
+# trains in the mode that it has once the model is built. Copies get these modes, and
+# `raafl.submodel.module_state.ModuleState` restores them before each task, evaluation and trial.
 
 _TRAINING = "_raafl_modes"
 _SHOWN = 3

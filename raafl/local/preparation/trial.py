@@ -86,7 +86,7 @@ def try_training(
 
 
 def _first_answer(module: nn.Module, tries: Iterable[tuple[object, int]], device: torch.device) -> tuple[object, Any]:
-    """Run training steps until one returns something; return its batch on the device, and the answer, None if there is none."""
+    """Run training steps until one returns a loss; return the batch on the device and the result, None if there was none."""
     batch = answer = None
     for given, index in tries:
         with explained(module, "hooks before training_step", given):
@@ -121,7 +121,7 @@ def _warnings(name: str, trainer: TrainerStandIn, recorder: Recorder, schedules:
 
 @contextmanager
 def _reentrant_warnings() -> Iterator[list[str]]:
-    """Give a list that gets torch's warnings of checkpointed parts without an input that requires a gradient; others are shown."""
+    """Collect torch's warnings about checkpointed parts whose input requires no gradient; show all other warnings."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
@@ -134,7 +134,7 @@ def _reentrant_warnings() -> Iterator[list[str]]:
 
 
 def _check_reached(module: nn.Module) -> None:
-    """Raise `BadInput` if a trained parameter has no gradient, in a model where checkpointing has cut some off."""
+    """Raise `BadInput` if checkpointing cut trained parameters off, so that they get no gradient."""
     without = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
     if without:
         shown = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
@@ -165,15 +165,15 @@ def _checked_loss(kind: str, answer: object, *, is_cut_off: bool = False) -> Ten
 
 
 def _forms(module: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """Return the shape of each buffer that is sent, and whether it is finite."""
+    """Return the shape of each buffer that is sent, and whether its values are finite."""
     return {name: (tuple(buffer.shape), is_finite(buffer)) for name, buffer in persistent_buffers(module).items()}
 
 
 def _check_buffers(module: nn.Module, before: Mapping[str, tuple[tuple[int, ...], bool]]) -> None:
-    """Raise `BadInput` for a buffer that cannot be sent as it was ``before`` the step.
+    """Raise `BadInput` for a buffer that the server could not merge after a training step.
 
-    One of another shape has no place in the layout. One that is not finite, as a mask of -inf, would have every update refused;
-    but where the step makes it finite, as an observer's first range, it may stay.
+    The layout has no place for a changed shape. A buffer that stays non-finite, such as a mask of -inf, would make
+    every update refused; one that the step makes finite, such as an observer's range, is accepted.
     """
     kind = type(module).__name__
     for name, (shape, finite) in _forms(module).items():
@@ -213,7 +213,7 @@ def start_observers(module: nn.Module, example_batch: Callable[[int], Any], buil
 
 
 def _after_a_step(module: nn.Module, batch: object) -> dict[str, Tensor]:
-    """Return the persistent buffers of a copy of a module after one training step."""
+    """Return the persistent buffers of a copy of the module after one training step."""
     copy = copy_structure(module, {})
     settle(copy)
     seeded(0)
@@ -247,7 +247,7 @@ def try_single_samples(
 
 
 def _has_single(num_samples: int, batch_size: int, drop_last: bool, training: Training) -> bool:
-    """Check whether a client comes to a batch of one sample in a task of the run's own length."""
+    """Return whether a task of the run's length includes a batch of one sample."""
     num_batches = math.ceil(num_samples / batch_size)
     if training.num_steps is not None and training.num_steps < num_batches and batch_size > 1:
         return False
@@ -275,7 +275,7 @@ def explained(module: nn.Module, method: str, batch: object = None) -> Iterator[
 
 
 def _watch(name: str, layer: nn.Module, entered: list[tuple[str, nn.Module, Any]]) -> Iterator[Any]:
-    """Keep in ``entered`` the layers whose forward has begun and not ended, innermost last."""
+    """Yield hooks that keep in ``entered`` the layers whose forward is running, innermost last."""
 
     def begin(layer: nn.Module, args: object) -> None:
         entered.append((name, layer, args))

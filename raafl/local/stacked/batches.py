@@ -16,7 +16,7 @@ from raafl.local.stacked.products import CACHE_LINE_BYTES
 from raafl.local.stacked.stacks import Unstackable
 from raafl.submodel.nested_batch import batch_tensors
 
-_AHEAD_BYTES = 1 << 24  # batches that are gathered at a time
+_AHEAD_BYTES = 1 << 24  # bytes of batches that are gathered at a time
 
 Rows = Iterator[Tensor]
 """The numbers of the samples in each of a client's batches."""
@@ -34,7 +34,7 @@ class Batch:
     def __init__(
         self, kinds: Sequence[Any], leaves: Sequence[Sequence[Any]], forms: dict[Any, TreeSpec], sizes: Sequence[int]
     ) -> None:
-        """Take each client's kind of batch, its leaves and its size, and how those of a kind are built."""
+        """Store each client's kind of batch, its leaves and its size, and how to rebuild batches of each kind."""
         self._all, self._leaves, self._forms, self.num, self.sizes = kinds, leaves, forms, len(kinds), sizes
         self.kinds: defaultdict[Any, list[int]] = defaultdict(list)
         for client, kind in enumerate(kinds):
@@ -55,7 +55,7 @@ class Stack(Batch):
     """Batches of several clients for one step, all of one size, held as tensors that are already stacked."""
 
     def __init__(self, size: int, num: int, tensors: Sequence[Tensor], forms: dict[Any, TreeSpec]) -> None:
-        """Take the batches of ``num`` clients, of ``size`` samples each, one behind the other."""
+        """Store the batches of ``num`` clients, ``size`` samples each, one after another."""
         super().__init__([size] * num, [], forms, [size] * num)
         self._stacks: list[Any] = [_aligned(one).view(num, size, *one.shape[1:]) for one in tensors]
 
@@ -69,7 +69,7 @@ class Stack(Batch):
 
 
 def _aligned(one: Tensor) -> Tensor:
-    """Return a tensor that begins where a new one would."""
+    """Return the tensor, copied if its memory is not aligned like that of a new tensor."""
     return one.clone() if one.data_ptr() % CACHE_LINE_BYTES else one
 
 
@@ -101,7 +101,7 @@ def batches(
 
 
 def _going(counts: Sequence[int]) -> Iterator[int]:
-    """Yield how many clients go on, step by step."""
+    """Yield for each step how many clients still train; ``counts`` are descending."""
     for index in range(counts[0]):
         yield sum(count > index for count in counts)
 
@@ -113,7 +113,7 @@ def _of_one_source(
     ahead: int,
     forms: dict[Any, TreeSpec],
 ) -> Iterator[Batch]:
-    """Gather several steps of all clients at a time."""
+    """Yield batches of clients with one data source, gathering several steps of all clients at a time."""
     steps = _going(counts)
     while some := list(islice(steps, ahead)):
         wanted = [[next(own) for own in rows[:going]] for going in some]
@@ -130,7 +130,7 @@ def _of_one_source(
 def _ahead(
     fetch: Callable[[Tensor], Sequence[Tensor]], rows: Rows, ahead: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Gather several batches of one client at a time."""
+    """Yield batches of one client, gathering several at a time."""
     while some := list(islice(rows, ahead)):
         sizes = [one.shape[0] for one in some]
         leaves = zip(*(tensor.split_with_sizes(sizes) for tensor in fetch(torch.cat(some))), strict=True)
@@ -138,7 +138,7 @@ def _ahead(
 
 
 def _one_by_one(clients: Sequence[ClientData], rows: Sequence[Rows], counts: Sequence[int]) -> Iterator[Batch]:
-    """Fetch batches of any form."""
+    """Yield batches of any structure, fetching one at a time."""
     forms: dict[Any, TreeSpec] = {}
     for going in _going(counts):
         kinds, every, sizes = [], [], []

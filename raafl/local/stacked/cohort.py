@@ -61,7 +61,7 @@ def refusal_of_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _refusal_of_built(built: TrainableSubmodel) -> str | None:
-    """Explain why tasks cannot be trained together in this submodel's module; None = they can."""
+    """Return why tasks cannot be trained together in this submodel's module; None = they can."""
     if built.hooks is not None:
         return f"the module overrides {min(built.hooks.overridden)}"
     if built.transfer.is_own:
@@ -81,7 +81,7 @@ class Trained:
     """
 
     def __init__(self, trainer: LocalTrainer, steps: Steps, classes: Sequence[list[int]]) -> None:
-        """Take what the steps have come to, and the classes that each client was left of a masked loss."""
+        """Store the results of the steps, and the classes that a masked loss has left to each client."""
         self._trainer, self._members, self._num_steps, self._classes = trainer, steps.members, steps.counts, classes
         self._rows, self._losses, self._logged, self._states = steps.rows, steps.losses, steps.logged, steps.states
         self._place = {member.assignment.id: place for place, member in enumerate(steps.members)}
@@ -106,7 +106,7 @@ class Trained:
         built = self._trainer.built(assignment.spec)
         built.load(self._rows.of(place))
         self._logged.hand(place, built.recorder)
-        if draws or data.test is not None:  # what measures a test part may draw
+        if draws or data.test is not None:  # the evaluation on a test part may draw random numbers
             seed_everything(assignment.seed, self._trainer.fabric.device)
             torch.default_generator.set_state(self._states[place])
         num_steps = self._num_steps[place]
@@ -186,7 +186,7 @@ class CohortTrainer:
         return steps or task.data.num_batches(self._trainer.training.batch_size) * (epochs or 1)
 
     def _get(self, spec: Spec) -> tuple[TrainableSubmodel, list[Place]]:
-        """Return a small module with its optimiser, and where its tensors are."""
+        """Return the submodel's module with its optimizer, and where its tensors are stored."""
         if spec not in self._built:
             while len(self._built) >= self._max_built:
                 self._built.popitem(last=False)
@@ -208,7 +208,7 @@ class CohortTrainer:
 
 
 class _Masking:
-    """A forward hook that sets the logits of classes that a client has not to 0."""
+    """Forward hook that sets the logits of classes to 0 of which a client has no samples."""
 
     def __init__(self, classes: Sequence[Set[int] | None]) -> None:
         self._classes = classes
@@ -217,10 +217,7 @@ class _Masking:
 
     @contextmanager
     def choose(self, clients: Sequence[int]) -> Iterator[None]:
-        """Return a context for a forward pass of these clients, in the order of the stack.
-
-        For each client, the classes without samples are masked.
-        """
+        """Return a context for a forward pass of these clients, in the order of the stack."""
         self._clients = clients
         yield
 

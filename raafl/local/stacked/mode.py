@@ -144,7 +144,6 @@ class Stacked(TorchFunctionMode):
     """Context inside vmap over clients, in which torch functions give exactly the bits of separate calls for each client."""
 
     def __init__(self, num: int, states: list[Tensor], known: Known) -> None:
-        """Compute for ``num`` clients."""
         super().__init__()
         self._num, self._states, self._known = num, states, known
 
@@ -155,7 +154,6 @@ class Stacked(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Compute ``func``."""
         kwargs = kwargs or {}
         if func is F.linear:
             return (
@@ -178,7 +176,7 @@ class Stacked(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _agreed(self, function: Callable[..., Any], value: Tensor) -> object:
-        """Return a tensor as Python has it, if it is the same for all clients."""
+        """Convert a tensor to the Python number that is equal for all clients; raises `Parted` if it differs."""
         stack = stack_of(value)
         assert stack is not None
         with outside():
@@ -195,7 +193,8 @@ def _has_stack(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     plain = [*args, *kwargs.values()]
     if any(stack_of(one) is not None for one in plain):
         return True
-    inside = [one for one in plain if isinstance(one, tuple | list | dict)]  # seldom any: leaves are slow to find
+    # nested arguments are rare, and finding their leaves is slow
+    inside = [one for one in plain if isinstance(one, tuple | list | dict)]
     return bool(inside) and any(stack_of(leaf) is not None for leaf in tree_leaves(inside))
 
 
@@ -231,13 +230,13 @@ def cross_entropy(num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> o
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of logits (clients, n, classes) and labels (clients, n), as autograd would differentiate it."""
+    """Mean cross entropy of logits (clients, n, classes) and labels (clients, n), equal in bits to autograd for each client."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         logs = torch.log_softmax(logits, -1)
         ctx.save_for_backward(logs, labels)
-        # vmap's rule, and a mean of the stack, add up in another order
+        # vmap, or a mean over the stack, would add in another order and change bits
         return torch.stack([F.nll_loss(*own) for own in zip(logs.unbind(0), labels.unbind(0), strict=True)])
 
     @staticmethod

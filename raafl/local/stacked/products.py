@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from raafl.local.stacked.stacks import apart, by_slices, outside, stack_of
 
 CACHE_LINE_BYTES = 64
-_ENOUGH = 4096  # results, one of which would differ: small products differ in one of ten, or of a hundred
+_ENOUGH = 4096  # number of results to compare: small products differ in one of ten to one of a hundred
 
 Known = dict[Hashable, bool]
 """Whether a batched product has the bits of the clients' own, by shapes and places."""
@@ -38,7 +38,7 @@ def linear(known: Known, num: int, x: object, weight: object, bias: object = Non
     assert xs is not None and weights is not None
     usual = (
         xs.dim() in (3, 4) and weights.dim() == 3 and xs[0].is_contiguous()
-    )  # torch has another product for the rest
+    )  # torch uses another kernel for the rest
     if not usual or min(xs.shape[1:]) < 1 or min(weights.shape[1:]) < 2:
         return by_slices(F.linear, (x, weight, bias), {}, num)
     with outside() as inside:
@@ -47,7 +47,7 @@ def linear(known: Known, num: int, x: object, weight: object, bias: object = Non
 
 
 class _Linear(Function):
-    """x W^T + b and its gradients for x (clients, n, in), W (clients, out, in), b (clients, out), by autograd's own products."""
+    """x W^T + b for x (clients, n, in), W (clients, out, in), b (clients, out); both passes use autograd's own products."""
 
     @staticmethod
     def forward(ctx: Any, known: Known, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -102,7 +102,7 @@ def _one_by_one(alone: Callable[..., Tensor], operands: Sequence[Tensor]) -> Ten
 
 
 def _is_equal(together: Callable[..., Tensor], alone: Callable[..., Tensor], operands: Sequence[Tensor]) -> bool:
-    """Compare both ways on drawn numbers that lie as ``operands`` do, until enough results have been the same to the bit."""
+    """Compare batched and single products on random operands with the layout of ``operands``; return whether all bits are equal."""
     generator, num = torch.Generator().manual_seed(1), 0
     while num < _ENOUGH:
         drawn = [_drawn_like(one, generator) for one in operands]
@@ -114,7 +114,7 @@ def _is_equal(together: Callable[..., Tensor], alone: Callable[..., Tensor], ope
 
 
 def _drawn_like(one: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a tensor of the same shape, strides and place in a cache line."""
+    """Draw a tensor with the same shape, strides and offset in a cache line."""
     start = one.data_ptr() % CACHE_LINE_BYTES // one.itemsize
     length = start + 1 + sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True))
     return torch.randn(length, dtype=one.dtype, generator=generator).as_strided(one.shape, one.stride(), start)
@@ -155,7 +155,7 @@ def _embedding(
 
 
 class _Embedding(Function):
-    """Rows of each client's table; their gradients are added up as those of one long table."""
+    """Look up rows of each client's table; the gradients are summed as for one long table."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, tables: Tensor, padding: int) -> Tensor:
@@ -169,7 +169,7 @@ class _Embedding(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (ids,), (num, length, width) = ctx.saved_tensors, ctx.shape
         rows = (ids.reshape(num, -1) + torch.arange(0, num * length, length).unsqueeze(1)).flatten()
-        # -1: no row is left out; one that pads is cleared afterwards, since there is one in each client's part
+        # -1 = no padding row: each client's table has one, and they are cleared below
         found = torch.ops.aten.embedding_dense_backward(g.reshape(-1, width), rows, num * length, -1, False)
         found = found.view(num, length, width)
         if ctx.padding >= 0:

@@ -115,7 +115,7 @@ class _Apart(Function):
 
 
 class _Joined(Function):
-    """`torch.stack` whose gradient comes apart as slices that are aligned."""
+    """`torch.stack` whose backward splits the gradient into aligned slices."""
 
     @staticmethod
     def forward(ctx: object, *parts: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Rows:
     """Values of several clients' submodels as a matrix, with one row per client."""
 
     def __init__(self, layout: Layout, num: int) -> None:
-        """Make room for ``num`` clients."""
+        """Allocate rows for ``num`` clients."""
         self.layout = layout
         self.buffers = {
             dtype: torch.empty(
@@ -112,7 +112,8 @@ class Steps:
         self.groups = [(group, [trains[id(p)] for p in group["params"]]) for group in built.optimizer.param_groups]
         self.trained = [name for _, names in self.groups for name in names]
         order = {name: place for place, name in enumerate(trains.values())}
-        self.in_order = sorted(range(len(self.trained)), key=lambda place: order[self.trained[place]])  # the module's
+        # indices of the trained tensors in the module's order
+        self.in_order = sorted(range(len(self.trained)), key=lambda place: order[self.trained[place]])
         self.epochs = [member.data.num_batches(trainer.training.batch_size) for member in members]
         lengths = set(self.epochs)
         if len(lengths) > 1 and not all(s.interval == "step" and s.frequency == 1 for s in built.schedulers):
@@ -149,8 +150,9 @@ class Steps:
                 self._schedule(optimizer, index + 1)
 
     def _schedule(self, optimizer: torch.optim.Optimizer, num_done: int) -> None:
-        """Let the schedulers step after so many batches, and give the optimiser what they have set."""
-        self.built.optimizer.step()  # nothing, for there are no gradients; schedulers want to have seen it
+        """Step the schedulers that are due after ``num_done`` batches, and copy their settings to the optimizer."""
+        # a step without gradients changes nothing, but schedulers warn if the optimizer never stepped
+        self.built.optimizer.step()
         epoch, index = divmod(num_done - 1, self.per_epoch)
         for schedule in self.built.schedulers:
             if schedule.is_due("step", index) or (index + 1 == self.per_epoch and schedule.is_due("epoch", epoch)):
@@ -166,7 +168,7 @@ class Steps:
         return batches([member.data for member in self.members], rows, self.counts, training.batch_size)
 
     def _optimizer(self, num: int, last: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-        """Make the optimiser of the first ``num`` clients, with what the ``last`` one remembers of them."""
+        """Create the optimizer for the first ``num`` clients, with their part of the state of the ``last`` one."""
         layout = self.built.present.layout
         groups = []
         for group, names in self.groups:
@@ -183,7 +185,7 @@ class Steps:
         return made
 
     def _gradients(self, optimizer: torch.optim.Optimizer, batch: Batch, index: int) -> None:
-        """Give the optimiser's parameters their gradients; clients with batches of other shapes one kind after the other."""
+        """Compute the gradients of the optimizer's parameters; clients with batches of different shapes are computed separately."""
         for kind, clients in batch.kinds.items():
             self.seen[kind].update(clients)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -213,8 +215,8 @@ class Steps:
             parameter.grad = torch.cat(found).index_select(0, places) if found else None
 
     def _groups(self, batch: Batch, index: int) -> list[tuple[int, list[int]]]:
-        """Return the clients whose losses are computed together, with the index of their batch within their epoch."""
-        if not self.by_index:  # else it differs between clients, and the step may read it
+        """Group the clients whose losses are computed together; return each group with the index of its batch in the epoch."""
+        if not self.by_index:  # otherwise the index differs between clients, and the step may use it
             return [(index % self.per_epoch, clients) for clients in batch.kinds.values()]
         groups: defaultdict[tuple[Any, int], list[int]] = defaultdict(list)
         for kind, clients in batch.kinds.items():
@@ -223,7 +225,7 @@ class Steps:
         return [(own_index, clients) for (_, own_index), clients in groups.items()]
 
     def _backward(self, stacks: Sequence[Tensor], chosen: slice | Tensor, batch: Batch, index: int) -> None:
-        """Compute the losses of the chosen clients, and their gradients into ``stacks``."""
+        """Compute the losses of the chosen clients, and the gradients of ``stacks``."""
         clients = range(*chosen.indices(len(self.members))) if isinstance(chosen, slice) else chosen.tolist()
         layout = self.built.present.layout
         tensors = dict(zip(self.trained, stacks, strict=True))
@@ -232,7 +234,7 @@ class Steps:
         columns, form = batch.stacked(clients)
         states = [self.states[client] for client in clients]
         module: Any = self.built.module
-        self.logged.weight = float(batch.sizes[clients[0]])  # of clients with batches of one kind
+        self.logged.weight = float(batch.sizes[clients[0]])  # these clients have batches of equal size
 
         def one(inside: Callable[[Tensor], Tensor]) -> tuple[Any, list[Any]]:
             values = {name: inside(stack) for name, stack in tensors.items()}
@@ -250,7 +252,7 @@ class Steps:
                 self.rows.stack(layout.by_name[name], slice(0, len(self.members)))[chosen] = tensors[name]
 
     def _note(self, clients: Sequence[int], losses: Tensor, values: list[Tensor], states: list[Tensor]) -> None:
-        """Keep what a step has given besides gradients."""
+        """Store a step's losses, logged values and random states."""
         where = torch.tensor(clients)
         self.losses[where] += widened(losses)
         self.logged.add(clients, values)
@@ -259,7 +261,7 @@ class Steps:
 
 
 def _reads_index(module: nn.Module) -> bool:
-    """Check whether a module's training step uses its second argument, the index of the batch; True where that cannot be seen."""
+    """Return whether a training step uses its argument for the batch index; True if that cannot be determined."""
     step: Any = inspect.unwrap(cast(Any, type(module)).training_step)
     if not inspect.isfunction(step) or step.__code__.co_argcount < 3:
         return True
@@ -268,7 +270,7 @@ def _reads_index(module: nn.Module) -> bool:
 
 
 class _Placed:
-    """Within it, a module's tensors are others; the user's code may change those in place, and may not replace them."""
+    """Context that replaces a module's tensors; the user's code may change the replacements in place, but not replace them."""
 
     def __init__(self, places: list[tuple[dict[str, Any], str, str]], tensors: dict[str, Tensor]) -> None:
         self._places, self._tensors = places, tensors
@@ -289,7 +291,7 @@ class _Placed:
             )
 
 
-_LEAST_NORM = 1e-6  # torch's own
+_LEAST_NORM = 1e-6  # the constant of torch's own gradient clipping
 
 
 def clip_(known: Known, gradients: Sequence[Tensor], most: float) -> None:
@@ -311,7 +313,8 @@ def _norms(known: Known, stack: Tensor) -> Tensor:
     return product(known, "norm", lambda all: norm(all.reshape(len(all), -1), dim=1), norm, stack)
 
 
-_START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}  # -0.0 + x is x, also of a zero
+# -0.0 + x is x for every x, including -0.0
+_START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}
 
 
 class Logged:

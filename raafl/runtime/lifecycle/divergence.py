@@ -88,7 +88,7 @@ class Divergence(RunHooks):
             self.failure = f"failed: {what} (an error, since strict is true)"
 
     def _fault(self, client: int | None) -> str | None:
-        """Return a non-finite sample of a client (None = of the test set) as text; None if there is none, or its data is its own."""
+        """Return a non-finite sample of a client (None = of the test set) as text; None if none is known."""
         from raafl.local.data_faults import fault_in
 
         info = None if client is None else self._run.parts.coordinator.roster.find(client)

@@ -129,7 +129,7 @@ class MaskedSession(SessionExtension):
         return None
 
     def _room(self, layout: Layout) -> Callable[[Meta], FlatTensors]:
-        """Return room for what the client sends, on the CPU, where masks are added."""
+        """Allocate CPU memory for what the client sends, since masks are added on the CPU."""
         return lambda meta: self.session.setup.terms.storage(layout)
 
     def refusal(self, failed: Failed) -> str | None:
@@ -143,14 +143,14 @@ class MaskedSession(SessionExtension):
 
 @dataclass
 class _Running:
-    """A group at work."""
+    """A secure group whose protocol is in progress."""
 
-    opening: Opening  # the server's part
-    scale: float  # largest weight
+    opening: Opening  # server's side of the protocol
+    scale: float  # largest weight of a member
     ready: dict[int, SecureStep]  # first step of each member
-    until: float  # when the others go on without them, in seconds on the run's clock
-    phase: Phase = "shares"  # of the messages that are awaited
-    waiting: set[int] = field(default_factory=set)  # members whose message is awaited
+    until: float  # deadline in seconds of the run's clock, after which the group goes on without missing members
+    phase: Phase = "shares"  # phase of the messages that the group waits for
+    waiting: set[int] = field(default_factory=set)  # members whose message has not arrived yet
     here: dict[int, SecureStep] = field(default_factory=dict)  # steps of this phase, by member
     senders: tuple[int, ...] = ()  # members that sent shares
     masked: dict[int, SecureStep] = field(default_factory=dict)  # steps with masked numbers, by member; empty before
@@ -166,7 +166,7 @@ class SecureAggregator:
     """Secure aggregation in the server's main loop: it forms groups of clients, and computes the sum of each group's updates."""
 
     def __init__(self, groups: SecureGroups, note: Callable[[str], None]) -> None:
-        """Start without clients; ``note`` is told why a sum could not be opened."""
+        """Start without clients; ``note`` is called with the reason if a sum cannot be opened."""
         self._groups, self._note = groups, note
         self._layouts = IntegerLayouts(groups.coordinator.state.submodels)
         self._ready: dict[int, SecureStep] = {}
@@ -188,9 +188,9 @@ class SecureAggregator:
             running.here[key] = step
             running.waiting.discard(key)
         elif running is not None and running.signed is not None and step.phase == "signed" and key in running.masked:
-            running.waiting.add(key)  # slow, but its numbers are in the sum, which it can still help to open
+            running.waiting.add(key)  # late, but its numbers are in the sum, so it can still help to open it
             step.replies.put(running.signed)
-        elif step.phase != "opened":  # it was too slow, and its group has gone on
+        elif step.phase != "opened":  # the member was too slow, and its group went on without it
             step.replies.put(None)
         elif key in self._groups.coordinator.roster.active:  # its group was given up meanwhile
             self._late.append(_refused(step))
@@ -210,7 +210,8 @@ class SecureAggregator:
         Return the updates of a group that is finished, and updates that came too late for their group.
         """
         if self._running is None:
-            active = self._groups.coordinator.roster.active  # a client that has joined anew has left its task
+            # a client that has joined again no longer has its earlier task
+            active = self._groups.coordinator.roster.active
             self._ready = {key: step for key, step in self._ready.items() if key in active}
             if self._groups.is_complete(self._ready):
                 self._form(now)
@@ -242,7 +243,7 @@ class SecureAggregator:
         running.await_("shares", chosen)
 
     def _group(self, chosen: Mapping[int, SecureStep]) -> Group:
-        """Describe the group of these clients, each with its own claim; the server may only count fewer samples."""
+        """Describe a group of these clients from their own claims; the server may only lower the samples that count."""
         groups, coordinator = self._groups, self._groups.coordinator
         members = []
         for step in chosen.values():
@@ -255,7 +256,7 @@ class SecureAggregator:
         return Group(secrets.token_hex(16), tuple(members), threshold, groups.merge.min_cover, version, run, equal)
 
     def _advance(self, running: _Running, now: float) -> None:
-        """Take the group to its next step with the members that are here."""
+        """Advance the group to its next step with the members whose messages have arrived."""
         try:
             if running.phase != "opened" and len(running.here) < running.opening.group.threshold:
                 need = running.opening.group.threshold
@@ -309,10 +310,9 @@ class SecureAggregator:
         running.await_("opened", signers)
 
     def _signers(self, running: _Running, text: bytes) -> dict[int, SecureStep]:
-        """Return the steps whose signatures the others will accept; who sent another one is left out, as if it were lost.
+        """Return the steps with valid signatures; members with invalid ones are treated as lost.
 
-        Raises:
-            CannotOpen: too few members are left.
+        Raises CannotOpen if too few members are left.
         """
         group, here = running.opening.group, dict(sorted(running.here.items()))
         signed = {key: step for key, step in here.items() if is_signed(text, step.signature, group.by_id[key].sign_key)}
@@ -338,7 +338,7 @@ class SecureAggregator:
             self._done.append(update)
 
     def _fail(self, running: _Running, why: str) -> None:
-        """Give a group up: who still talks is refused by its session, who has said all here."""
+        """Give up a group: each session refuses its member's task with this reason."""
         self._running, self._done = None, []
         self._note(f"a sum could not be read: {why}")
         for step in running.here.values():
@@ -356,7 +356,7 @@ class SecureLoop(LoopExtension):
         groups = SecureGroups.of(server.coordinator)
         assert groups is not None
         self._aggregator = SecureAggregator(groups, server.note)
-        self._deferred: deque[Event] = deque()  # while a group is at work
+        self._deferred: deque[Event] = deque()  # events that wait until the group is finished
 
     @property
     def is_busy(self) -> bool:
@@ -369,7 +369,7 @@ class SecureLoop(LoopExtension):
             self._aggregator.take(item)
         elif isinstance(item, Lost):
             self._aggregator.lose(item.client, item.incarnation or 0)
-        elif isinstance(item, Arrived):  # from a session: of a client that takes no part in its sum, or no longer
+        elif isinstance(item, Arrived):  # an update from a session whose client takes no part in a sum
             self._aggregator.lose(item.update.client, item.update.incarnation)
         if item is not None and not isinstance(item, ForExtension):
             self._deferred.append(item)

@@ -23,8 +23,8 @@ from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import NoRoom
 from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout, Refused
 
-_LOOK_S = 0.5  # how often an idle session looks whether its client is still there
-_BRANCH_LOOK_S = 0.1  # how often a branch that waits for a task looks whether it is still wanted
+_LOOK_S = 0.5  # seconds between two checks of an idle session whether its client is still connected
+_BRANCH_LOOK_S = 0.1  # seconds between two checks of a branch that waits for a task whether it is still wanted
 
 
 class Session(threading.Thread):
@@ -44,20 +44,21 @@ class Session(threading.Thread):
     ) -> None:
         """Prepare; `start` connects.
 
-        `connect`: makes the connection.
-        `known`: what the run has of the client, its share of the data and its profile; None = nothing.
+        `connect`: makes the connection. `known`: the client's share of the data and its profile, as the run has them;
+        None = neither.
         """
         super().__init__(name=f"client-{client}", daemon=True)
         self.client, self.incarnation = client, incarnation
         self._connect, self._inbox, self._waits = connect, inbox, setup.waits
         self._outbox: queue.SimpleQueue[Task | NoRoom | str] = queue.SimpleQueue()
         self._pair: Connection | None = None
-        # While it greets and while a task is out two may send, this thread and `stop`, in the loop's: a pair takes one at a time.
-        # `_stopping` is set before the lock is tried and looked at after it is given back: one of the two tells the client, once.
+        # Both this thread and `stop`, called on the run's loop, may send to the client, but only one at a time.
+        # `_stopping` is set before trying the lock, and checked after releasing it, so exactly one of the two sends the
+        # stop message.
         self._sending = threading.Lock()
         self._stopping: str | None = None
         self._told = False
-        self._heard_s = time.monotonic()  # when the client was last sent anything, or began to be idle
+        self._heard_s = time.monotonic()  # time at which the client was last sent a message or became idle
         self._branches: list[_BranchThread] = []
         self.protocol = SessionProtocol(client, incarnation, setup, inbox.put, self, known)
         self.link = SessionLink(
@@ -69,7 +70,7 @@ class Session(threading.Thread):
             lambda: self.stopping,
         )
 
-    # ---- for the loop ----
+    # ---- called on the run's loop ----
 
     def assign(self, assignment: Assignment, snapshot: FlatTensors, head: str | None = None) -> None:
         """Queue a task to be sent to the client; return at once.
@@ -94,7 +95,7 @@ class Session(threading.Thread):
         """
         self._stopping = reason
         self._outbox.put(reason)
-        # While the thread waits for an answer nobody sends; if it is about to, it will find the reason itself.
+        # a thread that waits for an answer does not send; one about to send finds the reason itself
         protocol = self.protocol
         if (protocol.out is not None or not protocol.welcomed) and self._sending.acquire(blocking=False):
             try:
@@ -107,7 +108,7 @@ class Session(threading.Thread):
         if self._pair is not None:
             self._pair.close()
 
-    # ---- for the protocol ----
+    # ---- called by the protocol ----
 
     @property
     def closed(self) -> bool:
@@ -124,7 +125,7 @@ class Session(threading.Thread):
         """Whether the session has been told to stop."""
         return self._stopping is not None
 
-    # ---- the thread ----
+    # ---- on the session's thread ----
 
     def run(self) -> None:
         """Serve the client until the session ends; a `Lost` event reports the end, unless the client was told to stop."""
@@ -150,19 +151,19 @@ class Session(threading.Thread):
             reason, counts = f"{NO_SPACE}: {error}", True
         except (PeerLost, Refused, OSError, RuntimeError) as error:
             reason = f"disconnected: {error}"
-        except Exception as error:  # whatever it is, the run must hear that nothing more will come
+        except Exception as error:  # whatever the error is, the run must learn that the session has ended
             reason = f"failed: {type(error).__name__}: {sanitize_text(error)}"
         finally:
             self.link.end()
             if pair is not None:
                 pair.close()
-            for branch in self._branches:  # the connection is closed: they can send no more
+            for branch in self._branches:  # the connection is closed, so they cannot send any more
                 branch.stop(self._waits.stop_s)
         if self._stopping is None and failure is None:
             self._inbox.put(Lost(self.client, reason, self.incarnation, counts=counts))
 
     def _part(self, failure: TaskFailed, reason: str) -> None:
-        """Report a failure, and let the client go once the run has taken it in."""
+        """Report a failure, and tell the client to stop once the run has recorded the failure."""
         self.protocol.out = None
         if self._stopping is None:
             self._inbox.put(Lost(self.client, reason, self.incarnation, failure))
@@ -184,15 +185,16 @@ class Session(threading.Thread):
                 done: T = end.value
                 return done
             finally:
-                result = error = None  # else this frame and the error would keep each other, and the task's tensors
+                # breaks a reference cycle of frame and error, which would keep the task's tensors in memory
+                result = error = None
             try:
                 result = self._meet(need, branch)
             except Exception as raised:
                 error = raised
-            del need  # its tensors go before the next come
+            del need  # free its tensors before the next request allocates some
 
     def _meet(self, need: needs.Need, branch: _BranchThread | None) -> Any:
-        """Do what a step needs; return its result."""
+        """Perform what a protocol step requests; return the result."""
         pair = self._pair
         assert pair is not None
         match need:
@@ -215,7 +217,7 @@ class Session(threading.Thread):
                 return beside.end()
             case needs.HandOver(message):
                 if self.link.hand_over(message):
-                    self._pair = None  # the earlier session's now
+                    self._pair = None  # the connection now belongs to the earlier session
                     raise HandedOver
             case needs.Confirm(assignment):
                 self.link.confirm(assignment)
@@ -228,11 +230,11 @@ class Session(threading.Thread):
         with self._sending:
             sent = pair.send(message)
         self._heard_s = time.monotonic()
-        self._say_if_stopping()  # while this had the lock, `stop` could not say it
+        self._say_if_stopping()  # `stop` could not send while this thread held the lock
         return sent
 
     def _keep_alive(self, pair: Connection) -> None:
-        """See that the client is there, and let it know from time to time that it is not forgotten."""
+        """Check that the client is connected, and send it a sign of life from time to time."""
         if time.monotonic() - self._heard_s >= self._waits.idle_s / 3:
             with self._sending:
                 pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation))
@@ -256,7 +258,7 @@ class Session(threading.Thread):
             return command
 
     def _branch_task(self, branch: _BranchThread) -> Task:
-        """Return the next task for steps beside the session's own; raises `Stopped` where it is not wanted any more."""
+        """Return the next task for a branch; raises `Stopped` if the branch is no longer wanted."""
         while not branch.over.is_set() and not self.stopping:
             try:
                 command = self._outbox.get(timeout=_BRANCH_LOOK_S)
@@ -278,13 +280,13 @@ class Session(threading.Thread):
             self._keep_alive(pair)
 
     def _say_if_stopping(self) -> None:
-        """Tell the client of a stop that came when there was no pair yet, or when this thread sent."""
+        """Send a stop message that `stop` could not send, because there was no connection yet or this thread was sending."""
         if self._stopping is not None:
             with self._sending:
                 self._say_stop(self._stopping)
 
     def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
-        """Send the client the message to stop, unless it was sent before."""
+        """Send the client the stop message, unless it was sent before."""
         if self._pair is None or self._told:
             return
         self._told = True
@@ -294,7 +296,7 @@ class Session(threading.Thread):
 
 
 class _BranchThread(threading.Thread):
-    """Thread that performs steps beside those of a session."""
+    """Thread that performs a branch: protocol steps that run beside the session's own."""
 
     def __init__(self, session: Session, steps: Steps[Any]) -> None:
         super().__init__(name=f"beside-{session.client}", daemon=True)
@@ -311,14 +313,14 @@ class _BranchThread(threading.Thread):
             self._error = error
 
     def end(self) -> Any:
-        """Wait for the thread; return what its steps return, None if they were given up. Their errors are raised here."""
+        """Wait for the branch; return its result, None if it was given up, or raise its error."""
         self.stop()
         if self._error is not None:
             raise self._error
         return self._result
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Tell the steps that no task is wanted any more, and wait until they have ended."""
+        """Tell the branch that no task is wanted any more, and wait until it has ended."""
         self.over.set()
         if self.ident is not None:
             self.join(timeout=timeout_s)

@@ -42,7 +42,7 @@ NOT_JOINING: Mapping[str, str] = {POLICY: "its site does not allow this run", DR
 """Reasons of a FAILED in the place of a HELLO, in words for the log."""
 
 
-# ---- what a session needs ----
+# ---- requests of the protocol to the session's thread ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Line(Protocol):
         """Whether the run no longer needs the client."""
 
 
-# ---- a task ----
+# ---- one task ----
 
 
 class Conversation:
@@ -173,7 +173,8 @@ class Conversation:
 
     def recv(self, wanted: Kind, into: Callable[[dict[str, Any]], FlatTensors]) -> Steps[Message]:
         """Receive a message of this task; raises the same errors as `Connection.recv`."""
-        begun: float | None = None  # when the message's header was here: the client may have trained for long before
+        # time at which the message's header arrived: before that, the client may have trained for long
+        begun: float | None = None
 
         def expect(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors:
             nonlocal begun
@@ -203,7 +204,7 @@ class Sent:
 
     task: Task
     talk: Conversation
-    received: FlatTensors | None = None  # its values as the client has them, where an update is decoded by them
+    received: FlatTensors | None = None  # values as the client has them, if its update is decoded relative to them
 
     @property
     def assignment(self) -> Assignment:
@@ -249,10 +250,11 @@ class SessionSetup:
 
     submodels: Submodels
     waits: Timeouts = field(default_factory=Timeouts)
-    moved: Callable[[int, int], None] = lambda down, up: None  # told of bytes over the link: down, up
-    device: torch.device | str = "cpu"  # where received tensors lie
+    # called with the bytes that were sent to and received from the client
+    moved: Callable[[int, int], None] = lambda down, up: None
+    device: torch.device | str = "cpu"  # device for received tensors
     terms: Terms = field(default_factory=Terms)
-    plan: CompressionPlan | None = None  # None = nothing is compressed
+    plan: CompressionPlan | None = None  # None = no compression
     local: Local = field(default_factory=Local)
     extensions: Sequence[Callable[[SessionProtocol], SessionExtension]] = ()
 
@@ -278,8 +280,8 @@ class SessionProtocol:
     ) -> None:
         """Prepare; `run` returns the steps.
 
-        `report`: is told each event.
-        `known`: what the run has of the client, its share of the data and its profile; None = nothing.
+        `report`: called with each event. `known`: the client's share of the data and its profile, as the run has them;
+        None = neither.
         """
         self.client, self.incarnation, self.setup, self.report, self.line = client, incarnation, setup, report, line
         self.plan = setup.plan or CompressionPlan(Payload(setup.submodels))
@@ -297,7 +299,8 @@ class SessionProtocol:
         info, hello = yield from self._greet()
         self._num_samples = info.num_samples
         self.report(Joined(info))
-        if hello.unsent is not None:  # an answer that it still held when its connection broke; it is refused by its id
+        # a result that was lost with the client's earlier connection; it is recorded as refused
+        if hello.unsent is not None:
             nothing = FlatTensors.empty(Layout(()))
             self.report(Arrived(Update(hello.unsent, self.client, self.incarnation, nothing, 0, refusal="late")))
         while (task := (yield NextTask())) is not None:
@@ -310,10 +313,10 @@ class SessionProtocol:
     # ---- before any task ----
 
     def _greet(self) -> Steps[tuple[ClientInfo, Hello]]:
-        """Welcome the client, or tell it why not; return what it is, and its HELLO."""
+        """Admit the client, or tell it why not; return its description and its HELLO."""
         try:
             info, hello = yield from self._checked()
-        except Refused as refused:  # told, or it would try again and again
+        except Refused as refused:  # the client is told, since it would try again otherwise
             if not self.line.closed:
                 yield TurnAway(f"refused: {refused.detail}")
             raise
@@ -330,11 +333,11 @@ class SessionProtocol:
             yield HandOver(message)
             yield self._message(
                 Kind.REFUSED, Reason("there is no such session").to_meta()
-            )  # it may join anew by this one
+            )  # the client may start a new session on this connection
             message = yield Receive(no_tensors, waits.join_s)
         if message.kind is Kind.CONFIG and terms.config_yaml:
             yield self._message(Kind.CONFIG, Config(terms.config_yaml).to_meta())
-            # it now loads its data and builds its model, and a person at its site may have to consent
+            # the client now loads its data and builds its model, and a person at its site may have to consent
             message = yield Receive(no_tensors, max(waits.join_s, waits.alone_s))
         if message.kind is Kind.FAILED and (why := Failed.from_meta(message.meta).reason) in NOT_JOINING:
             raise Refused(why, NOT_JOINING[why])
@@ -351,7 +354,7 @@ class SessionProtocol:
     def _message(self, kind: Kind, meta: dict[str, Any]) -> Send:
         return Send(Message(kind, 0, self.incarnation, meta))
 
-    # ---- a task ----
+    # ---- one task ----
 
     def _plain_task(self, task: Task) -> Steps[None]:
         sent = yield from self.send(task)
@@ -361,7 +364,7 @@ class SessionProtocol:
                 answer = partial(extension.answer, plain=answer)
             update = yield from answer(sent)
         except Stopped:
-            return  # what is next says why
+            return  # the next step tells why
         except Refused as refused:
             update = self.refused(task.assignment, refused)
         if update is not None:
@@ -409,7 +412,7 @@ class SessionProtocol:
                 assert failed.refusal is not None
                 return unanswered(assignment, failed.refusal)
             reason = means
-        if self.plan.up is not None:  # zeros, since they travel compressed
+        if self.plan.up is not None:  # zeros where compression sends nothing
             nothing = self.up.nothing(assignment.spec, torch.device(self.setup.device))
         else:
             nothing = self.buffer(self.plan.payload.returned(assignment.spec))

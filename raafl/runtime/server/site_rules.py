@@ -59,9 +59,8 @@ class SiteSession(SessionExtension):
     ) -> None:
         """Prepare.
 
-        `rules`: returns the limits of the client's site.
-        `signer`: signs the journal's hash that is sent with each task; None = it goes unsigned.
-        `take_logs`: is given the client's id and the log lines that it has sent, on any thread.
+        `rules`: returns the limits of the client's site. `signer`: signs the journal's hash that is sent with each
+        task; None = unsigned. `take_logs`: called on any thread with the client's id and its log lines.
         """
         super().__init__(session)
         self._rules, self._signer, self._take_logs = rules(session.client), signer, take_logs

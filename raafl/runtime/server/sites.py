@@ -43,15 +43,9 @@ class Sites:
     """
 
     def __init__(self, path: Path, revoked: Callable[[], frozenset[int]], watched: tuple[Path, ...] = ()) -> None:
-        """Read the allow-list.
+        """Read the allow-list at ``path``; raises BadInput if it or the revocations are invalid.
 
-        Args:
-            path: of the allow-list.
-            revoked: reads the serial numbers of revoked certificates; raises `BadInput`.
-            watched: files on which ``revoked`` depends.
-
-        Raises:
-            BadInput: the list or the revocations make no sense.
+        `revoked`: reads the serial numbers of revoked certificates. `watched`: files on which ``revoked`` depends.
         """
         self._sites = WatchedFiles("list of sites", (path,), lambda: read_sites(path))
         self._revoked = WatchedFiles("list of revoked certificates", watched, revoked)
@@ -96,7 +90,8 @@ class Sites:
 
     def reread(self) -> bool:
         """Read a list again if its files have changed; return whether a list is new. See `WatchedFiles.reread`."""
-        new = [self._sites.reread(), self._revoked.reread()]  # one by one: a broken list must not hold up the other
+        # each by itself: an invalid list must not prevent the other from being reloaded
+        new = [self._sites.reread(), self._revoked.reread()]
         if not any(new):
             return False
         sites, revoked = len(self._sites.value), len(self._revoked.value)
@@ -113,7 +108,7 @@ def read_sites(path: Path) -> dict[str, SiteRules]:
     """
     text = _text(path)
     try:
-        load_yaml(text)  # says where the text is wrong, or has a site twice
+        load_yaml(text)  # reports where the YAML is invalid, or names a site twice
         tree = {} if _is_empty(text) else load_untrusted_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
         problem = yaml_problem(error) if isinstance(error, yaml.YAMLError) else error
@@ -149,7 +144,7 @@ def _text(path: Path) -> str:
 
 
 def _is_empty(text: str) -> bool:
-    """Check whether a list has nothing but comments."""
+    """Return whether a list contains only comments."""
     return all(not line.strip() or line.lstrip().startswith("#") for line in text.splitlines())
 
 

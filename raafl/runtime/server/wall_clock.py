@@ -39,9 +39,9 @@ from raafl.watch.progress import Progress
 
 _Life = tuple[int, int]  # client, incarnation
 _MAX_ENTERING = 4
-_MAX_KEPT = 20  # tracebacks of clients
-_MAX_LIVES = 8  # sessions of one client, those that are on their way in or out included
-_PARTING_S = 0.5  # for a session that was replaced to end by itself
+_MAX_KEPT = 20  # maximum number of clients' tracebacks that are saved
+_MAX_LIVES = 8  # maximum number of sessions of one client, including those that are starting or ending
+_PARTING_S = 0.5  # seconds for a replaced session to end by itself
 
 
 class LoopExtension:
@@ -78,13 +78,12 @@ class Server(Driver):
         max_failures: int | None = None,
         storage: PayloadRoom | None = None,
     ) -> None:
-        """Prepare; `run` starts the clock. ``announce`` is told why a client (None = all) is let go.
+        """Prepare; `run` starts the clock. ``announce`` is called with the reason why a client (None = all) is released.
 
-        ``storage`` makes room for what clients are sent; None = in memory.
-
-        With ``patience_s`` clients may come and go (`enter`), and the run fails when there has been none for so long;
-        without, all enter before `run`, which starts their sessions, and it fails when none is left. A client in which the
-        user's code fails in the same way more than ``max_failures`` times ends it too; None = it does not, others have sound data.
+        ``storage`` allocates what clients are sent; None = in memory. With ``patience_s``, clients may come and go
+        (`enter`), and the run fails after that many seconds without any. Without it, all clients enter before `run`,
+        and the run fails when none is left. It also fails if the user's code fails in the same way more than
+        ``max_failures`` times; None = no limit, since other clients may have valid data.
         """
         super().__init__(coordinator, record, evaluator, hooks, progress)
         self._max_failures, self._failures, self._num_failures = max_failures, Counter[tuple[int, str, str]](), 0
@@ -95,21 +94,23 @@ class Server(Driver):
         self._evaluator = SnapshotEvaluator(evaluator, self.hooks.on_values) if evaluator is not None else None
         self.storage = storage or PayloadRoom()
         self._snapshots = Snapshots(coordinator, self.storage)
-        # The assignment and values that each was last sent. A session's thread may read them until the answer is there or the
-        # session has ended; only then are they given back, to be overwritten.
+        # By client life and task: the values that were sent. A session's thread may read them until the answer has
+        # arrived or the session has ended; only then are they released for reuse.
         self._sent: dict[_Life, dict[int, FlatTensors]] = {}
-        # The lock guards the next four, which the transport's threads read or write in `enter`. All else, global state, coordinator
-        # and record included, is the loop's alone.
-        self._entering: dict[_Life, Session] = {}  # not yet joined
+        # The lock guards the next four attributes, which transport threads use in `enter`. Everything else, including
+        # global state, coordinator and record, belongs to the loop's thread.
+        self._entering: dict[_Life, Session] = {}  # sessions whose client has not joined yet
         self._lives: Counter[int] = Counter()
         self._farewell, self._is_closed = "", False  # farewell: reason that clients are told once the run has ended
         self._enter_lock = threading.Lock()
-        self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end
+        # sessions to close at the given time unless they end by themselves
+        self._leaving: list[tuple[float, Session]] = []
         self._timers: list[tuple[float, int]] = []
         self._links = LinkTracker(coordinator.roster, lambda row: record.link(row, self.now), self.note, self._offer)
         self._extensions: list[LoopExtension] = [make(self) for make in extensions_of(coordinator, "loop")]
-        self._start: float | None = None  # when the clock read 0; None = it stands until the first task
-        self._resumed_at = 0.0  # what the clock reads while it stands
+        # `time.perf_counter` when the clock read 0; None = the clock stands still until the first task
+        self._start: float | None = None
+        self._resumed_at = 0.0  # what the clock reads while it stands still
         self._standing_since = 0.0
         self._interrupt = Interrupt()
 
@@ -153,15 +154,15 @@ class Server(Driver):
             self._lives[client] = incarnation + 1
             session = self._entering[client, incarnation] = make(incarnation)
             if self._farewell:
-                session.stop(self._farewell)  # as its first message: the last evaluation may take minutes
-            session.start()  # under the lock: `close`, which takes it, finds a thread to end, or none that will begin
+                session.stop(self._farewell)  # queued as its first message, since the last evaluation may take minutes
+            session.start()  # under the lock, so that `close` never misses a thread that is about to start
 
     def run(self) -> str:
         """Run until the coordinator finishes; return the reason. Sessions that have not ended then are closed by `close`."""
         self._alone_since = self._standing_since = time.perf_counter()
         roster = self.coordinator.roster
         for client in sorted([*roster.clients.values(), *roster.suspended.values()], key=lambda client: client.id):
-            self._handle(Lost(client.id, RESTART, client.incarnation), self.now)  # of an earlier life
+            self._handle(Lost(client.id, RESTART, client.incarnation), self.now)  # clients of the server's earlier life
         if self._evaluator is not None:
             self._evaluator.start()
         for session in self.sessions.values():
@@ -172,13 +173,13 @@ class Server(Driver):
             self.note(f"waiting for {wanted}, for {duration(wait_s)} at most")
         with self._interrupt:
             try:
-                if self.record.reached:  # by the initial model
+                if self.record.reached:  # the initial model may meet the targets already
                     self.tell(Stop("target"))
                 while not self.reason:
                     self._turn()
             except KeyboardInterrupt:
                 self.stop("interrupted")
-            except USER_ERRORS as error:  # no client's: what one says is caught where it is worked with (`Coordinator`)
+            except USER_ERRORS as error:  # not caused by a client: the coordinator handles such errors itself
                 self._fail(of_server(error))
             finally:
                 self._end()
@@ -189,7 +190,7 @@ class Server(Driver):
         self._keep_traceback(f"client {client} was disconnected: {format_error(error)}", error)
 
     def _keep_traceback(self, why: str, error: Exception) -> None:
-        """Warn of an error that ends no run, and leave its traceback in the folder; of very many the first."""
+        """Warn of an error that does not end the run, and save its traceback in the folder, up to `_MAX_KEPT` of them."""
         self._num_failures += 1
         if self.progress is not None:
             self.progress.warn(why)
@@ -197,10 +198,10 @@ class Server(Driver):
             leave_traceback(self.record.folder.path, why, error)
 
     def _turn(self) -> None:
-        """Wait for one event, or the next timer, and see to it."""
+        """Wait for one event or the next timer, and handle it."""
         wait = min(self._timers[0][0] - self.now, 0.5) if self._timers else 0.5
         event = self._taken(self._links.process(self.inbox.get(max(wait, 0.0))))
-        if self._interrupt.asked:  # clients that had the same Ctrl-C are not to be mourned
+        if self._interrupt.asked:  # clients that got the same Ctrl-C must not be reported as lost
             self.stop("interrupted")
             return
         self._pass_suspension()
@@ -216,17 +217,17 @@ class Server(Driver):
         if not self.reason:
             self._look_after_sessions()
         if event is None and self.progress is not None:
-            self.progress.update()  # seconds go by in it
+            self.progress.update()  # keeps the displayed seconds current
 
     def _pass_suspension(self) -> None:
-        """Let the clock, where it stands, go on to the end of a client's suspension that is over; the run may wait for it."""
+        """Advance the stopped clock to the end of a suspension that has passed, since the run may wait for that client."""
         if self._start is None and self._timers and self._timers[0][1] != TIME_UP:
             at, now = self._timers[0][0], time.perf_counter()
             if at - self._resumed_at <= now - self._standing_since:
                 self._resumed_at, self._standing_since = max(at, self._resumed_at), now
 
     def _offer(self, asked: Resumption) -> bool:
-        """Offer a session the connection by which its client came back; return whether it takes it."""
+        """Offer a session the new connection of its client; return whether the session accepts it."""
         session = self.sessions[asked.client] if self._is_current(asked.client, asked.wanted) else None
         if session is None or not session.link.offer(asked.pair, asked.position):
             return False
@@ -234,20 +235,20 @@ class Server(Driver):
             return self._entering.pop((asked.client, asked.incarnation), None) is not None
 
     def _taken(self, item: Event | ForExtension | None) -> Event | None:
-        """Let the extensions see what has come; return the event that the coordinator is to hear of now."""
+        """Let the extensions process a received item; return the event that the coordinator must handle now, if any."""
         for extension in self._extensions:
             item = extension.take(item)
         assert not isinstance(item, ForExtension)
         return item
 
     def _fail(self, error: CodeFailed | None) -> None:
-        """End the run for what has failed of the user's, if anything has."""
+        """End the run if ``error`` is an error of the user's code; do nothing for None."""
         if error is not None:
             self.error = self.error or error
             self.stop(f"failed: {error}")
 
     def _look_after_sessions(self) -> None:
-        """End the run when it has been left alone for too long, and sessions that were replaced and do not end."""
+        """Close replaced sessions that do not end, and end the run if no client was connected for too long."""
         now, there = time.perf_counter(), len(self.sessions)
         for until, session in list(self._leaving):
             if not session.is_alive():
@@ -275,7 +276,7 @@ class Server(Driver):
         elif isinstance(event, Joined):
             self._take_in(event)
         elif isinstance(event, Lost):
-            return self._let_go(event)  # of one that never joined the coordinator has not heard
+            return self._let_go(event)  # the coordinator does not know clients that never joined
         return True
 
     def _handle(self, event: Event, now: float) -> None:
@@ -284,7 +285,7 @@ class Server(Driver):
             self._take_failure(event.failure)
 
     def _take_failure(self, failure: TaskFailed) -> None:
-        """Say that the user's code has failed in a client; where that ends no run, leave the traceback."""
+        """Report that the user's code failed in a client; save the traceback unless this ends the run."""
         if self._max_failures is not None:
             self._failures[failure.kind] += 1
             if self._failures[failure.kind] > self._max_failures:
@@ -295,7 +296,8 @@ class Server(Driver):
     def _deliver(self, assignment: Assignment) -> None:
         if self._start is None:
             self._start = time.perf_counter() - self._resumed_at
-        self.record.assigned(assignment)  # before it is sent: its id is never used again, whatever happens
+        # recorded before it is sent, so that its id is never used twice, whatever happens
+        self.record.assigned(assignment)
         session = self.sessions.get(assignment.client)
         if session is not None:
             try:
@@ -314,7 +316,7 @@ class Server(Driver):
         self._evaluator.offer(version, now, self.coordinator.state.values)
 
     def _dismiss(self, client: int, incarnation: int, reason: str) -> None:
-        """Tell a client that there is no work for it, and see that it goes."""
+        """Tell a client that there is no work for it, and close its session."""
         if self._is_current(client, incarnation):
             session = self.sessions.pop(client)
             self._announce(client, f"refused: {reason}")
@@ -328,13 +330,14 @@ class Server(Driver):
                 self.tell(Stop("target"))
 
     def _end(self) -> None:
-        """Let the clients go, then take in the last evaluation."""
+        """Release the clients, then wait for the last evaluation."""
         is_paused = self.reason == "interrupted" and self._patience_s is not None and self._interrupt.by_manager
         farewell = PAUSED if is_paused else self.reason or "failed"
-        # before any pair is closed: a client that finds it so looks there
+        # before any connection closes, since a client whose connection closes looks there for the reason
         self._announce(None, farewell)
         with self._enter_lock:
-            self._farewell, entering = farewell, list(self._entering.values())  # these may still build their model
+            # these clients may still be building their models
+            self._farewell, entering = farewell, list(self._entering.values())
         for session in [*self.sessions.values(), *entering]:
             session.stop(farewell)
         if self._evaluator is not None and self._evaluator.is_alive():
@@ -349,7 +352,7 @@ class Server(Driver):
     def close(self) -> None:
         """Close the connections of clients that are still connected."""
         with self._enter_lock:
-            self._is_closed = True  # whoever calls until the port is closed would be left alone
+            self._is_closed = True  # clients that call before the port closes must be refused
             everyone = [*self.sessions.values(), *self._entering.values(), *(session for _, session in self._leaving)]
         for session in everyone:
             if session.is_alive():
@@ -359,11 +362,11 @@ class Server(Driver):
                 session.join(timeout=1.0)
 
     def _take_in(self, event: Joined) -> None:
-        """Give a client that has joined its place; the session it replaces is told and, if need be, broken with."""
+        """Move a joined client's session to the active ones; tell the session that it replaces to end."""
         client = event.client.id
         with self._enter_lock:
             session = self._entering.pop((client, event.client.incarnation), None)
-        if session is None:  # one that was there from the start
+        if session is None:  # the session was active from the start
             if not self.coordinator.started:
                 there = len(self.coordinator.roster.clients) + 1
                 self.note(f"client {client} joined; {there} of {self.coordinator.limits.min_clients} are here")
@@ -375,7 +378,7 @@ class Server(Driver):
             self._leaving.append((time.perf_counter() + min(_PARTING_S, self.waits.stop_s), earlier))
 
     def _let_go(self, event: Lost) -> bool:
-        """Forget a session that has ended; return whether its client had joined."""
+        """Remove a session that has ended; return whether its client had joined."""
         client, incarnation = event.client, event.incarnation or 0
         self._sent_no_more(client, incarnation)
         with self._enter_lock:
@@ -385,7 +388,7 @@ class Server(Driver):
             self.record.turned_away(detail.partition(":")[0] if kind == "disconnected" else kind)
         elif self._is_current(client, incarnation):
             session = self.sessions.pop(client)
-            if event.failure is not None:  # it waits for a word
+            if event.failure is not None:  # the client waits for the stop message
                 session.stop(event.reason)
                 self._leaving.append((time.perf_counter() + self.waits.stop_s, session))
             self._announce(client, f"lost: {event.reason}")
@@ -394,7 +397,7 @@ class Server(Driver):
         return entering is None
 
     def _note_clients(self, text: str) -> None:
-        """Note who came or went, how many are here, and how many the run waits for."""
+        """Show who came or went, how many clients are connected, and how many the run waits for."""
         if self.progress is None:
             return
         there, wanted = len(self.sessions), self.coordinator.limits.min_clients
@@ -407,7 +410,7 @@ class Server(Driver):
         return client in self.sessions and self.sessions[client].incarnation == incarnation
 
     def _sent_no_more(self, client: int, incarnation: int, assignment: int | None = None) -> None:
-        """Note that a session has sent what it was given, or sends no more."""
+        """Release the values of a session's task once they are no longer read; ``assignment`` None = all its tasks."""
         tasks = self._sent.get((client, incarnation), {})
         for number in [number for number in tasks if assignment in (None, number)]:
             self._snapshots.give_back(tasks.pop(number))

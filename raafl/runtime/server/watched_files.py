@@ -14,7 +14,8 @@ from typing import Generic, TypeVar
 
 from raafl.transport.tcp.credentials import stamp_of
 
-_RETRY_S = 5.0  # a file may become readable without a change: its folder does, or descriptors are free again
+# a file may become readable without a change of its own, when its folder does or file descriptors are free again
+_RETRY_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class WatchedFiles(Generic[T]):
     """
 
     def __init__(self, what: str, paths: tuple[Path, ...], read: Callable[[], T]) -> None:
-        """Read the value for the first time; whatever ``read`` raises is raised."""
+        """Read the value for the first time; errors of ``read`` are raised."""
         self._what, self._paths, self._read = what, paths, read
         self._stamps = self._seen = self._look()
         self._failed: list[tuple[int, ...]] | None = None
@@ -49,7 +50,7 @@ class WatchedFiles(Generic[T]):
         value, problem = self.value, ""
         try:
             value = self._read()
-        except Exception as error:  # whatever the file does to its reader: the next change may be a revocation
+        except Exception as error:  # whatever the error is, keep watching: the next change may be a revocation
             problem = str(error) or type(error).__name__
         if self._look() != before:
             return False

@@ -78,18 +78,18 @@ class Coordinator:
         """Start without clients.
 
         Args:
-            algorithm: the five parts, merge and trigger wrapped as the run's options ask.
-            state: the global model; changed in place by merges.
-            limits: when the run starts, evaluates, saves and ends.
-            training: epochs or steps of a task, and the learning rate over the run.
-            batch_size: of local steps.
-            seed: of the run; every task's seed follows from it.
-            pace: make wall-clock clients take their emulated device's time for each task.
-            plan: how updates are compressed, for predicted transfer times; None = not at all.
-            own_tests: how many samples clients measure their own submodels on; None = none.
+            algorithm: parts of the method, with merge and trigger wrapped in the run's options.
+            state: global model, which merges change in place.
+            limits: numbers that decide when the run starts, evaluates, saves and ends.
+            training: epochs or steps of a task, and the schedule of the learning rate.
+            batch_size: number of samples in a local step.
+            seed: seed of the run, from which the seed of every task is derived.
+            pace: whether wall-clock clients wait until their emulated device would have finished a task.
+            plan: compression of transfers, for predicting their times; None = no compression.
+            own_tests: numbers of test samples on which clients evaluate their submodels; None = no such tests.
             drop_last: whether clients drop their last, smaller batch.
-            overlap: whether a client may work on its next task while its update travels: where it does not need that task
-                for its first steps (`Traits.steps_ahead`), before it is assigned; else as soon as it is.
+            overlap: whether a client may train its next task while its update is being sent; with `Traits.steps_ahead`
+                it starts even before that task is assigned.
             rules: rules by which times are predicted; None = those of a new run.
         """
         self.works_ahead = overlap and algorithm.local.traits.steps_ahead > 0

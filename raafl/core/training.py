@@ -62,7 +62,7 @@ class Training:
         """Check the schedule.
 
         Raises:
-            BadInput: a field is out of range, or the schedule has no length or two.
+            BadInput: a field is out of range, or the schedule's length is missing or given twice.
         """
         if self.lr_schedule not in get_args(LrShape):
             raise BadInput(f"train.lr_schedule is '{self.lr_schedule}': give {', '.join(get_args(LrShape))}")

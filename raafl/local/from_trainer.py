@@ -161,7 +161,7 @@ class Model(LightningModule):
 
         Args:
             trainer: import path of a function that makes a `transformers.Trainer`.
-            arguments: of that function, by name.
+            arguments: arguments of that function, by name.
         """
 
 

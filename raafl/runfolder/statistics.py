@@ -26,7 +26,6 @@ class Coverage:
     """Calculator of the share of the model that a set of submodels trains (coverage)."""
 
     def __init__(self, submodels: Submodels) -> None:
-        """Count the coverage of this model's submodels."""
         self._submodels, self._payload = submodels, Payload(submodels)
         self._shares: OrderedDict[frozenset[Spec], float | None] = OrderedDict()
         self._layout = submodels.layout(FULL, "trained")  # only trained values: frozen ones may be most of the model

@@ -48,7 +48,7 @@ class Questions(ClientExtension):
         """Prepare.
 
         Args:
-            client: whose tasks have questions.
+            client: client whose tasks ask the server questions.
             device: device on which the tensors of replies are allocated.
             wait_s: seconds to wait for a reply before the connection is closed; None = no limit, since the server sends
                 heartbeats while other clients are slow.

@@ -279,7 +279,7 @@ class Replay:
         there = self.coordinator.roster.find(row["client"])  # a suspended client still answers its current task
         life = None if there is None else (there.id, there.incarnation)
         known = assignment is not None and (assignment.client, assignment.incarnation) == life
-        # a refused task of this kind may have stopped before its end
+        # a refused task with exchanges may have stopped in its middle, so it is not trained again
         exchanges = assignment is not None and self._exchanges(assignment)
         sound = row["refusal"] is None or (row["refusal"] == "non-finite" and not exchanges)
         sent = row["refusal"] != OUT_OF_MEMORY

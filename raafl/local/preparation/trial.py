@@ -196,7 +196,7 @@ def start_observers(module: nn.Module, example_batch: Callable[[int], Any], buil
     Ranges of torch.ao's observers are such buffers; an infinite one could not be averaged. Nothing changes where the step fails,
     or where sizes depend on the number of samples: the trial says so.
 
-    `example_batch`: returns a batch of so many samples.
+    `example_batch`: returns a batch with the given number of samples.
     `build`: returns the same module with values, if ``module`` has none.
     """
     if all(buffer.numel() and is_finite(buffer) for buffer in persistent_buffers(module).values()):

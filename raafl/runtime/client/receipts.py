@@ -92,13 +92,13 @@ class Receipts:
         """Create the folder for the receipts.
 
         Args:
-            folder: that holds the receipts; must not exist.
+            folder: folder for the receipts, which must not exist.
             client: id of this client.
-            config_yaml: with which it trains, its own data section included.
-            conditions: on which the bits of its results depend.
-            signer: of this site.
-            share: of tasks whose inputs are kept, from 0 to 1.
-            own_data: whether it trains on data of its own.
+            config_yaml: config with which the client trains, including its own data section.
+            conditions: versions, hardware and settings on which the bits of results depend.
+            signer: holder of this site's key.
+            share: share of tasks whose inputs are stored, from 0 to 1.
+            own_data: whether the client trains on data of its own.
 
         Raises:
             OSError: the folder cannot be made.

@@ -69,9 +69,9 @@ class MaskedClient(Questions):
     forbids = frozenset({"begin early", "send beside", "send logs", "send as trained"})
 
     def __init__(self, client: Client, merge: SecureSum, terms: SiteTerms | None = None) -> None:
-        """Prepare; ``terms``: the statements and limits of the client's site.
+        """Prepare.
 
-        `terms`: what its site contributes; None = nothing.
+        `terms`: statements and limits of the client's site; None = the defaults.
         """
         super().__init__(client)
         self._submodels, self._merge, self._terms = client.submodels, merge, terms or SiteTerms()

@@ -250,17 +250,17 @@ class Client:
 
         Args:
             info: description of the client.
-            pair: the connection.
-            submodels: of the model, without values.
-            trainer: trains tasks.
-            data: the client's.
-            waits: timeouts.
-            config: digest of each section of the config for the server to compare; None = not compared.
-            unsent: id of an answer that an earlier connection lost, for the server to count.
+            pair: connection to the server.
+            submodels: submodels of the model, without values.
+            trainer: trainer that runs the tasks.
+            data: data of the client.
+            waits: timeouts of the connection.
+            config: digest of each config section, which the server compares; None = not compared.
+            unsent: id of a task whose answer was lost with an earlier connection; None = none.
             on_welcome: called once the server has admitted the client.
-            plan: compression; None = none.
+            plan: compression of transfers; None = no compression.
             process_group: processes that train this client together; None = only this one.
-            extensions: make what is added to each task, in this order.
+            extensions: functions that make the extensions, outermost first.
         """
         self.info, self.pair, self.submodels, self.trainer = info, pair, submodels, trainer
         self.data, self.waits, self._config, self.plan = data, waits, config, plan

@@ -227,7 +227,7 @@ class BatchedExecutor(Executor):
             self._leave(kind, Unstackable(f"{len(members)} clients are not faster together than one after the other"))
 
     def _why_not(self, kind: Like, size: int, trial: bool) -> str:
-        """Return why so many waiting tasks of a kind are not trained together now; empty if they are."""
+        """Return why ``size`` waiting tasks of a kind are not trained as one batch now; empty if they are."""
         if size < self._least:
             return f"fewer than {self._least} tasks of the same submodel and length wait at a time"
         if trial:

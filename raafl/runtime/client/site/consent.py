@@ -62,7 +62,7 @@ class Consents:
         return is_given
 
     def _warn(self, folder: str, error: OSError) -> None:
-        """Warn that nobody can be asked for consent; repeat the warning only after the folder has worked in between."""
+        """Warn that nobody can be asked for consent; warn again only after the folder has worked in between."""
         if not self._is_failing:
             _log.warning(
                 f"policy.consent.folder is '{folder}', in which no file can be written ({error.strerror}): make room, "

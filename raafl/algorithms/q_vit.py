@@ -253,7 +253,7 @@ class Quantised(Local):
     @property
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
-        # gradients of step sizes are scaled by the size of their tensor
+        # gradients of step sizes depend on their tensor's size, so that those of a submodel rightly differ
         return replace(super().traits, proven_as_trained=False)
 
     def prepare(self, module: nn.Module) -> nn.Module:

@@ -310,7 +310,7 @@ class Regions(Select):
         return int(fleet.cache["places"][client.id])
 
     def _takes(self, round: int, fleet: SelectContext) -> list[int]:
-        """Return m_n of each client present, by id; each number occurs equally often in every round."""
+        """Return the number m_n of regions of each present client, by id; in every round the same numbers occur equally often."""
         present = [fleet.clients[n] for n in sorted(fleet.clients)]
         most = [self._most(client, fleet) for client in present]
         if self.mask != "MIX-Arb":

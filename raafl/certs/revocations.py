@@ -88,7 +88,7 @@ class Revocations:
     """Revoked certificates of a federation, by the newest list that this machine has seen; thread-safe."""
 
     def __init__(self, path: Path, ca: Path) -> None:
-        """Prepare; nothing is read yet."""
+        """Store the paths of the revocation list and of the authority's certificate; nothing is read yet."""
         self._path, self._ca, self._lock = path, ca, Lock()
         self._newest: RevocationList | None = None
         self._is_read, self._warned = False, ""
@@ -142,14 +142,14 @@ class Revocations:
 
 
 class _Memory:
-    """The file in which this user's processes remember the newest list of an authority."""
+    """File in which this user's processes store the newest revocation list of an authority."""
 
     def __init__(self, authority: x509.Certificate) -> None:
         spki = authority.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         self._authority, self._name = authority, hashlib.sha256(spki).hexdigest()[:32]
 
     def load(self) -> RevocationList | None:
-        """Return the remembered list; None if there is none that can be read."""
+        """Return the stored list; None if there is no readable one."""
         try:
             path = state_folder() / FOLDER / f"{self._name}.crl"
             return None if is_missing(path) else parse_list(read(path), self._authority, str(path))
@@ -160,7 +160,7 @@ class _Memory:
             return None
 
     def store(self, new: RevocationList) -> None:
-        """Remember a list, unless another process has remembered a newer one; warn if that fails."""
+        """Store a list, unless another process has stored a newer one; log a warning on failure."""
         try:
             folder = state_folder() / FOLDER
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -351,7 +351,7 @@ def _checked(name: str, parts: Sequence[npt.ArrayLike], num_samples: int, num_cl
 
 
 def _divided(num: int, share: float, name: str, seed: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide `range(num)` at random into the rest and a share, halves rounded up; both ascending, the rest never empty."""
+    """Split `range(num)` at random; return the rest, never empty, and the drawn ``share`` (rounded half up), both ascending."""
     if not 0 <= share < 1:
         raise BadInput(f"partition.{name} is {share}: give at least 0 and less than 1, such as 0.2")
     num_drawn = min(math.floor(share * num + 0.5), num - 1)

@@ -37,7 +37,7 @@ class Loggers(RunHooks):
     """The Lightning loggers of a run. Each works in a thread of its own; only `finish` waits for them."""
 
     def __init__(self, run: Any) -> None:
-        """Take the `raafl.runtime.run.Run` whose setting ``logger`` names them."""
+        """Store the `raafl.runtime.run.Run` whose setting ``logger`` names the loggers."""
         self._run = run
         self._workers: list[_Worker] = []
 
@@ -125,7 +125,7 @@ class _Worker(threading.Thread):
 
     @property
     def at_work(self) -> bool:
-        """Whether the logger's thread is alive, and none of its calls has taken too long."""
+        """Check whether the logger's thread is alive, and none of its calls has taken too long."""
         return self.is_alive() and not self._look()
 
     def put(self, call: Callable[[Any], None], *, counted: bool = False) -> None:

@@ -72,7 +72,7 @@ class RecentUpdates:
     """Collector of data about the updates merged since the last evaluation: staleness, and the share of the model trained."""
 
     def __init__(self, share: Callable[[Iterable[Spec]], float | None] | None = None) -> None:
-        """Start empty; ``share`` returns how much of the model some submodels cover (None = unknown)."""
+        """Start without rows; ``share`` returns the share of the model that submodels cover (None = unknown)."""
         self._share = share
         self._staleness: list[int] = []
         self._specs: dict[int, set[Spec]] = {}
@@ -331,7 +331,7 @@ _NAMES = {
 
 
 def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that identify a run to a tracker, from those in a file."""
+    """Return the valid arguments that identify a run to a tracker, from those read from a file."""
     return {
         name: value
         for name, words in _NAMES.items()

@@ -73,7 +73,7 @@ class Endpoint:
     """
 
     def __init__(self, listener: socket.socket, routes: Mapping[str, Callable[[], Reply]]) -> None:
-        """Start to answer."""
+        """Start the thread that answers requests at ``listener``."""
         host, port = listener.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._listener, self._routes = listener, routes
@@ -164,7 +164,7 @@ class Health(RunHooks):
     """
 
     def __init__(self, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin as starting."""
+        """Start in state "starting"; without an iteration for ``stall_s`` seconds the run counts as stalled."""
         self._stall_s, self._clock = stall_s, clock
         self._version, self._turned_at = 0, clock()
         self.state: Literal["starting", "running", "ending"] = "starting"

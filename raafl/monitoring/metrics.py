@@ -59,7 +59,7 @@ class RunMetrics(RunHooks):
         num_clients: int = 0,
         num_queued: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Begin with what the record of a resumed run has."""
+        """Create the metrics, with the counts that the record of a resumed run has already."""
         self.registry = registry = CollectorRegistry()
         self._record, self._num_clients = record, num_clients
         self._reasons, self._names = LabelValues(MAX_REASONS), LabelValues(MAX_METRICS)
@@ -162,7 +162,7 @@ class RunMetrics(RunHooks):
 
 
 class _AtScrape(Collector):
-    """What is read at a scrape, since it changes without an event: whole numbers that one thread writes."""
+    """Collector of metrics that change without an event, and are read at each scrape; all are integers with one writer thread."""
 
     def __init__(self, record: RunRecord, health: Health, num_queued: Callable[[], int], reasons: LabelValues) -> None:
         self._record, self._health, self._num_queued, self._reasons = record, health, num_queued, reasons

@@ -65,7 +65,7 @@ class Monitor(HookList):
             self._endpoint.close()
 
     def _scrape(self) -> Reply:
-        """Return the metrics as text; empty before the run has any."""
+        """Return the reply to a scrape: the metrics in Prometheus' text format; empty before the run has started."""
         if self._metrics is None:
             return EMPTY
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest

@@ -50,7 +50,7 @@ class _Views:
 
 
 class _Indexed:
-    """A tensor with dimensions kept by index lists; dimensions kept in one range are narrowed first."""
+    """Selection from one tensor: dimensions with one kept range are narrowed, then the others are indexed by lists."""
 
     def __init__(self, full: TensorEntry, small: TensorEntry, selection: Mapping[int, Runs]) -> None:
         self.full, self.small = full, small

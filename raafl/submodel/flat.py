@@ -343,9 +343,9 @@ class FlatTensors:
         return self
 
     def _as_reals(self, wide: FlatTensors) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield matching pieces of this storage, as reals, and of ``wide``."""
+        """Return pairs of matching tensors of this storage, complex ones as pairs of reals, and of ``wide``."""
         _same_layout(self.layout.wide, wide.layout)
-        if len(wide.buffers) == len(self.buffers):  # no two dtypes are joined to one: whole buffers match
+        if len(wide.buffers) == len(self.buffers):  # each dtype has a wide dtype of its own, so whole buffers match
             return zip((reals(one).view(-1) for one in self.buffers.values()), wide.buffers.values(), strict=True)
         return ((reals(tensor), wide[name]) for name, tensor in self.items())
 

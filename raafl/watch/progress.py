@@ -123,7 +123,7 @@ class Progress:
             self._say(line := evaluation(state, self._width), partial(self._line, line))
 
     def _is_news(self, state: ProgressState, now: float) -> bool:
-        """Check whether the run has begun and a line would differ from the last, or the last was long ago."""
+        """Check whether a status line is due: the run has begun, and the line would differ from the last or that is long ago."""
         working = state.num_working if state.num_working is not None else sum(bool(one.doing) for one in state.clients)
         begun = state.version or state.num_updates or working
         said, self._said = self._said, (state.version, state.num_updates, working, state.num_there)
@@ -290,7 +290,7 @@ def plain(state: ProgressState) -> dict[str, Any]:
 
 
 def _metrics(state: ProgressState) -> list[str]:
-    """Format the global model's metrics, without the many shares of ranks, which are for reports."""
+    """Format the global model's metrics, without the shares of LoRA ranks, which only reports show."""
     return [f"{name} {value:.4g}" for name, value in state.metrics.items() if not name.startswith("rank_energy/")]
 
 
@@ -325,7 +325,7 @@ def _more(num: int) -> list[str]:
 
 
 def _rates(state: ProgressState) -> list[tuple[int, str]]:
-    """Return the run's rates with priorities: a figure of higher number is left out sooner."""
+    """Return the run's rates as pairs (priority, text); those with higher numbers are left out first if space is short."""
     if state.updates_per_s is None or state.bytes_per_s is None:
         return []
     rates = [(1, f"{state.updates_per_s:.3g} updates/s"), (4, f"{size(state.bytes_per_s)}/s")]

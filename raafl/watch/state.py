@@ -39,7 +39,8 @@ class _Client:
     device: str = ""
     task: _Task | None = None
     num_merged: int = 0
-    lasted_s: dict[str, float] = field(default_factory=dict)  # spec -> seconds of the last task on it; the newest last
+    # seconds of the latest task on each submodel, by its spec; newest last
+    lasted_s: dict[str, float] = field(default_factory=dict)
 
     def due_s(self) -> float | None:
         """Predict when the client's task will end, from the duration of an earlier task, if possible with the same submodel."""
@@ -66,7 +67,7 @@ class RunState:
     how: Callable[[], tuple[int | None, float | None, float | None]] | None = None
 
     def __init__(self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start empty; ``clock`` tells how long ago the last row of a wall-clock run came."""
+        """Start without rows; ``clock`` (seconds) measures the time since the last row of a wall-clock run."""
         self.say, self._clock = say, clock
         self.title = self.runtime = ""
         self.goals = Goals()
@@ -332,7 +333,7 @@ def _number(value: object) -> float | None:
 
 
 def _as_float(value: object) -> float | None:
-    """Return a cell as a number, which may be NaN or infinite; None if it is none."""
+    """Convert a table cell to a float, which may be NaN or infinite; None if it is not a number."""
     if isinstance(value, str):
         try:
             return float(value)

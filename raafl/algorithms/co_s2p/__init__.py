@@ -253,7 +253,7 @@ class MaskedAndDistilled(TrainsExits):
     @property
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
-        # scores have an optimizer of their own, whose gradients no loss scaler unscales
+        # OPTIMIZER_HOOKS are left out: scores have their own optimizer, whose gradients the loss scaler does not unscale
         return replace(super().traits, uses_gradients=True, leaves_out=frozenset(OPTIMIZER_HOOKS))
 
     def hook(self, task: Task) -> Hook:

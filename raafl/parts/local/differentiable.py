@@ -31,7 +31,7 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, keep_buffe
             )
         places.append((layer, leaf, tensor))
     own = [layer._parameters[leaf] for layer, leaf, _ in places]
-    # copies, not values restored in place: a batch norm keeps its buffers for the backward pass, and torch counts changes of them
+    # use copies: the backward pass needs a batch norm's buffers, and fails if they are restored in place before
     buffers = [] if keep_buffers else [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     try:
         for part, _ in buffers:

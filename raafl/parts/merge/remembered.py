@@ -214,7 +214,7 @@ def _statistics(submodels: Submodels, layout: Layout) -> Iterator[str]:
 
 
 class _Owned:
-    """The part of the trained tensors that the regions of one spec own: in a tensor with several cut dimensions, rows of the first.
+    """Part of the trained tensors that a spec's regions own: in a tensor with several cut dimensions, rows of the first one.
 
     `plan`: copy plan between the whole trained part and the owned part.
     """
@@ -236,7 +236,7 @@ class _Owned:
         self._inner = None if owned == present else CopyPlan(spec, owned, present, others)
 
     def widened(self, tensors: FlatTensors) -> FlatTensors:
-        """Return a client's update with zeros for the weights from neurons that the client lacks to neurons that it has."""
+        """Extend a client's update to all elements that its regions own, with 0 for those that the client does not have."""
         if self._inner is None:
             return tensors
         wide = FlatTensors.zeros(self.plan.layout, tensors.device)

@@ -210,7 +210,7 @@ def _filled_ranges(bounds: Sequence[float], size: int) -> list[range]:
 
 
 def _shared_units(bounds: Sequence[float], size: int) -> list[range]:
-    """Return the unit at the middle of each share, moved so that every unit is in a fragment."""
+    """For more fragments than units: return each fragment's one unit, near its share's middle; each unit is in a fragment."""
     num, units = len(bounds) - 1, [0]
     for j in range(1, num):
         middle = int((bounds[j] + bounds[j + 1]) / 2 * size)
@@ -219,7 +219,7 @@ def _shared_units(bounds: Sequence[float], size: int) -> list[range]:
 
 
 def _bounds(ratios: Sequence[float]) -> list[float]:
-    """Return the start of each share within [0, 1], and the end of the last."""
+    """Return the start of each share of [0, 1] in proportion to ``ratios``, and the end of the last share."""
     for ratio in ratios:
         positive("a ratio in fragments", ratio)
     total = math.fsum(ratios)

@@ -203,7 +203,7 @@ class RollingWindows(Select):
     def _kept(
         self, submodels: Submodels, stop: int, width: float, scores: Mapping[str, list[float]], seed: int
     ) -> dict[str, list[int]]:
-        """Return the kept units of each axis below ``stop`` and outside all blocks."""
+        """Return the kept units of each axis in blocks before ``stop`` or outside all blocks; by score if scores exist."""
         units = {}
         for name, cut in self._cuts(submodels).items():
             number = count(len(cut), width)
@@ -419,7 +419,7 @@ class WindowPieces(OneOf):
 
 
 def _units_of(cuts: Mapping[str, Segments], width: float, part: int) -> dict[str, list[int]]:
-    """Return the units of slice ``part`` of each cut that has more than the slice."""
+    """Return the units of the ``part``-th slice of each axis, a share ``width`` of its units; leave out axes kept whole."""
     numbers = {name: count(len(cut), width) for name, cut in cuts.items()}
     return {
         name: cut.units([(part * numbers[name] + i) % len(cut) for i in range(numbers[name])])

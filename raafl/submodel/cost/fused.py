@@ -37,7 +37,7 @@ class FusedKernels(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Replace a function where there is a kernel for its arguments."""
+        """Call the fused kernel if there is one for these arguments, else the function."""
         kwargs = kwargs or {}
         kernel = self._kernels.get(func)
         fused = None if kernel is None else kernel(*args, **kwargs)
@@ -54,7 +54,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Run the flash kernel on tensors without values, shapes (batch, heads, positions, width); None = not for it."""
+    """Run the flash kernel on meta tensors of shape (batch, heads, positions, width); None if it does not support them."""
     if dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
         return None
     if attn_mask is not None and attn_mask.requires_grad:  # torch has no flash kernel for a learned bias, such as T5's
@@ -168,7 +168,7 @@ def _stacked_layers(
     ends: list[Any] = []
     for layer in range(num_layers):
         outputs: list[Tensor] = []
-        workspace: list[Tensor] = []  # alive until both directions are joined, as in torch
+        workspace: list[Tensor] = []  # keeps tensors alive until both directions are concatenated, as torch does
         for direction in range(directions):
             at = layer * directions + direction
             weights = parameters[at * size : (at + 1) * size]

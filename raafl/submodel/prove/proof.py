@@ -85,7 +85,7 @@ def _proven(begun: Callable[[], _Proof], module: nn.Module) -> dict[str, str] | 
 
 
 def _candidates(submodels: Submodels, module: nn.Module, batch: object) -> Iterator[tuple[Submodels, nn.Module, Any]]:
-    """Yield pairs of module and batch for the proof; each is a fallback, used if a step on the pair before does not run."""
+    """Yield submodels, module and batch for the proof; later ones are fallbacks for when a step on the earlier fails."""
     is_small = num_values(submodels) <= MOST_VALUES
     if num_values(submodels) > LARGE and (narrow := narrowed(submodels, module, batch)) is not None:
         if not is_small:

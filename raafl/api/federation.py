@@ -454,9 +454,9 @@ def local_clients(num_clients: int | None) -> Iterator[RunHooks]:
 
 
 class _Starting(RunHooks):
-    """Observer that ends a run if the process of a client ends before the client has joined.
+    """Observer that ends a run if a client's process ends before the client has joined.
 
-    What the processes write to standard error is passed on, and their last lines are kept for the message.
+    It passes the processes' standard error on, and keeps their last lines for the message.
     """
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:

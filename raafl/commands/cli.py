@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _WIDE = 160  # number of columns if the output is not a terminal
-_WAIT_FOR_RANK_0_S = 30.0  # torchrun ends the others soon after the first rank that fails; let that be rank 0
+# other ranks wait to fail, since torchrun ends all ranks at the first failure, and rank 0 should report it
+_WAIT_FOR_RANK_0_S = 30.0
 
 USAGE = """\
 raafl trains one model over many unequal machines.

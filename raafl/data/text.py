@@ -61,7 +61,7 @@ class _Texts(TrainTestData):
 
     @abstractmethod
     def _home(self) -> tuple[Path, str]:
-        """Return the cache folder and the name of this set in it."""
+        """Return the tokens' cache folder, and the file name of this data set in it."""
 
     def setup(self, stage: str | None = None) -> None:
         """Convert training and test texts to tokens, or memory-map the tokens that an earlier run has stored.

@@ -207,7 +207,7 @@ def _size(axis: str, members: Sequence[Member], shapes: Shapes) -> int:
         sizes[member.name, member.dim] = room // sum(m.unit for m in together)
     if not sizes:
         raise SpecError(f"axis '{axis}' is declared without members: give at least one (parameter name, dim)")
-    # a dimension shared with something else (q, k, v, only q on the axis) has room for more: the least counts
+    # a dimension that only partly is on the axis (q, k, v with only q) has room for more units: the smallest counts
     size = min(sizes.values())
     for (name, dim), found in sizes.items():
         alone = sum((m.name, m.dim) == (name, dim) for m in members) == 1 and all(

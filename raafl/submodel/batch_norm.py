@@ -168,7 +168,7 @@ class Pooling:
         old_moments = [moment.clone() for moment in variances]
         yield values
         for mean, moment, *before in zip(means, variances, old_means, old, old_moments, strict=True):
-            # (var + mean^2) - mean^2 is not var in floating point: what no update touched gets its own bits back
+            # in floating point (var + mean^2) - mean^2 differs from var: restore exact values where no update contributed
             same = (moment == before[2]) & (mean == before[0])
             moment.copy_(torch.where(same, before[1], (moment - mean.square()).clamp_min_(0)))
 

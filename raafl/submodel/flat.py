@@ -407,6 +407,6 @@ def is_finite(piece: Tensor) -> bool:
     """
     if not is_merged(piece.dtype) or piece.is_meta:
         return True
-    # sums of half precision are taken in float32: they would overflow or lose little numbers, never a NaN
+    # sum half precision in float32, where it does not overflow; a NaN stays in any case
     total = piece.sum(dtype=torch.float32 if piece.dtype.itemsize == 2 else None)
     return cmath.isfinite(total.item()) or bool(torch.isfinite(piece).all())

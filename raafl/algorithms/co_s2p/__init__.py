@@ -323,7 +323,7 @@ class MaskedAndDistilled(TrainsExits):
 
 
 def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, extra: Mapping[str, Any]) -> Ledger:
-    """Trace one forward and backward pass of a task on the meta device, and return its ledger."""
+    """Trace a task's forward and backward pass on the meta device; return the ledger with its costs."""
     module: Any = submodels.shrink(spec, device="meta").module
     batch = meta_batch(submodels.example_batch, batch_size)
     settle(module)

@@ -66,7 +66,7 @@ class Received:
 
     def loss(self, task: Task, index: int) -> Tensor:
         """Compute the loss of the server's half; its backward pass ends at the activation."""
-        # a copy: autograd forbids layers above to change a leaf tensor in place
+        # clone: autograd forbids in-place changes of a leaf tensor, which the next layers may make
         with _no_skips(), with_received_activation(task.module, self.outline, self.activation.clone()):
             return task.loss(self.batch, index)
 

@@ -254,7 +254,7 @@ def read(path: Path, variant: str | None = None) -> Comparison:
         )
     raw = _variant({**raw, "name": str(path.stem if raw.get("name") is None else raw["name"])}, variant)
     if raw.get("baseline") is not None:
-        raw["baseline"] = str(raw["baseline"])  # a label, which YAML may read as a number
+        raw["baseline"] = str(raw["baseline"])  # YAML may read the label as a number
     raw = with_direction(check_fields(raw, Comparison, ""), Comparison.metric)
     for name in ("config", "rows", "seeds"):
         if name not in raw:

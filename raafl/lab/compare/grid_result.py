@@ -23,7 +23,7 @@ from raafl.lab.compare.statistics import ALPHA, RankTest, holm, rank_test
 from raafl.runfolder.schema import JOURNAL
 
 SCHEMA = 2
-_BY_INTERVALS = 1  # schema of results that left out seeds that did not reach the target
+_BY_INTERVALS = 1  # number of the older result format, which left out seeds that did not reach the target
 Row = Mapping[str, Any]
 
 

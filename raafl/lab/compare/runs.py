@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _FAILED = 1  # exit code of a run that failed by itself, such as one that diverged
 _OF_RAAFL = ("raafl", "model_zoo")  # modules that the code's digest covers already
-_BAD_INPUT = 2  # the exit code of raafl for a request that cannot be carried out
+_BAD_INPUT = 2  # exit code of raafl for invalid input
 _TOLD_S = 30.0
 """Seconds between two lines of progress where no run ends."""
 

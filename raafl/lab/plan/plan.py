@@ -113,7 +113,7 @@ def make_plan(
 
 
 def _by_the_loop(experiment: Experiment, submodels: Submodels) -> str | None:
-    """Return why a simulated run trains clients one after another, as far as known before training."""
+    """Return the reason why a simulation cannot train clients as one batch; None if no reason is known before training."""
     local = experiment.algorithm.local
     reason = refusal_of(local, local.payload(submodels), experiment.fabric, device_type(experiment.fabric))
     if reason is not None:

@@ -383,7 +383,7 @@ def transfer_s(run: RecordedRun) -> Numbers:
 
 
 def _link(client: ClientRecord, is_simulated: bool) -> tuple[float, float, float]:
-    """Return seconds per byte down and up, and the latency; NaN for a real link of unknown speed, and for one that varies."""
+    """Return a link's seconds per byte down and up, and latency in seconds; NaN if its speed is unknown or varies."""
     down, up = (number(client.profile.get(name)) for name in ("down_bytes_per_s", "up_bytes_per_s"))
     latency = number(client.profile.get("latency_s"))
     latency = 0.0 if math.isnan(latency) else latency
@@ -404,7 +404,7 @@ def busy_share(intervals: TaskIntervals, clients: Sequence[Sequence[int]], edges
     for band, members in enumerate(clients):
         mine = bands == band
         worked = np.zeros(len(edges))
-        for edge in range(len(edges)):  # seconds worked until then
+        for edge in range(len(edges)):  # cumulative seconds of work until each edge
             until = np.minimum(intervals.stop_s[mine], edges[edge]) - np.minimum(intervals.start_s[mine], edges[edge])
             worked[edge] = until.sum()
         shares[band] = np.diff(worked) / (widths * max(len(members), 1))

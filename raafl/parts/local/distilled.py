@@ -132,7 +132,7 @@ def _values_read_by_exits(module: nn.Module) -> int:
     if early is None:
         return 0
     early.close()
-    head = getattr(early.model, "lm_head", None)  # as in `raafl.submodel.depth`
+    head = getattr(early.model, "lm_head", None)  # exits that `raafl.submodel.depth` adds share this layer
     return 0 if head is None else len(early.names) * sum(p.numel() for p in head.parameters())
 
 

@@ -267,7 +267,7 @@ class RateSelect(Select):
         if limit_s is None or fleet.cost_s(client, Work(spec)) <= limit_s:
             return None
         one_s, two_s = (fleet.cost_s(client, Work(spec, num_steps=num)) for num in (1, 2))
-        if two_s <= one_s:  # steps take no time beside the transfers
+        if two_s <= one_s:  # a further step adds no time, since the transfers take longer
             return 1
         # each further step costs the same; the small constant absorbs rounding errors
         return max(1 + math.floor((limit_s - one_s) / (two_s - one_s) + 1e-9), 1)

@@ -194,7 +194,7 @@ class StandIn(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Look up attributes that this class lacks in the replacement."""
-        if "stands_for" not in self.__dict__:  # while it is being copied
+        if "stands_for" not in self.__dict__:  # during a copy the attribute is not set yet
             raise AttributeError(name)
         return getattr(self.__dict__["stands_for"][0], name)
 

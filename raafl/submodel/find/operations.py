@@ -122,7 +122,7 @@ def rule_of(func: torch._ops.OpOverload) -> Rule | None:
         return found
     if torch.Tag.pointwise in func.tags or plain in POINTWISE:
         return pointwise
-    # variants in place are not always tagged themselves
+    # torch does not tag every in-place variant, so look at the tags of the operation without underscore
     packet = getattr(torch.ops.aten, plain, None) if plain != name else None
     if packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads()):
         return pointwise

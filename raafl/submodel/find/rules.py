@@ -55,7 +55,7 @@ def _grouped_mm(call: Call) -> list[Dims]:
     for dim in right[:-2]:
         call.labels.pin(dim, "they are experts, of which a router chooses")
     for dim in (right[-2], right[-1]):
-        if dim.size % 8 == 0:  # its rows must be multiples of 16 bytes
+        if dim.size % 8 == 0:  # the kernel requires rows of a multiple of 16 bytes
             call.labels.pin(call.labels.regroup([dim], [dim.size // 8, 8])[1], "torch multiplies by experts in eights")
     return [[left[0], right[-1]]]
 
@@ -93,7 +93,7 @@ def _convolution(call: Call) -> list[Dims]:
 )
 def _attention(call: Call) -> list[Dims]:
     q, k, v = call.dims("query"), call.dims("key"), call.dims("value")
-    repeats = q[1].size // k[1].size  # query heads that share a key and a value, next to each other
+    repeats = q[1].size // k[1].size  # number of consecutive query heads that share one key and value head
     call.labels.unify(q[1], Dim([*k[1].atoms, *call.labels.new(repeats).atoms]))
     for one, other in ((q[0], k[0]), (k[0], v[0]), (k[1], v[1]), (k[2], v[2]), (q[3], k[3])):
         call.labels.unify(one, other)

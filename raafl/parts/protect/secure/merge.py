@@ -83,7 +83,7 @@ class SecureSum(Wrapped):
         """Let clients send differences, whatever the wrapped merge takes."""
         object.__setattr__(self, "sends", "delta")
 
-    # ---- weights, and what a client makes of them ----
+    # ---- weights of the members, on server and client ----
 
     def weigh(self, num_samples: int, staleness: int) -> tuple[float, float]:
         """Return an update's weight in the mean, and its staleness factor."""
@@ -95,7 +95,7 @@ class SecureSum(Wrapped):
 
     def weights(self, group: Group) -> dict[int, float]:
         """Return each member's weight times its staleness factor, by its id; server and clients compute the same."""
-        # `Private` weights all clients equally, of which clients do not know
+        # equal weights: clients know them from `group.equal`, the server also from its own `Private` merge
         if group.equal or isinstance(self.inner, Private):
             return dict.fromkeys(group.by_id, 1.0)
         products = {}

@@ -245,7 +245,7 @@ def _mean_pixel(x: Tensor) -> Tensor:
     return x.flatten(2).mean(2)
 
 
-# ---- where the policies go ----
+# ---- add policies to a model ----
 
 
 @dataclass(frozen=True)
@@ -405,7 +405,7 @@ def _policies(module: nn.Module) -> Iterator[UsagePolicy]:
     return (part for part in module.modules() if isinstance(part, UsagePolicy))
 
 
-# ---- while training ----
+# ---- losses and hooks of training ----
 
 
 def usage_loss(policies: list[UsagePolicy], heads: float, blocks: float) -> Tensor | None:

@@ -163,7 +163,7 @@ class _Layer:
             bits = _round(learned.clamp(LEAST, MOST))
             half, step = 2.0 ** (bits - 1), steps.index_select(0, (bits.detach() - LEAST).long().view(1)).view(())
         low, high = torch.where(signed, -half, torch.zeros_like(half)), torch.where(signed, half - 1, 2 * half - 1)
-        # LSQ's n: the weights of the layer, or the features of its input, which one sample has
+        # n of the paper LSQ: the number of the layer's weights, or of the input's features in one sample
         num_values = x.numel() if kind == "weight" else x[0].numel()
         return quantise(x, step, low, high, torch.rsqrt(num_values * high.detach()))
 

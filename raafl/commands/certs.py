@@ -168,7 +168,7 @@ def _with_line(old: str, tree: dict[str, Any], path: Path, site: str, clients: l
     """Return the list's text with a line for one more site; raise `BadInput` if it would not parse to that list."""
     expected = {**tree, site: {"clients": clients}}
     line = f"{site}: {{clients: {clients}}}"
-    for found in (line, line.replace(site, f"'{site}'", 1)):  # unquoted, YAML reads 'on' or '007' as no text
+    for found in (line, line.replace(site, f"'{site}'", 1)):  # quoted if needed: YAML reads on or 007 as other types
         text = f"{old.rstrip()}\n{found}\n"
         with suppress(ValueError):
             if load_untrusted_yaml(text) == expected:

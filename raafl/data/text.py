@@ -325,7 +325,7 @@ class TextFolder(TrainTestData):
         if hasattr(self, "train"):
             return
         files = self._files()
-        # the cache is not in the texts' folder, which may be part of a package
+        # cache under the data root, since the texts' folder may be part of an installed package
         facts = [*files, *Tokenizer(self._tokenizer).cache_inputs()]
         tokens, starts = readers.cached(
             facts, readers.data_root(None), "text-folder", lambda: self._read(files), _PARTS

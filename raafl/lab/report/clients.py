@@ -250,7 +250,7 @@ def _bars(run: RecordedRun, sizes: Mapping[int, int], classes: Classes) -> View:
 
 
 def _histogram(sizes: Mapping[int, int], classes: Classes) -> View:
-    """Chart many clients: a histogram of their sizes or, with classes, the classes of bands of clients."""
+    """Chart many clients: a histogram of their numbers of samples or, with ``classes``, the class shares of groups of clients."""
     if not classes:
         counts, edges = np.histogram(list(sizes.values()), _BANDS)
         trace = {

@@ -542,8 +542,10 @@ class MethodSteps(Protocol):
 class MethodTask(Protocol):
     """Protocol of a method's task before its first step."""
 
-    received_and_sent: list[Tensor]  # tensors that it has received or will send, which count elsewhere
-    answer_bytes: int  # bytes of a copy of the trained values, in which they are sent beside others; 0 = there is none
+    # tensors that the task has received or will send; excluded here, since transfers count them
+    received_and_sent: list[Tensor]
+    # bytes of the copy of the trained values that the update sends together with other tensors; 0 = no copy
+    answer_bytes: int
 
     def steps(
         self, optimizer: Optimizer, backward: Callable[[Tensor], None], update: Callable[[], None]

@@ -76,7 +76,7 @@ class _Usage(ctypes.Structure):
 
 
 def _free_bytes() -> tuple[float, float]:
-    """Return the bytes of unused heap, and of the part that may still have pages to release.
+    """Return the bytes of unused heap, and of resident memory that holds no allocated block.
 
     Both are infinite if unknown.
     """

@@ -77,7 +77,7 @@ class LocalTrainer:
     ) -> None:
         """Set up Fabric with a single device.
 
-        `sends`: "values" or "delta", as the merge wants. `training`: local work, unless an assignment differs.
+        `sends`: what the merge needs, "values" or "delta". `training`: length of a task, unless its assignment differs.
         `max_built`: number of submodels' modules to keep; a rank that may hold only its fragment keeps one. `pools`:
         whether `raafl.parts.merge.pooled` merges running statistics, which are then sent in its form.
         """

@@ -318,7 +318,7 @@ class Run:
 
 
 def _form_of(parts: ServerSetup) -> AsItIs:
-    """Return the settings needed to evaluate and save a model's values."""
+    """Return the converter of a model's values for evaluations and files, such as one that fills in batch norm statistics."""
     if parts.submodels.batch_norm != "static":
         return AsItIs()
     from raafl.runtime.lifecycle.batch_norm import StaticStatistics

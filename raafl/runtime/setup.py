@@ -398,7 +398,7 @@ def client_parts(
     with skeleton():
         module = _prepared(experiment)
     if not same_generators(drawn, generators()) and has_values_beside(module):
-        # the model draws values that are not parameters; without this, they would differ from the server's
+        # a skeleton draws values outside the parameters differently than the server's model
         module = make_model(experiment)
     _start(experiment, module, data, make_model)
     submodels = submodels_of(experiment.submodels, module, data.example_batch(2), Rules(experiment.rules))

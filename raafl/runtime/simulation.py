@@ -320,7 +320,7 @@ class Simulation(Driver):
                 extension.let_go(action.client)
 
     def _blame(self, client: int, error: Exception) -> None:
-        """Record the error as the method's fault: simulated clients send nothing wrong, so the client is not dismissed."""
+        """Record the error as the method's fault: a simulated client is part of this process, so it is not dismissed."""
         self._take_raised(error, client)
 
     def _take_raised(self, error: BaseException, client: int | None) -> None:

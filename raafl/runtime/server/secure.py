@@ -369,7 +369,7 @@ class SecureLoop(LoopExtension):
             self._aggregator.take(item)
         elif isinstance(item, Lost):
             self._aggregator.lose(item.client, item.incarnation or 0)
-        elif isinstance(item, Arrived):  # an update from a session whose client takes no part in a sum
+        elif isinstance(item, Arrived):  # an update from a client that takes no part in a sum, or no longer
             self._aggregator.lose(item.update.client, item.update.incarnation)
         if item is not None and not isinstance(item, ForExtension):
             self._deferred.append(item)

@@ -412,7 +412,7 @@ class SessionProtocol:
                 assert failed.refusal is not None
                 return unanswered(assignment, failed.refusal)
             reason = means
-        if self.plan.up is not None:  # zeros where compression sends nothing
+        if self.plan.up is not None:  # the decoder gives zeros in its own storage
             nothing = self.up.nothing(assignment.spec, torch.device(self.setup.device))
         else:
             nothing = self.buffer(self.plan.payload.returned(assignment.spec))

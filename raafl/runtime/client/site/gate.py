@@ -131,7 +131,7 @@ class SiteGate(Gate):
             if not mine:
                 raise PolicyRefusal(f"this run: its {kind} is {path}, but policy.{field} allows only {allowed}")
             if kind == "model":
-                self._models = mine  # a model's digest covers its shapes, which are known only once it is built
+                self._models = mine  # checked once the model is built, since its digest covers its shapes
             else:
                 self._check_digest(field, mine, digests[kind])
 

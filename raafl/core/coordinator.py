@@ -217,7 +217,7 @@ class Coordinator:
     # ---- merging and assigning ----
 
     def _go_on(self, now: float) -> bool:
-        """Merge if the trigger is due, then assign work; return whether to repeat because all possible clients were dismissed."""
+        """Start the run, merge and assign work where due; return whether to repeat, since only clients without work were found."""
         if not self.started:
             there = len(self.roster.clients)
             if not there or there + len(self.absent) < self.limits.min_clients:

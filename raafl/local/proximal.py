@@ -15,7 +15,7 @@ class ProximalTerm:
     """
 
     def __init__(self, parameters: list[nn.Parameter], anchors: list[Tensor]) -> None:
-        """Pull ``parameters`` towards ``anchors``."""
+        """Pull ``parameters`` towards ``anchors``, tensors of the same shapes."""
         self.parameters, self.anchors = parameters, anchors
 
     @classmethod

@@ -97,7 +97,7 @@ class Steps:
         counts: Sequence[int],
         choose: Callable[[Sequence[int]], AbstractContextManager[None]],
     ) -> None:
-        """Load the tasks' values."""
+        """Load the values of all tasks, a row for each client."""
         self.trainer, self.built, self.places, self.known = trainer, built, places, known
         self.members, self.counts, self.choose = members, counts, choose
         num = len(members)

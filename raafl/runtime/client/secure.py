@@ -55,7 +55,6 @@ class SiteTerms:
 
     run: str = ""  # digest of the client's config and model, which all members of a group must share
     # signs this client's statements and checks the others'; None = no certificates, so a lying server is not detected
-    # protects from a server that lies
     keys: SiteKeys | None = None
     max_share: float = 1.0  # largest share of an opened sum that one site may have; only counts with ``keys``
     in_rounds: bool = False  # whether all members of a group train from the same version

@@ -160,7 +160,7 @@ def group_of(axis: Axis, groups: int) -> list[int]:
 
 
 def _kept_groups(axis: Axis, spec: Spec, groups: int) -> list[int]:
-    """Return the group of each kept unit, in order."""
+    """Return for each kept unit of an axis the index of its group of units, in the order of units."""
     units = spec.indices(axis.name)
     groups_of_units = group_of(axis, groups)
     return groups_of_units if units is None else [groups_of_units[unit] for unit in units]

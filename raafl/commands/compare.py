@@ -70,7 +70,7 @@ def run(comparison: Comparison, options: Namespace) -> str:
         }
 
     runs = reported({label: some[0].settings for label, some in trials.items()})
-    # searches of two rows may find the same settings, but the rows must not be equal from the start
+    # check the rows before their searches, which may rightly find equal settings for two rows
     check_distinct(runs)
     runner = Runner(folder / "runs", options.jobs, options.any_code, _tell, options.ranks)
     best = {} if search is None else run_trials(trials, comparison, search, runner)

@@ -219,7 +219,8 @@ def test_the_quick_start_runs_without(name, tmp_path):
 
 @pytest.mark.long("test_the_quick_start_needs_no_room_that_it_does_not_name")
 def test_the_quick_start_needs_no_method_but_its_own(tmp_path):
-    kept = ("raafl/algorithms/__init__.py", "raafl/algorithms/fed_raa.py")
+    of_cores_tests = ("fed_async", "fed_avg", "fed_buff", "fed_opt")
+    kept = {f"raafl/algorithms/{name}.py" for name in ("__init__", "fed_raa", *of_cores_tests)}
     runs_without(
         tmp_path, [path for path in files_of("methods") if path.startswith("raafl/algorithms/") and path not in kept]
     )

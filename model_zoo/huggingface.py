@@ -80,9 +80,8 @@ class _Wrapped:
         base weights have changed, too.
         """
         hub.save(self.model if self.lora is None else merged(self.model), folder)
-        if self.lora is not None and not getattr(
-            self, "submodel_sent", ()
-        ):  # else they belong to a base that nobody has
+        # else they belong to a base that nobody has
+        if self.lora is not None and not getattr(self, "submodel_sent", ()):
             save_adapter(self.model, Path(folder) / "adapter")
 
 
@@ -201,9 +200,8 @@ class HFLanguageModel(_Wrapped, LanguageModel):
         if not isinstance(batch, Mapping):
             return super()._logits_and_targets(batch)
         inputs = dict(batch)
-        targets = F.pad(
-            inputs.pop("labels"), (-1, 1), value=IGNORED
-        )  # what each position predicts is the label after it
+        # what each position predicts is the label after it
+        targets = F.pad(inputs.pop("labels"), (-1, 1), value=IGNORED)
         return self(**inputs), targets
 
 

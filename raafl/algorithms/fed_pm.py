@@ -221,9 +221,8 @@ class _ScoreTraining(Hook):
 
     def _cover(self, weights: Mapping[str, Tensor]) -> None:
         for layer, attribute, name in self._places:
-            layer.__dict__[attribute] = weights[
-                name
-            ]  # an entry in `__dict__` takes precedence over the parameter of that name
+            # an entry in `__dict__` takes precedence over the parameter of that name
+            layer.__dict__[attribute] = weights[name]
             if isinstance(layer, nn.RNNBase):
                 flat = [layer.__dict__.get(n, layer._parameters.get(n)) for n in layer._flat_weights_names]
                 layer.__dict__["_flat_weights"] = flat

@@ -49,9 +49,8 @@ class Plain(LightningModule):
     def forward(self, *inputs: object, **named: object) -> Any:
         """Return the module's output; if it is a structure with the entry ``logits``, return these."""
         output = self.net(*inputs, **named)
-        return (
-            output["logits"] if isinstance(output, Mapping) and "logits" in output else output
-        )  # outputs of transformers models are dictionaries, too
+        # outputs of transformers models are dictionaries, too
+        return output["logits"] if isinstance(output, Mapping) and "logits" in output else output
 
     def training_step(self, batch: object, batch_idx: int) -> Tensor:
         """Return the training loss of a batch."""

@@ -246,9 +246,8 @@ class ErrorCollector(Check):
         if not inspect.isclass(target):
             with suppress(Exception):
                 made = get_type_hints(target).get("return")
-        if made in (target, None) and not inspect.isclass(
-            target
-        ):  # jsonargparse accepts a function only with a return annotation
+        # jsonargparse accepts a function only with a return annotation
+        if made in (target, None) and not inspect.isclass(target):
             if not callable(target):
                 raise Wrong(f"{where} is {path}, which is no class or function: give one, such as {example}", where)
             remedy = f"annotate it, as in `def {path.rpartition('.')[2]}(...) -> {base}:`"

@@ -174,9 +174,8 @@ def cached(
     files = _cache_files(home, stem, parts)
     with locked(home / f"{name}.lock"):
         arrays = None if all(path.is_file() for path in files) else build()
-        if arrays is not None and not _are_saved(
-            arrays, files
-        ):  # a full disk is no error: this process has the arrays in memory
+        # a full disk is no error: this process has the arrays in memory
+        if arrays is not None and not _are_saved(arrays, files):
             return _as_tensors(arrays)
     return _mapped(files)
 

@@ -1,1 +1,1 @@
-"""What people do around a run: compare, plan and report. A run by itself loads nothing of it."""
+"""Compare, plan and report runs; a run by itself loads nothing of this package."""

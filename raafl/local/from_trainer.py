@@ -134,7 +134,7 @@ def _named(trainer: str, arguments: str) -> FromTrainer:
 
 
 def said_by_trainer(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the arguments of a config's Trainer say: its field ``fabric``, and ``seed`` unless the config has one.
+    """Return the fields that a config's Trainer decides by its arguments: ``fabric``, and ``seed`` unless the config has one.
 
     Raises:
         BadInput: the Trainer cannot be made or used, or a field and its arguments differ.
@@ -335,9 +335,8 @@ class TrainerModule(LightningModule):
         with _LOCK:  # an evaluation may run at the same time as a task
             before = trainer.model, trainer.model_wrapped
             trainer.model = trainer.model_wrapped = self.model
-            trainer._prepare_inputs = lambda inputs: (
-                inputs
-            )  # batches are already on this copy's device, which may differ from the Trainer's
+            # batches are already on this copy's device, which may differ from the Trainer's
+            trainer._prepare_inputs = lambda inputs: inputs
             reference, device = getattr(trainer, "ref_model", None), next(self.model.parameters()).device
             if isinstance(reference, nn.Module) and device.type != "meta":
                 reference.to(device)

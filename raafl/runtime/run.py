@@ -84,9 +84,8 @@ class Run:
             unless_begun.callback(HookList(*self.observers).close)
             HookList(*self.observers).begin(self, saved)
             recorded = {} if saved is None else saved.section["record"]["metrics"]
-            look = first_look(
-                parts, self.evaluator, recorded
-            )  # checked before the folder exists, so that a run that cannot start leaves none
+            # checked before the folder exists, so that a run that cannot start leaves none
+            look = first_look(parts, self.evaluator, recorded)
             self.first_metrics = look.metrics if recorded else self.observer.on_measured(0, 0.0, look.metrics)
             check_goals(experiment, self.first_metrics, has_client_tests=any(data.test_sizes))
             self._notes, self._remaining = notes_before(
@@ -359,9 +358,8 @@ def simulate(
         parts = build(experiment, pace=False)
         executor = make_executor(parts, experiment.workers, ranks=transport is not None)
         stack.callback(executor.close)
-        run = Run(
-            parts, config_yaml, "simulated", saved, observer
-        )  # created after the executor, which forks, because this starts threads
+        # created after the executor, which forks, because this starts threads
+        run = Run(parts, config_yaml, "simulated", saved, observer)
         stack.callback(run.close)
         run.show_executor(executor)
         if transport is not None:

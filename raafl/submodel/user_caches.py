@@ -132,9 +132,8 @@ def _caches_tensors(function: Any) -> bool:
     info = function.cache_info()
     if not info.currsize or _without_tensors.get(function) == info.misses:
         return False
-    refers_to = gc.get_referents(
-        function
-    )  # an unbounded cache refers to one dictionary of results, a bounded one to the results themselves
+    # an unbounded cache refers to one dictionary of results, a bounded one to the results themselves
+    refers_to = gc.get_referents(function)
     if any(_has_tensors(one.values() if type(one) is dict else (one,)) for one in refers_to):
         return True
     _without_tensors[function] = info.misses

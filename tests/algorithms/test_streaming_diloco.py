@@ -58,9 +58,8 @@ class Stacked(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(5, 2)  # 10 elements
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}) for _ in range(3)
-        )  # 12 each
+        # 12 each
+        self.blocks = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}) for _ in range(3))
         self.head = nn.Linear(2, 1)  # 3
 
 

@@ -96,9 +96,8 @@ def test_a_client_that_hangs_is_lost_at_its_deadline(tmp_path):
         stopped_at, later = [], []
 
         def look(event):
-            if (
-                isinstance(event, Arrived) and event.update.client == 2 and not stopped_at
-            ):  # its next task is still to come
+            # its next task is still to come
+            if isinstance(event, Arrived) and event.update.client == 2 and not stopped_at:
                 fleet.send(2, signal.SIGSTOP)
                 stopped_at.append(time.perf_counter())
             if later or isinstance(event, Lost):

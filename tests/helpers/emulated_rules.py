@@ -73,9 +73,8 @@ def leaves_devices_to_its_iterator(func: Any) -> bool:
     """
     if torch.Tag.pointwise not in func.tags and func.overloadpacket not in MIXES_SCALARS:
         return False
-    if (
-        func.overloadpacket is aten.clamp_min_
-    ):  # cosine_similarity makes the scalar where C++ sees its operands, on the CPU
+    # cosine_similarity makes the scalar where C++ sees its operands, on the CPU
+    if func.overloadpacket is aten.clamp_min_:
         return True
     name, overload = func._schema.name.removeprefix("aten::"), func._schema.overload_name
     written = f"{name}.{overload}(" if overload else f"{name}("

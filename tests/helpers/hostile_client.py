@@ -176,9 +176,8 @@ class Play(Driver):
     def _deliver(self, assignment: Assignment) -> None:
         self.record.assigned(assignment)
         snapshot = self._snapshots.cut(assignment)
-        few = replace(
-            assignment, num_epochs=None, num_steps=None
-        )  # who says that it is very fast may be asked for very much
+        # who says that it is very fast may be asked for very much
+        few = replace(assignment, num_epochs=None, num_steps=None)
         self.executor.submit(few if assignment.client == HOSTILE else assignment, snapshot, self.at)
         self.out[assignment.client] = (assignment, snapshot)
 

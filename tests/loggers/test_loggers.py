@@ -117,9 +117,8 @@ def test_whatever_is_a_number_in_metrics_csv_is_logged(tmp_path):
     for (metrics, step), row in zip(logged, rows, strict=True):
         assert step == int(row["version"]) and metrics["wall_s"] > 0  # that clock has gone on since the row was written
         cells = {name: float(cell) for name, cell in row.items() if cell and name not in ("version", "wall_s")}
-        assert {name: metrics.get(name) for name in cells} == pytest.approx(
-            cells, rel=1e-11
-        )  # the file has 12 digits of times
+        # the file has 12 digits of times
+        assert {name: metrics.get(name) for name in cells} == pytest.approx(cells, rel=1e-11)
     first = next(row["time_s"] for row in rows if float(row["accuracy"]) >= 0.21)
     assert [row[times[0]] for row in rows] == [first if float(row["time_s"]) >= float(first) else "" for row in rows]
     assert float(first) > 0 and not any(row[times[1]] for row in rows)

@@ -67,9 +67,8 @@ def test_norms_in_eval_mode_keep_their_statistics_and_send_none():
     assert "1.running_mean" not in Submodels(module).layout(FULL, "trained").by_name
     collect_statistics(module, [torch.randn(5, 3)], lambda net, batch: net(batch))
     assert module[1].running_mean.tolist() == [9.0] * 4 and not module[1].training
-    collect_statistics(
-        module.eval(), [torch.randn(5, 3)], lambda net, batch: net(batch)
-    )  # a model as its user loads it
+    # a model as its user loads it
+    collect_statistics(module.eval(), [torch.randn(5, 3)], lambda net, batch: net(batch))
     assert module[1].running_mean.tolist() != [9.0] * 4
 
 

@@ -128,9 +128,8 @@ def test_a_folder_is_followed_as_it_grows_whatever_its_last_line(tmp_path):
             )
         run.client(ended(1, 1, 0.0, 8.0, 1))
         assert watched.look()
-        run.metrics(
-            {"version": 1, "time_s": 8.0, "wall_s": 1.0, "accuracy": 0.2, "f1": 0.3}
-        )  # the table is written anew
+        # the table is written anew
+        run.metrics({"version": 1, "time_s": 8.0, "wall_s": 1.0, "accuracy": 0.2, "f1": 0.3})
         watched.look()
         snapshot = watched.state.snapshot()
         assert (snapshot.num_working, snapshot.num_updates, snapshot.ends_in_s) == (0, 1, 24.0)

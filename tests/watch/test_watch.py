@@ -127,9 +127,8 @@ def test_who_trains_what_since_when_and_when_it_should_be_back():
     snapshot = state.snapshot()
     assert (snapshot.time_s, snapshot.version, snapshot.num_updates, snapshot.bytes_down) == (5.0, 1, 1, 1000)
     phone, other = snapshot.clients
-    assert phone == ClientProgress(
-        1, "fc1[0:40]", 1, "phone", True, version=1, behind=0, since_s=1.0, due_in_s=2.0
-    )  # its last took 3 s
+    # its last took 3 s
+    assert phone == ClientProgress(1, "fc1[0:40]", 1, "phone", True, version=1, behind=0, since_s=1.0, due_in_s=2.0)
     assert other == ClientProgress(2, "full", 0, "", True, version=0, behind=1, since_s=4.0, due_in_s=None)
     assert (snapshot.updates_per_s, snapshot.bytes_per_s) == (1 / 5, 1500 / 5)
     assert snapshot.ends_in_s == 8 * 5
@@ -195,9 +194,8 @@ def test_of_many_clients_those_at_work_are_shown_the_longest_first():
 
 def test_targets_that_were_met_stay_met():
     state = RunState(clock=Clock())
-    state.metrics(
-        {"version": "0", "time_s": "0.0", "wall_s": "0.1", "accuracy": "0.95"}
-    )  # before the journal's first row
+    # before the journal's first row
+    state.metrics({"version": "0", "time_s": "0.0", "wall_s": "0.1", "accuracy": "0.95"})
     state.event(run_row("simulated", targets=(Target("accuracy", 0.9), Target("loss", 1.0))))
     for version in range(1, 20):
         state.metrics({"version": version, "time_s": 2.0 * version, "wall_s": 0.1, "accuracy": 0.5, "loss": 2.0})

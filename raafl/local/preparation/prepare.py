@@ -63,9 +63,8 @@ def prepare(module: Any) -> Any:
                 f"{kind}.{name} is empty, {tuple(parameter.shape)}: give {repr(owner)[:80]} sizes of 1 or more"
             )
     for name, buffer in persistent_buffers(module).items():
-        if (
-            0 in buffer.stride() and not buffer.is_meta
-        ):  # an expanded buffer, whose elements share memory and cannot be written one by one
+        # an expanded buffer, whose elements share memory and cannot be written one by one
+        if 0 in buffer.stride() and not buffer.is_meta:
             path, _, own = name.rpartition(".")
             module.get_submodule(path)._buffers[own] = buffer.contiguous()
     return module

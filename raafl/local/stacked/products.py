@@ -36,9 +36,8 @@ def linear(known: Known, num: int, x: object, weight: object, bias: object = Non
         return by_slices(F.linear, (x, weight, bias), {}, num)
     xs, weights, biases = stacks
     assert xs is not None and weights is not None
-    usual = (
-        xs.dim() in (3, 4) and weights.dim() == 3 and xs[0].is_contiguous()
-    )  # torch uses another kernel for the rest
+    # torch uses another kernel for the rest
+    usual = xs.dim() in (3, 4) and weights.dim() == 3 and xs[0].is_contiguous()
     if not usual or min(xs.shape[1:]) < 1 or min(weights.shape[1:]) < 2:
         return by_slices(F.linear, (x, weight, bias), {}, num)
     with outside() as inside:

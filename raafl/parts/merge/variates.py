@@ -65,9 +65,8 @@ class Variates:
     ) -> None:
         """Add ``alpha * change`` to a client's control variate; `settle` later adds it to the mean."""
         memory, plan = self._memory(state), plan_of(state, spec)
-        weight = memory.weights.setdefault(
-            client, 1.0 if client in memory.seen else weight
-        )  # checkpoints of earlier versions lack this entry
+        # checkpoints of earlier versions lack this entry
+        weight = memory.weights.setdefault(client, 1.0 if client in memory.seen else weight)
         own = state.clients.of(self.name, client, plan.full_layout, state.values.device)
         for flat, scale in ((own, alpha), (memory.new, alpha * weight)):
             plan.add_(flat, change.to(flat.device), scale)

@@ -331,9 +331,8 @@ class SessionProtocol:
         message = yield Receive(no_tensors, waits.join_s)
         if message.kind is Kind.RESUME:
             yield HandOver(message)
-            yield self._message(
-                Kind.REFUSED, Reason("there is no such session").to_meta()
-            )  # the client may start a new session on this connection
+            # the client may start a new session on this connection
+            yield self._message(Kind.REFUSED, Reason("there is no such session").to_meta())
             message = yield Receive(no_tensors, waits.join_s)
         if message.kind is Kind.CONFIG and terms.config_yaml:
             yield self._message(Kind.CONFIG, Config(terms.config_yaml).to_meta())

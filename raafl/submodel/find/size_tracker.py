@@ -136,9 +136,8 @@ class SizeTracker(TorchFunctionMode):
             for part in args:
                 if isinstance(part, Size):
                     self.uses.number(part)
-        if (
-            name == "scaled_dot_product_attention" and kwargs.get("scale") is None
-        ):  # on devices without such a kernel the call does not occur
+        # on devices without such a kernel the call does not occur
+        if name == "scaled_dot_product_attention" and kwargs.get("scale") is None:
             self._labels.pin(self._dims_of(args[0] if args else kwargs["query"])[-1], DIVIDED)
         takes = TAKERS.get(name)
         if takes is not None and self.running and self.running[-1][0] not in self._alone:

@@ -194,9 +194,8 @@ def test_scores_are_remembered_and_do_not_reach_the_inner_merge():
     take(merge, state, mine, frozen, 0)
     merge.detach(state)
     merge_all(merge, state)
-    assert (
-        scores_of(state, 1) == {"hidden": [1.0, 2.5, -1.0, 0.0]} and scores_of(state, 2) == {}
-    )  # the other has not trained
+    # the other has not trained
+    assert scores_of(state, 1) == {"hidden": [1.0, 2.5, -1.0, 0.0]} and scores_of(state, 2) == {}
     for client, wanted in ((1, [1.0, 2.5, -1.0, 0.0]), (2, None)):
         merge.personalize(state, client, frozen, nothing, {SCORES: sent.zero_()})
         assert sent["hidden"].isnan().all() if wanted is None else sent["hidden"].tolist() == wanted

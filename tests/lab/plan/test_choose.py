@@ -119,9 +119,8 @@ def test_near_fleets_count_more():
 def test_waiting_costs_an_unequal_fleet_more_than_stale_updates(experiment):
     """Four clients whose tasks take 3.6 to 0.85 of the median's seconds."""
     found = choose(experiment, table(FedBuff=100.0, FedAvg=100.0))
-    assert found.candidate == replace(
-        BUFFERED, settings={"buffer_size": 1, "clients_at_work": 4.0}
-    )  # all of them, always
+    # all of them, always
+    assert found.candidate == replace(BUFFERED, settings={"buffer_size": 1, "clients_at_work": 4.0})
     assert list(found.scores) == ["FedBuff", "FedAvg"] and found.scores["FedBuff"] == 1.0 < found.scores["FedAvg"]
     worse = choose(experiment, table(FedBuff=1e4, FedAvg=100.0))
     assert worse.candidate == ROUNDS

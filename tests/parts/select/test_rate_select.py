@@ -111,9 +111,8 @@ def test_memory_decides_what_a_client_may_get():
     fleet = fleet_of(exact, short)
     assert RateSelect()(exact, fleet).spec == hidden(range(6))
     assert RateSelect()(short, fleet).spec == hidden(range(5))
-    assert RateSelect(rates=1 / 16)(short, fleet_of(exact, short)).spec == hidden(
-        range(4)
-    )  # a rate is the most it gets
+    # a rate is the most it gets
+    assert RateSelect(rates=1 / 16)(short, fleet_of(exact, short)).spec == hidden(range(4))
     assert all(fleet.fits(one, RateSelect()(one, fleet).spec) for one in (exact, short))
     least = needed(hidden([0])).peak_bytes
     none = client(3, memory_bytes=least - 1)

@@ -28,9 +28,8 @@ CONFIG = "clients: 4\n"
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch):
-    monkeypatch.setattr(
-        "raafl.runtime.server.session._LOOK_S", 0.01
-    )  # how soon an idle session sees that its client has gone
+    # how soon an idle session sees that its client has gone
+    monkeypatch.setattr("raafl.runtime.server.session._LOOK_S", 0.01)
 
 
 def hello(table):

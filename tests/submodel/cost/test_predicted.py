@@ -50,9 +50,8 @@ def test_flops_of_an_mlp_by_hand(batch_size):
 
 def test_flops_of_convolutions_by_hand():
     submodels = Submodels(CNN(2, 8, (3, 5), (6, 4), 10), (torch.zeros(2, 2, 8, 8), LABELS))
-    conv1 = (
-        3 * 2 * 25 * 8 * 8
-    )  # multiplications per sample; the second convolution sees 4 x 4 pixels, the first linear 2 x 2
+    # multiplications per sample; the second convolution sees 4 x 4 pixels, the first linear 2 x 2
+    conv1 = 3 * 2 * 25 * 8 * 8
     conv2 = 5 * 3 * 25 * 4 * 4
     linear = 5 * 4 * 6 + 6 * 4 + 4 * 10
     assert submodels.cost(FULL, 2).flops_per_sample == 4 * conv1 + 6 * (conv2 + linear)
@@ -232,9 +231,8 @@ def test_blocks_below_a_window_cost_one_forward_pass():
     assert cost.flops_per_sample == 2 * (below + above)
     frozen_bytes = cost.down_bytes - cost.up_bytes
     assert cost.up_bytes < full.up_bytes / 1.5
-    assert (
-        full.peak_bytes - cost.peak_bytes > 2 * frozen_bytes
-    )  # no optimiser state, and fewer gradients and activations
+    # no optimiser state, and fewer gradients and activations
+    assert full.peak_bytes - cost.peak_bytes > 2 * frozen_bytes
     assert cost.down_bytes == full.down_bytes
     assert submodels.cost(depth_window(submodels, 0, 1), 2).down_bytes < full.down_bytes
 

@@ -199,9 +199,8 @@ def test_a_size_that_is_used_as_a_number_stays_whole_or_stays_as_it_is():
     found = find_axes(Step(Scored(lambda own, k: k.shape[-1] ** 0.5)), batch)
     assert list(members(found)) == ["model.v"]
     assert str(found.whole["model.q.weight", 0]).startswith("its size is used as a number (test_trace.py:")
-    module = Step(
-        Scored(lambda own, k: math.sqrt(own.size))
-    )  # what the module holds need not change: the view is corrected
+    # what the module holds need not change: the view is corrected
+    module = Step(Scored(lambda own, k: math.sqrt(own.size)))
     submodels = Submodels(module, batch)
     assert [axis.size for axis in submodels.axes.values()] == [6, 5] and refuted(submodels, module, batch) == {}
     small = submodels.shrink(Spec.select({"model.q": [0, 3]})).module

@@ -248,9 +248,8 @@ class Liar:
             return kind, {victim: set(others)}
         hidden, num_in = {}, Counter()
         for number in sorted(self.honest, key=lambda number: (number not in others, number)):
-            least_in = max(
-                len(others) - (num - threshold), least - 1
-            )  # so that enough are left, and the cell is opened
+            # so that enough are left, and the cell is opened
+            least_in = max(len(others) - (num - threshold), least - 1)
             told = [number] if number in others else []
             told += sorted(others - {number}, key=lambda other: (num_in[other], other))[: max(least_in - len(told), 0)]
             num_in.update(told)

@@ -52,6 +52,19 @@ The last column says how a field is shared between processes and runs:
 *resume* fields may change when a run is resumed.
 Sections such as `train` and `guard` follow after the single fields.
 """
+# What settings of many methods say, which methods/index.md explains once; a method's table links there instead.
+_SHARED = (
+    "one number for all; a list, one number for each of clients 1, 2, ..., repeating; or a mapping from device name to number",
+    "number of clients in a round, or at work in an asynchronous run, drawn uniformly; null = all.",
+    "number of clients in a round, drawn uniformly; null = all.",
+    "largest number of clients that work at the same time; null = no limit.",
+    "rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; null = the whole model for every client.",
+    "whether to weight clients by their numbers of samples \\|D_n\\|; false = equally.",
+    "multiply the activations of a narrowed layer by 1 / (kept share of its units) while training",
+    "form of the function s(.) by which late updates count less: constant, polynomial or hinge.",
+    "parameter a of the polynomial and hinge functions.",
+    "parameter b of the hinge function.",
+)
 _MARKED = re.compile(r"(<!-- settings: ([\w ]+) -->\n)(.*?)(<!-- end of settings -->)", re.S)
 _TABLE = re.compile(r"(<!-- algorithms -->\n)(.*?)(<!-- end of algorithms -->)", re.S)
 _PARTS = """# Parts
@@ -167,9 +180,12 @@ def _settings(names: list[str], old: str) -> str:
             symbols |= {(cells[0], name): cells[-3] for name in having}
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name in names:
-        texts = {one.arg_name: _cell(one.description or "") for one in parse_from_object(ALGORITHMS[name]).params}
+        texts = {
+            one.arg_name: _shared(_plain(_cell(one.description or "")))
+            for one in parse_from_object(ALGORITHMS[name]).params
+        }
         for one in inspect.signature(ALGORITHMS[name]).parameters.values():
-            rows.setdefault((f"`{one.name}`", _value(one.default), _plain(texts[one.name])), []).append(name)
+            rows.setdefault((f"`{one.name}`", _value(one.default), texts[one.name]), []).append(name)
     lines = (
         ["| setting | in | paper | default | what it is |"]
         if several
@@ -181,6 +197,19 @@ def _settings(names: list[str], old: str) -> str:
         symbol = ", ".join(dict.fromkeys(filter(None, (symbols.get((setting, name)) for name in having))))
         lines.append("| " + " | ".join([setting, *who, symbol, default, text]) + " |")
     return "\n".join(lines)
+
+
+def _shared(text: str) -> str:
+    """Return the text of a setting with a link in place of what settings of many methods say."""
+    plain = re.sub(r" \([^()]*\)(?=[,;:. ])", "", text)  # without the paper's symbol, which has a column of its own
+    for shared in _SHARED:
+        if shared in text or shared in plain:
+            return (
+                (text if shared in text else plain)
+                .replace(shared, "[shared](index.md#shared-settings)")
+                .removesuffix(".")
+            )
+    return text
 
 
 def _cells(line: str) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """Write the tables of docs from committed results: python -m benchmarks.tables [--check].
 
 A table stands between `<!-- table: benchmarks/results/NAME.json -->` and `<!-- end of table -->`; what is between is replaced.
-Results of `raafl compare` need no more. For the result of a grid the marker also names the task, whose times it shows
-(`; task: mnist-mlp`), or a cell (`; cell: mnist-mlp, gpus`). For the result of a benchmark the marker has a name from
-tables.yaml (`<!-- table: plan -->`), which gives the file (`result`) and what to show of it:
+Results of `raafl compare` need no more; `; also: best, Gini` adds columns. For the result of a grid the marker also names
+the task, whose times it shows (`; task: mnist-mlp`). For the result of a benchmark the marker has a name from tables.yaml
+(`<!-- table: plan -->`), which gives the file (`result`) and what to show of it:
 
 - `columns: model, flops:.2f as FLOPs`: keys of a row, with a format and a title where wanted;
 - `across: rate of ratio:.2f`: a column for each value of one key, filled with another key; rows with equal columns are one;
@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from raafl.lab.compare.comparison import read
-from raafl.lab.compare.grid_result import anew, cell_table, overall
+from raafl.lab.compare.grid_result import anew, overall
 from raafl.lab.compare.report import Cells, cells, p_value, quoted, short, time_cell, warnings
 from raafl.lab.compare.results import with_holm
 from raafl.lab.compare.runs import machine_name
@@ -33,10 +33,8 @@ _TABLE = re.compile(r"(<!-- table: (\S+?)(?:; ([^\n]*))? -->\n).*?(<!-- end of t
 _COLUMN = re.compile(r"(?P<key>[^\s:]+)(?::(?P<format>\S+))?(?: as (?P<title>.+))?")
 
 
-_DIFFERENCES = (
-    'A difference is marked "not shown" unless its p-value (paired t test) is at most 0.05 after Holm\'s correction for\n'
-    "all rows of the table."
-)
+# Columns of a comparison that a page shows; a marker adds others (`; also: participation, utilisation`).
+_SHOWN = ("row", "settings", "published", "MB", "updates")
 
 
 def _wrapped(text: str) -> str:
@@ -50,23 +48,23 @@ def markdown(table: Cells) -> str:
     return "\n".join([lines[0], "| " + " | ".join("---" for _ in table[0]) + " |", *lines[1:]])
 
 
-def written(result: dict[str, Any]) -> str:
-    """Return a result as text for a page: its source, the table, and the rows that were not run."""
+def written(result: dict[str, Any], source: str, also: str = "") -> str:
+    """Return a result as text for a page: its source, the table, and the rows that were not run.
+
+    Args:
+        result: a comparison's result.
+        source: the file of the result, from the root.
+        also: titles of columns, separated by commas, beside those that each page shows.
+    """
     seeds = max(len(row["seeds"]) for row in result["rows"])
-    source = _measured(_file_of(result["name"]), result) + "\n"
-    if seeds > 1:
-        source += f"Values are means over {seeds} seeds; the number after ± is half the width of the 95 % confidence interval.\n"
-        source += _DIFFERENCES
-    else:
-        source += "Each value is of one seed."
-    source = "\n".join([source, *map(_wrapped, warnings(result)), *_since(result)])
+    seeds_shown = f"Means over {seeds} seeds" if seeds > 1 else "One seed"
+    lines = [_measured(_file_of(result["name"]), result), f"{seeds_shown}; [all columns and seeds](../../{source})."]
+    has_targets = any(row["time_to"] for row in result["rows"])
+    lines += [*map(_wrapped, warnings(result)), *_since(result)] if has_targets or "best" in also else []
     missing = ""
     if result.get("not_run"):
-        missing = (
-            f"These rows have not been run; `raafl compare {_file_of(result['name'])}` without `--rows` runs them:\n"
-        )
-        missing += "; ".join(result["not_run"]) + "."
-    return "\n\n".join(filter(None, [source, markdown(cells(result)), missing]))
+        missing = f"Not run (`raafl compare {_file_of(result['name'])}` runs them): {'; '.join(result['not_run'])}."
+    return "\n\n".join(filter(None, ["\n".join(lines), markdown(_chosen_cells(result, also)), missing]))
 
 
 def _since(result: dict[str, Any]) -> list[str]:
@@ -75,9 +73,26 @@ def _since(result: dict[str, Any]) -> list[str]:
     if result.get("eval_every") is not None or not (ROOT / file).is_file():
         return []
     every = read(ROOT / file, variant or None).eval_every
-    return (
-        [] if every is None else [f"This result is from before the file had `eval_every: {every}`, for all rows alike."]
-    )
+    return [] if every is None else [f"This result is from before the file had `eval_every: {every}`."]
+
+
+def _chosen_cells(result: dict[str, Any], also: str) -> Cells:
+    """Return the columns of a comparison that a page shows; a difference that is shown to be one is bold."""
+    table, metric = cells(result), result["metric"]
+    wanted = {*_SHOWN, metric, *(title.strip() for title in also.split(","))}
+    prefixes = ("minus ", "s to ")
+    places = [i for i, title in enumerate(table[0]) if title in wanted or title.startswith(prefixes)]
+    gap = next(i for i, title in enumerate(table[0]) if title.startswith("minus "))
+    failed = [
+        f"{line[0]} ({found[0]})" if (found := re.findall("[0-9]+ failed", line[-1])) else line[0] for line in table
+    ]
+    for line, label in zip(table, failed, strict=True):
+        line[0] = label
+        if line is not table[0] and "±" in line[gap]:
+            shown = not line[gap].endswith(" (not shown)")
+            line[gap] = f"**{line[gap]}**" if shown else line[gap].removesuffix(" (not shown)")
+        line[gap] = line[gap].removesuffix(" (one seed)")
+    return [[line[i] for i in places] for line in table]
 
 
 def _measured(file: str, result: dict[str, Any]) -> str:
@@ -85,7 +100,7 @@ def _measured(file: str, result: dict[str, Any]) -> str:
     made = f"{machine_name(result['hardware'])}, commit `{(result['commit'] or 'unknown')[:8]}`"
     rules = recorded_revision(result)
     made += "" if rules == CURRENT else f", `rules: {rules}`"
-    return f"Measured with `raafl compare {file}` on {result['date'][:10]} ({made})."
+    return f"`raafl compare {file}`, {result['date'][:10]} ({made})."
 
 
 def _file_of(name: str) -> str:
@@ -107,7 +122,7 @@ def task_of(result: dict[str, Any], task: str) -> str:
     for label in result["methods"]:
         found = [rows.get((fleet, label)) for fleet in cells]
         table.append([label, *("not run" if row is None else time_cell(row["time_to"][target]) for row in found)])
-    shown = "\n".join(f"- On the fleet `{fleet}` {_shown_of(cell)}" for fleet, cell in cells.items())
+    shown = "\n".join(f"- `{fleet}`: {_shown_of(cell)}" for fleet, cell in cells.items())
     missing = sum(len(seeds) for cell in cells.values() for seeds in cell["not_run"].values())
     verdicts = [row["accepted"] for row in rows.values()]
     grid = f"benchmarks/unequal/{result['name'].removeprefix('unequal-')}.yaml"
@@ -124,32 +139,20 @@ def task_of(result: dict[str, Any], task: str) -> str:
 
 
 def _shown_of(cell: dict[str, Any]) -> str:
-    """Return sentences on what ranks show of a cell's rows beside its first one."""
+    """Return a sentence on which rows of a cell were later than its first one in each pair of runs."""
     behind = {row["row"]: row["behind"] for row in cell["rows"] if row["behind"] is not None}
     if not behind:
         return "no method reached the target."
     first = next(iter(behind.values()))["of"]
-    own = behind.pop(first)
-    never = [quoted(label) for label, one in behind.items() if not one["reached"]]
-    partly = [
-        f"{quoted(label)} ({one['reached']} of {one['seeds']})"
-        for label, one in behind.items()
-        if 0 < one["reached"] < one["seeds"]
-    ]
+    behind.pop(first)
     groups = {
-        "Shown to be slower": [label for label, one in behind.items() if one["shown"]],
-        "Later in each pair of runs": [
+        "shown to be slower": [label for label, one in behind.items() if one["shown"]],
+        "later in each pair of runs": [
             label for label, one in behind.items() if not one["shown"] and one["later"] == one["pairs"]
         ],
-        "Later in some pairs of runs only": [
-            label for label, one in behind.items() if not one["shown"] and one["later"] != one["pairs"]
-        ],
     }
-    parts = [f"{quoted(first)} has the best median time to the target, on {own['reached']} of {own['seeds']} seeds."]
-    parts += [f"{what}: {', '.join(map(quoted, labels))}." for what, labels in groups.items() if labels]
-    parts += [f"Reached the target on some seeds only: {', '.join(partly)}."] if partly else []
-    parts += [f"Never reached the target: {', '.join(never)}."] if never else []
-    return "\n  ".join(parts)
+    parts = [f"{what}: {', '.join(map(quoted, labels))}" for what, labels in groups.items() if labels]
+    return "; ".join([f"{quoted(first)} is first", *parts]) + "."
 
 
 def _over_fleets(cells: list[dict[str, Any]]) -> str:
@@ -168,13 +171,6 @@ def _over_fleets(cells: list[dict[str, Any]]) -> str:
         if one["pairs"]
     ]
     return markdown([head, *rows])
-
-
-def cell_of(result: dict[str, Any], spec: str) -> str:
-    """Return all columns of one cell of a grid, `TASK, FLEET`."""
-    task, fleet = spec.split(", ")
-    cell = next(cell for cell in result["cells"] if (cell["task"], cell["fleet"]) == (task, fleet))
-    return markdown(cell_table(cell))
 
 
 def chosen(result: dict[str, Any], parts: dict[str, str]) -> str:
@@ -231,10 +227,10 @@ def renewed(text: str) -> str:
         result, spec = _corrected(json.loads((ROOT / shown["result"]).read_text())), found[3] or ""
         if "columns" in shown:
             text = chosen(result, shown)
-        elif spec:
-            text = (cell_of if spec.startswith("cell") else task_of)(result, spec[6:])
+        elif spec.startswith("also: ") or not spec:
+            text = written(result, shown["result"], spec[6:])
         else:
-            text = written(result)
+            text = task_of(result, spec.removeprefix("task: "))
         return f"{found[1]}\n{text}\n\n{found[4]}"
 
     return _TABLE.sub(anew, text)

@@ -25,15 +25,13 @@ def test_a_table_is_replaced_between_its_marks_alone(tmp_path, monkeypatch):
         f' "reference": "A", "rows": [{str(row).replace(chr(39), chr(34))}]}}'
     )
     text = renewed("before\n<!-- table: r.json -->\nold\n<!-- end of table -->\nafter")
-    assert text.startswith(
-        "before\n<!-- table: r.json -->\n\nMeasured with `raafl compare configs/papers/r.yaml` on 2026-01-02 (P"
-    )
+    assert text.startswith("before\n<!-- table: r.json -->\n\n`raafl compare configs/papers/r.yaml`, 2026-01-02 (P")
     assert "`rules: 1`" in text  # of a file that is older than the number
     assert "| A | 0.50 ± 0.25 |" in text and "old" not in text and text.endswith("\n\n<!-- end of table -->\nafter")
 
 
 def test_an_empty_place_is_filled_and_then_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.tables.written", lambda result: "table")
+    monkeypatch.setattr("benchmarks.tables.written", lambda result, source, also: "table")
     monkeypatch.setattr("benchmarks.tables.ROOT", tmp_path)
     (tmp_path / "r.json").write_text("{}")
     text = renewed("<!-- table: r.json -->\n<!-- end of table -->")

@@ -3,8 +3,8 @@
 Every operation passes through `Emulated`. It marks what is made on ``cuda`` with its device, computes on the CPU, refuses to
 mix devices where PyTorch does (`tests/test_emulated_cuda.py` holds the cases, which a real GPU checks), has each device
 draw from a generator of its own, counts copies and what the CPU must wait for a device for, and refuses what is done out of the
-order of its streams (`emulated_streams.py`). What it does not have: NCCL, fused optimisers, the bits of a GPU's kernels;
-autocast is the CPU's.
+order of its streams (`emulated_streams.py`), and captures graphs (`emulated_graphs.py`). What it does not have: NCCL, the bits
+of a GPU's kernels and fused optimisers; autocast is the CPU's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.helpers.emulated_graphs import Graph, patches
 from tests.helpers.emulated_rules import COPIES, INDEXING, where
 from tests.helpers.emulated_streams import Counts, Event, Stream, Streams
 
@@ -106,6 +107,18 @@ def on(tensor: Tensor, index: int) -> Tensor:
     return marked
 
 
+def _plain_sgd(params: Any, grads: Any, buffers: Any, *, lr: Any, is_first_step: bool, **options: Any) -> None:
+    """Compute `torch._fused_sgd_` parameter by parameter, as the plain optimizer does."""
+    single: Any = import_module("torch.optim.sgd")._single_tensor_sgd
+    names = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
+    chosen = {name: options[name] for name in names}
+    for param, grad, buffer in zip(params, grads, buffers or [None] * len(params), strict=True):
+        own = [None if is_first_step else buffer]
+        single([param], [grad], own, None, None, lr=float(lr), has_sparse_grad=False, **chosen)
+        if is_first_step and buffer is not None:
+            buffer.copy_(own[0])
+
+
 EMULATED: list[Emulated] = []
 """The one in use."""
 
@@ -128,6 +141,16 @@ class Emulated(TorchDispatchMode):
         self.generators = [torch.Generator() for _ in range(NUM_DEVICES)]
         self.made_for: dict[int, torch.device] = {}
         self.streams = Streams(self.counts, NUM_DEVICES)
+        self.sync_debug = 0
+
+    @property
+    def capturing(self) -> Graph | None:
+        """The graph that this thread captures."""
+        return getattr(self._of_thread, "capturing", None)
+
+    @capturing.setter
+    def capturing(self, graph: Graph | None) -> None:
+        self._of_thread.capturing = graph
 
     @property
     def current(self) -> int:
@@ -174,13 +197,17 @@ class Emulated(TorchDispatchMode):
             raise RuntimeError(f"Expected a '{place.type}' device type for generator but found '{of.type}'")
         devices = dict.fromkeys((place, *(tensor.device for tensor in tensors)))
         gpus = [device.index for device in devices if device.type == "cuda"]
-        late = self.streams.begin(func, args, kwargs, tensors, gpus)
+        graph = self.capturing if gpus else None
+        if graph is not None:
+            graph.check(func, args, kwargs, tensors, place, self._waits(func, args, kwargs, tensors, place))
+        # what is captured is no stream's work yet
+        late = graph is None and self.streams.begin(func, args, kwargs, tensors, gpus)
         if self._counted(func, args, kwargs, tensors, place) and gpus:
             self.streams.known(self.streams.current(gpus[0]).mark())
         if late:
             return args[0]
-        with self._drawing(func, place), torch._C._DisableTorchDispatch():
-            answer = func(*args, **kwargs)
+        with self.drawing(func, place), torch._C._DisableTorchDispatch():
+            answer = self.kernel(func)(*args, **kwargs)
         known = {id(tensor) for tensor in tensors}
 
         def mark(item: Any) -> Any:
@@ -189,18 +216,29 @@ class Emulated(TorchDispatchMode):
             stays = func.overloadpacket is aten._pack_padded_sequence and item is answer[1]
             if place.type == "cuda" and not stays:
                 made = on(item, place.index)
-                if not func.is_view:
+                if graph is None and not func.is_view:
                     self.streams.made(made)
                 return made
             return torch.Tensor._make_subclass(Tensor, item) if isinstance(item, OnDevice) else item
 
-        return tree_map(mark, answer)
+        answer = tree_map(mark, answer)
+        if graph is not None:
+            graph.record(func, args, kwargs, answer, tensors)
+        return answer
+
+    def kernel(self, func: Any) -> Any:
+        """Return what computes an operation; a fused SGD has the bits of the plain one, which a GPU's has not."""
+        return _plain_sgd if func.overloadpacket is aten._fused_sgd_ else func
+
+    def _waits(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], place: torch.device) -> bool:
+        """Check whether the CPU needs an operation's answer, or its size, before it goes on."""
+        packet = func.overloadpacket
+        masks = [i for i in args[1] if i is not None and i.dtype == torch.bool] if packet in INDEXING else []
+        return place.type == "cuda" and (packet in WAITS or bool(masks))  # rows are counted before they are taken
 
     def _counted(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], place: torch.device) -> bool:
         """Count an operation; return whether the CPU waits for it."""
-        packet = func.overloadpacket
-        masks = [i for i in args[1] if i is not None and i.dtype == torch.bool] if packet in INDEXING else []
-        waits = place.type == "cuda" and (packet in WAITS or bool(masks))  # rows are counted before they are taken
+        packet, waits = func.overloadpacket, self._waits(func, args, kwargs, tensors, place)
         source = tensors[-1].device if packet in COPIES and tensors else place
         if source != place and "meta" not in (source.type, place.type):
             to = {"cuda": "to device", "cpu": "to host"}[place.type] if CPU in (source, place) else "between"
@@ -209,11 +247,13 @@ class Emulated(TorchDispatchMode):
             is_late = kwargs.get("non_blocking") or (packet is not aten._to_copy and args[2:3] == (True,))
             waits = to != "between" and not is_late  # in both directions, as `memcpy_and_sync` of ATen's Copy.cu
         if waits:
+            if self.sync_debug == 2:
+                raise RuntimeError("called a synchronizing CUDA operation")
             self.counts.add("waits")
         return waits
 
     @contextmanager
-    def _drawing(self, func: Any, place: torch.device) -> Iterator[None]:
+    def drawing(self, func: Any, place: torch.device) -> Iterator[None]:
         """Draw from the generator of the emulated device."""
         if place.type != "cuda" or torch.Tag.nondeterministic_seeded not in func.tags:
             yield
@@ -261,7 +301,7 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     _device_constructors()
     made = Emulated()
     start, tensor, as_tensor, plain_to = threading.Thread.start, torch.tensor, torch.as_tensor, torch.Tensor.to
-    autocast = torch.autocast.__init__
+    autocast, plain_grouped = torch.autocast.__init__, torch._C._group_tensors_by_device_and_dtype
 
     def start_inside(thread: threading.Thread) -> None:
         run = thread.run
@@ -313,6 +353,19 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     def current_stream(device: Any = None) -> Stream:
         return made.streams.current(index(device))
 
+    def grouped(lists: Any, with_indices: bool = False) -> Any:  # C++ takes the tensors for the CPU's
+        return {
+            (found[0][0][0].device, dtype): found for (_, dtype), found in plain_grouped(lists, with_indices).items()
+        }
+
+    def uncaptured(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if made.capturing is not None:
+                raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+            return function(*args, **kwargs)
+
+        return call
+
     def set_device(device: Any) -> None:
         made.current = index(device)
 
@@ -330,12 +383,14 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
         "device_count": lambda: NUM_DEVICES,
         "current_device": lambda: made.current,
         "set_device": set_device,
-        "manual_seed": lambda seed: made.generators[made.current].manual_seed(seed),
-        "manual_seed_all": lambda seed: [generator.manual_seed(seed) for generator in made.generators],
+        "manual_seed": uncaptured(lambda seed: made.generators[made.current].manual_seed(seed)),
+        "manual_seed_all": uncaptured(lambda seed: [generator.manual_seed(seed) for generator in made.generators]),
         "get_rng_state": lambda device="cuda": made.generators[index(device)].get_state(),
-        "set_rng_state": lambda state, device="cuda": made.generators[index(device)].set_state(state),
+        "set_rng_state": uncaptured(lambda state, device="cuda": made.generators[index(device)].set_state(state)),
         "get_rng_state_all": lambda: [generator.get_state() for generator in made.generators],
-        "set_rng_state_all": lambda states: [g.set_state(s) for g, s in zip(made.generators, states, strict=True)],
+        "set_rng_state_all": uncaptured(
+            lambda states: [g.set_state(s) for g, s in zip(made.generators, states, strict=True)]
+        ),
         "get_device_properties": properties,
         "get_device_name": lambda device=None: "Emulated GPU",
         "get_device_capability": lambda device=None: (9, 0),
@@ -343,16 +398,18 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
         "max_memory_allocated": lambda device=None: 2**20,
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
-        "synchronize": lambda device=None: made.streams.synchronize(index(device)),
+        "synchronize": uncaptured(lambda device=None: made.streams.synchronize(index(device))),
         "current_stream": current_stream,
         "stream": made.streams.on,
         "Stream": lambda device=None: Stream(made.streams, index(device)),
         "Event": lambda **_: Event(made.streams),
+        **patches(made),
     }
     for name, value in fake.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: False)
-    stream = SimpleNamespace(is_capturing=lambda: False)
+    monkeypatch.setattr(torch._C, "_group_tensors_by_device_and_dtype", grouped)
+    stream = SimpleNamespace(is_capturing=lambda: made.capturing is not None)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(threading.Thread, "start", start_inside)
     monkeypatch.setattr(torch.autocast, "__init__", autocasts)

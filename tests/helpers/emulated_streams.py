@@ -119,9 +119,9 @@ class Streams:
         chosen: dict[int, Stream] = getattr(self._of_thread, "chosen", {})
         return chosen.get(index, self.defaults[index])
 
-    def synchronize(self, index: int) -> None:
+    def synchronize(self, index: int, counted: bool = True) -> None:
         """Let the CPU wait for all work of a GPU."""
-        self.counts.add("waits")
+        self.counts.add("waits", int(counted))
         for stream in [one for one in self.all if one.device.index == index]:
             self.known(stream.mark())
 

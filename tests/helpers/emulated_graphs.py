@@ -1,0 +1,213 @@
+"""Emulate CUDA graphs: record the operations of a capture with their very storages, and repeat them into the same ones.
+
+A capture leaves no trace: what it wrote to is as before, generators are, too, and memory of the graph's pool holds NaN until a
+replay, and again once another graph of that pool was replayed. What CUDA refuses in a capture is refused: waiting for the
+device, copies from or to the host, pinned memory, a generator of one's own. A replay that reads memory which nobody else holds
+any more is refused, where a GPU would read whatever lies there by then. What it does not have: reuse of memory within a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.helpers.emulated_streams import Stream, key, writes
+
+if TYPE_CHECKING:
+    from tests.helpers.emulated_cuda import Emulated
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One operation of a graph; its tensors are the graph's own, in the memory of those that the step used."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    answers: list[Tensor]
+
+
+class Graph:
+    """A `torch.cuda.CUDAGraph` of an emulated GPU.
+
+    Attributes:
+        num_replays: number of replays so far.
+        operations: operations in their order.
+    """
+
+    def __init__(self, of: Emulated) -> None:
+        self._of, self.operations, self.num_replays = of, list[Recorded](), 0
+        self._pool: Pool | None = None
+        self._broken = False
+        self._made: dict[int, Tensor] = {}  # storages that were allocated in the capture
+        self._outside: dict[int, list[Tensor]] = {}  # storages of others, with the graph's own tensors there
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def pool(self) -> Pool | None:
+        return self._pool
+
+    # ---- capture ----
+
+    def begin(self, pool: Pool | None) -> None:
+        self._pool = pool or Pool()
+        self._index, self._drawn = self._of.current, self._of.generators[self._of.current].get_state()
+
+    def check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], place: torch.device, waits: bool) -> None:
+        """Refuse what CUDA refuses while a stream captures; otherwise remember what the operation will overwrite."""
+        generator = kwargs.get("generator")
+        own = self._of.generators[self._index]
+        copies = {tensor.device.type for tensor in tensors} | {place.type}
+        moves = func.overloadpacket in (aten.copy_, aten._to_copy, aten._foreach_copy_) and copies == {"cpu", "cuda"}
+        if waits or moves or kwargs.get("pin_memory") or (generator is not None and generator is not own):
+            self._broken = True
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({func})")
+        for leaf in tree_leaves(writes(func, args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.is_cuda and key(leaf) not in self._made | self._saved:
+                whole = _bytes(leaf)
+                self._saved[key(leaf)] = whole, _raw(lambda whole=whole: whole.clone())
+
+    def record(self, func: Any, args: Any, kwargs: Any, answer: Any, tensors: list[Tensor]) -> None:
+        """Record an operation that was computed."""
+        before = {key(tensor) for tensor in tensors}
+        answers = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
+        for leaf in answers:
+            if leaf.is_cuda and key(leaf) not in before | self._outside.keys():
+                self._made[key(leaf)] = leaf
+        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        args, kwargs = tree_map(self._own, (args, kwargs))
+        self.operations.append(Recorded(func, args, kwargs, [self._own(leaf) for leaf in answers]))
+
+    def _own(self, item: Any) -> Any:
+        """Return a tensor of the graph's in the same memory; a number on the CPU is frozen, as in a launch."""
+        from tests.helpers.emulated_cuda import on
+
+        if not isinstance(item, Tensor):
+            return item
+        if not item.is_cuda:
+            return _raw(lambda: item.detach().clone())
+        own = on(_raw(lambda: item.detach()), item.get_device())
+        if key(item) not in self._made and item.numel():
+            self._outside.setdefault(key(item), []).append(own)
+        return own
+
+    def end(self) -> None:
+        """Undo what the capture computed."""
+        for whole, before in self._saved.values():
+            _raw(lambda whole=whole, before=before: whole.copy_(before))
+        self._saved.clear()
+        self._of.generators[self._index].set_state(self._drawn)
+        self.spoil()
+
+    def spoil(self) -> None:
+        """Fill the graph's memory with NaN: what lies there is of use only to a replay."""
+        for tensor in self._made.values():
+            if tensor.is_floating_point():
+                _raw(lambda tensor=tensor: tensor.fill_(torch.nan))
+
+    # ---- replay ----
+
+    def replay(self) -> None:
+        """Repeat the operations, on the current stream."""
+        if self._broken or self._pool is None:
+            raise RuntimeError(
+                "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
+            )
+        if self._of.capturing is not None:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing (replay)")
+        for own in self._outside.values():
+            storage = own[0].untyped_storage()
+            if torch._C._storage_Use_Count(storage._cdata) <= len(own) + 1:
+                raise RuntimeError("the graph uses memory that was freed since its capture")
+        self._pool.enter(self)
+        self.num_replays += 1
+        for one in self.operations:
+            self._repeat(one)
+
+    def _repeat(self, one: Recorded) -> None:
+        tensors = [leaf for leaf in tree_leaves((one.args, one.kwargs)) if isinstance(leaf, Tensor)]
+        place = torch.device("cuda", self._index) if any(t.is_cuda for t in (*tensors, *one.answers)) else CPU
+        self._of.streams.begin(one.func, one.args, one.kwargs, tensors, [self._index])
+
+        def compute() -> None:
+            with self._of.drawing(one.func, place):
+                answer = self._of.kernel(one.func)(*one.args, **one.kwargs)
+            for found, into in zip([x for x in tree_leaves(answer) if isinstance(x, Tensor)], one.answers, strict=True):
+                if found.untyped_storage().data_ptr() != key(into):
+                    into.copy_(found)
+                    self._of.streams.made(into)
+
+        _raw(compute)
+
+
+class Pool:
+    """Memory that several graphs share; a replay of one overwrites that of the others."""
+
+    def __init__(self) -> None:
+        self._graphs: list[Graph] = []
+        self._last: Graph | None = None
+
+    def enter(self, graph: Graph) -> None:
+        if graph not in self._graphs:
+            self._graphs.append(graph)
+        if self._last is not None and self._last is not graph:
+            self._last.spoil()
+        self._last = graph
+
+
+def patches(of: Emulated) -> dict[str, Any]:
+    """Return what stands for `torch.cuda`'s functions about graphs."""
+
+    @contextmanager
+    def capture(
+        graph: Graph, pool: Pool | None = None, stream: Stream | None = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
+        assert capture_error_mode in ("global", "thread_local", "relaxed")
+        stream = stream or Stream(of.streams, of.current)
+        of.streams.synchronize(of.current, counted=False)  # as torch.cuda.graph does
+        graph.begin(pool)
+        with of.streams.on(stream):
+            of.capturing = graph
+            try:
+                yield
+            except BaseException:
+                graph._broken = True
+                raise
+            finally:
+                of.capturing = None
+                graph.end()
+
+    def set_mode(mode: str | int) -> None:
+        names = ("default", "warn", "error")
+        of.sync_debug = mode if isinstance(mode, int) else names.index(mode)
+
+    return {
+        "CUDAGraph": lambda: Graph(of),
+        "graph": capture,
+        "graph_pool_handle": Pool,
+        "is_current_stream_capturing": lambda: of.capturing is not None,
+        "set_sync_debug_mode": set_mode,
+        "get_sync_debug_mode": lambda: of.sync_debug,
+    }
+
+
+def _raw(function: Callable[[], Any]) -> Any:
+    """Call a function on memory alone: no device, no autograd, no versions."""
+    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
+        return function()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    def whole() -> Tensor:
+        return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+    made: Tensor = _raw(whole)
+    return made

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-CURRENT: Final = 2
+CURRENT: Final = 3
 """Revision of a new run."""
 
 _BEFORE_NUMBERS: Final = 1
@@ -85,6 +85,16 @@ class Rules:
     def starts_observers(self) -> bool:
         """Whether buffers that are empty or infinite before a first step begin with the sizes and values that it gives them."""
         return self.revision >= 2
+
+    @property
+    def sees_loops(self) -> bool:
+        """Whether operations within torch's own loop over positions, as of a GRU, take less time than those that Python calls."""
+        return self.revision >= 3
+
+    @property
+    def sees_zeros(self) -> bool:
+        """Whether an optimizer's square root takes its time by the zeros that it meets, as in an embedding's unused rows."""
+        return self.revision >= 3
 
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from raafl.rules import Rules
+from raafl.submodel.nested_batch import tensors_in
+
+if TYPE_CHECKING:
+    from raafl.submodel.cost.ledger import Ledger
 
 Layer = Callable[[Tensor, Any, Sequence[Tensor], bool, bool, list[Tensor]], tuple[Tensor, Any]]
 """A layer in one direction: inputs, state, weights, whether backwards, whether it trains, workspace -> outputs, last state."""
@@ -24,9 +29,13 @@ _LSTM = 2
 class FusedKernels(TorchFunctionMode):
     """Context for predictions of cost: in it, attention and recurrent layers on the meta device run a CPU's fused kernels."""
 
-    def __init__(self, rules: Rules | None = None) -> None:
-        """Replace the functions for which ``rules`` allow a fused kernel; None = the rules of a new run."""
+    def __init__(self, rules: Rules | None = None, ledger: Ledger | None = None) -> None:
+        """Replace the functions for which ``rules`` allow a fused kernel; None = the rules of a new run.
+
+        `ledger`: ledger that counts operations within torch's own loops as such; None = there is none.
+        """
         super().__init__()
+        self._ledger = ledger
         left_out = set() if (rules or Rules()).fuses_multihead else {_MULTIHEAD}
         self._kernels = {func: kernel for func, kernel in _KERNELS.items() if func not in left_out}
 
@@ -40,8 +49,13 @@ class FusedKernels(TorchFunctionMode):
         """Call the fused kernel if there is one for these arguments, else the function."""
         kwargs = kwargs or {}
         kernel = self._kernels.get(func)
-        fused = None if kernel is None else kernel(*args, **kwargs)
-        return func(*args, **kwargs) if fused is None else fused
+        ledger = self._ledger if func in _LOOPS else None
+        with nullcontext() if ledger is None else ledger.loop():
+            fused = None if kernel is None else kernel(*args, **kwargs)
+            result = func(*args, **kwargs) if fused is None else fused
+        if ledger is not None:
+            ledger.follow_backward(tensors_in(result), tensors_in((args, kwargs)))
+        return result
 
 
 def _fused_attention(
@@ -204,3 +218,5 @@ _KERNELS: Mapping[Any, Callable[..., Any]] = {
     torch.rnn_relu: _by_steps(lambda given, state, gates: gates.add_(given).relu()),
 }
 """By function of torch, what runs in its place; it gives None where it is not for the arguments."""
+_LOOPS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+"""Functions of torch that run over the positions of their inputs without Python."""

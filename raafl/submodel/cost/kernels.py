@@ -21,7 +21,7 @@ from raafl.submodel.results import GROUPED
 _Convolution = tuple[Tensor, Tensor, Tensor, bool, int, Sequence[bool], bool]
 _aten = torch.ops.aten
 CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward})
-_RECURRENT = frozenset({_aten.mkldnn_rnn_layer, _aten.mkldnn_rnn_layer_backward})
+RECURRENT = frozenset({_aten.mkldnn_rnn_layer, _aten.mkldnn_rnn_layer_backward})
 _BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 """Channels of a block."""
 _SMALL_BLOCK = 8
@@ -35,7 +35,7 @@ _TIMES = {
     _aten.max_pool3d_with_indices: 7.0,
     _aten._softmax: 6.0,
     _aten._safe_softmax: 6.0,
-    _aten.sqrt: 2.2,  # sqrt(0) takes several times as long, and an embedding's optimizer state has many zeros
+    _aten.sqrt: 2.2,  # see `root_times`
     _aten._scaled_dot_product_flash_attention_for_cpu: 2.3,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.3,
     _aten.native_batch_norm: 2.0,
@@ -75,6 +75,17 @@ _TIMES = {
 the layer of `raafl.devices.measure`: plain arithmetic runs at the speed of memory, an activation at that of its exponentials."""
 
 
+_ROOT, _ROOT_OF_ZERO = 0.5, 2.75
+
+
+def root_times(zero_share: float) -> float:
+    """Return how many times the bytes of a square root count, for values of which this share is zero.
+
+    The root of zero takes 5.5 times as long as another; a run before `Rules.sees_zeros` counts all as a mixture of both.
+    """
+    return _ROOT + zero_share * (_ROOT_OF_ZERO - _ROOT)
+
+
 def traffic(
     packet: torch._ops.OpOverloadPacket, args: Sequence[Any], results: Sequence[Tensor], moved_bytes: int
 ) -> tuple[int, float]:
@@ -98,7 +109,7 @@ def traffic(
 
 def workspace_bytes(packet: object, args: Sequence[Any], results: Sequence[Tensor]) -> int:
     """Return the additional bytes that a convolution or oneDNN's LSTM needs while it runs; 0 for other operations."""
-    if packet in _RECURRENT:
+    if packet in RECURRENT:
         return _recurrent_workspace(*args)
     shape = _convolution(packet, args, results)
     if shape is None:

@@ -55,7 +55,8 @@ class Cost:
         padding_flops_per_sample: additional FLOPs of convolutions on padded channels, per sample.
         num_exchanges: number of round trips to the server during a task, such as one per batch in split learning.
         kernels_per_sample: number of operations of a step, without views, per sample. The optimiser counts one
-            operation of each kind, since on a GPU it updates all parameters at once.
+            operation of each kind, since on a GPU it updates all parameters at once; an operation within torch's own
+            loop over positions counts as a part of one.
         guessed: description of what is only estimated, and why the step could not be traced; "" = nothing.
     """
 
@@ -85,9 +86,9 @@ class Step:
     moved_bytes: int  # bytes that all operations move, weighted by time (see `raafl.submodel.cost.kernels.traffic`)
     peak_bytes: int  # largest memory that is alive at once, from the second step on
     padding_flops: float = 0.0  # FLOPs of forward and backward pass on padded channels
-    # number of operations in forward and backward pass, plus the number of different operations in the
-    # optimiser's step
-    num_kernels: int = 0
+    # number of operations in forward and backward pass, weighted as `Ledger.launches`, plus the number of different
+    # operations in the optimiser's step
+    num_kernels: float = 0.0
     guessed: str = ""  # description of what is only estimated, and why; "" = nothing
 
 
@@ -313,8 +314,8 @@ class _Run:
         self.held_bytes = sum({storage_key(x): x.untyped_storage().nbytes() for x in held}.values())
         self.trains = [p for p in self.module.parameters() if p.requires_grad]
         self.gradient_bytes = sum(p.numel() * p.itemsize for p in self.trains)
-        self.ledger: Ledger = Ledger([*held, *(known or [])])
-        self.fused = FusedKernels(rules)
+        self.ledger: Ledger = Ledger([*held, *(known or [])], rules)
+        self.fused = FusedKernels(rules, self.ledger)
 
     def step(self, default: str, every: bool = False) -> Step:
         """Run a training step, its backward pass and the optimiser's step; return their FLOPs, memory and traffic."""
@@ -329,14 +330,15 @@ class _Run:
         if every:
             self._give_gradients()
         work = self.ledger
-        return self._updated(work.task_flops, work.moved_bytes, peak_bytes, work.padding_flops, work.kernels.total())
+        return self._updated(work.task_flops, work.moved_bytes, peak_bytes, work.padding_flops, work.launches)
 
     def forward(self) -> Step:
         """Estimate the cost of a training step from a forward pass, counted three times, and the optimiser's step."""
         peak_bytes = self._peak_of(lambda: call(self.module, self.batch)) + self.gradient_bytes
         work = self.ledger
-        times = 3 * work.kernels.total()
-        return self._updated(3.0 * work.task_flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops, times)
+        return self._updated(
+            3.0 * work.task_flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops, 3.0 * work.launches
+        )
 
     def update(self) -> Step:
         """Estimate the cost of a training step of which only the optimiser's step can be run.
@@ -347,7 +349,7 @@ class _Run:
         return self._updated(None, 3 * values, self.gradient_bytes)
 
     def _updated(
-        self, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0, num_kernels: int = 0
+        self, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0, num_kernels: float = 0.0
     ) -> Step:
         """Run the optimizer on the traced step and return the total cost, with the optimizer's state in memory from the start."""
         if all(parameter.grad is None for parameter in self.trains):  # there was no backward pass
@@ -436,18 +438,18 @@ class _TaskRun(_Run):
 
     def _step(self, steps: MethodSteps, index: int, default: str, every: bool) -> Step:
         ledger = self.ledger
-        ledger.kernels.clear()
-        flops, arithmetic, padding_flops, moved_bytes = (
+        flops, arithmetic, padding_flops, moved_bytes, launches = (
             ledger.flops,
             ledger.arithmetic,
             ledger.padding_flops,
             ledger.moved_bytes,
+            ledger.launches,
         )
         with ledger, self.fused, uncached(self.module, is_cold=False), torch.device(default):
             steps.backward(steps.loss(self.batch, index))
         if every:
             self._give_gradients()
-        num_kernels = ledger.kernels.total()
+        launches = ledger.launches - launches
         flops = ledger.flops - flops or ledger.arithmetic - arithmetic
         ledger.kernels.clear()
         with ledger, self.fused, torch.device("cpu"):
@@ -457,7 +459,7 @@ class _TaskRun(_Run):
             ledger.moved_bytes - moved_bytes,
             0,
             ledger.padding_flops - padding_flops,
-            num_kernels + len(ledger.kernels),
+            launches + len(ledger.kernels),
         )
 
     def _finish(self, steps: MethodSteps, default: str) -> None:

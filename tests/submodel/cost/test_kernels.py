@@ -16,8 +16,10 @@ from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Work
 from raafl.devices.profiles import Profile
 from raafl.parts.select.units import Budget
+from raafl.rules import Rules
 from raafl.submodel import FULL, Submodels
 from raafl.submodel.cost import kernels
+from raafl.submodel.cost.fused import FusedKernels
 from raafl.submodel.cost.ledger import Ledger
 
 LABELS = torch.zeros(2, dtype=torch.long)
@@ -74,3 +76,63 @@ def test_padding_takes_time_where_the_speed_of_memory_is_known(monkeypatch):
         assert fleet.task_time(client, Work(FULL)).compute_s == pytest.approx(seconds)
         budget = Budget(seconds=1.0, profile=client.profile, samples=10)
         assert budget.needs(cost)["seconds"] == pytest.approx(seconds)
+
+
+def passes(net, device, revision):
+    """A ledger of both passes through a layer, a net that runs over positions, and a sum."""
+    layer, net, x = nn.Linear(5, 6).to(device), net.to(device), torch.randn(3, 7, 5, device=device)
+    rules = Rules(revision)
+    with Ledger(rules=rules) as ledger, FusedKernels(rules, ledger):
+        net(layer(x))[0].sum().backward()
+    return ledger
+
+
+# forward: the layer's product, the first state's zeros, the sum; backward: the seed, the net's gradient with the batch
+# first, the layer's gradients of weight and bias
+OUTSIDE = 7
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_launches_within_a_loop_of_torch_take_less_time(kind, device):
+    older, newer = (passes(kind(6, 8, batch_first=True), device, revision) for revision in (2, 3))
+    assert newer.kernels == older.kernels and older.launches == older.kernels.total()
+    assert newer.launches == pytest.approx(OUTSIDE + 0.22 * (older.launches - OUTSIDE))
+    assert 0.5 * older.moved_bytes < newer.moved_bytes < 0.6 * older.moved_bytes
+
+
+def test_an_lstm_of_one_kernel_is_a_launch_in_each_pass():
+    older, newer = (passes(nn.LSTM(6, 8, batch_first=True), "meta", revision) for revision in (2, 3))
+    # beside what is outside, the zeros of the first cells and a copy of a gradient: a fused kernel forward and one backward
+    assert newer.launches == pytest.approx(OUTSIDE + 2 + 2 + 0.22 * (older.launches - OUTSIDE - 4))
+    assert newer.moved_bytes > 0.99 * older.moved_bytes
+
+
+class Words(nn.Module):
+    """A mean over words' rows of a table, which may also be the matrix of the output."""
+
+    def __init__(self, ties):
+        super().__init__()
+        self.table, self.ties = nn.Embedding(100, 16), ties
+
+    def training_step(self, batch, index):
+        rows = self.table(batch[0]).mean(1)
+        return (rows @ self.table.weight.T if self.ties else rows).sum()
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["alone", "tied"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_a_root_takes_its_time_by_the_rows_that_a_step_leaves_zero(kind, ties):
+    moved = {}
+    for revision in (2, 3):
+        with torch.device("meta"):
+            module, batch = Words(ties), [torch.zeros(4, 5, dtype=torch.long)]
+        with Ledger(module.parameters(), Rules(revision)) as ledger:
+            module.training_step(batch, 0).backward()
+            before, optimizer = ledger.moved_bytes, kind(module.parameters())
+            for _ in range(2):
+                optimizer.step()
+        moved[revision] = ledger.moved_bytes - before
+    # of 100 rows 20 words leave exp(-20 / 100) as they are; a product with the table gives each a gradient
+    times = 0.5 if ties else 0.5 + math.exp(-0.2) * 2.25
+    assert moved[3] - moved[2] == pytest.approx(2 * (2 * 4 * 1600) * (times - 2.2), abs=2)

@@ -17,7 +17,7 @@ from raafl.api.python_objects import digest
 from raafl.compression.options import Compress
 from raafl.config.experiment import SECTIONS, Experiment, field_types, marked
 from raafl.config.messages import unknown
-from raafl.config.options import SubmodelOptions, Timeouts
+from raafl.config.options import Engine, SubmodelOptions, Timeouts
 from raafl.config.value_types import check_types
 from raafl.core.algorithm import Algorithm, Training
 from raafl.devices.catalog import FIGURES
@@ -78,6 +78,7 @@ class Settings(TypedDict, total=False):
     server_device: str
     transport: str
     workers: int
+    engine: Engine | Mapping[str, Any]
     batch_clients: int | Literal["auto"]
     threads: int
     output: str | Path | None

@@ -16,6 +16,7 @@ from raafl.lab.compare.grid import Grid, is_grid, read_grid
 from raafl.units import quantity
 
 if TYPE_CHECKING:
+    from raafl.lab.compare.clusters import Cluster
     from raafl.lab.compare.comparison import Options
     from raafl.lab.compare.runs import Run
 
@@ -72,7 +73,7 @@ def run(comparison: Comparison, options: Namespace) -> str:
     runs = reported({label: some[0].settings for label, some in trials.items()})
     # check the rows before their searches, which may rightly find equal settings for two rows
     check_distinct(runs)
-    runner = Runner(folder / "runs", options.jobs, options.any_code, _tell, options.ranks)
+    runner = Runner(folder / "runs", options.jobs, options.any_code, _tell, options.ranks, _cluster(options))
     best = {} if search is None else run_trials(trials, comparison, search, runner)
     if best:
         runs = reported({label: trial.settings for label, trial in best.items()})
@@ -85,6 +86,21 @@ def run(comparison: Comparison, options: Namespace) -> str:
         _tell(_shown(found, comparison, paths))
         raise RunFailed(f"{len(failed)} of {len(outcomes)} runs failed; the first: {failed[0]['error']}")
     return json.dumps(found) if options.json else _shown(found, comparison, paths)
+
+
+def _cluster(options: Namespace) -> Cluster | None:
+    """Return the cluster on which the runs are to run; None = on this machine."""
+    if options.engine == "processes":
+        if options.engine_options:
+            raise BadInput(
+                f"engine_options is {options.engine_options}, but runs of this machine take none: give --engine"
+            )
+        return None
+    if options.ranks > 1:
+        raise BadInput(f"ranks is {options.ranks}, but on a cluster each run has one process: leave it out")
+    from raafl.lab.compare.clusters import Cluster
+
+    return Cluster.of(options.engine, options.engine_options)
 
 
 def _tell(line: str) -> None:
@@ -124,6 +140,19 @@ def with_common(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process of its own")
     parser.add_argument(
         "--ranks", type=int, default=1, metavar="N", help="processes that share the tasks of each run, on GPUs too"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("processes", "ray", "slurm", "local"),
+        default="processes",
+        help="where runs run: processes of this machine, a Ray cluster, or jobs of Slurm (local: its stand-in here)",
+    )
+    parser.add_argument(
+        "--engine_options",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="for slurm as submitit has them (timeout_min=120 slurm_partition=gpu); for ray address, num_cpus, num_gpus",
     )
     parser.add_argument("--plan", action="store_true", help="run nothing; say what each row takes on this machine")
     parser.add_argument(
@@ -217,7 +246,7 @@ def run_file(options: Namespace) -> str:
     folder: Path = options.output or Path("comparisons") / grid.name
     if options.verify is not None:
         return _verify_grid(grid, folder, options)
-    runner = Runner(root_of(folder), options.jobs, options.any_code, _tell, options.ranks)
+    runner = Runner(root_of(folder), options.jobs, options.any_code, _tell, options.ranks, _cluster(options))
 
     def write(runs: GridRuns) -> dict[str, Any]:
         found = grid_result(grid, runs, folder)

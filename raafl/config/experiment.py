@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from raafl.compression.options import Compress
-from raafl.config.options import MODES, About, SubmodelOptions, Target, Timeouts, about
+from raafl.config.options import MODES, About, Engine, SubmodelOptions, Target, Timeouts, about
 from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, installing, nearest, parse_address, positive
@@ -328,6 +328,12 @@ class Experiment:
             least=1,
         ),
     )
+    engine: Engine = field(
+        default_factory=Engine,
+        metadata=about(
+            "where the tasks of a simulated run are trained", group="computed", may_change=True, used_by_replay=False
+        ),
+    )
     batch_clients: int | Literal["auto"] = field(
         default=1,
         metadata=about(
@@ -577,8 +583,10 @@ class Experiment:
         from raafl.local.numerics import count_gpus
 
         accelerator, num_gpus = self.fabric.accelerator, torch.cuda.device_count()
-        if self.workers > 1 and (
-            accelerator in ("cuda", "gpu") or (accelerator == "auto" and torch.cuda.is_available())
+        if (
+            self.workers > 1
+            and self.engine.name == "processes"
+            and (accelerator in ("cuda", "gpu") or (accelerator == "auto" and torch.cuda.is_available()))
         ):
             yield (
                 f"workers is {self.workers}, whose processes are forked and can use no GPU: leave it out with "

@@ -190,6 +190,36 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
+class Engine:
+    """Options for where the tasks of a simulated run are trained.
+
+    Attributes:
+        name: processes = this one, and those that `workers` forks; ray = the workers of a Ray cluster, of which ``workers``
+            train at a time (1 = as many as there is room for).
+        address: address of a running Ray cluster, or auto for the one of this machine; null = Ray is started on this machine
+            for the run.
+        cpus_per_worker: CPUs that a worker of Ray occupies.
+        gpus_per_worker: GPUs that a worker of Ray occupies; 0.25 = four workers share one.
+    """
+
+    name: Literal["processes", "ray"] = "processes"
+    address: str | None = None
+    cpus_per_worker: float = 1.0
+    gpus_per_worker: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in ("processes", "ray"):
+            raise BadInput(f"engine.name is {self.name!r}: give processes or ray")
+        positive("engine.cpus_per_worker", self.cpus_per_worker)
+        if not 0 <= self.gpus_per_worker < math.inf:
+            raise BadInput(f"engine.gpus_per_worker is {self.gpus_per_worker}: give 0 or more")
+        if self.name == "processes" and (self.address, self.cpus_per_worker, self.gpus_per_worker) != (None, 1.0, 0.0):
+            raise BadInput(
+                f"engine is {self}, but only Ray takes these options: give engine.name ray, or leave them out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class SubmodelOptions:
     """Options for cutting submodels from the model, and for batch norm statistics; null = the default of the model.
 

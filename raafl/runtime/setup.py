@@ -426,6 +426,10 @@ def make_executor(
     def data_of(client: int) -> ClientData:
         return own[client] if client in own else parts.data.client(client)
 
+    if parts.experiment.engine.name == "ray":
+        from raafl.runtime.executors.ray_engine import RayExecutor
+
+        return RayExecutor(parts.experiment, trainer, build_worker)
     inner = within_process(parts.experiment, trainer, data_of)
     if workers > 1:
         from raafl.local.evaluation.evaluate import Evaluator
@@ -439,6 +443,14 @@ def make_executor(
     from raafl.runtime.executors.ranks import RankExecutor
 
     return RankExecutor(trainer, inner)
+
+
+def build_worker(experiment: Experiment) -> tuple[LocalTrainer, Executor]:
+    """Build what a process of a cluster needs to train any client's tasks of a simulation."""
+    set_numerics(experiment.threads, experiment.fabric)
+    data = load_data(experiment)
+    _, trainer = client_parts(experiment, data, experiment.fabric, min(MAX_BUILT, 2 * experiment.clients))
+    return trainer, within_process(experiment, trainer, data.client)
 
 
 def within_process(experiment: Experiment, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> Executor:

@@ -28,6 +28,10 @@ def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[
         raise BadInput(
             f"workers is {experiment.workers}, but the run has {num_ranks} ranks that train already: give --workers 1"
         )
+    if experiment.engine.name == "ray":
+        raise BadInput(
+            f"engine.name is 'ray', but the run has {num_ranks} ranks that train already: start it without torchrun"
+        )
     transport = TRANSPORTS["ranks"](ConnectOptions(num_ranks - 1, wait_s, wait_s, nccl=experiment.transport == "nccl"))
     if transport.client == 0:
         with transport:

@@ -283,6 +283,7 @@ def test_what_the_fields_say_of_themselves():
         "progress",
         "logger",
         "workers",
+        "engine",
         "name",
         "waits",
         "transport",
@@ -308,6 +309,7 @@ def test_what_the_fields_say_of_themselves():
         "monitor_stall_s",
         "push_to_hub",
         "payload_memory_bytes",
+        "engine",
     }
     assert list(SECTIONS) == [
         "train",
@@ -318,6 +320,7 @@ def test_what_the_fields_say_of_themselves():
         "privacy",
         "secure_aggregation",
         "compress",
+        "engine",
         "waits",
     ]
     assert all(kind().__class__ is kind for kind in SECTIONS.values())

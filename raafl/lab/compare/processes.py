@@ -20,12 +20,15 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from raafl.errors import BadInput
 from raafl.runfolder.schema import Summary
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.local.ranks import local_ranks
+
+if TYPE_CHECKING:
+    from raafl.lab.compare.clusters import Cluster
 
 Item = TypeVar("Item")
 
@@ -90,9 +93,9 @@ def _end(processes: Collection[BaseProcess]) -> None:
         process.join()
 
 
-def start(argv: Sequence[str], log: Path, num_ranks: int = 1) -> BaseProcess:
-    """Start a command of raafl in a new process, which ends when this process ends."""
-    process = _new_process(argv, log, num_ranks)
+def start(argv: Sequence[str], log: Path, num_ranks: int = 1, cluster: Cluster | None = None) -> BaseProcess:
+    """Start a command of raafl in a new process, which ends when this process ends; with a cluster, it waits for the job there."""
+    process = _new_process(argv, log, num_ranks) if cluster is None else _new_waiter(argv, log, cluster)
     # The forkserver and its tracker inherit this mask: else a signal to the process group would end them, and with them all
     # knowledge of the runs. Python starts the tracker first, and then unblocks signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
@@ -124,6 +127,16 @@ def _lock(file: int, log: Path) -> None:
         raise BadInput(
             f"output is '{log.parent}', where another process is running {log.stem}: wait until it ends"
         ) from None
+
+
+def _new_waiter(argv: Sequence[str], log: Path, cluster: Cluster) -> BaseProcess:
+    return mp.get_context("forkserver").Process(target=_wait_for_job, args=(list(argv), log, cluster))
+
+
+def _wait_for_job(argv: list[str], log: Path, cluster: Cluster) -> None:
+    set_up_process(log)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(cluster.run(argv, log))
 
 
 def _command(argv: list[str], log: Path, num_ranks: int) -> None:

@@ -42,6 +42,7 @@ from raafl.units import duration, quantity
 
 if TYPE_CHECKING:
     from raafl.config.parse import Parsed
+    from raafl.lab.compare.clusters import Cluster
 
 _FAILED = 1  # exit code of a run that failed by itself, such as one that diverged
 _OF_RAAFL = ("raafl", "model_zoo")  # modules that the code's digest covers already
@@ -209,11 +210,19 @@ class Outcome:
 
 
 class Runner:
-    """Runs simulations, ``jobs`` at a time, each in processes of its own."""
+    """Runs simulations, ``jobs`` at a time, each in processes of its own, here or on a cluster."""
 
-    def __init__(self, root: Path, jobs: int, any_code: bool, tell: Callable[[str], None], num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        root: Path,
+        jobs: int,
+        any_code: bool,
+        tell: Callable[[str], None],
+        num_ranks: int = 1,
+        cluster: Cluster | None = None,
+    ) -> None:
         self._root, self._jobs, self._any_code, self._tell = root, jobs, any_code, tell
-        self._num_ranks = num_ranks
+        self._num_ranks, self._cluster = num_ranks, cluster
         self._seconds: list[float] = []  # wall time of each run that ended here
         self._told_s = time.monotonic()
         root.mkdir(parents=True, exist_ok=True)
@@ -292,7 +301,7 @@ class Runner:
         }
         with atomic_file(_note_path(folder)) as file:
             file.write(json.dumps(note, indent=1).encode())
-        return start(["simulate", *argv, "--progress", "quiet"], log, self._num_ranks)
+        return start(["simulate", *argv, "--progress", "quiet"], log, self._num_ranks, self._cluster)
 
     def _outcome(self, run: Run, process: BaseProcess) -> Outcome | None:
         """Return the outcome of a run whose process has ended; None if the run must be started again."""

@@ -27,9 +27,14 @@ def new_process(argv, log, num_ranks):
     return mp.get_context("fork").Process(target=_command, args=(list(argv), log, num_ranks))
 
 
+def new_waiter(argv, log, cluster):
+    return mp.get_context("fork").Process(target=processes._wait_for_job, args=(list(argv), log, cluster))
+
+
 @pytest.fixture(scope="package", autouse=True)
 def forked():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "_new_process", new_process)
+        patch.setattr(processes, "_new_waiter", new_waiter)
         cached_models.warm_up()
         yield

@@ -65,6 +65,7 @@ _SHARED = (
     "parameter a of the polynomial and hinge functions.",
     "parameter b of the hinge function.",
 )
+_LINK = "[shared](index.md#shared-settings)"
 _MARKED = re.compile(r"(<!-- settings: ([\w ]+) -->\n)(.*?)(<!-- end of settings -->)", re.S)
 _TABLE = re.compile(r"(<!-- algorithms -->\n)(.*?)(<!-- end of algorithms -->)", re.S)
 _PARTS = """# Parts
@@ -124,8 +125,10 @@ def parts() -> str:
             names = [name for name, algorithm in made.items() if type(getattr(algorithm, question.lower())) is cls]
             fields = [one.name for one in dataclasses.fields(cls) if one.init] if dataclasses.is_dataclass(cls) else []
             first = _cell((inspect.getdoc(cls) or "").split("\n\n")[0])
+            first = re.sub(r"^Select part \(choice of submodels\)(:| that) ", "", first)
             shown = ", ".join(f"`{field}`" for field in fields)
-            text.append(f"| `{cls.__module__}.{cls.__name__}` | {first} | {shown} | {', '.join(names)} |")
+            used = ", ".join(names) if len(names) <= 6 else f"{len(names)} methods"
+            text.append(f"| `{cls.__module__}.{cls.__name__}` | {first[:1].upper()}{first[1:]} | {shown} | {used} |")
         text.append("")
     return "\n".join(text).rstrip() + "\n"
 
@@ -192,11 +195,16 @@ def _settings(names: list[str], old: str) -> str:
         else ["| setting | paper | default | what it is |"]
     )
     lines += ["| " + " | ".join(["---"] * (5 if several else 4)) + " |"]
+    also = []
     for (setting, default, text), having in rows.items():
+        if text == _LINK and having == names and not any(symbols.get((setting, name)) for name in having):
+            also.append(setting if default == "`null`" else f"{setting} ({default})")
+            continue
         who = ["all" if having == names else ", ".join(f"`{name}`" for name in having)] if several else []
         symbol = ", ".join(dict.fromkeys(filter(None, (symbols.get((setting, name)) for name in having))))
         lines.append("| " + " | ".join([setting, *who, symbol, default, text]) + " |")
-    return "\n".join(lines)
+    more = f"\n\nAnd {_LINK}: {', '.join(also)}." if also else ""
+    return "\n".join(lines) + more
 
 
 def _shared(text: str) -> str:
@@ -204,11 +212,8 @@ def _shared(text: str) -> str:
     plain = re.sub(r" \([^()]*\)(?=[,;:. ])", "", text)  # without the paper's symbol, which has a column of its own
     for shared in _SHARED:
         if shared in text or shared in plain:
-            return (
-                (text if shared in text else plain)
-                .replace(shared, "[shared](index.md#shared-settings)")
-                .removesuffix(".")
-            )
+            link = _LINK + ("." if shared.endswith(".") else "")
+            return (text if shared in text else plain).replace(shared, link).removesuffix(".")
     return text
 
 
@@ -229,7 +234,7 @@ def _classes(question: str, packages: tuple[str, ...]) -> Iterator[type]:
             homes.append(importlib.import_module(f"{package}.{info.name}"))
         for home, (name, cls) in ((one, item) for one in homes for item in vars(one).items()):
             is_part = isinstance(cls, type) and issubclass(cls, base) and cls.__module__ == home.__name__
-            if is_part and not name.startswith("_") and not inspect.isabstract(cls):
+            if is_part and name == cls.__name__ and not name.startswith("_") and not inspect.isabstract(cls):
                 yield cls
 
 

@@ -45,7 +45,11 @@ def test_a_table_of_settings_keeps_symbols_and_drops_what_is_gone(tmp_path):
     page.write_text(f"<!-- settings: fed_avg fed_prox -->\n{old}<!-- end of settings -->\n", encoding="utf-8")
     text = with_settings(page)
     assert "| `prox` | `fed_prox` | mu | `0.01` | weight of the proximal term (mu), at least 0. |" in text
-    assert "| `concurrency` | all |  | `null` |" in text and "gone" not in text and "wrong" not in text
+    assert (
+        "\n\nAnd [shared](index.md#shared-settings): `cohort`, `concurrency`" in text
+        and "gone" not in text
+        and "wrong" not in text
+    )
     page.write_text(text, encoding="utf-8")
     assert with_settings(page) == text
 

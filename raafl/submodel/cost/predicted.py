@@ -349,7 +349,12 @@ class _Run:
         return self._updated(None, 3 * values, self.gradient_bytes)
 
     def _updated(
-        self, flops: float | None, moved_bytes: int, pass_bytes: int, padding_flops: float = 0.0, num_kernels: float = 0.0
+        self,
+        flops: float | None,
+        moved_bytes: int,
+        pass_bytes: int,
+        padding_flops: float = 0.0,
+        num_kernels: float = 0.0,
     ) -> Step:
         """Run the optimizer on the traced step and return the total cost, with the optimizer's state in memory from the start."""
         if all(parameter.grad is None for parameter in self.trains):  # there was no backward pass

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,61 @@ def same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     numpys = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
     cudas = one[3] is None or torch.equal(one[3], other[3])
     return one[0] == other[0] and numpys and torch.equal(one[2], other[2]) and cudas
+
+
+def owned_generators(*owners: object) -> list[Any]:
+    """Return the random generators that objects hold in attributes, also of their parts: transforms, closures, wrapped sets.
+
+    The generators of the whole process are left out. Long sequences, such as samples, are not searched.
+    """
+    of_functions = (getattr(function, "__self__", None) for function in (np.random.rand, random.random))
+    shared = {id(generator) for generator in (torch.default_generator, *of_functions)}
+    found: list[Any] = []
+    waiting, seen = [(owner, 0) for owner in owners], set[int]()
+    while waiting and len(seen) < _MOST_SEARCHED:
+        one, depth = waiting.pop(0)
+        if id(one) in seen or id(one) in shared:
+            continue
+        seen.add(id(one))
+        if isinstance(one, _GENERATORS):
+            found.append(one)
+        elif depth < _DEEPEST:
+            waiting += [(part, depth + 1) for part in _parts_of(one)]
+    return found
+
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_MOST_SEARCHED, _DEEPEST, _LONGEST = 2000, 8, 64
+
+
+def _parts_of(one: Any) -> list[Any]:
+    if isinstance(one, (torch.Tensor, np.ndarray, type, ModuleType, str, bytes)):
+        return []
+    if isinstance(one, Mapping):
+        return list(one.values()) if len(one) <= _LONGEST else []
+    if isinstance(one, (list, tuple, set)):
+        return list(one) if len(one) <= _LONGEST else []
+    if isinstance(one, FunctionType):
+        cells = [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
+        return [*cells, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+    if isinstance(one, MethodType):
+        return [one.__self__]
+    if isinstance(one, partial):
+        return [one.func, *one.args, *one.keywords.values()]
+    return list(getattr(one, "__dict__", {}).values())
+
+
+def reseed(owned: Iterable[Any]) -> None:
+    """Seed generators anew, each by a number drawn from torch's generator of the whole process."""
+    for generator in owned:
+        seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
+            bits.state = type(bits)(seed).state
+        else:
+            generator.seed(seed % 2**32)
 
 
 class RngStream:

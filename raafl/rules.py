@@ -96,6 +96,16 @@ class Rules:
         """Whether an optimizer's square root takes its time by the zeros that it meets, as in an embedding's unused rows."""
         return self.revision >= 3
 
+    @property
+    def seeds_own_tests(self) -> bool:
+        """Whether a client's evaluation on its own test part has a seed of its own, not what its training has left."""
+        return self.revision >= 3
+
+    @property
+    def reseeds_data(self) -> bool:
+        """Whether generators that a data set or its transforms own are seeded anew for each task and each evaluation."""
+        return self.revision >= 3
+
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:
     """Return the revision in the config of a run folder; a folder older than the field has revision 1."""

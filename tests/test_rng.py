@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import random
 import threading
+from functools import partial
 
+import numpy as np
 import torch
+from torch.utils.data import Dataset, Subset
 
-from raafl.rng import RngStream, seed_everything
+from raafl.rng import RngStream, owned_generators, reseed, seed_everything
 from tests.helpers.emulated_cuda import Emulated
 
 
@@ -55,3 +59,41 @@ def test_on_an_emulated_gpu_the_tasks_own_is_seeded_and_no_other(emulated_cuda: 
     with RngStream(gpu, 5):
         assert torch.rand(3, device=gpu).tolist() == wanted
     assert torch.cuda.get_rng_state(1).tolist() == before
+
+
+class Turned:
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __call__(self, x):
+        return x
+
+
+class Wrapped(Dataset):
+    """A data set with generators in itself, in a list of transforms, in a closure and in a method's owner."""
+
+    def __init__(self):
+        hidden = random.Random(1)
+        self.generator, self.samples = torch.Generator().manual_seed(3), [np.random.default_rng(9)] * 100
+        self.transforms = [Turned(np.random.default_rng(1)), partial(Turned, np.random.RandomState(2))]
+        self.target, self.crop = lambda y: y + hidden.random(), Turned(torch.Generator()).__call__
+        self.shared = [random, np.random, torch.default_generator, np.random.mtrand._rand, random._inst]
+
+    def __len__(self):
+        return 4
+
+
+def test_generators_that_a_data_set_owns_are_found_and_seeded_anew_by_the_process_s():
+    found = owned_generators(Subset(Wrapped(), [0, 2]))
+    kinds = [torch.Generator, np.random.Generator, np.random.RandomState, random.Random, torch.Generator]
+    assert sorted(map(str, map(type, found))) == sorted(map(str, kinds))
+    draws = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        reseed(found)
+        draws.append([torch.rand(1, generator=g).item() if type(g) is torch.Generator else g.random() for g in found])
+        assert len(set(draws[-1])) == 5
+    assert draws[0] == draws[1] and not set(draws[0]) & set(draws[2])
+    before = torch.default_generator.get_state()
+    reseed([])
+    assert torch.equal(before, torch.default_generator.get_state())  # a set without any costs no number

@@ -7,7 +7,8 @@ are the last ones, ``local: head``; LG-FedAvg (Liang et al., "Think Locally, Act
 Choices that the paper leaves open:
 - The server stores a client's own layers and sends them with the client's tasks, so that the client may rejoin from anywhere and
   a run replays. They are merged with nobody's and sent to nobody else. If the server may not see them, do not use this method.
-- The head is the last linear layer; `layers` names others. Only parameters are personal; running statistics are averaged.
+- The head is the last linear layer, which the training step has to use; `layers` names others. Only parameters are personal;
+  running statistics are averaged.
 - The global model, and a new client, has the own layers' initial values, so the global model's score says little. Each
   client evaluates its own model on its own test part (`partition.test_share`).
 - Submodels: own layers are cut as the submodel is. Empty `layers` give FedAvg, bit for bit.
@@ -17,8 +18,11 @@ Choices that the paper leaves open:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
+
+from torch import nn
 
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.payload import Bundles
@@ -26,7 +30,7 @@ from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, Warn
 from raafl.errors import nearest, one_of
-from raafl.parts.local.capture import linear_in
+from raafl.parts.local.capture import linear_in, requiring_layer
 from raafl.parts.merge.client_values import load_, store_
 from raafl.parts.merge.mean import averaging
 from raafl.parts.merge.wrapped import Wrapped
@@ -67,10 +71,19 @@ def fed_per(
         paper="Arivazhagan et al. 2019",
         sample=Sample(cohort, concurrency),
         select=submodel or Full(),
-        local=Local(),
+        local=_WithHead() if layers is None else Local(),
         trigger=trigger,
         merge=Personal(mean, local, None if layers is None else tuple(layers)),
     )
+
+
+@dataclass(frozen=True)
+class _WithHead(Local):
+    """Ordinary local training of a model whose last linear layer is the head."""
+
+    def trial(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context at whose end a `BadInput` is raised if the tried step does not use the last linear layer."""
+        return requiring_layer(module, field="layers")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from raafl.data.loaders import (
     select_from,
 )
 from raafl.errors import BadInput, at_least
+from raafl.rng import owned_generators, reseed
 from raafl.rules import Rules
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class ClientData:
     once.
     `test`: samples on which the client only evaluates its submodel; None = it has none.
     `gathers`: whether samples are gathered fast, so that a batch is a list of tensors.
+    `owned`: random generators that the data set owns, which each pass over the samples seeds anew.
     `source`: data set from which `fetch` gathers rows; None = samples are not gathered fast, or are the client's own
     copies.
 
@@ -79,8 +81,10 @@ class ClientData:
         drop_last: bool = False,
         weights: torch.Tensor | None = None,
         shuffles: bool = True,
+        owned: Sequence[Any] = (),
     ) -> None:
         """Copy the client's samples if ``copied`` is set; else store only their indices."""
+        self.owned = owned
         self.test: ClientData | None = None
         if len(indices) == 0:
             raise BadInput("a client has no samples: use fewer clients, or a partition that gives each at least one")
@@ -118,7 +122,8 @@ class ClientData:
 
         The last batch of an epoch may be smaller than the others. If `batch_size` exceeds the number of samples, an
         epoch has a single batch. At the start of each epoch, one `torch.randperm` (with weights, one `torch.multinomial`) is drawn
-        from the generator; global generators are not used. Nothing is drawn where the loader does not shuffle.
+        from the generator; nothing is drawn where the loader does not shuffle. Global generators are not used, but to
+        seed those that the data set owns.
 
         `batch_size`: number of samples in a batch; None = that of the data module.
 
@@ -162,7 +167,9 @@ class ClientData:
         return self._fetched(torch.tensor_split(rows, num_batches))
 
     def _fetched(self, batches: Iterable[torch.Tensor]) -> Iterator[Sized]:
-        return ((self._fetch(rows), len(rows)) for rows in batches)
+        reseed(self.owned)
+        for rows in batches:
+            yield self._fetch(rows), len(rows)
 
     def _epochs(self, generator: torch.Generator, batch_size: int, epochs: Iterable[int]) -> Iterator[torch.Tensor]:
         indices = self._indices
@@ -210,6 +217,7 @@ class FederatedData:
     workers are not used.
 
     `notes`: lines to show at the start, such as on which data the global model is evaluated.
+    `measured`: name of the loader whose data measure the global model during the run; "" before `test_batches`.
 
     Raises:
         BadInput: the training loader is of a kind that is not supported, or the partition is impossible.
@@ -241,6 +249,8 @@ class FederatedData:
                 "the order of the data set"
             )
         self._fetch, self._gathers = fetcher(self._dataset, self._collate)
+        self._owned = self._owned_by(self._dataset, self._collate)
+        self.measured = ""
         self._validation = partition.validation_rows(_length(self._dataset), seed)
         parts = self._split(partition, num_clients, seed)
         sides: Iterable[Sequence[torch.Tensor]] = (parts, [parts[0][:0]] * len(parts))
@@ -315,8 +325,19 @@ class FederatedData:
 
     def _own(self, indices: torch.Tensor, copied: bool, weights: torch.Tensor | None = None) -> ClientData:
         return ClientData(
-            self._dataset, indices, self.batch_size, self._collate, copied, self.drop_last, weights, self._shuffles
+            self._dataset,
+            indices,
+            self.batch_size,
+            self._collate,
+            copied,
+            self.drop_last,
+            weights,
+            self._shuffles,
+            self._owned,
         )
+
+    def _owned_by(self, dataset: object, collate: object) -> list[Any]:
+        return owned_generators(dataset, collate) if self._rules.reseeds_data else []
 
     def example_batch(self, n: int = 2) -> Any:
         """Return the first ``n`` samples of the training set as one batch."""
@@ -356,13 +377,16 @@ class FederatedData:
         return None if final is None else lambda first=0: final.batches(final.batch_size or 1, first)
 
     def _read_test(self) -> InOrder:
+        name = type(self.datamodule).__name__
+        self.measured = f"{name}.train_dataloader()"
         if len(self._validation):
             return self._in_order(self._of_training(self._validation.tolist()))
         test = self._measured("test_dataloader")
         validation = self._measured("val_dataloader") if test is None or self._rules.validates else None
+        if test is not None or validation is not None:
+            self.measured = f"{name}.{'test' if validation is None else 'val'}_dataloader()"
         if test is None or validation is None or test.dataset is validation.dataset:
             return self._in_order(test or validation or self._some_of_training())
-        name = type(self.datamodule).__name__
         self.notes.append(
             f"the global model is measured on {name}.val_dataloader() during the run, and on test_dataloader() once, at its "
             "end, as test/..."
@@ -377,7 +401,9 @@ class FederatedData:
         tensors = None
         if is_fast and _num_bytes(fetch, num_samples) <= _MOST_COPIED_BYTES:
             tensors = fetch(torch.arange(num_samples))
-        return InOrder(fetch, num_samples, found.batch_size, tensors, found.drop_last and self._rules.keeps_order)
+        drop_last = found.drop_last and self._rules.keeps_order
+        owned = self._owned_by(found.dataset, found.collate)
+        return InOrder(fetch, num_samples, found.batch_size, tensors, drop_last, owned)
 
     def _of_training(self, rows: list[int]) -> Loader:
         """Return the training loader's settings, for evaluation on some rows of the training set."""

@@ -25,6 +25,7 @@ from torch.utils.data import (
 
 from raafl.errors import USER_ERRORS, BadInput, briefly, format_error
 from raafl.module_hooks import BATCH_HOOKS
+from raafl.rng import reseed
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule
@@ -182,9 +183,11 @@ class InOrder:
     # batches are made by ``fetch``
     tensors: list[torch.Tensor] | None
     drop_last: bool = False  # whether the last batch is left out if it is smaller than the others and not the only one
+    owned: Sequence[Any] = ()  # random generators of the data set, which each pass seeds anew
 
     def batches(self, batch_size: int, first: int) -> Iterator[tuple[Any, int]]:
         """Yield each batch with its number of samples."""
+        reseed(self.owned)
         batches = torch.split(torch.arange(self.num_samples), batch_size)
         if self.drop_last:
             batches = batches[: max(self.num_samples // batch_size, 1)]

@@ -21,6 +21,7 @@ from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
 from raafl.local.evaluation.record import Recorder
 from raafl.local.sparse_gradients import make_dense_
+from raafl.rng import reseed
 from raafl.submodel import FlatTensors
 from raafl.submodel.flat import reals, sum_of_bits, wide_dtype
 
@@ -252,7 +253,9 @@ class Share(ClientData):
 
     def _fetched(self, batches: Iterable[Tensor]) -> Iterator[Sized]:
         """Yield this process's rows of each batch with their number, which may be 0."""
-        return ((self._fetch(rows), len(rows[self._rank :: self._num_shares])) for rows in batches)
+        reseed(self.owned)
+        for rows in batches:
+            yield self._fetch(rows), len(rows[self._rank :: self._num_shares])
 
     def _mine(self, rows: Tensor) -> object:
         mine = rows[self._rank :: self._num_shares]

@@ -17,7 +17,7 @@ from raafl.core.algorithm import Hook, Local, Task, Training
 from raafl.core.local import SkippedBatch
 from raafl.core.masked_loss import CLASSES
 from raafl.core.payload import Bundles
-from raafl.core.types import Assignment, Update
+from raafl.core.types import Assignment, Update, derive_seed
 from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
 from raafl.local.context import ALONE, TaskContext
@@ -165,7 +165,7 @@ class LocalTrainer:
         built.check_fixed_statistics()
         metrics = {**({} if loss is None else {LOSS: loss}), **built.recorder.means(MAX_LOGGED)}
         if data.test is not None and task.context.link is None and self.local.evaluates_on_client(assignment.extra):
-            metrics |= self._test(built, data.test, task.context)
+            metrics |= self._test(built, assignment, data.test, task.context)
         self._check_base(built)
         built.state.check()
         with self._statistics_sent(built.trained):
@@ -225,8 +225,12 @@ class LocalTrainer:
         """Return the context of a forward pass in the run's precision."""
         return self._strategy.precision.forward_context() if self._mixed else nullcontext()
 
-    def _test(self, built: TrainableSubmodel, data: ClientData, context: TaskContext) -> dict[str, float]:
-        """Evaluate the trained submodel on the client's test part."""
+    def _test(
+        self, built: TrainableSubmodel, assignment: Assignment, data: ClientData, context: TaskContext
+    ) -> dict[str, float]:
+        """Evaluate the trained submodel on the client's test part, with random numbers of their own."""
+        if self.submodels.rules.seeds_own_tests:
+            seed_everything(derive_seed(assignment.seed, "own test", assignment.version), self.fabric.device)
 
         def batches() -> Iterator[Sized]:
             context.progress.place = "batch 0 of its test part"

@@ -204,7 +204,7 @@ class Run:
         head = f"{experiment.name}: {described['name']} on {clients}"
         # the title in this form is part of journals
         title = f"{head}, select {described['select']}, merge {described['merge']}, {size}"
-        self.progress.start(f"{head}, a model of {size}")
+        self.progress.start(f"{head}, a model of {size}, measured on {self.parts.data.measured}")
         for line in method_lines(described):
             self.progress.note(line)
         for note in self._notes:

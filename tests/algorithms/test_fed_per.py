@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from raafl.algorithms import fed_per
 from raafl.core.snapshots import Snapshots
 from raafl.errors import BadInput
 from tests.helpers.coordinators import assigned, coordinator_for, join, line_state
-from tests.helpers.single_task import give
+from tests.helpers.single_task import Slope, give
 
 
 def layers(flat):
@@ -31,6 +33,29 @@ def test_after_a_round_of_two_that_come_from_1_to_2_and_4(algorithm, theirs, new
         give(coordinator, task, value)
     assert tuple(layers(Snapshots(coordinator).cut(task)) for task in tasks) == theirs
     assert layers(coordinator.state.values) == new  # what a client that is new begins with
+
+
+class Spare(Slope):
+    """The last linear layer is one that the step does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.head, self.spare = nn.Linear(1, 2), nn.Linear(2, 1), nn.Linear(2, 4)
+
+    def training_step(self, batch, index):
+        return self.head(self.line(batch[0])).mean()
+
+
+@pytest.mark.parametrize("local", ["head", "body"])
+def test_a_head_that_the_step_does_not_use_is_refused_with_the_layers_that_it_uses(local):
+    module, batch = Spare(), (torch.ones(2, 1), torch.ones(2, 1))
+    refused = (
+        r"^layers is null, which is the last linear layer, 'spare', but training_step does not use it: give one that"
+    )
+    with pytest.raises(BadInput, match=refused), fed_per(local).local.trial(module):
+        module.training_step(batch, 0)
+    with fed_per(local, layers=["head"]).local.trial(module):
+        module.training_step(batch, 0)
 
 
 def test_paths_that_are_not_there_and_nothing_shared_are_said():

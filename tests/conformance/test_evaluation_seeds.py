@@ -112,3 +112,62 @@ def test_another_seed_gives_other_draws_and_older_runs_draw_from_what_came_befor
     assert first == pytest.approx({version: by_hand(1, version) for version in first}, rel=1e-12)
     older = series(finish(made("older", rules=1)))
     assert not set(older.values()) & set(expected.values())
+
+
+class Owning(Drawing):
+    """Samples with noise from generators of the data set's own, which nobody else seeds."""
+
+    def __init__(self):
+        self.torch, self.numpy = torch.Generator().manual_seed(1), np.random.default_rng(1)
+
+    def __getitem__(self, index):
+        return torch.rand(4, generator=self.torch) + float(self.numpy.random()), index % 2
+
+
+class Owned(Data):
+    def train_dataloader(self):
+        return DataLoader(Owning(), batch_size=SIZE, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(Owning(), batch_size=SIZE)
+
+
+class Learns(Still):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_generators_that_a_data_set_owns_are_seeded_for_each_task_and_evaluation(made):
+    settings = {"data": Owned, "model": Learns, "max_updates": 9}
+    runs = {
+        name: finish(made(f"owned-{name}", **settings, **more))
+        for name, more in {"one": {}, "again": {}, "workers": {"workers": 2}, "batches": {"batch_clients": 3}}.items()
+    }
+    first, *others = runs.values()
+    assert all(series(run) == series(first) for run in others) and len(series(first)) == 4
+    assert len({run.summary["model_digest"] for run in runs.values()}) == 1
+    assert len(set(series(first).values())) == 4  # each evaluation has draws of its own
+
+
+class Observing(Still):
+    """A step that moves a buffer in eval mode, too, as observers of quantization do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def validation_step(self, batch, batch_idx):
+        self.mean.lerp_(batch[0].mean(), 0.1)
+        self.log("sum", self.mean)
+
+
+class Plain(Data):
+    def val_dataloader(self):
+        return DataLoader(TensorDataset(torch.arange(640.0).view(160, 4), torch.arange(160) % 2), batch_size=SIZE)
+
+
+def test_an_evaluation_that_moves_buffers_is_not_shared(made):
+    alone, shared = (
+        series(finish(made(f"moved-{number}", model=Observing, data=Plain, workers=number))) for number in (1, 2)
+    )
+    assert alone == shared and len(set(alone.values())) == 1  # and each evaluation begins with the model's own

@@ -64,6 +64,7 @@ def test_which_of_two_sets_is_measured_is_said():
 
     same = FederatedData(Both(tensors(), tensors(10)), Iid(), 2, 0)
     assert equal(same.test_batches(), WITH_TEST) and same.final_batches() is None and not same.notes  # one data set
+    assert same.measured == "Both.val_dataloader()"
 
     class Two(WithTest):
         def val_dataloader(self):
@@ -79,10 +80,11 @@ def test_which_of_two_sets_is_measured_is_said():
     ]
     before = FederatedData(Two(tensors(), tensors(10)), Iid(), 2, 0, Rules(1))
     assert equal(before.test_batches(), WITH_TEST) and before.final_batches() is None and not before.notes
-    for kind in (WithTest, WithVal):
+    assert (fed.measured, before.measured) == ("Two.val_dataloader()", "Two.test_dataloader()")
+    for kind, measured in ((WithTest, "WithTest.test_dataloader()"), (WithVal, "WithVal.val_dataloader()")):
         fed = FederatedData(kind(tensors(), tensors(10)), Iid(), 2, 0)
         next(iter(fed.test_batches()))
-        assert not fed.notes
+        assert not fed.notes and fed.measured == measured
 
 
 @pytest.mark.parametrize("test", [None, []])
@@ -96,6 +98,7 @@ def test_without_test_data_evenly_spaced_training_samples_are_measured_on(monkey
     assert not fed.notes, "nothing has been measured yet"
     ((batch, _),) = fed.test_batches()
     assert batch[0][:, 0].tolist() == [0.0, 20.0, 40.0, 60.0, 80.0]  # rows 0, 10, 20, 30, 40
+    assert fed.measured == "Nothing.train_dataloader()"
     assert fed.notes == [
         "Nothing has no test or validation set: the global model is measured on 5 samples of the training set, which says "
         "nothing of new data"

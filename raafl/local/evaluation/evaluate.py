@@ -57,7 +57,8 @@ class Evaluator:
         self.module, self._present = shrunk.module, shrunk.present
         self._buffers = Buffers(self.module, self._present)
         self._batches, self.device, self._prepare = batches, torch.device(device), prepare
-        self._seed, self._has_drawn = seed, False
+        self._seed, self._is_alone = seed, False
+        self._versions: list[tuple[int, int]] = []
         with self._stream("test data"):
             next(iter(batches()), None)  # the first access to the data set may draw random numbers
         self.num_batches = 0
@@ -124,11 +125,11 @@ class Evaluator:
     def is_shared(self) -> bool:
         """Whether other processes may evaluate some of the batches.
 
-        They may not if an evaluation has drawn random numbers, or the module has a hook that runs before the first or after
-        the last batch.
+        They may not if an evaluation has drawn random numbers or changed a buffer, or the module has a hook that runs before
+        the first or after the last batch.
         """
         ends = ("start", "epoch_start", "epoch_end", "end")
-        return not (self._has_drawn or any(overrides(self.module, f"on_validation_{end}") for end in ends))
+        return not (self._is_alone or any(overrides(self.module, f"on_validation_{end}") for end in ends))
 
     def begin(self, values: FlatTensors, version: int) -> FlatTensors:
         """Load the model to evaluate into the module; return its values, which stay valid until the next evaluation.
@@ -138,6 +139,7 @@ class Evaluator:
         self.fill(values, metrics=not self._lives)
         with torch.no_grad(), self._stream("prepare", version):
             self._prepare(self._present)
+        self._versions = self._buffer_versions()
         self._draws = self._stream("evaluation", version)
         with self._draws:
             begin(self.module, self._recorder)
@@ -168,11 +170,16 @@ class Evaluator:
         """Finish the evaluation; return the metrics over all batches."""
         with self._draws:
             metrics = end(self.module, self._recorder)
-        self._has_drawn = self._has_drawn or (isinstance(self._draws, RngStream) and self._draws.has_drawn)
+        has_drawn = isinstance(self._draws, RngStream) and self._draws.has_drawn
+        self._is_alone = self._is_alone or has_drawn or self._buffer_versions() != self._versions
         self._state.check()
         if self._lives:
             self.living = self._metrics.state()
         return metrics
+
+    def _buffer_versions(self) -> list[tuple[int, int]]:
+        """Return what differs once a buffer is written to or replaced, as by observers of quantization."""
+        return [(id(buffer), buffer._version) for buffer in self.module.buffers()]
 
     def partials(self, start: int, stop: int) -> dict[str, Any]:
         """Evaluate some batches for another process; return partial sums, as plain data, for that process's `add`.
@@ -183,13 +190,18 @@ class Evaluator:
         recorder, drawn = PartialRecorder(), generators(self.device)
         recorder.attach(self.module)
         begin(self.module, recorder)
-        counts = self._metrics.counts()
+        counts, versions = self._metrics.counts(), self._buffer_versions()
         try:
             step(self.module, recorder, self._numbered(start, stop), self.device)
             if not same_generators(drawn, generators(self.device)):
                 raise NotMergeable(
                     "validation_step draws random numbers: compute metrics without them, so that several processes can "
                     "share the evaluation"
+                )
+            if versions != self._buffer_versions():
+                raise NotMergeable(
+                    "validation_step changes a buffer: leave buffers unchanged, so that several processes can share the "
+                    "evaluation"
                 )
             if changed := self._state.changed(metrics=False):
                 raise NotMergeable(

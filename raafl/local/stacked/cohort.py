@@ -145,6 +145,8 @@ class CohortTrainer:
             Unstackable: the tasks cannot be trained together.
         """
         trainer = self._trainer
+        if tasks[0].data.owned:
+            raise Unstackable("the data set has random generators of its own, which each client's task seeds")
         built, places = self._get(tasks[0].assignment.spec)
         built.state.restore()
         trainer.announce(built, tasks[0].assignment, tasks[0].data)

@@ -29,8 +29,10 @@ def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linea
 
 
 @contextmanager
-def requiring_layer(module: nn.Module, path: str | None = None) -> Iterator[None]:
+def requiring_layer(module: nn.Module, path: str | None = None, field: str = "layer") -> Iterator[None]:
     """Return a context in which a training step runs that has to use the linear layer at ``path``; None = the last one.
+
+    `field`: name of the method's option for the layer.
 
     Raises:
         BadInput: at the end, if the step has used linear layers, but not this one.
@@ -49,7 +51,9 @@ def requiring_layer(module: nn.Module, path: str | None = None) -> Iterator[None
     name, _ = linear_in(module, path)
     if used and name not in used:
         given = f"null, which is the last linear layer, '{name}'" if path is None else f"'{name}'"
-        raise BadInput(f"layer is {given}, but training_step does not use it: give one that it uses, {', '.join(used)}")
+        raise BadInput(
+            f"{field} is {given}, but training_step does not use it: give one that it uses, {', '.join(used)}"
+        )
 
 
 class InputCapture:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from raafl.errors import BadInput
 from raafl.local.context import TaskContext
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.train import Stopped
+from raafl.rules import Rules
 from raafl.submodel import FULL, Spec, Submodels
+from tests.helpers.plain_loop import seed_of
 from tests.local.bench import Bench, Net, assignment, samples
 
 SIZES = (5, 5, 5, 5, 2)
@@ -217,6 +220,29 @@ def test_a_client_measures_its_trained_submodel_in_eval_mode(sends, kept):
         "test/accuracy": pytest.approx((logits.argmax(1) == y).float().mean().item()),
         "test/num_samples": 7.0,
     }
+
+
+class Drawing(Held):
+    """Draws a number in each step; the training steps as many as there are epochs."""
+
+    def training_step(self, batch, index):
+        torch.rand(1)
+        return super().training_step(batch, index)
+
+    def validation_step(self, batch, index):
+        return {"drawn": torch.rand(()) if len(batch[0]) == 3 else torch.zeros(())}
+
+
+@pytest.mark.parametrize("num_epochs", [1, 3])
+@pytest.mark.parametrize("revision", [2, 3])
+def test_a_test_part_draws_from_a_seed_of_its_own(num_epochs, revision):
+    bench = Bench.of(Drawing, training=Training(num_epochs=num_epochs))
+    bench.submodels.rules = Rules(revision)
+    hold_out(bench, num=3)
+    task = replace(assignment(seed=11), version=4)
+    drawn = bench.run(task)[0].metrics["test/drawn"]
+    torch.manual_seed(seed_of(11, "own test", 4))
+    assert (drawn == torch.rand(()).item()) is (revision == 3)
 
 
 def test_static_batch_norm_is_measured_with_statistics_of_the_test_batches():

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.reference import DOCS, PAGES, described, with_settings
 from raafl.algorithms import ALGORITHMS, DESCRIBED
+from raafl.core.types import LOSSES
 from tests.habits.source import ROOT
 
 
@@ -67,3 +68,8 @@ def test_every_message_of_the_troubleshooting_page_is_one():
 def test_each_field_is_described():
     rows = [line.split(" | ") for line in PAGES["configuration.md"]().splitlines() if line.startswith("| `")]
     assert len(rows) > 20 and [row[0] for row in rows if not row[2].strip(" |")] == []
+
+
+def test_the_page_of_the_run_folder_has_every_reason_of_a_loss():
+    text = (DOCS / "run-folder.md").read_text(encoding="utf-8").split("| `lost:` |")[1].split("## ")[0]
+    assert set(re.findall(r"`([a-z-]+)`", text.replace("`overlap`", ""))) == LOSSES

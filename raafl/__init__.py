@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from raafl.api.federation import Federation, Result
     from raafl.config.experiment import Experiment
     from raafl.errors import BadInput, RunFailed
+    from raafl.lab.compare.compared import compare
     from raafl.lab.plan.auto import auto
     from raafl.local.from_trainer import from_trainer
     from raafl.runtime.fit import fit
@@ -37,6 +38,7 @@ _HOME = {
     "Result": "raafl.api.federation",
     "RunFailed": "raafl.errors",
     "auto": "raafl.lab.plan.auto",
+    "compare": "raafl.lab.compare.compared",
     "fit": "raafl.runtime.fit",
     "from_trainer": "raafl.local.from_trainer",
     "simulate": "raafl.runtime.run",

@@ -107,3 +107,9 @@ def reports_for_all() -> bool:
     Another attempt goes on in the run folder of the first.
     """
     return os.environ.get("RANK", "0") == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+
+def in_notebook() -> bool:
+    """Check whether this process runs a Jupyter notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and hasattr(shell, "kernel")

@@ -13,11 +13,11 @@ import torch
 
 import raafl
 from model_zoo import MLP
-from raafl.api.federation import in_notebook
 from raafl.commands.cli import main
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Training
 from raafl.errors import BadInput
+from raafl.log import in_notebook
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.run import simulate
 from tests.helpers.small_runs import Finished, digits, experiment, finish, small_mlp, unequal

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final, Literal, Unpack
+from typing import IO, TYPE_CHECKING, Any, Final, Literal, Unpack
 
 import torch
 import yaml
@@ -36,6 +36,7 @@ from raafl.api.settings import (
     fields_of,
     plain_value,
     same_settings,
+    settings_in,
     to_yaml,
     without_addresses,
 )
@@ -48,12 +49,14 @@ from raafl.core.types import Event, Joined
 from raafl.errors import BadInput, CodeFailed, RunFailed, one_line
 from raafl.local.numerics import numerics_left
 from raafl.local.preparation.prepare import in_eval_mode
-from raafl.log import console
+from raafl.log import console, in_notebook
 from raafl.rng import undisturbed
-from raafl.rules import recorded_revision
 from raafl.runtime.local.ranks import local_ranks
 from raafl.runtime.local.supervisor import exit_in_words
 from raafl.units import quantity
+
+if TYPE_CHECKING:
+    from raafl.lab.plan.show import AxesReport, PlanReport
 
 OnInterrupt = Literal["raise", "return"]
 
@@ -80,6 +83,11 @@ class Result:
             f"{quantity(summary['versions'], 'version')}, {summary['time_s']:.4g} s; finished {summary['finished']!r:.80}, "
             f"folder {str(self.folder)!r})"
         )
+
+    def _repr_html_(self) -> str:
+        from raafl.lab.report.notebook import run_html
+
+        return run_html(self.folder, self.summary)
 
     @property
     def final(self) -> dict[str, float]:
@@ -307,6 +315,57 @@ class Federation:
         with console(), _left_as_it_was(), objects(**given):
             return replay(Path(folder), until=until, trust_config=trust_config)
 
+    def plan(self, module: object, data: object = None, *, algorithms: Sequence[str] = (), **how: Any) -> PlanReport:
+        """Predict times, memory and bytes of a simulation without training, as `raafl plan` does.
+
+        Args:
+            module: model, as for `simulate`.
+            data: training and test data, as for `simulate`.
+            algorithms: names of further algorithms to predict; ("all",) = all.
+            how: arguments loss, optimizer, metrics, batch_size and collate_fn, as for `simulate`.
+
+        Returns:
+            The plan, which shows itself as text and in a notebook.
+
+        Raises:
+            BadInput: an argument is wrong.
+        """
+        from raafl.lab.plan.show import plan_report
+
+        with console(), _left_as_it_was():
+            return plan_report(self._looked_at(module, data, how), algorithms)
+
+    def axes(
+        self, module: object, data: object = None, *, rates: Sequence[float] = (0.5, 0.25), **how: Any
+    ) -> AxesReport:
+        """List the axes of a model (dimensions that shrink together), what rates leave, and what stays whole and why.
+
+        Args:
+            module: model, as for `simulate`.
+            data: data of which two samples prove each axis, as for `simulate`.
+            rates: shares of each axis, above 0 and at most 1, whose remaining parameters and FLOPs are computed.
+            how: arguments loss, optimizer, metrics, batch_size and collate_fn, as for `simulate`.
+
+        Returns:
+            The axes, which show themselves as text and in a notebook.
+
+        Raises:
+            BadInput: an argument is wrong.
+        """
+        from raafl.lab.plan.show import axes_report
+
+        with console(), _left_as_it_was():
+            return axes_report(self._looked_at(module, data, how), rates)
+
+    def _looked_at(self, module: Any, data: Any, how: dict[str, Any]) -> Experiment:
+        """Return the experiment of a simulation that is predicted and not run; `auto` is replaced by the chosen method."""
+        loading = {name: how.pop(name, None) for name in ("batch_size", "collate_fn")}
+        module, data, fields = self._given(module, data)
+        spec = ModuleSpec(module, **how)
+        source = as_datamodule(data, module, **loading)
+        num_clients = self.clients if self.clients is not None else count_of(self.devices) or 10
+        return self._experiment(spec, source, self.devices, num_clients, None, fields)
+
     def _given(self, module: Any, data: Any, *, processes: bool = False) -> tuple[Any, Any, Mapping[str, Any]]:
         """Return module and data, and the fields of the run's config; those of a Trainer are from `raafl.from_trainer`."""
         of_trainer = getattr(type(module), "for_federation", None)
@@ -328,19 +387,9 @@ class Federation:
         resume: str | Path | None,
         fields: Mapping[str, Any],
     ) -> Result | None:
-        recorded = {} if resume is None else _settings_in(Path(resume))
+        recorded = {} if resume is None else settings_in(Path(resume))
         fields = fields if resume is None else {"rules": recorded["rules"], **fields}
-        experiment = Experiment(
-            model=lambda: spec.make(source),
-            data=lambda: source,
-            algorithm=copy.deepcopy(self.algorithm),
-            clients=num_clients,
-            devices=devices,
-            resume=None if resume is None else str(resume),
-            **fields,
-        )
-        if experiment.algorithm.name == AUTO:
-            experiment = _chosen(experiment)
+        experiment = self._experiment(spec, source, devices, num_clients, resume, fields)
         config = config_of(experiment, spec, source)
         if resume is not None:
             same_settings(recorded, yaml.safe_load(to_yaml(config, [])))
@@ -355,6 +404,27 @@ class Federation:
         if result is not None and interrupted and self._raises():
             raise KeyboardInterrupt(f"the run was interrupted; its results so far are in {result.folder}")
         return result
+
+    def _experiment(
+        self,
+        spec: ModuleSpec,
+        source: Any,
+        devices: Any,
+        num_clients: int,
+        resume: str | Path | None,
+        fields: Mapping[str, Any],
+    ) -> Experiment:
+        """Return the settings of a run; `auto` is replaced by the chosen method."""
+        experiment = Experiment(
+            model=lambda: spec.make(source),
+            data=lambda: source,
+            algorithm=copy.deepcopy(self.algorithm),
+            clients=num_clients,
+            devices=devices,
+            resume=None if resume is None else str(resume),
+            **fields,
+        )
+        return _chosen(experiment) if experiment.algorithm.name == AUTO else experiment
 
     def _raises(self) -> bool:
         """Check whether an interrupted run raises KeyboardInterrupt."""
@@ -391,21 +461,6 @@ def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> R
         raise RunFailed(f"{why} (run folder: {folder})") from error
     assert observer.run is not None
     return Result(summary, folder, in_eval_mode(observer.unwrap(current_module(observer.run, anew=False))))
-
-
-def in_notebook() -> bool:
-    """Check whether this process runs a Jupyter notebook."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return shell is not None and hasattr(shell, "kernel")
-
-
-def _settings_in(folder: Path) -> Mapping[str, Any]:
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise BadInput(f"resume is '{folder}', which is not a run folder: name one with a config.yaml")
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    found = found if isinstance(found, dict) else {}
-    return {**found, "rules": recorded_revision(found)}
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from raafl.devices.profiles import Device, num_devices
 from raafl.errors import BadInput, briefly, one_of
 from raafl.local.options import FabricOptions
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
+from raafl.rules import recorded_revision
 
 _FLAT = {
     f.name: group for group in ("train", "fabric") for f in dataclasses.fields(SECTIONS[group]) if f.name != "device"
@@ -298,3 +299,13 @@ def to_yaml(config: Mapping[str, Any], notes: list[str]) -> str:
     return "\n".join(
         [*comments, yaml.dump(dict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)]
     )
+
+
+def settings_in(folder: Path) -> Mapping[str, Any]:
+    """Read the settings of a run to be resumed, with the revision of its rules; raise `BadInput` where there is no config."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise BadInput(f"resume is '{folder}', which is not a run folder: name one with a config.yaml")
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    found = found if isinstance(found, dict) else {}
+    return {**found, "rules": recorded_revision(found)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,6 @@ from raafl.units import quantity
 
 if TYPE_CHECKING:
     from raafl.lab.compare.clusters import Cluster
-    from raafl.lab.compare.comparison import Options
-    from raafl.lab.compare.runs import Run
 
 _log = logging.getLogger(__name__)
 
@@ -52,40 +50,25 @@ def run(comparison: Comparison, options: Namespace) -> str:
         return _forecast(comparison, as_json=options.json)
     if options.verify is not None:
         return _verify(folder, options.verify, options.jobs, as_json=options.json)
-    from raafl.lab.compare import report
-    from raafl.lab.compare.runs import Runner, check_distinct, resolve
-    from raafl.lab.compare.search import run_trials, trials_of
+    from raafl.lab.compare.compared import run_comparison
 
-    if not options.no_page:
-        report.check_drawing()
-    search = comparison.search
-    # raises for an invalid option before any run starts
-    trials = {} if search is None else trials_of(comparison, search)
-
-    def reported(settings: Mapping[str, Options]) -> dict[str, list[Run]]:
-        return {
-            label: resolve(
-                comparison.config, label, comparison.options_of(label, settings.get(label, ())), comparison.seeds
-            )
-            for label in comparison.rows
-        }
-
-    runs = reported({label: some[0].settings for label, some in trials.items()})
-    # check the rows before their searches, which may rightly find equal settings for two rows
-    check_distinct(runs)
-    runner = Runner(folder / "runs", options.jobs, options.any_code, _tell, options.ranks, _cluster(options))
-    best = {} if search is None else run_trials(trials, comparison, search, runner)
-    if best:
-        runs = reported({label: trial.settings for label, trial in best.items()})
-    by_seed = [run for some in zip(*runs.values(), strict=True) for run in some]  # ordered by seed, then by row
-    outcomes = runner.run_all(by_seed, comparison.metric)
-    found = report.result(comparison, outcomes, trials, best, folder) | {"not_run": left_out}
-    paths = report.write(found, folder, draws=not options.no_page)
-    failed = [run for row in found["rows"] for run in row["runs"] if "error" in run]
+    found = run_comparison(
+        comparison,
+        folder,
+        jobs=options.jobs,
+        ranks=options.ranks,
+        any_code=options.any_code,
+        draws=not options.no_page,
+        not_run=left_out,
+        tell=_tell,
+        cluster=_cluster(options),
+    )
+    shown = f"{found}\n\n" + "\n".join(f"wrote {path}" for path in found.files)
+    failed = found.failed
     if failed:
-        _tell(_shown(found, comparison, paths))
-        raise RunFailed(f"{len(failed)} of {len(outcomes)} runs failed; the first: {failed[0]['error']}")
-    return json.dumps(found) if options.json else _shown(found, comparison, paths)
+        _tell(shown)
+        raise RunFailed(f"{len(failed)} of {found.num_runs} runs failed; the first: {failed[0]['error']}")
+    return json.dumps(found.result) if options.json else shown
 
 
 def _cluster(options: Namespace) -> Cluster | None:
@@ -187,19 +170,6 @@ def _forecast(comparison: Comparison, *, as_json: bool) -> str:
 
     rows = report.forecast(comparison)
     return json.dumps(report.as_json(rows)) if as_json else report.text(report.as_table(rows))
-
-
-def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Path]) -> str:
-    from raafl.lab.compare.report import cells, sentences, text, warnings
-
-    lines = [
-        text(cells(found)),
-        "",
-        *warnings(found),
-        *sentences(found["rows"], comparison.reference, comparison.metric),
-        "",
-    ]
-    return "\n".join([*lines, *(f"wrote {path}" for path in paths)])
 
 
 def _verify(folder: Path, share: float, jobs: int, *, as_json: bool) -> str:

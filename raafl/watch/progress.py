@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import html
+import io
 import logging
 import math
 import os
 import sys
 import textwrap
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
 from raafl.config.options import Mode
-from raafl.log import is_printed
+from raafl.log import in_notebook, is_printed
 from raafl.units import duration, quantity, size
 from raafl.watch.state import ClientProgress, ProgressState
 
@@ -28,6 +32,7 @@ _EVALUATION_PERIOD_S = {"live": 0.0, "plain": 1.0, "quiet": float("inf")}
 _UNCHANGED_S = 60.0  # seconds before a line without any change is printed again
 _LONGEST_S = 10.0  # longest time in seconds without a progress line, even if evaluations are printed all the time
 _MAX_WARNINGS = 100
+_CELL_LINES = 30  # lines of text that a notebook's cell keeps below the live table
 _log = logging.getLogger(__name__)
 
 
@@ -36,7 +41,7 @@ class Progress:
 
     Modes: `live` redraws a table four times a second. `plain` writes a line every two seconds, and a line for an
     evaluation unless one was written less than a second ago. `quiet` writes only warnings. `auto` is `live` on a
-    terminal and `plain` elsewhere. `verbose` is `auto` with a line for each task that begins or ends.
+    terminal and in a notebook, and `plain` elsewhere. `verbose` is `auto` with a line for each task that begins or ends.
 
     The last evaluation is always shown. If the output can no longer be written (a closed pipe), nothing more is shown,
     and the run goes on.
@@ -58,17 +63,18 @@ class Progress:
         self, mode: Mode = "auto", file: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._file = sys.stdout if file is None else file
+        self._in_cell = file is None and in_notebook()
         self.verbose = mode == "verbose"
         if mode in ("auto", "verbose"):
-            watched = is_printed() and self._file.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-            mode = "live" if watched else "plain"
+            terminal = self._file.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+            mode = "live" if is_printed() and (terminal or self._in_cell) else "plain"
         self.mode: Mode = mode
         self._clock = clock
         self._period_s, self._evaluation_period_s = _PERIOD_S[mode], _EVALUATION_PERIOD_S[mode]
         self._due_at = float("inf")
         self._shown_at = self._status_at = float("-inf")
         self._unseen: ProgressState | Callable[[], ProgressState] | None = None
-        self._live: Live | None = None
+        self._live: Live | Cell | None = None
         self._title = ""
         self._said: tuple[object, ...] = ()
         self.warnings: list[str] = []
@@ -79,7 +85,7 @@ class Progress:
         now = self._clock()
         self._due_at, self._status_at = now if self.mode == "live" else now + self._period_s, now
         if self.mode == "live":
-            self._live = _make_live(self._file)
+            self._live = Cell() if self._in_cell else _make_live(self._file)
             self._live.start()
         self._say(title, partial(self._line, title, wrap=True))
 
@@ -148,7 +154,9 @@ class Progress:
         self._say(text, partial(self._print_warning, text), logging.WARNING)
 
     def _print_warning(self, text: str) -> None:
-        alike = _is_same(self._file, sys.stderr) or (_is_terminal(self._file) and _is_terminal(sys.stderr))
+        alike = (
+            self._in_cell or _is_same(self._file, sys.stderr) or (_is_terminal(self._file) and _is_terminal(sys.stderr))
+        )
         if self.mode != "quiet":
             self._print(f"warning: {text}")
         if self.mode == "quiet" or not alike:
@@ -162,7 +170,7 @@ class Progress:
 
     def abandon(self) -> None:
         """Make the terminal's cursor visible again without waiting for other threads, just before the process exits."""
-        if self._live is not None:
+        if self._live is not None and not self._in_cell:
             os.write(self._file.fileno(), b"\x1b[?25h\n")
 
     def stop(self) -> None:
@@ -223,6 +231,48 @@ def _make_live(file: TextIO) -> Live:
         redirect_stdout=file is sys.stdout,
         redirect_stderr=file is sys.stderr or sys.stderr.isatty(),
     )
+
+
+class Cell:
+    """The live table in a notebook: one output of the cell, which each update replaces; it offers what rich's `Live` does here.
+
+    Lines of text are kept below the table, so that the cell has one output for each run, and none that grows.
+    """
+
+    def __init__(self) -> None:
+        self.console, self._table = self, ""
+        self._handle: Any = None
+        self._lines = deque[str](maxlen=_CELL_LINES)
+
+    def start(self) -> None:
+        """Add the output to the current cell."""
+        self._handle = import_module("IPython.display").display(self._html(), display_id=True)
+
+    def print(self, text: str, **_: bool) -> None:
+        """Show a line of text below the table."""
+        self._lines.append(text)
+        self._refresh()
+
+    def update(self, renderable: RenderableType, refresh: bool = True) -> None:
+        """Show another table."""
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), width=110, color_system=None, force_jupyter=False)
+        with console.capture() as captured:
+            console.print(renderable)
+        self._table = captured.get().rstrip()
+        if refresh:
+            self._refresh()
+
+    def stop(self) -> None:
+        """Leave the output as it is."""
+
+    def _refresh(self) -> None:
+        self._handle.update(self._html())
+
+    def _html(self) -> Any:
+        text = "\n".join(["\n".join(line.rstrip() for line in self._table.splitlines()), *self._lines])
+        return import_module("IPython.display").HTML(f"<pre>{html.escape(text)}</pre>")
 
 
 MAX_ROWS = 16

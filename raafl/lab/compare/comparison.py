@@ -252,13 +252,26 @@ def read(path: Path, variant: str | None = None) -> Comparison:
             f"'{path}' is the config of a run, not a comparison: write a file with config: {path}, rows and seeds, or show "
             "runs beside each other by `raafl report RUN RUN`"
         )
-    raw = _variant({**raw, "name": str(path.stem if raw.get("name") is None else raw["name"])}, variant)
+    return of_fields(raw, path.stem, f"'{path}'", variant)
+
+
+def of_fields(raw: Mapping[str, Any], name: str, where: str, variant: str | None = None) -> Comparison:
+    """Make a comparison of the fields of a comparison file.
+
+    `name`: name of the comparison where the fields have none.
+    `where`: where the fields are from, for messages.
+    `variant`: as for `read`.
+
+    Raises:
+        BadInput: a field is unknown, missing, of another type or out of range.
+    """
+    raw = _variant({**raw, "name": name if raw.get("name") is None else str(raw["name"])}, variant)
     if raw.get("baseline") is not None:
         raw["baseline"] = str(raw["baseline"])  # YAML may read the label as a number
     raw = with_direction(check_fields(raw, Comparison, ""), Comparison.metric)
-    for name in ("config", "rows", "seeds"):
-        if name not in raw:
-            raise BadInput(f"{name} is missing in '{path}': a comparison needs config, rows and seeds")
+    for needed in ("config", "rows", "seeds"):
+        if needed not in raw:
+            raise BadInput(f"{needed} is missing in {where}: a comparison needs config, rows and seeds")
     given = {
         **raw,
         "rows": {label: words(f"rows.{label}", text) for label, text in labelled("rows", raw["rows"]).items()},

@@ -93,7 +93,7 @@ def write(result: Mapping[str, Any], folder: Path, *, draws: bool = True) -> lis
         },
     )
     # draw after the numbers are saved, so that an error here loses nothing
-    groups = _groups(result, folder) if draws else []
+    groups = groups_of(result, folder) if draws else []
     if groups:
         page_text = _page(result, table, groups)
         paths += _save(folder, {"curves.svg": draw(groups, ".svg"), "index.html": page_text.encode()})
@@ -107,7 +107,8 @@ def _save(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _groups(found: Mapping[str, Any], folder: Path) -> list[Group]:
+def groups_of(found: Mapping[str, Any], folder: Path) -> list[Group]:
+    """Read the runs of each row of a result as a group; rows whose runs all failed are left out."""
     groups = []
     for place, row in enumerate(found["rows"]):
         folders = [folder / run["folder"] for run in row["runs"] if "error" not in run]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from raafl.lab.plan.dry import Prediction
-from raafl.lab.plan.plan import STRAGGLER, Plan
-from raafl.parts.select.axis_report import share
+from raafl.config.experiment import Experiment
+from raafl.errors import fraction
+from raafl.lab.plan.dry import Prediction, World
+from raafl.lab.plan.plan import STRAGGLER, Plan, make_plan
+from raafl.lab.report.notebook import fragment, rows_html
+from raafl.parts.select.axis_report import facts, share
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.units import quantity, size
 
@@ -17,6 +21,7 @@ _NO_END = 100_000
 _WIDEST_OF_AXES = 120
 """Columns of a table of axes, in files and pipes as well: lists of names and reasons are as long as the model."""
 
+_NO_AXES = "No axes: every client trains all widths whole."
 _MOST_SUBMODELS, _MOST_AXES, _MOST_NAMES = 9, 8, 3
 _LEFT = ("submodel", "device", "algorithm", "note", "field", "source", "axis", "on it", "reason", "stays whole", "base")
 
@@ -29,9 +34,6 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
     shown = [table(*one, width, terminal=terminal) for one in (_submodels(plan), _devices(plan), _algorithms(plan))]
     shown.insert(2, "\n".join(_advice(plan)))
     shown.insert(0, axes_text(plan.axes, width, terminal=terminal, most=_MOST_AXES))
-    head = (
-        f"{plan.name}: {plan.params:,} parameters, {quantity(plan.num_clients, 'client')}, batches of {plan.batch_size}"
-    )
     shown += [f"{one.name} {one.note}." for one in plan.algorithms if one.note]
     if len(plan.algorithms) == 1 and plan.params > MOST_VALUES:
         shown.append(
@@ -39,7 +41,7 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
         )
     shown += [f"Times and memory are a guess: {plan.guessed}."] if plan.guessed else []
     reasons = (plan.chosen or {}).get("reasons", ())
-    return "\n\n".join([head, *(["\n".join(reasons)] if reasons else []), *shown])
+    return "\n\n".join([_head(plan), *(["\n".join(reasons)] if reasons else []), *shown])
 
 
 def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int | None = None) -> str:
@@ -47,24 +49,90 @@ def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int
 
     `most`: largest number of rows of a table; None = all rows.
     """
+    shown = []
+    for title, names, rows in _axes(facts, most):
+        rest = 0 if most is None else max(len(rows) - most, 0)
+        more = f"\n... and {rest} more: `raafl axes` lists them all" if rest else ""
+        lines = table(title, names, rows[: len(rows) - rest], width, terminal=terminal, widest=_WIDEST_OF_AXES)
+        shown += [lines + more] if rows else []
+    return "\n\n".join(shown if facts["axes"] else [_NO_AXES, *shown])
+
+
+def _axes(facts: Mapping[str, Any], most: int | None) -> list[Table]:
+    """Return the tables of the axes, of what rates leave, and of what stays whole; ``most`` as for `axes_text`."""
     axes = [[one["name"], str(one["size"]), ", ".join(one["parameters"])] for one in facts["axes"]]
     rates = [[rate, share(one["parameters"]), share(one["flops"])] for rate, one in facts["rates"].items()]
     places: dict[str, list[str]] = {}
     for one in facts["whole"]:
         places.setdefault(one["reason"], []).append(f"{one['parameter']}[{one['dim']}]")
     whole = [[", ".join(_first(names, None if most is None else _MOST_NAMES)), why] for why, names in places.items()]
-    tables: list[Table] = [
+    return [
         ("Axes, whose units shrink together", ["axis", "size", "on it"], axes),
         ("Parameters and FLOPs that remain at a rate", ["rate", "parameters", "FLOPs"], rates if axes else []),
         ("Dimensions that stay whole, by parameter and [dimension]", ["stays whole", "reason"], whole),
     ]
-    shown = []
-    for title, names, rows in tables:
-        rest = 0 if most is None else max(len(rows) - most, 0)
-        more = f"\n... and {rest} more: `raafl axes` lists them all" if rest else ""
-        lines = table(title, names, rows[: len(rows) - rest], width, terminal=terminal, widest=_WIDEST_OF_AXES)
-        shown += [lines + more] if rows else []
-    return "\n\n".join(shown if axes else ["No axes: every client trains all widths whole.", *shown])
+
+
+@dataclass(frozen=True, repr=False)
+class AxesReport:
+    """Axes of a model, what rates leave of it, and what stays whole and why; it shows itself as text and in a notebook.
+
+    Attributes:
+        facts: the content that `raafl axes --json` prints: `axes`, `whole` and `rates`.
+    """
+
+    facts: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        return axes_text(self.facts, _WIDEST_OF_AXES, terminal=False)
+
+    def _repr_html_(self) -> str:
+        num = len(self.facts["axes"])
+        title = _NO_AXES if not num else "1 axis of the model" if num == 1 else f"{num} axes of the model"
+        return fragment(title, *(rows_html(*one) for one in _axes(self.facts, None) if one[2]))
+
+
+@dataclass(frozen=True, repr=False)
+class PlanReport:
+    """Predictions for a run, which show themselves as text and in a notebook.
+
+    Attributes:
+        plan: the predictions.
+    """
+
+    plan: Plan
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The content that `raafl plan --json` prints."""
+        return self.plan.to_json()
+
+    def __repr__(self) -> str:
+        return text(self.plan, _NO_END, terminal=False)
+
+    def _repr_html_(self) -> str:
+        tables = [_submodels(self.plan), _devices(self.plan), _algorithms(self.plan)]
+        notes = [*_advice(self.plan), *(f"{one.name} {one.note}." for one in self.plan.algorithms if one.note)]
+        return fragment(_head(self.plan), *(rows_html(*one) for one in tables), notes=notes)
+
+
+def plan_report(experiment: Experiment, algorithms: Sequence[str] | None) -> PlanReport:
+    """Predict an experiment without training; the arguments are those of `raafl.lab.plan.plan.make_plan`."""
+    return PlanReport(make_plan(experiment, algorithms))
+
+
+def axes_report(experiment: Experiment, rates: Sequence[float]) -> AxesReport:
+    """Find the axes of an experiment's model, and what these shares of each leave of it."""
+    for rate in rates:
+        fraction("rates", rate)
+    experiment.check()
+    world = World(experiment)
+    return AxesReport(facts(world.cut_submodels(), rates, world.batch_size))
+
+
+def _head(plan: Plan) -> str:
+    clients = quantity(plan.num_clients, "client")
+    return f"{plan.name}: {plan.params:,} parameters, {clients}, batches of {plan.batch_size}"
 
 
 def _first(names: Sequence[str], most: int | None) -> list[str]:
@@ -95,6 +163,7 @@ def table(
         file=io.StringIO(),
         width=min(width if terminal else _NO_END, widest),
         force_terminal=terminal,
+        force_jupyter=False,
         color_system="auto" if terminal else None,
     )
     with console.capture() as captured:

@@ -12,7 +12,7 @@ from raafl.runfolder.reading import Numbers, RecordedRun
 from raafl.runfolder.schema import MERGED, TIME_TO
 
 TIME, WALL, UPDATES, VERSIONS, BYTES = AXES = ("time", "wall time", "updates", "versions", "bytes")
-_TITLES = {
+TITLES = {
     TIME: "seconds on the run's clock",
     WALL: "seconds on the wall clock",
     UPDATES: "merged updates",
@@ -39,7 +39,7 @@ def curves(groups: Sequence[Group], first: str | None = None) -> Chart:
     views: dict[tuple[str, ...], View] = {
         (metric, against): View(
             [trace for group in groups for trace in _traces(group, metric, against, points)],
-            {"xaxis": axis(_TITLES[against], rangemode="tozero"), "yaxis": axis(metric), "hovermode": "x unified"},
+            {"xaxis": axis(TITLES[against], rangemode="tozero"), "yaxis": axis(metric), "hovermode": "x unified"},
         )
         for metric in metrics
         for against in AXES

@@ -56,6 +56,7 @@ class Settings(TypedDict, total=False):
     precision: str
     gradient_clip_val: float | None
     accumulate_grad_batches: int
+    capture: str | bool
     deterministic: bool
     tf32: bool | None
     shard: bool

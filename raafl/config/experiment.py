@@ -16,7 +16,7 @@ from raafl.config.options import MODES, About, Engine, SubmodelOptions, Target, 
 from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, installing, nearest, parse_address, positive
-from raafl.local.options import FabricOptions
+from raafl.local.options import CAPTURES, FabricOptions
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.rules import CURRENT
 from raafl.sanitize import is_url
@@ -531,6 +531,8 @@ class Experiment:
             yield f"fabric.precision is '{precision}': give 32-true, bf16-mixed or 16-mixed, which leave the model's dtype alone"
         if precision == "16-mixed" and accelerator == "cpu":
             yield "fabric.precision is 16-mixed, which is for GPUs: use bf16-mixed, or fabric.accelerator cuda"
+        if self.fabric.capture not in CAPTURES:
+            yield f"fabric.capture is '{self.fabric.capture}': give {', '.join(CAPTURES[:-1])} or {CAPTURES[-1]}"
         if self.transport not in TRANSPORTS:
             yield f"transport is '{self.transport}': give {' or '.join(TRANSPORTS)}"
         if not re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", self.server_device):

@@ -26,6 +26,7 @@ from raafl.algorithms import ALGORITHMS
 from raafl.config.check import MADE, Check
 from raafl.config.experiment import ABOUT, ACCELERATORS, marked
 from raafl.errors import BadInput, RunFailed
+from raafl.local.options import CAPTURES
 from raafl.rules import recorded_revision
 from raafl.sanitize import LARGEST, inside, is_url, load_untrusted_yaml, sanitize_text
 from raafl.state_folder import state_folder
@@ -58,6 +59,7 @@ _TEXTS: Final[Mapping[str, Text]] = {
     "Device.name": lambda text: _is(_WORD, text),
     "Experiment.memory": ("measure", "none").__contains__,
     "FabricOptions.accelerator": ACCELERATORS.__contains__,
+    "FabricOptions.capture": CAPTURES.__contains__,
     "FabricOptions.precision": lambda text: _is(_WORD, text),
     "LoRA.target_modules": lambda text: _is(_DOTTED, text),
     "split_fed.cut": lambda text: _is(_DOTTED, text),

@@ -87,6 +87,9 @@ class Traits:
     resident: bool = False
     # whether several processes of one client can share a task and average the gradients of the module
     supports_data_parallel: bool = True
+    # names of the hook's attributes that hold tensors which its steps read or change, besides the module's; None = its
+    # steps cannot be captured as a CUDA graph, for example since they read values of tensors
+    captures: tuple[str, ...] | None = None
     # number of first steps of a task that need no received values, and so may run before the task arrives
     steps_ahead: int = 0
 

@@ -205,6 +205,15 @@ class Update:
     # reason set by the transport if the content must not be merged (non-finite, wrong layout)
     refusal: str | None = None
 
+    def difference(self, other: Update) -> str:
+        """Describe the first difference from another update of the same task; empty = they are equal to the bit."""
+        if self.tensors.fingerprint() != other.tensors.fingerprint():
+            return "other values"
+        if repr(self.metrics) != repr(other.metrics):
+            return f"other metrics ({self.metrics} and {other.metrics})"
+        one, two = ((update.num_samples, update.num_steps, update.extra, update.refusal) for update in (self, other))
+        return "" if one == two else "another answer"
+
     @property
     def needs_fingerprint(self) -> bool:
         """Whether a digest of the tensors must still be computed for the journal; masked tensors need none."""

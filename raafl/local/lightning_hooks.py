@@ -7,8 +7,10 @@ configure_gradient_clipping, lr_scheduler_step, on_train_batch_end. What a metho
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -51,6 +53,15 @@ def uncalled(module: nn.Module, left_out: frozenset[str], method: str) -> list[s
     return lines + [
         f"{kind}.{name} is not called by {method}, which makes its steps in a way of its own" for name in own
     ]
+
+
+def reads_index(module: nn.Module) -> bool:
+    """Return whether a training step uses its argument for the batch index; True if that cannot be determined."""
+    step: Any = inspect.unwrap(cast(Any, type(module)).training_step)
+    if not inspect.isfunction(step) or step.__code__.co_argcount < 3:
+        return True
+    name = step.__code__.co_varnames[2]
+    return any(one.argval == name for one in dis.get_instructions(step))
 
 
 class Transfer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +36,7 @@ from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase
 
 if TYPE_CHECKING:
+    from raafl.local.captured import Capture
     from raafl.local.sharded import Shards
 
 __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
@@ -62,6 +63,7 @@ class LocalTrainer:
 
     Attributes:
         shards: processes over which each module is sharded; None = this process holds whole modules.
+        capture: trainer of tasks whose steps are CUDA graphs; None = steps are eager.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class LocalTrainer:
         self._max_built = max_built
         self.generator = torch.Generator()
         self._checked: WeakSet[FrozenBase] = WeakSet()
+        self.capture: Capture | None = None
 
     def run(
         self, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext = ALONE
@@ -121,9 +124,18 @@ class LocalTrainer:
             Stopped: the stop event of ``context`` was set.
         """
         with current(self.fabric.device):
-            return self._run(assignment, received, data, context)
+            run = self.run_once if self.capture is None else self.capture.run
+            return run(assignment, received, data, context)
 
-    def _run(self, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext) -> Update:
+    def run_once(
+        self,
+        assignment: Assignment,
+        received: FlatTensors,
+        data: ClientData,
+        context: TaskContext,
+        make: Callable[[LocalTrainer, PreparedTask], TaskSteps] | None = None,
+    ) -> Update:
+        """Train a task; see `run`. ``make`` returns its steps; None = they are eager."""
         process_group, context.progress.place = context.process_group, "before its first batch"
         data = data if process_group is None else process_group.begin(assignment, received, data)
         built = self.built(assignment.spec)
@@ -141,7 +153,7 @@ class LocalTrainer:
         if self.scaler is not None:  # a new scaler for each task, so that no task depends on the tasks before it
             precision.scaler = torch.amp.GradScaler(self.fabric.device.type)
         with masking as classes:
-            steps = TaskSteps(self, task)
+            steps = (make or TaskSteps)(self, task)
             extra = steps.run()
             loss = steps.mean_loss
         loss = loss if process_group is None else process_group.finish(built.module, loss or 0.0, built.recorder)
@@ -280,6 +292,8 @@ class LocalTrainer:
     def release(self) -> None:
         """Release all modules that are kept for reuse, and return freed memory to the system."""
         self._built.clear()
+        if self.capture is not None:
+            self.capture.clear()
         if self.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
         give_back(0)
@@ -469,7 +483,7 @@ class TaskSteps:
         is_last = self.index + 1 == self.per_epoch
         self._built.trainer.set(is_last_batch=is_last)
         if not self._skips_epoch:
-            batch = self._built.transfer(batch, self._trainer.fabric.device)
+            batch = self._transfer(batch)
             self._skips_epoch = self._call("on_train_batch_start", batch, self.index) == -1
             if self._skips_epoch and self._context.process_group is not None:
                 raise BadInput(self._not_together("on_train_batch_start returns -1, to skip the rest of the epoch"))
@@ -481,18 +495,26 @@ class TaskSteps:
             self._end_epoch(is_whole=True)
         self.num_batches += 1
 
-    def _train(self, batch: object, is_last: bool) -> None:
-        index = self.index
-        is_due = self._is_due(self.num_batches)
+    def _transfer(self, batch: object) -> object:
+        """Move a batch to the device that trains."""
+        return self._built.transfer(batch, self._trainer.fabric.device)
+
+    def _make_step(self, batch: object, is_due: bool) -> None:
+        """Compute the gradients of a batch, and make the optimizer's step if it is due."""
         hooks = self._built.hooks
         if is_due and hooks is not None and "optimizer_step" in hooks.overridden:
             hooks.optimizer_step(
-                self._built.optimizer, self.epoch, index, lambda: self._compute(batch, is_due), self._update
+                self._built.optimizer, self.epoch, self.index, lambda: self._compute(batch, is_due), self._update
             )
         else:
             self._compute(batch, is_due)
             if is_due:
                 self._update()
+
+    def _train(self, batch: object, is_last: bool) -> None:
+        index = self.index
+        is_due = self._is_due(self.num_batches)
+        self._make_step(batch, is_due)
         outputs, self._outputs = self._outputs, {}
         if is_due:
             self._num_due += 1

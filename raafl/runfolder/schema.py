@@ -218,7 +218,8 @@ class Summary(TypedDict, total=False):
     """Content of summary.json, which the Python API returns, too; an algorithm's merge rule may add entries.
 
     `finished` is the reason why the run ended. `updates_lost_by_reason` has the numbers whose sum is `updates_lost`.
-    `batched` tells which clients were trained together in one operation. `model` and `traceback` are files in the
+    `batched` tells which clients were trained together in one operation, `captured` how many tasks had steps that are
+    CUDA graphs, and why others had none. `model` and `traceback` are files in the
     folder; `model_copy` is the path of a model that could not be saved there. `best` has version, metric and value of
     `checkpoints/best.ckpt`. `mirror` describes the copy in an object store, `hub` the upload to the Hugging Face hub.
     `unwritten` has the number of rows that each file lacks.
@@ -251,6 +252,7 @@ class Summary(TypedDict, total=False):
     time_to: dict[str, float | None]
     model_digest: str
     batched: dict[str, Any]
+    captured: dict[str, Any]
     weights_clipped: dict[str, int]
     axes: list[dict[str, Any]]
     rates_leave: Any

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -242,7 +242,7 @@ class Run:
         self._state.how = how
 
     def finish(
-        self, reason: str, time_s: float, error: CodeFailed | None = None, batched: dict[str, Any] | None = None
+        self, reason: str, time_s: float, error: CodeFailed | None = None, trained: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Write the run's summary and return it.
 
@@ -250,7 +250,7 @@ class Run:
             reason: reason for which the run ended.
             time_s: time in seconds on the run's clock.
             error: error of the user's code that ended the run; None = none.
-            batched: statistics of batched training for the summary; None = tasks were not batched.
+            trained: entries of the summary on how tasks were trained; those that are empty are left out.
         """
         self.observer.error = self.observer.error or error
         coordinator, reason = self.parts.coordinator, self.observer.failure or reason
@@ -265,8 +265,7 @@ class Run:
         )
         if not reason.startswith(("interrupted", "failed")):
             summary["final"] |= self._final_metrics()
-        if batched:
-            summary["batched"] = batched
+        summary.update(cast(Summary, {name: told for name, told in (trained or {}).items() if told}))
         summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.clipped.items())}
         summary.update(cast(Summary, coordinator.algorithm.merge.report(coordinator.state)))
         summary["rates_leave"] = self._remaining
@@ -378,4 +377,5 @@ def simulate(
         if saved is not None:
             saved.restore_clock(simulation.restore)
         reason = simulation.run()
-        return run.finish(reason, simulation.now, simulation.error, executor.report()), run.folder
+        trained = {"batched": executor.report(), "captured": executor.captured()}
+        return run.finish(reason, simulation.now, simulation.error, trained), run.folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -373,8 +373,10 @@ def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricO
     algorithm = experiment.algorithm
     if (problem := device_problem(options)) is not None:
         raise BadInput(problem)
+    if not Rules(experiment.rules).captures_steps:
+        options = replace(options, capture="off")
     try:
-        return LocalTrainer(
+        trainer = LocalTrainer(
             submodels,
             algorithm.local,
             sends_of(experiment),
@@ -388,6 +390,11 @@ def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricO
             f"fabric.accelerator is '{options.accelerator}' and fabric.precision '{options.precision}', which cannot "
             f"be used here: {' '.join(str(error).split())}"
         ) from error
+    if trainer.fabric.device.type == "cuda" and options.capture != "off":
+        from raafl.local.captured import Capture
+
+        trainer.capture = Capture(trainer)
+    return trainer
 
 
 def client_parts(

@@ -81,7 +81,8 @@ class Graph:
         answers = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
         for leaf in answers:
             if leaf.is_cuda and key(leaf) not in before | self._outside.keys():
-                self._made[key(leaf)] = leaf
+                # no second reference to the tensor itself: autograd would copy a gradient instead of keeping it
+                self._made[key(leaf)] = _raw(lambda leaf=leaf: leaf.detach())
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         args, kwargs = tree_map(self._own, (args, kwargs))
         self.operations.append(Recorded(func, args, kwargs, [self._own(leaf) for leaf in answers]))

@@ -116,6 +116,22 @@ class Recorder:
         return list(dict.fromkeys((*self._sums, *self._metrics)))
 
     @property
+    def sums(self) -> Mapping[str, tuple[Tensor | float, float]]:
+        """Sum and total weight of each number that was logged, by name."""
+        return self._sums
+
+    def carry(self, name: str, how: str, into: Tensor, start: float, weight: float) -> None:
+        """Let the sum of a value go on in ``into``, to which a graph adds the next one, and count that one's weight.
+
+        `start`: what ``into`` holds before the first value.
+        """
+        total, count = self._sums.get(name, (start, 0.0))
+        if total is not into:
+            into.copy_(total) if isinstance(total, Tensor) else into.fill_(total)
+        self._how[name] = how
+        self._sums[name] = into, count + weight if how == "mean" else 1.0
+
+    @property
     def metrics(self) -> Mapping[str, Any]:
         """Metrics that were logged, by name."""
         return self._metrics

@@ -6,12 +6,10 @@ alone.
 
 from __future__ import annotations
 
-import dis
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from torch.utils._pytree import tree_unflatten
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
 from raafl.local.evaluation.record import Recorder, attach_log, widened
+from raafl.local.lightning_hooks import reads_index
 from raafl.local.proximal import ProximalTerm
 from raafl.local.stacked.batches import Batch, batches
 from raafl.local.stacked.mode import Stacked
@@ -121,7 +120,7 @@ class Steps:
                 "a learning rate scheduler steps once an epoch, but clients' epochs have different lengths: let it step "
                 "at every optimizer step (interval 'step'), so that several clients can be trained together"
             )
-        self.by_index = len(lengths) > 1 and max(counts) > min(lengths) and _reads_index(built.module)
+        self.by_index = len(lengths) > 1 and max(counts) > min(lengths) and reads_index(built.module)
         self.per_epoch = max(lengths)
         self.anchors = (
             [self.rows.stack(built.present.layout.by_name[name], slice(0, num)).clone() for name in self.trained]
@@ -258,15 +257,6 @@ class Steps:
         self.logged.add(clients, values)
         for client, state in zip(clients, states, strict=True):
             self.states[client] = state
-
-
-def _reads_index(module: nn.Module) -> bool:
-    """Return whether a training step uses its argument for the batch index; True if that cannot be determined."""
-    step: Any = inspect.unwrap(cast(Any, type(module)).training_step)
-    if not inspect.isfunction(step) or step.__code__.co_argcount < 3:
-        return True
-    name = step.__code__.co_varnames[2]
-    return any(one.argval == name for one in dis.get_instructions(step))
 
 
 class _Placed:

@@ -76,6 +76,10 @@ class Executor(ABC):
         """Return an entry for the run's summary about how tasks were trained; empty if they are trained one by one."""
         return summed([self.counted()])
 
+    def captured(self) -> dict[str, Any]:
+        """Return an entry for the run's summary about steps captured as CUDA graphs; empty on a CPU."""
+        return {}
+
     def close(self) -> None:
         """End other processes and release memory; the method can be called again."""
         return
@@ -101,6 +105,10 @@ class Inline(Executor):
     def cancel(self, assignment_id: int) -> None:
         """Remove the stored task; see `Executor.cancel`."""
         self._tasks.pop(assignment_id, None)
+
+    def captured(self) -> dict[str, Any]:
+        """Return how many tasks had captured steps, and why others were eager."""
+        return {} if self._trainer.capture is None else self._trainer.capture.counted()
 
 
 def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -160,6 +160,10 @@ class BatchedExecutor(Executor):
             "not_tried": self._not_tried,
         }
 
+    def captured(self) -> dict[str, Any]:
+        """Return how many tasks that were trained one by one had captured steps, and why others were eager."""
+        return {} if self._trainer.capture is None else self._trainer.capture.counted()
+
     # ---- as one batch, or one by one ----
 
     def _alone(self, assignment_id: int, context: TaskContext) -> Update:
@@ -291,7 +295,9 @@ class BatchedExecutor(Executor):
                 try:
                     other = trained.update(member.assignment.id, context, draws=True)
                     asked_s += time.thread_time() - begun
-                    different = different or _difference(update, other, drawn)
+                    drawn_alike = same_generators(drawn, generators())
+                    other_draws = "" if drawn_alike else "other random numbers are drawn"
+                    different = different or update.difference(other) or other_draws
                 except USER_ERRORS as error:
                     different = different or format_error(error)
             else:
@@ -324,20 +330,3 @@ class BatchedExecutor(Executor):
         if reason not in self._reasons:
             self._reasons[reason] = None
             self.note(f"clients are trained one after the other: {reason}")
-
-
-def _difference(one: Update, other: Update, drawn: tuple[Any, ...]) -> str:
-    """Describe the first difference between two updates of one task, or between the random states that they leave; "" = equal."""
-    if one.tensors.fingerprint() != other.tensors.fingerprint():
-        return "other values"
-    if repr(one.metrics) != repr(other.metrics):
-        return f"other metrics ({one.metrics} and {other.metrics})"
-    if not same_generators(drawn, generators()):
-        return "other random numbers are drawn"
-    same = (one.num_samples, one.num_steps, one.extra, one.refusal) == (
-        other.num_samples,
-        other.num_steps,
-        other.extra,
-        other.refusal,
-    )
-    return "" if same else "another answer"

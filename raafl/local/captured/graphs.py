@@ -1,0 +1,395 @@
+"""Capture and replay the steps of one submodel's module: its graphs, and the memory at fixed addresses that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raafl.local.captured.limits import NotCapturable, Rates, problems_of_built, problems_of_optimizer
+from raafl.local.evaluation.record import attach_log, widened
+from raafl.local.train import LocalTrainer, PreparedTask, TaskSteps
+from raafl.local.trainable import TrainableSubmodel
+from raafl.rng import generators, same_generators
+from raafl.submodel import FlatTensors
+from raafl.submodel.nested_batch import batch_tensors, mapped, tensors_in
+
+WARM_UPS = 2
+"""Eager steps of each shape before its capture: the first makes the optimizer's state, the second finds it there."""
+MOST_GRAPHS = 32
+"""Graphs of a process; beyond it the one that was used least recently goes."""
+_LEAST_REPLAYS = 3
+"""Replays of a capture on average below which capturing anew costs more than it saves."""
+_PLAIN = (str, bytes, int, float, bool, type(None))
+# -0.0 + x is x for every x, including -0.0
+_START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """The step of one key: what is fixed in it, and its graph once it is captured."""
+
+    batch: Any  # batch of static tensors
+    inputs: list[Tensor]  # these tensors, in the order of `batch_tensors`
+    warm_ups: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+    state: dict[Any, list[str]] = field(default_factory=dict)  # by parameter: tensors of its state after the step
+    logged: dict[str, tuple[str, float]] = field(default_factory=dict)  # by name: reduction, weight of one step
+    proofs: int = 0  # tasks trained both ways with equal results
+
+
+class Owner(Protocol):
+    """What the graphs of a process share; see `raafl.local.captured.tasks.Capture`."""
+
+    device: torch.device
+
+    @property
+    def stream(self) -> Any:
+        """Stream of warm-up steps and captures."""
+
+    @property
+    def pool(self) -> Any:
+        """Memory of all graphs."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Return a context that computes on the stream of captures."""
+
+    def use(self, step: Step) -> None:
+        """Note that a graph was replayed."""
+
+
+class StepGraphs:
+    """Graphs of one submodel's module, and the memory at fixed addresses that they share.
+
+    Attributes:
+        reason: why its steps are not captured; None = they may be.
+        rates: learning rates of its optimizer; None = the optimizer stays as the user made it.
+    """
+
+    def __init__(self, owner: Owner, built: TrainableSubmodel, masked: bool) -> None:
+        self._owner, device = owner, owner.device
+        has_form = not problems_of_optimizer(built.optimizer)
+        self.rates = Rates(len(built.optimizer.param_groups), device) if has_form else None
+        found = problems_of_built(built, masked)
+        self.reason: str | None = found[0] if found else None
+        self._steps: dict[Hashable, Step] = {}
+        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        self._sums: dict[str, Tensor] = {}
+        self._state: dict[Any, dict[str, Tensor]] = {}  # the optimizer's state, by parameter and name
+        self._static: dict[str, Any] = {}  # tensors of the method's hook, and anchors
+        self._is_bound = False  # whether the optimizer's state lies in `_state`
+        self._num_captures = self._num_replays = 0
+
+    def begin(self, steps: CapturedSteps) -> None:
+        """Move what a task brings, and its steps read, to addresses that stay."""
+        self._is_bound = False
+        steps.move(self._at)
+
+    def _at(self, name: str, values: Any) -> Any:
+        """Copy tensors to where the graphs read them; return these copies in the same structure."""
+        if isinstance(values, FlatTensors):
+            if name not in self._static:
+                self._static[name] = FlatTensors.empty(values.layout, self._owner.device)
+            return self._static[name].copy_(values)
+        tensors = tensors_in(values)
+        own = self._static.setdefault(name, [torch.empty_like(x, device=self._owner.device) for x in tensors])
+        if [x.shape for x in own] != [x.shape for x in tensors]:
+            raise NotCapturable(f"the tensors '{name}' of the algorithm's steps have other shapes in each task")
+        for x, given in zip(own, tensors, strict=True):
+            x.copy_(given)
+        copies = iter(own)
+        return mapped(values, lambda _: next(copies))
+
+    # ---- a step ----
+
+    def run(self, steps: CapturedSteps, batch: object) -> None:
+        """Make one step with a batch: eagerly at first, then by its graph."""
+        optimizer = steps.built.optimizer
+        weight, shape = steps.built.recorder.weight, _form(batch)
+        key = shape, weight, bool(optimizer.state), _options(optimizer)
+        step = self._steps.get(key)
+        if step is None:
+            inputs = [torch.empty_like(x, device=self._owner.device) for x in batch_tensors(batch)]
+            tensors = iter(inputs)
+            step = self._steps[key] = Step(mapped(batch, lambda _: next(tensors)), inputs)
+            # the optimizer's first step differs only in making the state, so its shape is warm with the others
+            step.warm_ups = max((one.warm_ups for (form, *_), one in self._items() if form == shape), default=0)
+        for own, given in zip(step.inputs, batch_tensors(batch), strict=True):
+            own.copy_(given)
+        if step.graph is None and step.warm_ups < WARM_UPS:
+            self._warm_up(steps, step)
+            return
+        if step.graph is None:
+            self._capture(steps, step)
+        self._replay(steps, step)
+
+    def _items(self) -> Iterator[tuple[Any, Step]]:
+        yield from self._steps.items()
+
+    def _warm_up(self, steps: CapturedSteps, step: Step) -> None:
+        """Make a step eagerly where waiting for the GPU is an error, and look for what a graph would freeze."""
+        built, before = steps.built, generators()
+        asked, changed = built.trainer.asked, set(built.state.changed())
+        asked.clear()
+        with self._owner.beside(), _waits_refused(), _Watch():  # type: ignore[no-untyped-call]
+            steps.step_eagerly(step.batch)
+        step.warm_ups += 1
+        self._is_bound = False
+        if not same_generators(before, generators()):
+            raise NotCapturable("training_step draws random numbers on the CPU")
+        if built.trainer.asked_of_task:
+            raise NotCapturable(f"training_step reads self.trainer.{built.trainer.asked_of_task[0]}")
+        if new := set(built.state.changed()) - changed:
+            raise NotCapturable(f"training_step changes the attribute {min(new)}")
+        if stray := [name for name, p in built.module.named_parameters() if p.grad is not None]:
+            raise NotCapturable(f"parameter '{stray[0]}' has a gradient, but is not in the optimizer")
+        if built.recorder.metrics:
+            raise NotCapturable(f"training_step logs '{min(built.recorder.metrics)}', a Metric")
+
+    def _capture(self, steps: CapturedSteps, step: Step) -> None:
+        """Record a step as a graph; this computes nothing, and leaves Python's side as before it."""
+        self._num_captures += 1
+        if self._num_captures > MOST_GRAPHS and self._num_replays < _LEAST_REPLAYS * self._num_captures:
+            raise NotCapturable("shapes of batches, or options of the optimizer, change too often")
+        built = steps.built
+        for name, (total, _) in built.recorder.sums.items():
+            if not isinstance(total, Tensor):
+                raise NotCapturable(f"training_step logs '{name}', a number of Python, which a graph would freeze")
+            self._sums.setdefault(name, torch.zeros_like(total))
+        self._bind(built)
+        logged, graph = _Logged(built.recorder.weight, self._sums), torch.cuda.CUDAGraph()
+        attach_log(built.module, logged.log, logged.log_dict)
+        counts = steps.counts(self._total)
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._owner.pool, stream=self._owner.stream, capture_error_mode="thread_local"
+            ):
+                steps.step_eagerly(step.batch)
+                self._total.copy_(steps.total)  # type: ignore[arg-type]  # a tensor after a step
+                built.gather()
+                step.state = self._keep(built.optimizer)
+        finally:
+            built.recorder.attach(built.module)
+            steps.restore(counts)
+        step.graph, step.logged = graph, logged.found
+        self._is_bound = False
+
+    def _keep(self, optimizer: Optimizer) -> dict[Any, list[str]]:
+        """Copy the state that a captured step has left elsewhere to where the next one finds it; return the names of all."""
+        found = {}
+        for parameter, state in optimizer.state.items():
+            found[parameter] = [name for name, value in state.items() if isinstance(value, Tensor)]
+            for name in found[parameter]:
+                own = self._state.get(parameter, {}).get(name)
+                if own is None:
+                    raise NotCapturable("the optimizer makes its state later than in its first steps")
+                if state[name] is not own:
+                    own.copy_(state[name])
+        return found
+
+    def _bind(self, built: TrainableSubmodel) -> None:
+        """Let the optimizer's state lie where graphs find it; the first state that eager steps made stays where it is."""
+        if self._is_bound:
+            return
+        built.gather()  # of buffers that eager steps have replaced
+        for parameter, state in built.optimizer.state.items():
+            own = self._state.setdefault(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = own[name] = self._bound(own.get(name), value)
+                elif value is not None:
+                    raise NotCapturable(f"the optimizer counts '{name}' in Python")
+        self._is_bound = True
+
+    def _bound(self, own: Tensor | None, value: Tensor) -> Tensor:
+        if own is None:
+            return value.to(self._owner.device)
+        return own if own is value else own.copy_(value)
+
+    def _replay(self, steps: CapturedSteps, step: Step) -> None:
+        """Make a step by its graph, and count on Python's side what it has done."""
+        built, owner = steps.built, self._owner
+        optimizer, graph = built.optimizer, step.graph
+        assert graph is not None and self.rates is not None
+        self.rates.refresh(optimizer)
+        self._bind(built)
+        for name, (how, weight) in step.logged.items():
+            built.recorder.carry(name, how, self._sums[name], _START[how], weight)
+        steps.sum_in(self._total)
+        graph.replay()
+        owner.use(step)
+        self._num_replays += 1
+        if not optimizer.state:
+            for parameter, names in step.state.items():
+                optimizer.state[parameter] = {name: self._state[parameter][name] for name in names}
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a rate that no step has used
+        steps.count()
+        steps.used[step] = None
+
+    def forget(self, reason: str) -> None:
+        """Train eagerly from now on, and release the graphs."""
+        self.reason = reason
+        self._steps.clear()
+        for memory in (self._sums, self._state, self._static):
+            memory.clear()
+
+
+class _Logged:
+    """Replacement of a recorder within a capture: adds what a step logs to sums at fixed addresses.
+
+    Attributes:
+        found: reduction and weight of each value that was logged, by name.
+    """
+
+    def __init__(self, weight: float, sums: Mapping[str, Tensor]) -> None:
+        self._weight, self._sums = weight, sums
+        self.found: dict[str, tuple[str, float]] = {}
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *args: object,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record one logged value; see `Recorder.log`."""
+        how = getattr(reduce_fx, "__name__", str(reduce_fx))
+        if not isinstance(value, Tensor) or how not in _START or name not in self._sums:
+            raise NotCapturable(f"training_step logs '{name}' in a form, or at a time, that a graph would freeze")
+        own, value = self._sums[name], widened(value)
+        weight = self._weight if batch_size is None else float(batch_size)
+        before = self.found.get(name, (how, 0.0))[1]
+        if how in ("mean", "sum"):
+            own.copy_(own + (value * weight if how == "mean" else value))
+        else:
+            own.copy_((torch.minimum if how == "min" else torch.maximum)(own, value))
+        self.found[name] = how, before + weight if how == "mean" else 1.0
+
+    def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Record several values; see `Recorder.log`."""
+        for name, value in values.items():
+            self.log(name, value, **kwargs)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuse what a graph would leave out or freeze without an error: the CPU's tensors, generators of the user's own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        for tensor in tensors_in((args, kwargs or {}, answer)):
+            if tensor.device.type == "cpu" and tensor.numel():
+                raise NotCapturable(f"a step works on a tensor of the CPU ({func.overloadpacket})")
+            if tensor.layout is not torch.strided:
+                raise NotCapturable(f"a step has sparse tensors ({func.overloadpacket})")
+        if (kwargs or {}).get("generator") is not None:
+            raise NotCapturable("training_step draws from a generator of its own")
+        return answer
+
+
+@contextmanager
+def _waits_refused() -> Iterator[None]:
+    """Return a context in which waiting for the GPU raises an error; it holds for the whole process."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _form(item: object) -> Hashable:
+    """Return what a graph fixes of a batch: its structure, shapes, dtypes, strides, and all that is no tensor."""
+    if isinstance(item, Tensor):
+        return item.shape, item.dtype, item.stride()
+    if isinstance(item, Mapping):
+        return type(item), tuple((key, _form(value)) for key, value in item.items())
+    if type(item) in (list, tuple):
+        return type(item), tuple(_form(value) for value in item)  # type: ignore[attr-defined]
+    if type(item) not in _PLAIN:
+        raise NotCapturable(f"a batch holds an object of {type(item).__name__}")
+    return type(item), item
+
+
+def _options(optimizer: Optimizer) -> Hashable:
+    """Return the options of an optimizer's groups that a graph fixes: all but the rates."""
+    fixed = [[(k, v) for k, v in group.items() if k not in _NOT_FIXED] for group in optimizer.param_groups]
+    return repr(fixed)
+
+
+_NOT_FIXED = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr"})
+
+
+class CapturedSteps(TaskSteps):
+    """The steps of one task, made by graphs.
+
+    `used`: steps whose graphs this task has used.
+    """
+
+    def __init__(self, trainer: LocalTrainer, task: PreparedTask, graphs: StepGraphs) -> None:
+        super().__init__(trainer, task)
+        self.built, self._graphs, self.used = task.built, graphs, dict[Step, None]()
+        graphs.begin(self)
+
+    @property
+    def total(self) -> Tensor | float:
+        """Sum of the losses so far."""
+        return self._total
+
+    def move(self, at: Callable[[str, Any], Any]) -> None:
+        """Move the tensors that a task brings to fixed addresses.
+
+        `at`: function that copies tensors to those of their name, and returns them there.
+        """
+        if self._pull is not None:
+            self._pull.anchors = at("anchors", self._pull.anchors)
+        for name in self._trainer.local.traits.captures or ():
+            setattr(self._hook, name, at(name, getattr(self._hook, name)))
+
+    def _transfer(self, batch: object) -> object:
+        """Move a batch; a mask of ones is left out on the CPU, where transformers would wait for the GPU to see that it is one."""
+        if isinstance(batch, Mapping) and _is_of_ones(batch.get("attention_mask")):
+            batch = {name: value for name, value in batch.items() if name != "attention_mask"}
+        return super()._transfer(batch)
+
+    def _make_step(self, batch: object, is_due: bool) -> None:
+        self._graphs.run(self, batch)
+
+    def step_eagerly(self, batch: object) -> None:
+        """Make a step as without graphs."""
+        before = self._num_losses
+        super()._make_step(batch, is_due=True)
+        if self._num_losses == before:
+            raise NotCapturable("training_step returns None, to skip a batch")
+
+    def counts(self, total: Tensor) -> tuple[Any, ...]:
+        """Return the counts of steps, and put the sum of losses into ``total``'s place; see `restore`."""
+        found = self._num_losses, self.num_steps, self._total
+        self._total = total
+        return found
+
+    def restore(self, counts: tuple[Any, ...]) -> None:
+        """Set the counts of steps that `counts` has returned."""
+        self._num_losses, self.num_steps, self._total = counts
+
+    def sum_in(self, total: Tensor) -> None:
+        """Let the sum of losses go on in ``total``."""
+        if self._total is not total:
+            total.copy_(self._total) if isinstance(self._total, Tensor) else total.fill_(self._total)
+            self._total = total
+
+    def count(self) -> None:
+        """Count a step that a graph has made."""
+        self._num_losses += 1
+        self.num_steps += 1
+
+
+def _is_of_ones(mask: object) -> bool:
+    return isinstance(mask, Tensor) and mask.device.type == "cpu" and mask.dim() == 2 and bool(mask.all())

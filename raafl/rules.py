@@ -104,7 +104,9 @@ class Rules:
     @property
     def reseeds_data(self) -> bool:
         """Whether generators that a data set or its transforms own are seeded anew for each task and each evaluation."""
+        return self.revision >= 3
 
+    @property
     def captures_steps(self) -> bool:
         """Whether tasks on a GPU train with fused or capturable optimizers, and captured steps, as `fabric.capture` says."""
         return self.revision >= 3

@@ -36,7 +36,6 @@ from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase
 
 if TYPE_CHECKING:
-    from raafl.local.captured import Capture
     from raafl.local.sharded import Shards
 
 __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
@@ -63,7 +62,7 @@ class LocalTrainer:
 
     Attributes:
         shards: processes over which each module is sharded; None = this process holds whole modules.
-        capture: trainer of tasks whose steps are CUDA graphs; None = steps are eager.
+        capture: `raafl.local.captured.Capture`, which trains tasks with steps that are CUDA graphs; None = eager steps.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class LocalTrainer:
         self._max_built = max_built
         self.generator = torch.Generator()
         self._checked: WeakSet[FrozenBase] = WeakSet()
-        self.capture: Capture | None = None
+        self.capture: Any = None
 
     def run(
         self, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext = ALONE
@@ -483,7 +482,7 @@ class TaskSteps:
         is_last = self.index + 1 == self.per_epoch
         self._built.trainer.set(is_last_batch=is_last)
         if not self._skips_epoch:
-            batch = self._transfer(batch)
+            batch = self._built.transfer(batch, self._trainer.fabric.device)
             self._skips_epoch = self._call("on_train_batch_start", batch, self.index) == -1
             if self._skips_epoch and self._context.process_group is not None:
                 raise BadInput(self._not_together("on_train_batch_start returns -1, to skip the rest of the epoch"))
@@ -494,10 +493,6 @@ class TaskSteps:
         if is_last:
             self._end_epoch(is_whole=True)
         self.num_batches += 1
-
-    def _transfer(self, batch: object) -> object:
-        """Move a batch to the device that trains."""
-        return self._built.transfer(batch, self._trainer.fabric.device)
 
     def _make_step(self, batch: object, is_due: bool) -> None:
         """Compute the gradients of a batch, and make the optimizer's step if it is due."""

@@ -29,7 +29,8 @@ def test_a_run_writes_what_the_schema_names(tmp_path):
     assert summary.keys() == Summary.__annotations__.keys() - {
         "traceback",
         "batched",
-    }  # of a failure, and of `batch_clients`
+        "captured",
+    }  # of a failure, of `batch_clients`, and of a GPU
     assert json.loads((folder / "summary.json").read_text()).keys() == summary.keys()
     rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert {name for row in rows for name in row} <= JournalRow.__annotations__.keys()

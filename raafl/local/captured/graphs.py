@@ -353,11 +353,11 @@ class CapturedSteps(TaskSteps):
         for name in self._trainer.local.traits.captures or ():
             setattr(self._hook, name, at(name, getattr(self._hook, name)))
 
-    def _transfer(self, batch: object) -> object:
-        """Move a batch; a mask of ones is left out on the CPU, where transformers would wait for the GPU to see that it is one."""
+    def _run_batch(self, batch: object) -> None:
+        """Train on a batch; a mask of ones is left out on the CPU, since transformers would wait for the GPU to see its values."""
         if isinstance(batch, Mapping) and _is_of_ones(batch.get("attention_mask")):
             batch = {name: value for name, value in batch.items() if name != "attention_mask"}
-        return super()._transfer(batch)
+        super()._run_batch(batch)
 
     def _make_step(self, batch: object, is_due: bool) -> None:
         self._graphs.run(self, batch)

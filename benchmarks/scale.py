@@ -1,4 +1,4 @@
-"""Whether the cost of an event grows with the run or with the clients: 10,000 and 100,000 of them, 20,000 updates of a small MLP.
+"""Whether the cost of an event grows with the run or with the clients: 10,000 to 1,000,000 of them, 20,000 updates of a small MLP.
 
 Also 1,000 clients on CIFAR-10 (which must be there, see `RAAFL_DATA`), a CNN.
 
@@ -12,6 +12,7 @@ first training; `build_s` what went before, where data are shared out, devices d
 peak, and its growth from the moment when the model, the data and its share for each client were there;
 `bytes_per_client` is its growth from before that until all clients have joined, without the samples themselves.
 `evaluate_s` are the CPU seconds of measuring the model once, for CIFAR-10 on its whole test set.
+In the cases of a million clients 10,000 train at a time, on devices whose speed varies with each task and drifts.
 In the cases that come and go, every client is there for three quarters of its time only, each in its own rhythm.
 
     python -m benchmarks.scale [--json] [--out FILE]
@@ -63,6 +64,7 @@ class Case:
     samples: int = 4
     come_and_go: bool = False
     cifar10: bool = False
+    varies: bool = False
 
 
 NAMES = ("fed_async", "fed_buff", "fed_raa")
@@ -72,6 +74,7 @@ CASES = [
     *(Case(name, cap) for name in NAMES for cap in (1000, None)),
     Case("fed_raa", 1000, come_and_go=True),
     MANY,
+    *(Case(name, 10_000, clients=1_000_000, samples=1, varies=True) for name in ("fed_buff", "fed_raa")),
     CIFAR,
 ]
 
@@ -143,7 +146,9 @@ def make_devices(case: Case) -> list[Device]:
         if case.come_and_go:  # there for 15 s of every 20 s, from 0 s, 2 s, ... 18 s on
             start = float(2 * (kind // 3))
             windows = ((start, start + 15.0),) if start <= 5 else ((0.0, start - 5.0), (start, 20.0))
-        devices.append(Device(flops_per_s=(5e4, 2.5e4, 1e4)[kind % 3], availability=windows, period_s=windows and 20.0))
+        varying: dict[str, Any] = {"speed_jitter": 0.2, "speed_drift": 0.3, "drift_s": 60.0} if case.varies else {}
+        speed = (5e4, 2.5e4, 1e4)[kind % 3]
+        devices.append(Device(flops_per_s=speed, availability=windows, period_s=windows and 20.0, **varying))
     return devices
 
 
@@ -200,6 +205,7 @@ def measure(case: Case, folder: Path) -> Row:
         "data": "cifar10" if case.cifar10 else "random",
         "concurrency": case.concurrency,
         "come_and_go": case.come_and_go,
+        "varies": case.varies,
         "clients": case.clients,
         "updates": case.updates,
         "events": sum(events),

@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, count, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -198,9 +198,12 @@ class ClientData:
 class _Parts:
     """Row indices of all clients in one tensor; a tensor for each client would cost half a kilobyte of overhead apiece."""
 
-    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
-        self.sizes = [len(part) for part in parts]
-        self._rows, self._ends = torch.cat(list(parts)), list(accumulate(self.sizes))
+    def __init__(self, rows: torch.Tensor, sizes: list[int]) -> None:
+        self.sizes, self._rows, self._ends = sizes, rows, list(accumulate(sizes))
+
+    @classmethod
+    def of_all(cls, parts: Sequence[torch.Tensor]) -> Self:
+        return cls(torch.cat(list(parts)), [len(part) for part in parts])
 
     def of(self, client: int) -> torch.Tensor:
         """Return the rows of the training set that belong to a client, 1 to N."""
@@ -252,24 +255,25 @@ class FederatedData:
         self._owned = self._owned_by(self._dataset, self._collate)
         self.measured = ""
         self._validation = partition.validation_rows(_length(self._dataset), seed)
-        parts = self._split(partition, num_clients, seed)
-        sides: Iterable[Sequence[torch.Tensor]] = (parts, [parts[0][:0]] * len(parts))
+        rows, sizes = self._split(partition, num_clients, seed)
+        self._parts, self._test_parts = _Parts(rows, sizes), _Parts(rows[:0], [0] * num_clients)
         if partition.test_share:
-            sides = zip(*(partition.held_out(part, client, seed) for client, part in enumerate(parts, 1)), strict=True)
-        self._parts, self._test_parts = map(_Parts, sides)
+            parts = enumerate(torch.split(rows, sizes), start=1)
+            sides = zip(*(partition.held_out(part, client, seed) for client, part in parts), strict=True)
+            self._parts, self._test_parts = map(_Parts.of_all, sides)
         self._check_weights()
         self._clients: OrderedDict[int, ClientData] = OrderedDict()
         self._test: InOrder | None = None
         self._final: InOrder | None = None
 
-    def _split(self, partition: Partition, num_clients: int, seed: int) -> list[torch.Tensor]:
-        """Return the row indices of each client; validation rows belong to no client."""
+    def _split(self, partition: Partition, num_clients: int, seed: int) -> tuple[torch.Tensor, list[int]]:
+        """Return the row indices of all clients in order, and each one's number; validation rows belong to no client."""
         rows = np.setdiff1d(np.arange(_length(self._dataset)), self._validation.numpy())
         labels = self.labels()[rows] if partition.needs_labels else np.zeros(len(rows), np.int64)
         # A Subset hides the columns that a data set can give as a whole, so it is made only where rows are left out.
         dataset = Subset(self._dataset, rows.tolist()) if len(self._validation) else self._dataset
-        parts = partition.split(labels, num_clients, seed, Columns(dataset))
-        return [torch.from_numpy(rows)[part] for part in parts]
+        parts, sizes = partition.rows_of_all(labels, num_clients, seed, Columns(dataset))
+        return torch.from_numpy(rows[parts]), sizes
 
     @property
     def sizes(self) -> list[int]:

@@ -93,6 +93,20 @@ class Partition(ABC):
         Raises:
             BadInput: there are more clients than samples, or these labels do not allow this partition.
         """
+        rows, sizes = self.rows_of_all(labels, num_clients, seed, columns)
+        return list(torch.split(torch.from_numpy(rows), sizes))
+
+    def rows_of_all(
+        self,
+        labels: torch.Tensor | npt.ArrayLike,
+        num_clients: int,
+        seed: int,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> tuple[Ints, list[int]]:
+        """Do as `split`, for very many clients: return the rows of all, client by client, and each one's number of rows.
+
+        A tensor for each client would take half a kilobyte.
+        """
         labels_n = class_numbers(labels)
         at_least("num_clients", num_clients, 1)
         at_least("seed", seed, 0)
@@ -100,7 +114,8 @@ class Partition(ABC):
         rng = np.random.Generator(np.random.PCG64(seed))
         parts = self.assign(labels_n, num_clients, rng, {} if columns is None else columns)
         checked = _checked(type(self).__name__, parts, len(labels_n), num_clients)
-        return [torch.from_numpy(np.sort(part)) for part in checked]
+        sizes, rows = [len(part) for part in checked], np.concatenate(checked)
+        return rows[np.lexsort((rows, np.repeat(np.arange(num_clients), sizes)))], sizes
 
     @abstractmethod
     def assign(

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -122,7 +123,7 @@ def test_a_weighted_sampler_draws_within_each_client_by_its_weights(copied):
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(loader, message):
-    halves = type("Halves", (Iid,), {"split": lambda *_: list(torch.arange(50).split(25))})()
+    halves = type("Halves", (Iid,), {"assign": lambda *_: np.split(np.arange(50), 2)})()
     with pytest.raises(BadInput) as refused:
         FederatedData(Module(tensors(), **{"batch_size": 1, **loader} if "sampler" in loader else loader), halves, 2, 0)
     assert message in str(refused.value)

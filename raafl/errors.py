@@ -17,7 +17,7 @@ _CLOSE = 0.6
 
 _NOT_THE_USERS = (str(Path(__file__).resolve().parent), "<", sysconfig.get_path("stdlib"))
 LONGEST = 200
-"""Letters of an error's own message that are shown."""
+"""Largest number of characters shown of an error's own message."""
 
 USER_ERRORS = (Exception, SystemExit)
 """What the user's code may raise: `sys.exit` in it would end the process without a summary, and with a code of its own."""

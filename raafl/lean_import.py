@@ -87,7 +87,7 @@ def _import_beside_lean_torchmetrics() -> None:
 
 
 def _lean_attribute(name: str) -> object:
-    """The package's `__getattr__` while lightning is imported: the classes that have a module of their own."""
+    """Return a class of torchmetrics from its own module: the package's `__getattr__` while lightning is imported."""
     if name not in _HOME:
         raise AttributeError(f"module 'torchmetrics' has no attribute {name!r} before its __init__ has run")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-"""Around a batch's way to the device."""
+"""Hooks around moving a batch to the device."""
 
 TASK_HOOKS = (
     "on_fit_start",
@@ -27,13 +27,13 @@ TASK_HOOKS = (
     "on_train_end",
     "on_fit_end",
 )
-"""Around the steps of a task, in Lightning's order."""
+"""Hooks around the steps of a task, in Lightning's order."""
 
 STEP_HOOKS = TASK_HOOKS[4:12]
-"""Around the backward pass and the optimizer's step."""
+"""Hooks around the backward pass and the optimizer's step."""
 
 OPTIMIZER_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad", *STEP_HOOKS[5:])
-"""Around the optimizer's step alone."""
+"""Hooks around the optimizer's step alone."""
 
 
 def overrides(module: object, name: str) -> bool:

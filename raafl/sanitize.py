@@ -11,9 +11,9 @@ import re
 from typing import Any, Final
 
 MOST = 200
-"""Characters kept of a foreign text."""
+"""Largest number of characters kept of a text from others."""
 URL: Final = re.compile(r"([a-z0-9+.-]*)://(.*)", re.S | re.I)
-"""A URL: its scheme, and what follows."""
+"""Pattern of a URL: scheme and rest."""
 LARGEST = 2**63 - 1
 _MAX_VALUES, _MAX_DEPTH = 100_000, 24  # of a foreign table
 

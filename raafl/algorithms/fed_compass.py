@@ -50,7 +50,7 @@ from raafl.parts.select.submodels import Full
 from raafl.submodel import FlatTensors, Spec
 
 _FASTEST = 1e-9
-"""Least seconds for a step: on a virtual clock without costs a task takes no time."""
+"""Smallest time of a step in seconds, since a task takes no time on a virtual clock without costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,11 @@ class CompassMemory(MergeMemory):
         self.group[client], self.steps[client], self.planned_s[client] = number, steps, now
 
     def _joined(self, client: int, now: float, pace: Pace) -> tuple[int | None, int]:
-        """Return the group before whose expected time a client makes the most steps, and their number; (None, -1) if none fits."""
+        """Return the group that an idle client should join, and its number of steps; (None, -1) if none fits.
+
+        It is the group in which the client makes the most steps until the group's expected time, between `min_steps` and
+        `max_steps`.
+        """
         best, most = None, -1
         for number, group in self.groups.items():
             steps = math.floor((group.expected_s - now) / self.speed[client])

@@ -321,7 +321,10 @@ class Regions(Select):
         return [2 if i in large else 1 for i in range(len(most))]
 
     def _schedule(self, takes: Sequence[int], leaves_out: bool) -> RegionCoverage:
-        """Return the schedule of rounds that leave regions out, or of the others; raises `BadInput` if there is none."""
+        """Return which regions each client trains in the rounds that leave regions out, or in the other rounds.
+
+        Raises `BadInput` if no schedule satisfies the settings.
+        """
         trained = self.regions if self.every > 1 and not leaves_out else self.trained
         within = tuple(min(take, trained or self.regions) for take in takes)
         return RegionCoverage(within, self.regions, trained, self.coverage, self.rest, self.hold)

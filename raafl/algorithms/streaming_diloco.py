@@ -47,7 +47,7 @@ from raafl.submodel import FULL, FlatTensors, Layout, Spec, SpecError, Submodels
 Pattern = Literal["strided", "sequential"]
 
 UP, DOWN = "up", "down"
-"""In `Work.extra`: index of the fragment that a task sends, and of the one that it receives; no "down" = the whole model."""
+"""Keys in `Work.extra`: index of the fragment that the task sends, and of the one that it receives; no "down" = the whole model."""
 
 
 @dataclass(frozen=True)

@@ -117,11 +117,11 @@ SLACK = 1 + 1e-9
 """Tolerance for rounding errors in sums of seconds."""
 
 _IN_TIME = 0.8
-"""Share of tasks that an adjusted slack lets be in time."""
+"""Share of the tasks that should be in time once the slack has been adjusted."""
 _TASKS_EACH, _LEAST_TASKS, _MOST_TASKS = 4, 20, 1000
-"""Tasks from one look at measured times to the next: so many of each client, and bounds on all of them."""
+"""Number of tasks between two adjustments of the slack: for each client, and at least and at most in all."""
 _CHANGE, _CHANGE_SHARE = 0.01, 0.25
-"""Least change of an adjusted slack, and as a share of it, so that it does not flap."""
+"""Smallest change of the slack that is made, absolute and as a share of the slack, so that it does not oscillate."""
 
 
 @dataclass

@@ -478,7 +478,7 @@ _SHOWN_LINES: Final = 20  # number of lines shown from the output of a client th
 _END_S: Final = 1.0
 _log = logging.getLogger(__name__)
 _started: list[int] = []
-"""How many clients this process has started, for each time."""
+"""Number of clients that each `fit(local=)` of this process has started."""
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from raafl.errors import BadInput
 from raafl.state_folder import state_folder
 
 FOLDER = "revoked"
-"""In the state folder: the newest list of each authority."""
+"""Folder within the user's state folder with the newest revocation list of each authority."""
 
 _log = logging.getLogger(__name__)
 

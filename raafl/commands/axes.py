@@ -25,7 +25,7 @@ of code. The model is made without values, and nothing is trained. Every field o
   --json                print JSON and nothing else"""
 
 _ALONE = ("--algorithm", "fed_raa", "--clients", "1")
-"""What is taken where there is no config: a method that leaves the model as it is, and all the data."""
+"""Defaults without a config: a method that leaves the model whole, and all of the data."""
 
 
 def parser() -> ArgumentParser:

@@ -33,7 +33,7 @@ SITES = """\
 # Which site may be which client; the server watches this file. For each site, a line such as
 #   hospital-a: {clients: [1, 2], max_samples: 60000, own_data: false, profile: {flops_per_s: 5.0e12}}
 """
-"""Begin of a server's list of sites."""
+"""First lines of a new file with a server's list of sites."""
 
 
 def command(argv: list[str]) -> str:

@@ -115,7 +115,7 @@ def _add(parser: argparse.ArgumentParser, name: str, text: str, known: list[str]
 
 
 def _fields(command: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield name, description and (few) values of each option of a command that takes a config."""
+    """Yield name, description and allowed values (if they are few) of each option of a command that takes a config."""
     from raafl.algorithms import ALGORITHMS
     from raafl.config.parse import make_parser
 

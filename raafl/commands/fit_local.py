@@ -26,10 +26,10 @@ from raafl.runfolder.schema import JOURNAL
 from raafl.runtime.local.supervisor import Child, RestartPolicy, Supervisor
 
 NOTE: Final = "RAAFL_FOLDER_NOTE"
-"""Environment variable: the file in which a server is to leave the path of its run folder; `raafl.commands.serve` does."""
+"""Environment variable with the file into which `raafl.commands.serve` writes the path of its run folder."""
 
 TOKEN: Final = "RAAFL_LOCAL_TOKEN"
-"""Environment variable of the token by which the processes of a run know each other: `credentials.TOKEN_VARIABLE`."""
+"""Environment variable with the token by which the processes of a run authenticate; see `credentials.TOKEN_VARIABLE`."""
 
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TAKEN: Final = (

@@ -18,7 +18,7 @@ usage: raafl algorithms [NAME ...] [--json]
 
 The algorithms and their five answers; of one named, all it takes; of auto, how it chooses and among what."""
 _TABLE_FROM = 120
-"""Columns from which a table reads well."""
+"""Smallest width of a terminal, in columns, for which the list is printed as a table."""
 
 
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:

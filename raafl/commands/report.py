@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raafl.data.federated import FederatedData
 
 _MAX_APART = 8
-"""Runs that have a timeline and the like of their own: the first of each group, of so many groups at most."""
+"""Largest number of runs with a timeline and other charts of their own: the first run of each group."""
 _MAX_CONFIG = 100_000
 
 

@@ -377,7 +377,7 @@ class CompressedSnapshots(Snapshots):
 
 
 RESIDENT = "resident payload"
-"""In `ClientState`."""
+"""Name in `ClientState` under which a client's resident payload is stored."""
 
 
 class ResidentPayload:

@@ -23,7 +23,7 @@ _KINDS: Mapping[str, str] = {
 }
 
 MADE = ("model", "data", "algorithm", "partition")
-"""Fields of a config that do so."""
+"""Fields of a config that name a class or function with its arguments."""
 
 OF_TRAINER: Final = "raafl.local.from_trainer."
 """Module of the classes that stand for a Trainer's model and data in a config with ``trainer``."""

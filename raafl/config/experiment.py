@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
 TRANSPORTS = ("staged", "nccl")
 PRECISIONS = ("32-true", "32", "bf16-mixed", "16-mixed")
-"""Of Lightning's, those that leave the parameters' dtype as it is: it is that of what travels and is merged."""
+"""Lightning's precisions that do not change the dtype of parameters, in which these are sent and merged."""
 _REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.A)
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -702,12 +702,12 @@ def field_types(**parts: object) -> dict[str, Any]:
 
 
 ABOUT: dict[str, About] = {f.name: f.metadata["about"] for f in fields(Experiment)}
-"""What there is to know of each field."""
+"""Metadata of each field, by its name."""
 
 SECTIONS: dict[str, Any] = {
     f.name: f.default_factory for f in fields(Experiment) if getattr(f.default_factory, "__name__", "") == f.type
 }
-"""The type of each field that is itself a table of fields."""
+"""Type of each field that is itself a section of fields."""
 
 
 def marked(mark: str) -> tuple[str, ...]:

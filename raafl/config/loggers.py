@@ -32,7 +32,7 @@ _PACKAGES = {
     "WandbLogger": ("wandb",),
 }
 FOLDER = "loggers"
-"""Where in a run folder loggers write that are not told where to."""
+"""Folder within the run folder for loggers without a folder of their own."""
 _WANDB_INIT_S = 20
 _ANSWER_S = 5.0
 

@@ -64,7 +64,7 @@ def about(text: str, metavar: str | None = None, **more: Any) -> dict[str, About
 
 
 _OF_A_METRIC = ("drop", "gap", "diff", "std", "var", "variance")
-"""Last words of names that say something of a metric, whose direction is another one."""
+"""Last words of names of a property of a metric, for which another direction may be better than for the metric."""
 
 
 def direction(metric: str) -> Direction | None:

@@ -18,7 +18,7 @@ from raafl.errors import BadInput, at_least, installing, nearest, positive
 from raafl.plain_yaml import read_yaml
 
 PINNED: Final = ("models", "data", "algorithms")
-"""Fields that list names of parts, each with the digest of its section where it is to be that section to the letter."""
+"""Fields with names of parts; `NAME@DIGEST` allows a part only with exactly the arguments of that digest."""
 
 KINDS: Final = {"models": "model", "data": "data", "algorithms": "algorithm"}
 _DIGEST: Final = re.compile(r"[0-9a-f]{16}")

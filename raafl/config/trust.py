@@ -32,10 +32,10 @@ from raafl.sanitize import LARGEST, inside, is_url, load_untrusted_yaml, sanitiz
 from raafl.state_folder import state_folder
 
 _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.most} | {"Device.count": 1_000_000}
-"""Beyond which a server only wants to use up what a client has."""
+"""Largest value that a server's config may give, by field; larger ones would only use up a client's resources."""
 _MAX_TEXT = 200_000
 SENDS: Final = ("output", "push_to_hub")
-"""Fields that send what a run makes elsewhere: they count in a config of this user's own alone."""
+"""Fields that send a run's results elsewhere; only a config of this user's own may set them."""
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?\.?inf|\.?nan", re.I | re.A)
 _WORD: Final = re.compile(r"\w[\w .+-]{0,99}", re.A)
 _DOTTED: Final = re.compile(r"[\w-]{1,60}(\.[\w-]{1,60}){0,20}", re.A)
@@ -43,7 +43,7 @@ _PACKAGE: Final = re.compile(r"package:[A-Za-z_]\w*(/\w[\w.-]*)*", re.A)
 _FIELD: Final = re.compile(r"[a-z][a-z0-9_]{0,60}", re.A)
 
 Text = Callable[[str], bool]
-"""Whether a text is one that a parameter may be given by a server."""
+"""Function that returns whether a server may give this text for a parameter."""
 
 _TEXTS: Final[Mapping[str, Text]] = {
     **{
@@ -64,7 +64,7 @@ _TEXTS: Final[Mapping[str, Text]] = {
     "LoRA.target_modules": lambda text: _is(_DOTTED, text),
     "split_fed.cut": lambda text: _is(_DOTTED, text),
 }
-"""What texts a server may give; to a parameter of texts that is not here, none."""
+"""Texts that a server may give, by parameter; a parameter that is missing here takes no text."""
 
 _ARCHITECTURE_TEXTS: Final = (
     "activation",
@@ -77,7 +77,7 @@ _ARCHITECTURE_TEXTS: Final = (
     "position_embedding_type",
     "rope_type",
 )
-"""Of a transformers config: the fields that may hold a text; others name files, repositories or kernels on the hub."""
+"""Fields of a transformers config that may be texts; others name files, repositories or kernels on the hub."""
 
 _NEVER: Final = (
     "class_path",
@@ -92,13 +92,13 @@ _NEVER: Final = (
     "subfolder",
     "token",
 )
-"""Fields that are no architecture: from_pretrained would take them as its own arguments."""
+"""Fields that a server's architecture may not have: `from_pretrained` would take them as its own arguments."""
 
 _WITH_KERNELS: Final = ("mra", "rwkv", "yoso")
-"""Kinds of models whose code fetches a kernel when it is imported."""
+"""Model types of transformers whose code fetches a compute kernel when it is imported."""
 
 _LOGGERS_TAKE: Final = ("name", "project", "offline", "prefix", "experiment_name", "group", "job_type", "notes", "tags")
-"""Arguments of a logger that say neither whose account nor which folder it writes to."""
+"""Arguments of a logger that name neither an account nor a folder."""
 
 
 class UntrustedValue(ValueError):
@@ -351,7 +351,7 @@ def _refuse(where: str, value: object, why: str) -> NoReturn:
 # folder (`$XDG_STATE_HOME/raafl/runs`).
 
 _KEPT = 1000
-"""Notes that are kept; the oldest go first."""
+"""Largest number of remembered configs; the oldest are deleted first."""
 
 
 def record_run(config_yaml: str, run_folder: Path) -> None:

@@ -45,7 +45,7 @@ class Stepwise(Protocol):
 
 
 LATE = 2**30
-"""Version of the followed task: terms of a loss that begin at some version are in effect."""
+"""Model version that is assumed for the traced task, so large that terms of a loss which begin at some version count."""
 
 
 def followed_cost(

@@ -26,7 +26,7 @@ from raafl.submodel.submodels import Submodels
 
 Way = Literal["sent", "trained"]
 UpAs = Literal["bits", "scalars"]
-"""Values that are all 0 or 1, a bit each; or no tensor at all, but numbers in `Update.extra`."""
+"""Form of an update without float tensors: values that are all 0 or 1 (one bit each), or numbers in `Update.extra`."""
 
 Bundles = Mapping[str, FlatTensors]
 """Bundles by name, each in the layout of what a submodel trains, or in its own."""
@@ -38,7 +38,7 @@ OwnLayout = Callable[[str, Spec | None], Layout | None]
 """Layout of a bundle for a task of a spec, or, of None, of all that there is of it; None = it is as what trains."""
 
 MAX_CACHED = 256
-"""Specs of which layouts and plans are remembered."""
+"""Largest number of specs whose layouts and plans are cached."""
 
 
 class Payload:

@@ -121,7 +121,7 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
 
 
 _LEFT_OUT = {"lr_scale": 1.0, "next_seed": None, "next_lr_scale": 1.0}
-"""Fields of an assignment that are not written where they have these values."""
+"""Default values of an assignment's fields; a field with its default is not written."""
 _ASSIGNED = tuple(one.name for one in fields(Assignment) if one.name not in ("extra", *_LEFT_OUT))
 
 

@@ -10,15 +10,15 @@ from raafl.core.sample import IdlePool, Sample
 from raafl.core.types import Assignment, ClientInfo
 
 FIRST_S = 10.0
-"""Least seconds of the run's clock for which a client is kept out the first time; each further time doubles them."""
+"""Shortest duration of a client's first suspension, in seconds of the run's clock; each further one is twice as long."""
 
 LONGEST_S = 3600.0
 _REMEMBERED = 9
 HOPELESS = 7
-"""How often in a row a client was kept out before nothing is hoped of it: 21 minutes in all."""
+"""Number of suspensions in a row (21 minutes in all) after which no valid update is expected of a client."""
 
 DAMAGED = frozenset({"bad-magic", "bad-version", "bad-checksum", "bad-record", "slow"})
-"""Refusals of a frame that may have been damaged on its way: they speak against a connection, not against a client."""
+"""Reasons of refusals that damage on the way may cause; they count against a connection, not against a client."""
 
 
 class RefusalBackoff:

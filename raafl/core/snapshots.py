@@ -18,7 +18,7 @@ class Snapshots:
     remembers = False  # whether a transfer depends on the client's earlier tasks, as with delta compression
 
     def __init__(self, coordinator: Coordinator, storage: PayloadRoom | None = None) -> None:
-        """Prepare; ``storage`` allocates the copies, None = in memory."""
+        """Start without copies; ``storage`` allocates them, None = in memory."""
         self._storage = storage or FlatTensors.empty
         self._state, self._payload, self._merge = coordinator.state, coordinator.payload, coordinator.algorithm.merge
         self._version = -1

@@ -17,7 +17,7 @@ from raafl.submodel.flat import is_finite, is_merged
 from raafl.submodel.tensor_files import PayloadRoom, is_in_files, release, zeros_in
 
 RUINED = 1e6
-"""Magnitude of a parameter of a global model on which clients may fail through no fault of their own."""
+"""Magnitude of a global parameter above which honest clients may fail, too."""
 
 
 class ClientState:

@@ -17,7 +17,7 @@ from raafl.submodel.flat import FlatTensors
 from raafl.submodel.spec import FULL, Spec
 
 _CLOSE = 0.8
-"""Share of characters in common from which a name is taken for a misspelt hook: weight and weigh have 0.91."""
+"""Share of equal characters above which a name counts as a misspelt hook: weight and weigh have 0.91."""
 
 
 class Part:
@@ -53,16 +53,16 @@ POLICY = "policy"
 """Why an update is refused, `Update.refusal`, of a client whose site does not allow the task; no more is told of it."""
 
 UNANSWERED = frozenset({OUT_OF_MEMORY, POLICY})
-"""Refusals by which a client says itself that there will be no update."""
+"""Reasons with which a client itself reports that it sends no update."""
 
 HUGE_NORM, OVERFLOW = "huge-norm", "overflow"
 """Why an update is refused: its norm is far above those accepted before; its merge would leave numbers that are not finite."""
 
 DIVERGED = frozenset({"non-finite", HUGE_NORM, OVERFLOW})
-"""Refusals that a client may owe to the global model that it was sent."""
+"""Reasons of refusals that may be due to the global model that the client received."""
 
 NUM_TESTED = "test/num_samples"
-"""In `Update.metrics`: on how many samples the client has measured what it trained."""
+"""Key in `Update.metrics`: number of samples on which the client has tested the model that it trained."""
 
 
 class Warn(str):
@@ -386,19 +386,19 @@ EPSILON = "epsilon"
 """Reason of a run that has ended because its next merge would have spent more privacy than it may."""
 
 ENDS = ("max_updates", "max_time", "target", EPSILON)
-"""Reasons of a run that has come to its end; one that ends for any other can be resumed."""
+"""Reasons with which a run is finished; a run that ended for another reason can be resumed."""
 
 RESTART = "restart"
-"""Why clients are lost whose server was started anew."""
+"""Reason of a loss: the server was started again."""
 
 ERROR = "error"
-"""Reason for which a client is lost, and its update refused, whose words raised an exception."""
+"""Reason of a loss and of a refusal: a message of the client raised an exception."""
 
 LATE = "late"
-"""Reason for which an update is refused that comes after its round was closed."""
+"""Reason of a refusal: the update arrived after its round was closed."""
 
 NO_SPACE = "no-space"
-"""Reason for which a client is lost whose task or update finds no room on the server's disk."""
+"""Reason of a loss: the server's disk has no room for the client's task or update."""
 
 LOSSES = frozenset(
     {
@@ -417,7 +417,7 @@ LOSSES = frozenset(
         "unfit",
     }
 )
-"""Every REASON of lost:REASON. Whatever else a client or its session says goes to the journal and the log alone."""
+"""Every REASON of lost:REASON; any other text of a client or session is written to the journal and the log only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,11 @@ Sized = tuple[Any, int]
 """A batch and the number of samples in it, which its tensors need not show."""
 
 _MOST_MEASURED = 2000
-"""Samples of the training set on which the global model is measured where there is nothing else."""
+"""Number of training samples on which the global model is measured if there are neither test nor validation samples."""
 _MOST_KEPT = 10_000
-"""Clients whose data a process keeps ready; those of others are made anew when they work again."""
+"""Largest number of clients whose data stay in memory; the data of others are loaded again when they work."""
 _MOST_COPIED_BYTES = 1e9
-"""Samples that are copied to where they are read from, if they are no more than this."""
+"""Largest size of samples that are copied into memory of their own."""
 
 
 class ClientData:

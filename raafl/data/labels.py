@@ -15,7 +15,7 @@ from raafl.rng import undisturbed
 
 _KEYS = ("label", "labels", "target", "targets", "y")
 _COMPARED = 64
-"""Samples that are read to see whether a data set's stored labels are those of its samples."""
+"""Number of samples that are read in order to check a data set's stored labels."""
 _READ_AT_ONCE = 256
 
 

@@ -19,7 +19,7 @@ from raafl.errors import BadInput, installing
 
 Ints = npt.NDArray[np.int32]
 WORDS = "words"
-"""The tokenizer that makes its own vocabulary, the most frequent words of the training texts."""
+"""Name of the tokenizer whose vocabulary is the most frequent words of the training texts."""
 
 _UNKNOWN = 1  # token id of unknown words; 0 is padding
 _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
@@ -228,13 +228,13 @@ def load_tokenizer(name: str) -> Any:  # a transformers.PreTrainedTokenizerBase
 
 
 BYTES: Final = "bytes"
-"""The tokenizer that is made here; its tokens are the same everywhere."""
+"""Name of the built-in tokenizer of bytes."""
 
 SUMS: Final = "made:sums"
-"""The examples that are made here."""
+"""Name of the built-in examples (sums to answer)."""
 
 SPECIAL: Final = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-"""Its tokens 0 to 4; the 256 bytes follow."""
+"""Tokens 0 to 4 of the tokenizer of bytes; the 256 bytes follow."""
 
 _CHAT = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% if message['role'] == 'assistant' %}"

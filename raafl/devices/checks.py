@@ -13,7 +13,7 @@ RATES = ("flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes")
 # 1e15 FLOPs for each of 2**53 samples in each of 1e6 units of work.
 LEAST_RATE, MOST_RATE = 1e-6, 1e24
 MOST_S = 1e12
-"""Seconds; 30,000 years."""
+"""Largest time in a profile in seconds (30,000 years)."""
 LEAST_PERIOD_S = 1e-3
 LEAST_FACTOR, MOST_FACTOR = 1e-6, 1e6
 MOST_SPREAD = 2.0

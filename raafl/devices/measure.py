@@ -73,7 +73,7 @@ class MemoryRoom:
 
 RESERVE_SHARE = 0.1
 GPU_RESERVE_BYTES = 512 * 2**20
-"""Of a GPU, for each process: its context, kernels that are loaded when first used, workspaces of cuBLAS and cuDNN. Assumed."""
+"""Assumed GPU memory of each process beside its tensors: CUDA context, loaded kernels, workspaces of cuBLAS and cuDNN."""
 
 
 def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> MemoryRoom:
@@ -175,8 +175,8 @@ class Probes:
     ) -> None:
         """Allocate the workloads.
 
-        `num_samples`: rows of 512 values in the layer; None = 4096; on a GPU, where that would be launch-bound, 32
-        times as many and a product 64 times as large.
+        `num_samples`: number of rows of 512 values in the layer; None = 4096, on a GPU 32 times as many. There the
+        product is larger, too, so that its time is not that of launching kernels.
         """
         self._device = torch.device(device)
         wide = 4 if self._device.type == "cuda" else 1

@@ -20,9 +20,9 @@ Draw = Callable[..., int]
 """Makes a 63-bit seed from the parts that it is given; its own seed is that of the run and the client."""
 
 STEPS = 8
-"""Steps of a drift between two of its draws."""
+"""Number of time steps of a drift between two of its random draws."""
 MOST_STEPS = 1000
-"""Changes within one transfer or computation that are followed; what is left then goes at the mean rate so far."""
+"""Largest number of changes of speed within one transfer or computation; the rest takes the mean rate until then."""
 _MOST_DEVIATIONS = 4.0
 
 _NORMAL = NormalDist()

@@ -26,7 +26,7 @@ from raafl.submodel import FlatTensors
 from raafl.submodel.flat import reals, sum_of_bits, wide_dtype
 
 BUCKET_BYTES = 25 << 20
-"""Of gradients that are summed at once, but for a single larger one; what PyTorch's own takes."""
+"""Size of the gradients that are summed at once (PyTorch's default); a larger single gradient is summed alone."""
 
 BeginSum = Callable[[Tensor], Callable[[], None]]
 """Begins to replace a tensor by its sum over all processes, which all call in the same order; what it returns waits for that."""
@@ -50,7 +50,7 @@ class ClientProcesses:
         announce: Callable[[Assignment, FlatTensors], None] = lambda assignment, received: None,
         failed: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepare.
+        """Store this process's rank, and how it reaches the others.
 
         `announce`: on the leader, starts a task in the other processes; None on the others.
         """

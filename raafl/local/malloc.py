@@ -20,7 +20,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _NEVER, _ANY = -1, 65536
 _LARGE_BYTES = 64 * 2**10
 WORTH_BYTES = 64 * 2**20
-"""Less than this is not worth a walk through the heap, nor the pages that the next task would get anew."""
+"""Smallest amount of free memory for which returning pages to the system is worth its time."""
 
 
 def keep_freed() -> bool:
@@ -53,7 +53,7 @@ def give_back(worth_bytes: int = WORTH_BYTES) -> bool:
 
 
 _slack_left = -math.inf
-"""The memory without a block when it was last given back."""
+"""Free memory that was left when pages were last returned to the system."""
 
 _USAGE = (
     "arena",

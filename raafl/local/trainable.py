@@ -55,7 +55,7 @@ class TrainableSubmodel:
         self._fixed = [] if submodels.batch_norm == "static" else counts_in_eval_mode(self.module)
 
     def _placed(self, shrunk: Shrunk) -> Shrunk:
-        """Move the module to where it trains; here it stays as built."""
+        """Return the module as it trains; a hook for subclasses that move it elsewhere."""
         return shrunk
 
     def _state_of(self, submodels: Submodels) -> ModuleState:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from raafl.runfolder.reading import RecordedRun
 
 OVER_TIME, OVER_BYTES = "over_time/", "over_bytes/"
-"""Begin the names under which W&B draws each metric against the run's clock, and against the bytes moved."""
+"""Prefixes of the names under which W&B draws each metric against the run's clock, and against the bytes sent."""
 MAX_TASKS = 10_000
-"""Rows of the timeline: the last of a longer run."""
+"""Largest number of rows of the timeline: the last tasks of a run."""
 BINS = 20
-"""Of a histogram of shares."""
+"""Number of bins in a histogram of shares."""
 _MAX_BINS = 500
 _MAX_BARS = 2_000  # largest number of tasks in a chart
 _SHOWN_ROWS = 200  # largest number of rows of a table as text
@@ -327,7 +327,7 @@ _NAMES = {
     "run_id": re.compile(r"[\w-]{1,128}"),
     "version": re.compile(r"version_\d{1,9}"),
 }
-"""What trackers call a run: no path, since a logger writes to where its version leads."""
+"""Patterns of the names that trackers give a run, by attribute; no path matches, since loggers write where a version leads."""
 
 
 def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:

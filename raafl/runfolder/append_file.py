@@ -286,7 +286,7 @@ def write_table(path: Path, rows: Iterable[Sequence[str]]) -> None:
 
 
 START: Final = "0" * 64
-"""The head of a journal without rows."""
+"""Head of a journal without rows."""
 MAX_NAMED: Final = 20
 """Rows that do not fit which are named one by one; the others are counted."""
 

@@ -444,7 +444,7 @@ def _rounded(name: str, value: object) -> object:
 # no file, follows a renamed folder, and the kernel releases it when the process ends. Readers do not need it.
 
 _held: Final[WeakSet[FolderLock]] = WeakSet()
-"""Locks of this process."""
+"""Locks of run folders that this process holds."""
 
 
 class FolderLock:

@@ -15,7 +15,7 @@ REASONS = {
     "target": "target reached",
     "epsilon": "privacy.max_epsilon reached",
 }
-"""Why runs end, in words; any other reason is one already."""
+"""Sentences for the codes with which runs end; any other reason is a sentence already."""
 
 
 def method_lines(described: Mapping[str, str]) -> list[str]:

@@ -41,10 +41,10 @@ Kind = Literal[
     "stop",
 ]
 EVENTS: Final[tuple[Kind, ...]] = ("joined", "arrived", "sending", "lost", "timer", "stop")
-"""What the coordinator is told of. The other rows say what it decided, or how the run began and went on."""
+"""Types of rows that are events for the coordinator; the other rows have its decisions, or how the run began and went on."""
 
 EXCHANGES: Final = ("split", "batches")
-"""Where the `extra` of a task with an exchange says how many round trips it has in its middle."""
+"""Key in the `extra` of a task: its number of round trips in the middle of the task."""
 
 
 class JournalRow(TypedDict, total=False):
@@ -158,7 +158,7 @@ CLIENT_COLUMNS: Final = tuple(ClientRow.__annotations__)
 MEMORY_COLUMNS: Final = tuple(MemoryCells.__annotations__)
 LOGGED_COLUMNS: Final = tuple(LoggedCells.__annotations__)
 TESTED: Final = "test/"
-"""Begins the names of further columns: what clients measure on their own test parts."""
+"""Prefix of the names of what clients measure on their own test parts."""
 
 MERGED, UNUSED, REFUSED, LOST = KINDS = ("merged", "unused", "refused", "lost")
 """How a task ends; behind ``refused:`` and ``lost:`` stands the reason."""
@@ -199,11 +199,11 @@ class RunFigures(TypedDict, total=False):
 METRIC_COLUMNS: Final = tuple(Measurement.__annotations__)
 RUN_COLUMNS: Final = tuple(RunFigures.__annotations__)
 CLIENT: Final = "client_"
-"""Begins the names of averages over clients, in metrics.csv and in the summary."""
+"""Prefix of the names of averages over clients, in metrics.csv and in the summary."""
 TRAIN: Final = "train/"
-"""Begins the names of means, in metrics.csv, of what `training_step` logs; names that begin with "train" stay as they are."""
+"""Prefix, in metrics.csv, of means of what `training_step` logs; names that begin with "train" get none."""
 TIME_TO: Final = "time_to/"
-"""Begins the names of the columns of metrics.csv that say when a target was first met."""
+"""Prefix of the columns of metrics.csv with the time at which a target was first met."""
 
 
 def is_metric(column: str) -> bool:

@@ -27,7 +27,7 @@ from raafl.runfolder.signing import Signer
 
 _SIGNATURE: Final = b',"signature":"'
 _CONTEXT: Final = "raafl seal 1\n"
-"""Begins what is signed, so that no signature stands for anything else that the key signs."""
+"""Prefix of every text that is signed, so that a signature is valid for nothing else that the key signs."""
 _log = logging.getLogger(__name__)
 
 

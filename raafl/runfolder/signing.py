@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 KEY_FILE: Final = "signing.key"
-"""In the state folder."""
+"""Name of the key file in the user's state folder."""
 _log = logging.getLogger(__name__)
 
 

@@ -18,7 +18,7 @@ from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 MAX_ELEMENTS = 50_000_000
 """Elements of the largest model for which the union of several submodels is counted."""
 MOST = 2**53
-"""No client has as many samples or bytes."""
+"""Upper bound on the samples and bytes of one client."""
 _MAX_CACHED = 256
 
 
@@ -66,8 +66,8 @@ class RunStatistics:
     def __init__(self, coverage: Coverage | None = None, peak_bytes: Callable[[Assignment], int] | None = None) -> None:
         """Start at zero.
 
-        `coverage`: of the model; None = not counted. `peak_bytes`: returns a task's predicted memory in bytes; None =
-        not counted.
+        `coverage`: counter of which elements of the model were trained; None = not counted. `peak_bytes`: returns a
+        task's predicted memory in bytes; None = not counted.
         """
         self._coverage, self._peak_bytes = coverage, peak_bytes
         self._open: tuple[int, set[Spec]] = (0, set())  # the version being made, and the submodels that its tasks train
@@ -220,10 +220,10 @@ MAX_NAME = 100
 MAX_OTHERS = 50
 """Metrics that get a mean though the server's own trial step has not logged them."""
 MAX_OF_ONE = 16
-"""Of these, the metrics that the updates of one client may be the first to name."""
+"""Largest number of metrics that one client's updates may introduce."""
 
 Sums = dict[str, list[float]]
-"""By metric, the sum of weight times value and the sum of weights."""
+"""Sum of weight times value, and sum of weights, by metric."""
 
 
 def logged_values(update: Update) -> dict[str, float]:

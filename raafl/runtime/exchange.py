@@ -32,7 +32,7 @@ from raafl.submodel import FlatTensors, Layout, SpecError
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 
 MAX_BYTES = 1 << 31
-"""Longest question."""
+"""Largest size of a question."""
 
 
 # ---- the client's side ----
@@ -45,7 +45,7 @@ class Questions(ClientExtension):
     """
 
     def __init__(self, client: Client, device: torch.device | str = "cpu", wait_s: float | None = None) -> None:
-        """Prepare.
+        """Store the arguments; no question is asked yet.
 
         Args:
             client: client whose tasks ask the server questions.

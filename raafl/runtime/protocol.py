@@ -57,7 +57,7 @@ GPU_LOST, DRY_RUN = "gpu", "dry-run"
 PAUSED: Final = "interrupted: the server is to be resumed"
 """Reason of a STOP from a server that SIGTERM ended, for an upgrade or a restart: clients of other machines wait for the next."""
 PRECISIONS: Final = ("32-true", "32", "bf16-mixed")
-"""Those in which both sides of an exchange can train; 16-mixed scales losses, which takes one backward pass."""
+"""Precisions in which both sides of an exchange can train; 16-mixed scales losses, which needs one backward pass."""
 
 
 def no_tensors(kind: Kind, assignment: int, meta: Meta) -> None:

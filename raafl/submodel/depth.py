@@ -341,7 +341,7 @@ _ENDS: list[tuple[list[str], Tail]] = [
     ([TORCHVISION], Tail("encoder.ln heads", lambda model, own, hidden, ids: own[1](own[0](hidden)[:, 0]))),
 ]
 TAILS = {name: tail for names, tail in _ENDS for name in names}
-"""By dotted name of the model's type."""
+"""Last layers of a family of models, by dotted name of the model's type."""
 
 
 def tail_of(model: nn.Module) -> Tail | None:

@@ -18,7 +18,7 @@ from raafl.submodel.flat import is_merged, reals
 from raafl.submodel.nested_batch import batch_tensors
 
 Note = Callable[[str, list[Tensor]], None]
-"""``note(path, tensors)``: the module of this path has given these."""
+"""Callback ``note(path, tensors)`` with the outputs of the module at this path."""
 
 
 @contextmanager

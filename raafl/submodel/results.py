@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raafl.submodel.nested_batch import tensors_in
 
 _MOST = 8192
-"""Forms remembered; then all are forgotten."""
+"""Largest number of cached forms; then the cache is emptied."""
 _PLAIN = (Tensor, nn.Parameter)
 _META = torch.device("meta")
 # the overload is called directly, so that no torch-function mode intercepts it
@@ -44,7 +44,7 @@ class CachedResult:
 
 
 _known: dict[Any, CachedResult] = {}
-"""By key. Any thread may add to it."""
+"""Results by key; any thread may add entries."""
 
 
 class _OfItsOwn(Exception):

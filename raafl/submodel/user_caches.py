@@ -26,7 +26,7 @@ _TABLES = (dict, OrderedDict, defaultdict)
 _NOT_THEIRS = frozenset(
     {"torch", "raafl", "numpy", "sympy", "lightning", "torchmetrics", "jsonargparse", *sys.stdlib_module_names}
 )
-"""Packages whose caches are left as they are, though a model has parts of them."""
+"""Packages whose caches are left alone, even if parts of the model are from them."""
 
 
 @dataclass

@@ -45,7 +45,7 @@ HEADER_BYTES = 56
 FOOTER_BYTES = 8
 MAX_JSON_BYTES = 1 << 20
 MAX_HELLO_BYTES = 16 << 10
-"""Of the JSON section of a HELLO, which goes into the journal at every join."""
+"""Largest size of the JSON section of a HELLO, which is written to the journal at every join."""
 MAX_DEPTH = 32
 
 _FIELDS = struct.Struct("<4sHBBQIIIIQQ")

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 dist: Any = _distributed  # most of it has no type annotations
 
 FIRST_BYTES = 64 << 10
-_FIRST, _REST, _NEVER = 0, 1, 2  # tags of a message's first and further transfers, and of one that never comes
+# Tags of a message's first transfer and of its further ones; nothing is sent with the third, on which a receive waits in vain.
+_FIRST, _REST, _NEVER = 0, 1, 2
 _POKE_S = 0.001
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 MIN_BYTES_PER_S = 1e8
-"""A slower link is none of NCCL's: by it the time for a payload is longer than for a word."""
+"""Assumed speed of the slowest NCCL link, from which the timeout of a payload is computed."""
 
 _POLL_S = 0.0005
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ WATCHDOG = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # a hanging watchdog thread must not end the process
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-"""Set where the user has not: by its defaults torch's watchdog ends the whole process, rank 0 with all of its sessions."""
+"""Settings of torch's watchdog, unless the user has set them: by default it would end the whole server process."""
 
 
 def identity(device: torch.device) -> str:

@@ -119,9 +119,9 @@ class TorchrunTransport(Transport):
         return connect(self.store, f"pair/{client}", is_server, self._wait_s, host, device=device, nccl=nccl)
 
     def _await_client(self, client: int) -> None:
-        """Wait until a client's process is about to connect, which may never happen; the store may also disappear.
+        """Wait until a client's process is about to connect; raise `PeerLost` or `PeerTimeout` if it does not.
 
-        A process group would wait for its other rank in C++, where the wait cannot be interrupted.
+        Creating the process group earlier would wait for the other rank in C++, where nothing can interrupt the wait.
         """
         wait_s, deadline = 0.01, time.monotonic() + self._wait_s
         try:

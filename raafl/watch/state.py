@@ -343,9 +343,9 @@ def _as_float(value: object) -> float | None:
 
 
 MERGES = 20
-"""Merges over which rates are taken."""
+"""Number of latest merges over which rates are computed."""
 EVALUATIONS = 10
-"""Evaluations through which a metric's line is drawn, and over which a simulation's speed is taken."""
+"""Number of latest evaluations from which a metric is extrapolated and a simulation's speed computed."""
 
 _SECONDS = 10  # seconds over which a simulation's rate of training tasks is measured
 

@@ -360,7 +360,7 @@ FIRST_DISTILLED = 10
 """Global version from which clients distil."""
 KNOWLEDGE_WEIGHT = 0.5
 DRAWS = 100
-"""Draws of a mask until one keeps a segment; then the segment with the largest score is kept."""
+"""Largest number of draws of a mask that keeps no segment; then the segment with the largest score is kept."""
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class ImportanceMerge(Merge):
         table = _table(state.submodels, self.segments)
         places, plan = table.places(state.submodels, spec), state.submodels.plan(spec)
         scores = importance(table.norms(update.tensors, places), *self._norms(state, update.client, spec, table))
-        scores[table.num_scored :] = 1.0  # running statistics: their plain mean
+        scores[table.num_scored :] = 1.0  # running statistics have no importance: all updates weigh the same
         weighted, weight = FlatTensors.empty(plan.layout), FlatTensors.empty(plan.layout)
         for name, tensor in update.tensors.items():
             factor = _shaped(scores, places[name], tensor)

@@ -48,7 +48,7 @@ _FAILED = 1  # exit code of a run that failed by itself, such as one that diverg
 _OF_RAAFL = ("raafl", "model_zoo")  # modules that the code's digest covers already
 _BAD_INPUT = 2  # exit code of raafl for invalid input
 _TOLD_S = 30.0
-"""Seconds between two lines of progress where no run ends."""
+"""Seconds between two lines of progress while no run ends."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from raafl.runfolder.events import read_run
 from raafl.runfolder.schema import JournalRow
 
 MOST_FITTED = 20
-"""Tasks of a client that its profile is fitted to, at most; the others are held out."""
+"""Largest number of tasks of a client to which its profile is fitted; the others are held out."""
 _SPREAD = 1.25
 """The computation of a client's tasks must differ by this factor before an overhead can be told from a slower device."""
 _OUTLIER = 5.0

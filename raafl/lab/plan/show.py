@@ -19,7 +19,7 @@ from raafl.units import quantity, size
 
 _NO_END = 100_000
 _WIDEST_OF_AXES = 120
-"""Columns of a table of axes, in files and pipes as well: lists of names and reasons are as long as the model."""
+"""Largest width of a table of axes in columns, also in files and pipes."""
 
 _NO_AXES = "No axes: every client trains all widths whole."
 _MOST_SUBMODELS, _MOST_AXES, _MOST_NAMES = 9, 8, 3

@@ -183,7 +183,7 @@ Cell = str | int | float | None
 MAX_ROWS = 200
 """Rows of the longest table."""
 _MOST_ACROSS = 10
-"""Columns that a page has room for."""
+"""Largest number of columns of a table on a page."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ TEST = "test/"
 LOSS = "loss"
 """Name, in `Update.metrics`, of the mean training loss of a task's steps."""
 MAX_LOGGED = 50
-"""Metrics of `training_step` that a task sends; the first that were logged."""
+"""Largest number of values logged by `training_step` that a task sends: the first ones."""
 MAX_METRIC = 3.5e38
 """Largest magnitude of a metric that a client says: slightly above the largest single-precision number, which is what clients
 measure in, so that sums of these are finite."""

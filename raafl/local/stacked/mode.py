@@ -30,7 +30,7 @@ _BRANCHES: dict[Any, Function] = {
     Tensor.tolist: Tensor.tolist,
     torch.is_nonzero: bool,
 }
-"""What makes a number of Python of a tensor: the code may take another way by it, so clients have to agree."""
+"""Operations that turn a tensor into a Python number, on which code may branch: all clients must have the same."""
 
 _BY_SLICES: frozenset[Any] = frozenset(
     (
@@ -125,7 +125,7 @@ _MAY_DRAW: frozenset[Any] = frozenset(
         torch.poisson,
     )
 )
-"""By slices, each client's with its own generator, where any argument is a stack or all clients would draw alike."""
+"""Random operations; they run client by client with each one's generator if an argument is a stack or clients would draw alike."""
 
 _DROPOUTS: frozenset[Any] = frozenset(
     (

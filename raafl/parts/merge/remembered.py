@@ -141,8 +141,8 @@ class Remembered(Merge):
         for dtype, total in memory.sum.buffers.items():
             theta = state.values.buffers[dtype][: total.numel()]
             for old, summed, change, gamma in chunks(theta, total, memory.change.buffers[dtype], count.buffers[dtype]):
-                # subtract 1/N, since `summed` is U', which contains the change already; where Gamma is 0 the change is 0, too,
-                # so that any divisor will do
+                # Subtract 1/N, since `summed` (U') contains the change already. Where Gamma is 0 the change is 0, too, so
+                # Gamma may be replaced by 1 to avoid a division by 0.
                 more = change * gamma.clamp_min(1.0).reciprocal_().sub_(1.0 / num_clients)
                 old.add_(more.add_(summed, alpha=1.0 / num_clients), alpha=rate)
                 change.zero_()

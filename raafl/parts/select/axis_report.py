@@ -13,7 +13,7 @@ RATES = (1 / 2, 1 / 4)
 HALF_AND_QUARTER = {"1/2": 1 / 2, "1/4": 1 / 4}
 
 Shares = dict[str, dict[str, float]]
-"""By name of a rate, the shares of the "parameters" and of a step's "flops" that remain."""
+"""Shares of the "parameters" and of a step's "flops" that remain, by name of a rate."""
 
 
 def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict[str, Any]:

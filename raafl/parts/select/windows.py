@@ -191,7 +191,7 @@ class RollingWindows(Select):
     def _masks(
         self, submodels: Submodels, starts: Sequence[int], num_blocks: int, width: float
     ) -> tuple[tuple[str, ...], ...]:
-        """Return for each of the client's rounds the axes whose scores train before the window, until all scores have trained."""
+        """Return the axes whose scores train in each of the client's rounds, up to the round in which all have trained enough."""
         cuts, visits, masks = self._cuts(submodels), Counter[int | None](), []
         wanted = [self._trained_axes(submodels, start, start + num_blocks, width) for start in starts]
         for round in range(self.mask_rounds * len(starts) if any(wanted) else 0):

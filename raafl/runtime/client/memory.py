@@ -25,7 +25,7 @@ from raafl.submodel import FULL, FlatTensors, Submodels
 from raafl.units import size
 
 _HOLES = 1.5
-"""So many times what its tensors need has a process been seen to take that keeps what it frees (`benchmarks.submodels`)."""
+"""Measured factor between a process's memory and its tensors if freed memory is kept (`benchmarks.submodels`)."""
 
 
 def with_memory(

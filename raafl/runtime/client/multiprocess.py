@@ -274,7 +274,7 @@ class ClientGroup:
             raise
 
     def _failed(self) -> None:
-        """Give the thread that detects a process's death time to report it, since FSDP2's own exchange may fail first."""
+        """Wait until the thread that watches the other processes can report a death: FSDP2's exchange may fail before that."""
         self._said.wait(_WORD_S)
 
     def _end(self, text: str) -> None:

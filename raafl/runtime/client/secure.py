@@ -68,7 +68,7 @@ class MaskedClient(Questions):
     forbids = frozenset({"begin early", "send beside", "send logs", "send as trained"})
 
     def __init__(self, client: Client, merge: SecureSum, terms: SiteTerms | None = None) -> None:
-        """Prepare.
+        """Store the terms; no group has begun yet.
 
         `terms`: statements and limits of the client's site; None = the defaults.
         """
@@ -155,7 +155,7 @@ class MaskedClient(Questions):
     def _claim(
         self, assignment: Assignment, answer: Answer, keys: bytes, received: FlatTensors
     ) -> tuple[Claim, GroupMember]:
-        """Return this client's statement about itself, and the group member as which the server must list it."""
+        """Return this client's statement about itself, and the entry that the server's list of members must have for it."""
         terms = self._terms
         if terms.keys is None:
             claim = Claim(terms.run)

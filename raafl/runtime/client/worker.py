@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Freedom = Literal["begin early", "send beside", "send logs", "send as trained"]
-"""What a plain client may do: begin a task before it is there, train while it sends, send its log, send what it has trained."""
+"""What a plain client may do: begin a task early, train while it sends, send log lines, send values as it has trained them."""
 
 
 class Arrival(NamedTuple):
@@ -246,7 +246,7 @@ class Client:
         process_group: ClientProcesses | None = None,
         extensions: Iterable[Callable[[Client], ClientExtension]] = (),
     ) -> None:
-        """Prepare; `run` sends the HELLO.
+        """Store the arguments; `run` sends the HELLO.
 
         Args:
             info: description of the client.

@@ -19,7 +19,7 @@ from raafl.local.train import LocalTrainer
 from raafl.submodel import FlatTensors, Spec
 
 Like = tuple[Spec, int | None, int | None]
-"""What tasks that can be trained together have alike."""
+"""Key that tasks share which can be trained together."""
 
 
 def kind_of(assignment: Assignment) -> Like:

@@ -22,7 +22,7 @@ from raafl.submodel import FULL, FlatTensors
 from raafl.transport import Connection, Kind, Message
 
 FOR_EVER_S = 1e6
-"""To wait for a message: the pair tells of a rank that is gone."""
+"""Timeout of waiting for a message; a rank that is gone is noticed by its connection."""
 
 _Received = tuple[Assignment | Measure, FlatTensors | None, bool]
 

@@ -31,7 +31,7 @@ from raafl.submodel import FlatTensors
 from raafl.transport import Connection, Expect, Kind, Message, PeerLost, PeerTimeout, Refused
 
 AHEAD_BYTES = 1 << 29
-"""Results that wait to be asked for, beyond which nothing more is begun ahead of need."""
+"""Size of results in store above which no further task is trained ahead of need."""
 _LEAST_AHEAD = 2  # minimum number of tasks to train ahead per rank, however large their results are
 _PART_S = 10.0
 

@@ -190,7 +190,7 @@ class RayExecutor(Executor):
                 del self._out[answer]
 
     def _forget(self, assignment_id: int) -> None:
-        """Drop a task, and Ray's copy of its snapshot with the last task that starts from it."""
+        """Drop a task; if no other task starts from its snapshot, delete Ray's copy of the snapshot, too."""
         task = self._tasks.pop(assignment_id)
         if task.answer is None:
             return

@@ -15,7 +15,7 @@ from raafl.submodel import FlatTensors
 from raafl.transport import Connection, Kind, Message
 
 _PARTS = 8
-"""Parts for each process: who is free first does more, and none waits long for another's last one."""
+"""Number of parts of an evaluation for each process, so that fast processes take more and none waits long."""
 
 
 class Shared:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 _END_S, _FAILED_S = 20.0, 3.0
-"""Seconds that other ranks have to end after rank 0, and after a rank 0 that failed."""
+"""Seconds that the other ranks get to end after rank 0 has ended, and after it has failed."""
 
 
 @contextlib.contextmanager

@@ -326,7 +326,7 @@ class Supervisor:
                 child.send(number, group=False)
             deadline = time.monotonic() + wait_s
             while self._left() and (rest_s := deadline - time.monotonic()) > 0:
-                if set(signals.wait(min(rest_s, _TICK_S))) - {signal.SIGTSTP}:  # the user has asked again
+                if set(signals.wait(min(rest_s, _TICK_S))) - {signal.SIGTSTP}:  # the user has sent a further signal
                     deadline = 0.0
         for child in self._left():
             child.send(signal.SIGKILL)

@@ -42,7 +42,7 @@ class Session(threading.Thread):
         inbox: Inbox,
         known: ClientInfo | None = None,
     ) -> None:
-        """Prepare; `start` connects.
+        """Store the arguments; `start` connects.
 
         `connect`: makes the connection. `known`: the client's share of the data and its profile, as the run has them;
         None = neither.
@@ -95,7 +95,8 @@ class Session(threading.Thread):
         """
         self._stopping = reason
         self._outbox.put(reason)
-        # a thread that waits for an answer does not send; one about to send finds the reason itself
+        # Send the reason from here only if the session's thread waits for an answer; if it is about to send, it sends the
+        # reason itself.
         protocol = self.protocol
         if (protocol.out is not None or not protocol.welcomed) and self._sending.acquire(blocking=False):
             try:

@@ -278,7 +278,7 @@ class SessionProtocol:
         line: Line,
         known: ClientInfo | None = None,
     ) -> None:
-        """Prepare; `run` returns the steps.
+        """Store the arguments; `run` returns the steps.
 
         `report`: called with each event. `known`: the client's share of the data and its profile, as the run has them;
         None = neither.

@@ -57,7 +57,7 @@ class SiteSession(SessionExtension):
         signer: Signer | None,
         take_logs: Callable[[int, Sequence[LogLine]], None],
     ) -> None:
-        """Prepare.
+        """Store the rules and the signer.
 
         `rules`: returns the limits of the client's site. `signer`: signs the journal's hash that is sent with each
         task; None = unsigned. `take_logs`: called on any thread with the client's id and its log lines.

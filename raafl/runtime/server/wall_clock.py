@@ -220,7 +220,10 @@ class Server(Driver):
             self.progress.update()  # keeps the displayed seconds current
 
     def _pass_suspension(self) -> None:
-        """Advance the stopped clock to the end of a suspension that has passed, since the run may wait for that client."""
+        """Advance the stopped clock to the end of a suspension once that much real time has passed.
+
+        The clock stands still before the run starts, so the suspension of a client that the start waits for would never end.
+        """
         if self._start is None and self._timers and self._timers[0][1] != TIME_UP:
             at, now = self._timers[0][0], time.perf_counter()
             if at - self._resumed_at <= now - self._standing_since:

@@ -93,7 +93,7 @@ _multihead: Callable[..., Any] = FunctionType(
     {**vars(F), F.scaled_dot_product_attention.__name__: _attention_in_multihead},
     argdefs=_MULTIHEAD.__defaults__,
 )
-"""torch's function with another attention in it: within a function that is written in Python no mode sees what it calls."""
+"""torch's attention function with another kernel in it; a mode cannot replace what a Python function calls."""
 
 
 def _lstm(
@@ -217,6 +217,6 @@ _KERNELS: Mapping[Any, Callable[..., Any]] = {
     torch.rnn_tanh: _by_steps(lambda given, state, gates: gates.add_(given).tanh()),
     torch.rnn_relu: _by_steps(lambda given, state, gates: gates.add_(given).relu()),
 }
-"""By function of torch, what runs in its place; it gives None where it is not for the arguments."""
+"""Replacement of each function of torch; it returns None for arguments that it does not handle."""
 _LOOPS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
-"""Functions of torch that run over the positions of their inputs without Python."""
+"""Functions of torch that loop over the positions of their inputs outside Python."""

@@ -171,7 +171,7 @@ class _Pass(NamedTuple):
 
 
 def _passes(x: Tensor, weight: Tensor, y: Tensor, groups: int, masks: Sequence[bool]) -> list[_Pass]:
-    """Return the forward pass, or the backward passes for the gradients that are wanted, of the input and of the weights."""
+    """Return the passes of a convolution: the forward one, or one backward for each wanted gradient (input, weights)."""
     channels, outputs = x.shape[1], y.shape[1]
 
     def one(block: int, plain: bool = False) -> _Pass:

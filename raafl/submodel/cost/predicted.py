@@ -31,10 +31,10 @@ Begin = Callable[[Spec], "_Run"]
 Followed = tuple["Step", int]
 """A step, and the bytes of module and batch."""
 OnValues = Callable[[], "Followed | None"]
-"""Follows a step on drawn values; None = it does not run so."""
+"""Function that traces a step with random values; returns None if the step cannot run so."""
 
 _SLOTS = 2
-"""Values that an optimiser is taken to keep for each trained one, as Adam does, where its step cannot run on the meta device."""
+"""Number of values that an optimizer is assumed to store per trained one if its step cannot run on the meta device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Cost:
 
 
 _MOST_FLOPS = 2e11
-"""Of a step that is followed on drawn values: a few seconds of a processor's core."""
+"""Largest number of FLOPs of a step that is traced with random values: a few seconds of one core."""
 
 _BY_PARAMETERS = "6 FLOPs count for each parameter that trains, and no activations"
 

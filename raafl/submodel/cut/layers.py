@@ -15,7 +15,7 @@ Resize = Callable[[Any], None]
 """``resize(layer)``: the layer has its small tensors and the large attributes; set the attributes."""
 
 RESIZES: dict[type[nn.Module] | str, Resize] = {}
-"""By type, or its dotted name where its package need not be there; a subclass has that of its nearest base."""
+"""Function that resizes a layer, by its type, or by the type's dotted name if the package is optional; subclasses inherit it."""
 
 OUTPUTS: dict[type[nn.Module], tuple[str, int]] = {
     nn.Linear: ("weight", 0),
@@ -28,7 +28,7 @@ OUTPUTS: dict[type[nn.Module], tuple[str, int]] = {
     nn.ConvTranspose2d: ("weight", 1),
     nn.ConvTranspose3d: ("weight", 1),
 }
-"""Parameter and dimension that make the output's features."""
+"""Parameter and dimension that determine a layer's number of output features, by type."""
 
 
 def resizes(*types: type[nn.Module] | str) -> Callable[[Resize], Resize]:

@@ -201,7 +201,7 @@ PARTS = ("split", "split_with_sizes", "chunk")
 """Functions that cut a dimension into parts, whose sizes are replaced all together."""
 
 TAKERS: dict[str, Sized] = {}
-"""By the name of the function or method."""
+"""Functions that take sizes, by the name of the function or method."""
 
 
 def _takes_sizes(*names: str) -> Callable[[Sized], Sized]:

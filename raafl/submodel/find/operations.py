@@ -81,7 +81,7 @@ class Call:
 Rule = Callable[[Call], Sequence[Dims]]
 
 MOVING = ("transpose", "t", "squeeze", "unsqueeze")
-"""Operations that, in place, change the form of the tensor itself."""
+"""Operations that change a tensor's own shape in place."""
 
 RULES: dict[str, Rule] = {}
 """The rule of each operation; a variant in place has that of its name without the underscore."""
@@ -239,7 +239,7 @@ FORMS: dict[str, Callable[[Call, list[Dim]], Dims]] = {
     "unsqueeze": lambda call, dims: [*dims[: call.place(1)], Dim(), *dims[call.place(1) :]],
     **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias"), lambda call, dims: _viewed(call, dims)),
 }
-"""By name: the labels of the one output, from those of the one input."""
+"""Functions that compute the labels of the output from those of the input, by name of the operation."""
 
 
 def _viewed(call: Call, dims: list[Dim]) -> Dims:

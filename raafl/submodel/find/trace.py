@@ -37,16 +37,16 @@ from raafl.submodel.results import result_of
 from raafl.submodel.user_caches import uncached
 
 TIMES = 3
-"""Steps on drawn values, each on others; so many more after one that reads parameters that none before has, such as an expert's."""
+"""Number of steps with random values; as many again follow a step that reads new parameters, such as an expert's."""
 
 SMALL = 1_000_000
-"""Parameters of a model up to which four times as many follow such a one."""
+"""Number of parameters of a model up to which four times as many steps follow."""
 
 MOST_VALUES = 300_000_000
 """Parameters of a model beyond which values are not drawn, neither here nor in double precision for the proof."""
 
 _MOST_CONDITIONS = 1000
-"""Conditions answered without a look in one step, so that no loop waits for one for ever."""
+"""Largest number of conditions on values that are assumed in one step, so that no loop runs for ever."""
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 
@@ -300,10 +300,10 @@ def _zeros(tensor: Tensor) -> Tensor:
 
 
 PIXELS = (*dict.fromkeys((8, 28, 32, 64, 96, 224, *range(4, 33), 128, 256)),)
-"""Sides of pictures, the most likely first."""
+"""Sizes of images that are tried, the most likely first."""
 
 LENGTHS = (9, 4, 2, 3, 5, 8, 16)
-"""Of sequences."""
+"""Lengths of sequences that are tried."""
 
 _FIRST: tuple[Any, ...] = (nn.modules.conv._ConvNd, (nn.Embedding, nn.EmbeddingBag), nn.Linear)
 

@@ -36,7 +36,7 @@ INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if isinst
 """Mappings of `nn.Module`: parameters, buffers, submodules, hooks."""
 
 MOST = 100_000
-"""Objects that are followed at most: a module may lead to a whole data set."""
+"""Largest number of objects that are followed, since a module may refer to a whole data set."""
 
 _ATOMS: Any = (
     type(None),
@@ -93,7 +93,7 @@ _RUN_BY_OTHERS = (
     "wandb",
     "mlflow",
 )
-"""Packages whose objects change by themselves, or belong to the process."""
+"""Packages whose objects change by themselves or belong to the process; they are not compared."""
 
 _LIBRARIES = (
     "torch",

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from raafl.submodel.submodels import Submodels
 
 NARROW = 16
-"""What a narrow copy keeps of each axis: one unit in so many, and no fewer than two."""
+"""Divisor of each axis's units in a narrow copy, which keeps at least two."""
 
 WIDEST = 64
-"""What it keeps of the residual width at most: tables of a large vocabulary are as wide."""
+"""Largest residual width of a narrow copy, since tables of a large vocabulary are as wide."""
 
 
 LONGEST = 64
-"""Tokens of each text on which the copy of a model is proven that has no values itself: each gives a number a word."""
+"""Largest number of tokens of each text for the proof on a narrow copy of a model without values."""
 
 
 def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Submodels, nn.Module] | None:

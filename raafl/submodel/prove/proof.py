@@ -41,7 +41,7 @@ LARGE = 2_000_000
 """Parameters of a model beyond which a narrow copy of it is proven, and axes are cut all together only: a start stays short."""
 
 TINY = 1e-30
-"""Stands for zero where code divides by what is dropped, as weight norm does by the length of each unit's weights."""
+"""Value that replaces zero where code divides by dropped units, as weight norm does."""
 
 _EDGES = ("LayerNorm", "RMSNorm")
 
@@ -425,10 +425,10 @@ def largest_of(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
 
 
 DRAWN = ("rand", "rand_like", "uniform_", "randn", "randn_like", "normal_", "exponential_")
-"""Functions whose answer code takes for noise: one number stands for all of it, so that all units have the same."""
+"""Random functions; the proof replaces their results by one number, so that all units get the same."""
 
 NOISE = (0.5, 0.9)
-"""What stands for it where axes are cut to one unit, and where to a half: ``rand_like(x) > 0.75`` hides all from the first."""
+"""Constants that replace random numbers, if axes are cut to one unit and to a half; 0.9 passes `rand_like(x) > 0.75`, too."""
 
 
 class Quiet(TorchFunctionMode):
@@ -487,19 +487,19 @@ TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Largest difference, as a share of the largest value; float32 is for code that does not run in double precision."""
 
 FORCED = 1e-6
-"""The tolerance where code turns doubles into float32 in between."""
+"""Tolerance if code converts doubles to float32 in between."""
 
 CAPS = {torch.float64: 1e-4, torch.float32: 1e-2}
 """Share of the largest value beyond which no difference is taken for rounding."""
 
 DRAWS = 3
-"""Steps by which rounding is measured."""
+"""Number of steps by which rounding errors are measured."""
 
 MOVED = 1
-"""Units in the last place by which each parameter is moved for that, up or down by chance."""
+"""Number of units in the last place by which each parameter is perturbed, at random up or down, to measure rounding."""
 
 TIMES = 32
-"""Differences are allowed up to so many times what that changes: rounding happens in operations without parameters, too."""
+"""Factor between the allowed difference and the measured effect of these perturbations."""
 
 LEAST = 64
 """Units in the last place of the uncut model's largest gradient that are allowed in each gradient."""

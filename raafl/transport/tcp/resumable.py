@@ -26,7 +26,7 @@ from raafl.transport.frames import count_chunks
 from raafl.transport.tcp.connection import TcpConnection
 
 SUCCEEDED = "connection-replaced"
-"""Reason of `PeerLost` on a connection whose client has come back by another."""
+"""Reason of `PeerLost` on a connection that a new one of the same client has replaced."""
 
 # error reasons after which the client may reconnect: a thread that notices the break closes the connection for the
 # others

@@ -28,7 +28,7 @@ RECORD_BYTES = 16 << 10
 """Longest plaintext of a TLS record."""
 
 REFUSED_THERE = "the other end does not accept this end's certificate or offer"
-"""Begin of the explanation if a TLS alert came from the other side."""
+"""Prefix of the explanation if a TLS alert came from the other side."""
 
 _SAME_CA = "both ends need the same ca.crt"
 _ALERTS = {

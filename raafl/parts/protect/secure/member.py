@@ -34,7 +34,7 @@ from raafl.parts.protect.secure.shamir import MAX_SHARES, share
 from raafl.submodel import FlatTensors
 
 _NONCE = bytes(12)
-"""Each key of `share_key` encrypts one message, so that a constant is no repetition."""
+"""Constant nonce, safe since each key of `share_key` encrypts only one message."""
 
 
 class Member:

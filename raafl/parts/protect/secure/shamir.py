@@ -20,7 +20,7 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
     for exponent in range(255):
         powers[exponent] = powers[exponent + 255] = value
         logs[value] = exponent
-        value ^= value << 1  # times 3
+        value ^= value << 1  # multiply by the generator 3; the next line reduces by the field's polynomial
         value ^= 0x11B if value & 0x100 else 0
     return powers, logs
 

@@ -33,8 +33,8 @@ _TABLE = re.compile(r"(<!-- table: (\S+?)(?:; ([^\n]*))? -->\n).*?(<!-- end of t
 _COLUMN = re.compile(r"(?P<key>[^\s:]+)(?::(?P<format>\S+))?(?: as (?P<title>.+))?")
 
 
-# Columns of a comparison that a page shows; a marker adds others (`; also: participation, utilisation`).
-_SHOWN = ("row", "settings", "published", "MB", "updates")
+# Columns of a comparison that a page shows; a marker adds others (`; also: MB, utilisation`).
+_SHOWN = ("row", "settings", "published")
 
 
 def _wrapped(text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ import pytest
 from tests.habits.source import ROOT
 from tests.helpers.guards import ALLOWANCE, BUDGET_S, over_budget, unnamed
 
+GRACE = "grace_s: float = 3.0"
 TESTS = """
 import os, subprocess, sys, threading, time
 import pytest
@@ -23,7 +23,7 @@ def test_process():
     test_process.child = subprocess.Popen(SLEEP)
 
 def test_thread():
-    threading.Thread(target=time.sleep, args=(4,), name="left over").start()
+    threading.Thread(target=time.sleep, args=(2,), name="left over").start()
 
 def test_group():
     import torch.distributed as dist
@@ -40,7 +40,7 @@ def test_clean(monkeypatch, tmp_path):
     monkeypatch.setenv("PUT_BACK", "1")
     monkeypatch.chdir(tmp_path)
     subprocess.run([sys.executable, "-c", ""])
-    threading.Thread(target=time.sleep, args=(0.2,)).start()
+    threading.Thread(target=time.sleep, args=(0.1,)).start()
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 
 def test_data(raafl_data):
@@ -67,7 +67,9 @@ def test_costly_for_a_reason(costly):
 @pytest.fixture
 def outcomes(tmp_path):
     """A function that runs some of TESTS under the project's conftest; returns each one's outcomes and the output."""
-    shutil.copy(ROOT / "tests" / "helpers" / "guards.py", tmp_path / "conftest.py")
+    guards = (ROOT / "tests" / "helpers" / "guards.py").read_text()
+    assert guards.count(GRACE) == 1
+    (tmp_path / "conftest.py").write_text(guards.replace(GRACE, "grace_s: float = 1.0"))
     (tmp_path / "test_it.py").write_text(TESTS)
 
     def run(*options, **environment):

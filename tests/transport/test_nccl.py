@@ -250,10 +250,11 @@ def test_emulated_nccl_is_waited_for_alone_and_as_often_whatever_the_payload(joi
 def test_emulated_nccl_that_moves_nothing_more_is_given_up_at_the_deadline(joined, monkeypatch):
     stuck = SimpleNamespace(record=lambda stream: None, query=lambda: False)
     with joined("cuda:0", "cuda:1") as (server, client), ThreadPoolExecutor(1) as pool:
+        client.timeout_s = 1.0
         receiving = pool.submit(client.recv, lambda *_: payload(0.0, "cuda:1"), WAIT_S)
         monkeypatch.setattr(torch.cuda, "Event", lambda **_: stuck)
         with pytest.raises(PeerTimeout, match="NCCL transferred nothing for "):
-            server.send(Message(Kind.ASSIGN, 7, 0, {}, payload(2.0, "cuda:0")), 3.0)
+            server.send(Message(Kind.ASSIGN, 7, 0, {}, payload(2.0, "cuda:0")), 1.0)
         client.close()
         with pytest.raises((PeerLost, PeerTimeout)):
             receiving.result()

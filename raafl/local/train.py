@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -127,14 +127,9 @@ class LocalTrainer:
             return run(assignment, received, data, context)
 
     def run_once(
-        self,
-        assignment: Assignment,
-        received: FlatTensors,
-        data: ClientData,
-        context: TaskContext,
-        make: Callable[[LocalTrainer, PreparedTask], TaskSteps] | None = None,
+        self, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext, make: Any = None
     ) -> Update:
-        """Train a task; see `run`. ``make`` returns its steps; None = they are eager."""
+        """Train a task; see `run`. ``make(trainer, task)`` returns its `TaskSteps`; None = they are eager."""
         process_group, context.progress.place = context.process_group, "before its first batch"
         data = data if process_group is None else process_group.begin(assignment, received, data)
         built = self.built(assignment.spec)
@@ -152,14 +147,15 @@ class LocalTrainer:
         if self.scaler is not None:  # a new scaler for each task, so that no task depends on the tasks before it
             precision.scaler = torch.amp.GradScaler(self.fabric.device.type)
         with masking as classes:
-            steps = (make or TaskSteps)(self, task)
+            steps: TaskSteps = (make or TaskSteps)(self, task)
             extra = steps.run()
             loss = steps.mean_loss
-        loss = loss if process_group is None else process_group.finish(built.module, loss or 0.0, built.recorder)
+        if process_group is not None:
+            loss = process_group.finish(built.module, 0.0 if loss is None else float(loss), built.recorder)
         return self.build_update(task, steps.num_steps, loss, extra, classes)
 
     def build_update(
-        self, task: PreparedTask, num_steps: int, loss: float | None, extra: dict[str, Any], classes: list[int]
+        self, task: PreparedTask, num_steps: int, loss: Tensor | float | None, extra: dict[str, Any], classes: list[int]
     ) -> Update:
         """Build the update of a task after its last step.
 
@@ -174,8 +170,9 @@ class LocalTrainer:
         extra |= {CLASSES: classes} if classes else {}
         built.gather()
         built.check_fixed_statistics()
-        metrics = {**({} if loss is None else {LOSS: loss}), **built.recorder.means(MAX_LOGGED)}
+        losses, metrics = {} if loss is None else {LOSS: loss}, dict[str, float]()
         if data.test is not None and task.context.link is None and self.local.evaluates_on_client(assignment.extra):
+            metrics, losses = {name: float(x) for name, x in losses.items()} | built.recorder.means(MAX_LOGGED), {}
             metrics |= self._test(built, assignment, data.test, task.context)
         self._check_base(built)
         built.state.check()
@@ -193,7 +190,9 @@ class LocalTrainer:
             metrics,
             extra=extra,
         )
-        update.refusal = None if update.tensors.is_finite() else "non-finite"
+        # read last, so that a GPU is waited for once
+        read, is_finite = built.recorder.finish(losses, MAX_LOGGED, update.tensors)
+        update.metrics, update.refusal = metrics | read, None if is_finite else "non-finite"
         return update
 
     def length(self, assignment: Assignment) -> tuple[int | None, int | None]:
@@ -351,9 +350,10 @@ class TaskSteps:
         return self.num_batches % self.per_epoch
 
     @property
-    def mean_loss(self) -> float | None:
-        """Mean over the batches that had a loss; None = there was none."""
-        return float(self._total) / self._num_losses if self._num_losses else None
+    def mean_loss(self) -> Tensor | float | None:
+        """Mean over the batches that had a loss, not read from its device; None = there was none."""
+        total = self._total if isinstance(self._total, Tensor) and self._total.is_cuda else float(self._total)
+        return total / self._num_losses if self._num_losses else None
 
     def run(self) -> dict[str, Any]:
         """Make all steps; return the hook's plain data for the server."""

@@ -366,6 +366,11 @@ class FlatTensors:
         """Check whether no element is NaN or infinite."""
         return all(is_finite(buffer) for buffer in self.buffers.values())
 
+    def sums(self) -> list[Tensor]:
+        """Return a real number for each buffer, on its device: finite only if all its elements are."""
+        buffers = [b for b in self.buffers.values() if is_merged(b.dtype)]
+        return [torch.view_as_real(b).sum() if b.is_complex() else _sum(b) for b in buffers]
+
     def fingerprint(self) -> str:
         """Return the xxh3_128 digest of all bytes, as hexadecimal digits."""
         digest = xxhash.xxh3_128()
@@ -407,6 +412,9 @@ def is_finite(piece: Tensor) -> bool:
     """
     if not is_merged(piece.dtype) or piece.is_meta:
         return True
-    # sum half precision in float32, where it does not overflow; a NaN stays in any case
-    total = piece.sum(dtype=torch.float32 if piece.dtype.itemsize == 2 else None)
-    return cmath.isfinite(total.item()) or bool(torch.isfinite(piece).all())
+    return cmath.isfinite(_sum(piece).item()) or bool(torch.isfinite(piece).all())
+
+
+def _sum(piece: Tensor) -> Tensor:
+    """Return the sum of a tensor; of half precision in float32, where it does not overflow, and a NaN stays in any case."""
+    return piece.sum(dtype=torch.float32 if piece.dtype.itemsize == 2 else None)

@@ -246,3 +246,15 @@ def test_graphs_are_bounded_and_each_submodel_has_its_own(emulated_cuda: Emulate
     tasks = [replace(task, spec=spec) for task in TASKS for spec in (HALF, assignment().spec)]
     counted, equal = both(Net, tasks, max_built=2)
     assert equal and counted["captured"] == 10 and counted["eager"] == []
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_task_waits_for_the_gpu_once_and_its_steps_never(emulated_cuda: Emulated, capture):
+    """Beside the way of its values to the GPU, here from a server on the CPU, all that it reads is read at once."""
+    bench = captured(Logging) if capture else Bench.of(Logging, accelerator="cuda")
+    for number, task in enumerate(TASKS):
+        before = emulated_cuda.counts["waits"]
+        metrics = bench.run(task)[0].metrics
+        waits = emulated_cuda.counts["waits"] - before
+        assert waits == 2 or (capture and number < 4)  # the first ones are also trained eagerly, and compared
+    assert sorted(metrics) == ["accuracy", "largest", "loss", "other", "sum"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput
+from raafl.submodel import FlatTensors
 
 
 class Latest:
@@ -130,6 +132,26 @@ class Recorder:
             into.copy_(total) if isinstance(total, Tensor) else into.fill_(total)
         self._how[name] = how
         self._sums[name] = into, count + weight if how == "mean" else 1.0
+
+    def finish(
+        self, more: Mapping[str, Tensor | float], most: int, tensors: FlatTensors
+    ) -> tuple[dict[str, float], bool]:
+        """Return ``more`` and the means as numbers, and whether ``tensors`` are finite; a GPU is waited for once.
+
+        `most`: number of means to return; see `means`.
+        """
+        if tensors.device.type != "cuda":
+            return {name: float(x) for name, x in more.items()} | self.means(most), tensors.is_finite()
+        pending = {name: total for name, (total, _) in self._sums.items() if isinstance(total, Tensor)}
+        pending = {name: total for name, total in pending.items() if total.is_cuda and total.numel() == 1}
+        losses = [torch.as_tensor(x, device=tensors.device) for x in more.values()]
+        # float64 holds each of them exactly
+        numbers = [x.detach().double().reshape(()) for x in (*pending.values(), *losses, *tensors.sums())]
+        read = iter(torch.stack(numbers).tolist() if numbers else ())
+        for name in pending:
+            self._sums[name] = next(read), self._sums[name][1]
+        metrics = {name: next(read) for name in more}
+        return metrics | self.means(most), all(map(math.isfinite, read)) or tensors.is_finite()
 
     @property
     def metrics(self) -> Mapping[str, Any]:

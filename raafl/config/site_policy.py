@@ -119,6 +119,9 @@ class SitePolicy:
     # largest share, above 0 up to 1, that one site may have in any part of a securely aggregated sum; groups in which a
     # site has more are refused. Only used with certificates
     max_share: float = MAX_SHARE
+    # whether a part of a securely aggregated sum counts as hidden only by sites that received the same submodel, version
+    # and values, since a server can give others a model from which they learn nothing. Only used with certificates
+    same_values: bool = False
     # sites with which updates may be summed in secure aggregation, each ``NAME``, or ``NAME@FINGERPRINT`` of its
     # key as `raafl certs request` prints it; null = all sites that the authority certifies
     partners: list[str] | None = None

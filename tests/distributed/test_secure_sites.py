@@ -33,7 +33,7 @@ def at(site, **options):
 
 def test_three_sites_open_their_sum_and_get_the_model_of_a_simulation(tmp_path, caplog):
     experiment, config = parsed(tmp_path, *OPTIONS, second_s=0.02)
-    clients = [(1, at("north")), (2, at("south")), (3, at("east"))]
+    clients = [(1, at("north")), (2, at("south")), (3, at("east", policy=SitePolicy(same_values=True)))]
     with remote(experiment, config, tmp_path, clients) as fleet:
         run = fleet.serve()
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0]

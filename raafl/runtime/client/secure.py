@@ -60,6 +60,7 @@ class SiteTerms:
     in_rounds: bool = False  # whether all members of a group train from the same version
     # whether all clients of one version and submodel receive the same values, so that they are compared
     names_start: bool = False
+    same_values: bool = False  # whether only members that received the same values are taken to hide this client
 
 
 class MaskedClient(Questions):
@@ -125,7 +126,10 @@ class MaskedClient(Questions):
             Stopped: the server has ended the task, or the connection is lost.
         """
         self._assignment, options, key = assignment, self._merge.options, assignment.id
-        member, layouts = Member(options.min_cover or 0, options.threshold), IntegerLayouts(self._submodels)
+        member, layouts = (
+            Member(options.min_cover or 0, options.threshold, self._terms.same_values),
+            IntegerLayouts(self._submodels),
+        )
         keys = b"".join(member.public)
         claim, own = self._claim(assignment, answer, keys, received)
         meta, _ = self._ask({**answer.to_meta(), **claim.to_meta()}, to_tensors(keys=keys), None)
@@ -199,7 +203,7 @@ def _site_terms(setup: ClientSetup, files: TlsFiles | None) -> SiteTerms:
     run = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     alike = setup.experiment.compress.down == "none"  # compressed values also depend on what a client was sent before
     in_rounds = isinstance(setup.experiment.algorithm.trigger, AllReported)
-    return SiteTerms(run, _site_keys(files, setup.gate), setup.gate.max_share, in_rounds, alike)
+    return SiteTerms(run, _site_keys(files, setup.gate), setup.gate.max_share, in_rounds, alike, setup.gate.same_values)
 
 
 def _site_keys(files: TlsFiles | None, gate: Gate) -> SiteKeys | None:

@@ -196,6 +196,8 @@ class Gate:
 
     max_share: float = MAX_SHARE
     """Largest share of an opened sum that one site may have, in secure aggregation with certificates."""
+    same_values: bool = False
+    """Whether only members that received the same values are taken to hide this client's update in a sum."""
     partners: Sequence[str] | None = None
     """Sites that may be members of a group of secure aggregation; None = all of the federation."""
 

@@ -73,24 +73,38 @@ def check_facts(group: Group) -> None:
 
 
 def check_cover(
-    group: Group, coverage: Coverage, weights: Mapping[int, float], survivors: frozenset[int], min_cover: int
+    group: Group,
+    coverage: Coverage,
+    weights: Mapping[int, float],
+    survivors: frozenset[int],
+    min_cover: int,
+    alike_to: int | None = None,
 ) -> None:
     """Check that each cell whose sum these survivors would open hides each of its sites.
+
+    `alike_to`: member whose cells alone are checked, and only members that received the same values as it are taken to
+    hide it: a server can give others a model from which they learn nothing. None = all cells and members.
 
     Raises:
         CannotOpen: bad-group: a cell has survivors of too few sites, or nearly all of its sum would be of one site.
     """
     most = min(member.max_share for member in group.members)
-    for cell in coverage.open_cells(survivors, min_cover):
+    cells = coverage.open_cells(survivors, min_cover)
+    hiding = survivors
+    if alike_to is not None:
+        cells = [cell for cell in cells if alike_to in coverage.holders[cell]]
+        hiding = survivors & _alike(group, alike_to)
+    for cell in cells:
         parts: dict[str | int, float] = {}
-        for number in sorted(coverage.holders[cell] & survivors):
+        for number in sorted(coverage.holders[cell] & hiding):
             member = group.by_id[number]
             if member.site and not member.num_steps:  # a member without steps hides no other member's update
                 continue
             parts[member.owner] = parts.get(member.owner, 0.0) + weights[number]
         if len(parts) < min_cover:
             raise CannotOpen(
-                f"elements of the model would be summed over clients of {len(parts)} sites that trained, and "
+                f"elements of the model would be summed over clients of {len(parts)} sites that trained"
+                f"{'' if alike_to is None else ' from the same values (policy.same_values)'}, and "
                 f"secure_aggregation.min_cover is {min_cover}: use clients of more sites",
                 "bad-group",
             )
@@ -101,6 +115,13 @@ def check_cover(
                 f"allows max_share {most:g}: use more clients or more equal numbers of samples, or lower guard.max_weight",
                 "bad-group",
             )
+
+
+def _alike(group: Group, member_id: int) -> frozenset[int]:
+    """Return the members that received the same submodel, version and values as one; none if it does not state them."""
+    own = group.by_id[member_id]
+    start = own.version, own.spec, own.start
+    return frozenset(one.id for one in group.members if own.start and (one.version, one.spec, one.start) == start)
 
 
 def _named(owner: str | int) -> str:

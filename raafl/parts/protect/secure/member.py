@@ -45,8 +45,12 @@ class Member:
     group and for one client of the site.
     """
 
-    def __init__(self, min_cover: int, threshold: float) -> None:
-        """Draw the member's keys; the limits are those of the client's own config."""
+    def __init__(self, min_cover: int, threshold: float, same_values: bool = False) -> None:
+        """Draw the member's keys; the limits are those of the client's own config.
+
+        `same_values`: whether only members that received the same values as this one are taken to hide it.
+        """
+        self._same_values = same_values
         self._min_cover, self._threshold = min_cover, threshold
         self._masks, self._shares = X25519PrivateKey.generate(), X25519PrivateKey.generate()
         self._signs = Ed25519PrivateKey.generate()
@@ -77,7 +81,7 @@ class Member:
         self._has_joined = True
         self.group, self.id, self.coverage = group, member_id, group.coverage(layouts)
         self._weights = dict.fromkeys(group.by_id, 1.0) if weights is None else dict(weights)
-        check_cover(group, self.coverage, self._weights, frozenset(group.by_id), self._least)
+        self._check_cover(frozenset(group.by_id))
         self._seeds = [secrets.token_bytes(SEED_BYTES) for _ in self.coverage.cells_in(member_id)]
         secret = self._masks.private_bytes_raw() + b"".join(self._seeds)
         pieces = share(secret, group.threshold, len(group.members))
@@ -123,6 +127,10 @@ class Member:
                 "use fewer clients of one site, or a higher secure_aggregation.threshold",
                 "bad-group",
             )
+
+    def _check_cover(self, survivors: frozenset[int]) -> None:
+        for alike_to in (None, self.id) if self._same_values else (None,):
+            check_cover(self.group, self.coverage, self._weights, survivors, self._least, alike_to)
 
     @property
     def _least(self) -> int:
@@ -179,7 +187,7 @@ class Member:
                 raise CannotOpen(
                     f"member {member} has not signed that it knows the same group and the same senders", "bad-group"
                 )
-        check_cover(group, self.coverage, self._weights, left, self._least)
+        self._check_cover(left)
         self._survivors = left
         return self._signs.sign(lists_text(group, self._held, left))
 

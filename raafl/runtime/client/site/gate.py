@@ -98,7 +98,8 @@ class SiteGate(Gate):
     ) -> None:
         """Open the site's books, if the policy needs any; raises BadInput if they cannot be read or written."""
         self.policy, self._say, self._now, self._sleep = policy, say, now, sleep
-        self.max_share, self.partners = float(policy.max_share), policy.partners
+        self.max_share, self.same_values = float(policy.max_share), policy.same_values
+        self.partners = policy.partners
         self._logs = None if policy.logs is None else LogBuffer(policy.logs)
         self._hours, self.counts_bytes = policy.windows(), policy.max_bytes is not None
         self._books = None if policy.state is None else SiteBooks(policy.state)

@@ -21,9 +21,9 @@ HALF = Spec.select({"hidden": range(4)})
 class Round:
     """Members 1 to n, of which the first ``num_whole`` have the whole model, in the state after `step`."""
 
-    def __init__(self, num, num_whole=None, min_cover=2, weights=None, **changes):
+    def __init__(self, num, num_whole=None, min_cover=2, weights=None, careful=(), **changes):
         specs = {key: FULL if num_whole is None or key <= num_whole else HALF for key in range(1, num + 1)}
-        self.members = {key: Member(min_cover, 2 / 3) for key in specs}
+        self.members = {key: Member(min_cover, 2 / 3, key in careful) for key in specs}
         rows = [
             GroupMember(key, *one.public, specs[key], **changes.get(f"m{key}", {})) for key, one in self.members.items()
         ]
@@ -183,6 +183,38 @@ def test_a_site_that_made_no_step_hides_nobody():
     told = Round(4, min_cover=3, **sites).join().mask()
     with pytest.raises(CannotOpen, match="summed over clients of 2 sites that trained"):
         told.sign(1, [1, 2, 3])
+
+
+STARTS = {f"m{key}": {"start": "whole" if key <= 2 else "half", "version": 9} for key in range(1, 8)}
+
+
+def test_who_asks_for_it_is_hidden_by_those_who_received_the_same_values_alone():
+    """Members 1 and 2 have the whole model, 3 to 7 a half of it: all seven share that half."""
+    Round(7, 2, min_cover=3, **STARTS).join()
+    Round(7, 2, min_cover=3, careful=[3, 7], **STARTS).join()  # five sites
+    same = r"clients of {} sites that trained from the same values \(policy.same_values\), and .*min_cover is {}"
+    with pytest.raises(CannotOpen, match=same.format(2, 3)):
+        Round(7, 2, min_cover=3, careful=[1], **STARTS).join()
+    for other in ({"version": 8}, {"start": ""}):  # of another version; one that states nothing
+        fields = {**STARTS, "m7": {**STARTS["m7"], **other}}
+        Round(7, 2, min_cover=4, careful=[3], **fields).join()
+        with pytest.raises(CannotOpen, match=same.format(4, 5)):
+            Round(7, 2, min_cover=5, careful=[3], **fields).join()
+    with pytest.raises(CannotOpen, match=same.format(0, 3)):
+        Round(7, 2, min_cover=3, careful=[3], m3={"version": 9}).join()  # it states nothing itself
+    told = Round(7, 2, min_cover=4, careful=[3], **STARTS).join().mask()
+    assert told.sign(4, [1, 2, 3, 4, 5])  # five of seven must help
+    with pytest.raises(CannotOpen, match=same.format(3, 4)):
+        told.sign(3, [1, 2, 3, 4, 5])
+
+
+def test_a_share_is_also_one_of_those_who_received_the_same_values():
+    """Of the shared half member 3 has 40 of 204, but 40 of 44 among those with its submodel."""
+    weights = {1: 100.0, 2: 60.0, 3: 40.0, 4: 1.0, 5: 1.0, 6: 1.0, 7: 1.0}
+    fields = {key: {**one, "max_share": 0.8, "site": key} for key, one in STARTS.items()}
+    Round(7, 2, weights=weights, **fields).join()
+    with pytest.raises(CannotOpen, match=r"90.9% of a sum would be of site 'm3'"):
+        Round(7, 2, weights=weights, careful=[3], **fields).join()
 
 
 def test_one_site_cannot_bring_as_many_members_as_would_sign_two_lists():

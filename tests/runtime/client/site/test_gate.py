@@ -266,3 +266,9 @@ def test_without_consent_nothing_is_done(tmp_path, every):
             "go on",
             "a task: nobody has consented to its task (policy.consent)",
         )
+
+
+def test_what_a_site_asks_of_a_group_is_its_policys():
+    assert (Gate().max_share, Gate().same_values, Gate().partners) == (0.9, False, None)
+    gate = SiteGate(SitePolicy(max_share=0.5, same_values=True, partners=["north"]))
+    assert (gate.max_share, gate.same_values, gate.partners) == (0.5, True, ["north"])

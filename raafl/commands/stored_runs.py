@@ -80,7 +80,10 @@ def with_local_resume(argv: Sequence[str]) -> list[str]:
 
 
 def _brought(url: str, field: str) -> Path | None:
-    """Download a run to `runs` and return its folder; None if it has no checkpoint (then an `output` is renamed)."""
+    """Download a run to `runs` and return its folder; None if it has no checkpoint.
+
+    A run without checkpoint that is in the way of an `output` is renamed in the store.
+    """
     with ObjectStore.answering(url, field) as store:
         names = store.names()
         if any(name.startswith(f"{CHECKPOINTS}/version-") for name in names):

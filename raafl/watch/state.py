@@ -17,7 +17,7 @@ from raafl.runfolder.tail import RunTail
 from raafl.sanitize import sanitize_text
 
 MAX_CLIENTS = 16
-"""Clients that a view has room for."""
+"""Largest number of clients that a view shows at a time."""
 _MAX_SPECS = 8  # largest number of submodels per client whose task times are stored
 _SHOWN_SPEC, _SHOWN_DEVICE = 48, 24  # characters
 _MOST_BLOCKS = 1000  # largest number of listed blocks of a stack

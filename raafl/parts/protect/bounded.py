@@ -236,7 +236,7 @@ class Bounded(Wrapped):
         return norms | {name: _norm(buffers, before, part) for name, part in parts.items()}, is_large
 
     def _most(self, state: GlobalState, memory: BoundedMemory, spec: Spec, names: Iterable[str]) -> dict[str, float]:
-        """Return the largest accepted norm of an update of ``spec``, for each of the contents ``names`` that has a limit."""
+        """Return the norm above which an update of ``spec`` is refused, for each of its kinds of content that has a limit."""
         if self.max_norm_ratio is None:
             return {}
         accepted = _accepted(state, memory, spec).of

@@ -121,7 +121,7 @@ def host(
 
 
 def _serve_others(run: Run) -> None:
-    """Set up the output of a server for clients of others: it is logged, including reasons why clients cannot join."""
+    """Set up the output of a server whose clients belong to others: time stamps, and a note on what may hold up a merge."""
     run.progress.stamped = True
     if (line := waits_note(run.parts.experiment, run.parts.coordinator.algorithm.trigger)) is not None:
         run.progress.note(line)

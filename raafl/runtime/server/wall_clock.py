@@ -336,7 +336,7 @@ class Server(Driver):
         """Release the clients, then wait for the last evaluation."""
         is_paused = self.reason == "interrupted" and self._patience_s is not None and self._interrupt.by_manager
         farewell = PAUSED if is_paused else self.reason or "failed"
-        # before any connection closes, since a client whose connection closes looks there for the reason
+        # Announce the reason before any connection closes: a client whose connection closes then looks for it.
         self._announce(None, farewell)
         with self._enter_lock:
             # these clients may still be building their models

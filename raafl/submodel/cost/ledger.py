@@ -137,7 +137,7 @@ class Ledger(TorchDispatchMode):
     def _weighted(
         self, packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...], result: Any, work: OperationCost
     ) -> int:
-        """Return the bytes of an operation, weighted by what its operands hold and where it runs, too."""
+        """Return the bytes of an operation, weighted by the zeros in its operand and by a loop of torch's own around it."""
         moved_bytes: float = work.moved_bytes
         if self._rules.sees_zeros:
             self._follow_zeros(packet, args, result)

@@ -29,7 +29,7 @@ from raafl.local.options import FabricOptions
 from raafl.local.proximal import ProximalTerm
 from raafl.local.sparse_gradients import backward_of
 from raafl.local.trainable import TrainableSubmodel
-from raafl.optimizers import step_scheduler
+from raafl.optimizers import backward, step, step_scheduler, zero_grad
 from raafl.rng import RngStream, current, seed_everything
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
@@ -450,7 +450,7 @@ class TaskSteps:
     def _backward(self, loss: Tensor) -> None:
         hooks, scaler = self._built.hooks, self._trainer.scaler
         if hooks is None or "backward" not in hooks.overridden:
-            self._trainer.fabric.strategy.backward(loss, None)
+            backward(loss, self._trainer.fabric.strategy)
         else:
             hooks.call("backward", loss if scaler is None else scaler.scale(loss))
 
@@ -467,9 +467,9 @@ class TaskSteps:
             hooks.before_step(optimizer, clip_val)
         elif clip_val is not None:
             torch.nn.utils.clip_grad_norm_(built.module.parameters(), clip_val)
-        trainer.fabric.strategy.optimizer_step(optimizer)
+        step(optimizer, trainer.fabric.strategy)
         if hooks is None or not hooks.keeps_gradients:
-            optimizer.zero_grad()
+            zero_grad(optimizer)
         if group is not None:
             group.stepped()
 

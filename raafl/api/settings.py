@@ -17,7 +17,7 @@ from raafl.api.python_objects import digest
 from raafl.compression.options import Compress
 from raafl.config.experiment import SECTIONS, Experiment, field_types, marked
 from raafl.config.messages import unknown
-from raafl.config.options import Engine, SubmodelOptions, Timeouts
+from raafl.config.options import Engine, Samples, SubmodelOptions, Timeouts
 from raafl.config.value_types import check_types
 from raafl.core.algorithm import Algorithm, Training
 from raafl.devices.catalog import FIGURES
@@ -73,6 +73,7 @@ class Settings(TypedDict, total=False):
     checkpoint_s: float | str | None
     keep_checkpoints: int
     keep_best: str | None
+    samples: Samples | Mapping[str, Any]
     safetensors: bool
     push_to_hub: str | None
     emulate: bool

@@ -18,11 +18,22 @@ from raafl.lab.report.clients import Classes, classes_of, participation_chart, p
 from raafl.lab.report.curves import curves
 from raafl.lab.report.groups import Group, algorithm_of, group_runs, names_of
 from raafl.lab.report.overview import check_figure, draw
-from raafl.lab.report.page import collapsible, escaped, page, shown, table_html, transpose_wide
+from raafl.lab.report.page import (
+    MAX_ROWS,
+    Table,
+    collapsible,
+    escaped,
+    page,
+    shown,
+    table_html,
+    thin_rows,
+    transpose_wide,
+)
 from raafl.lab.report.submodels import axes, regions, specs, staleness
 from raafl.lab.report.timeline import time_spent, timeline
 from raafl.runfolder.books import signature_warning
-from raafl.runfolder.reading import RecordedRun, read
+from raafl.runfolder.reading import RecordedRun, read, sample_rows
+from raafl.runfolder.schema import SAMPLE_COLUMNS
 from raafl.units import quantity, size
 
 if TYPE_CHECKING:
@@ -118,8 +129,9 @@ def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = 
     title = f"{only.name}: {groups[0].label}" if only is not None else f"{len(runs)} runs of {algorithms}"
     made = time.strftime("%Y-%m-%d %H:%M")
     subtitle = f"raafl report, made {made}. Times called virtual are those of simulated devices."
-    bottom = _configs(groups, runs)
-    links = {"config": "Config"}
+    samples = _samples(runs)
+    bottom = samples + _configs(groups, runs)
+    links = {**({"samples": "Samples"} if samples else {}), "config": "Config"}
     return page(title, subtitle, _top(groups, runs), charts, bottom, links)
 
 
@@ -177,6 +189,22 @@ def _cards(groups: Sequence[Group], run: RecordedRun) -> str:
         for name, value in cards
     )
     return f'<dl class="cards">{inner}</dl>'
+
+
+def _samples(runs: Sequence[RecordedRun]) -> str:
+    """Return the section of what the models wrote and predicted; empty where no run has recorded any."""
+    parts = []
+    for run in runs[:_MAX_APART]:
+        rows = sample_rows(run.path)
+        if rows:
+            latest = max(int(row[0]) for row in rows if row[0].isdecimal())
+            first_and_last = [row for row in rows if row[0] in ("0", str(latest))]
+            parts.append(
+                table_html(Table(SAMPLE_COLUMNS, first_and_last[:MAX_ROWS], f"{run.name}, first and last model"))
+            )
+            kept, said = thin_rows(rows)
+            parts.append(collapsible(f"All of {run.name}", table_html(Table(SAMPLE_COLUMNS, kept, said))))
+    return f'<section id="samples"><h2>Samples</h2>{"".join(parts)}</section>' if parts else ""
 
 
 def _configs(groups: Sequence[Group], runs: Sequence[RecordedRun]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from raafl.compression.options import Compress
-from raafl.config.options import MODES, About, Engine, SubmodelOptions, Target, Timeouts, about
+from raafl.config.options import MODES, About, Engine, Samples, SubmodelOptions, Target, Timeouts, about
 from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, installing, nearest, parse_address, positive
@@ -269,6 +269,15 @@ class Experiment:
             "METRIC",
             group="shown",
             may_change=True,
+        ),
+    )
+    samples: Samples = field(
+        default_factory=Samples,
+        metadata=about(
+            "texts and predictions of the global model that are recorded at evaluations",
+            group="shown",
+            may_change=True,
+            used_by_replay=False,
         ),
     )
     safetensors: bool = field(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raafl.errors import BadInput, positive
+from raafl.errors import BadInput, at_least, positive
 
 Mode = Literal["auto", "live", "plain", "verbose", "quiet"]
 MODES: tuple[Mode, ...] = ("auto", "live", "plain", "verbose", "quiet")
@@ -187,6 +187,36 @@ class Timeouts:
     eval_s: float = 600.0
     alone_s: float = 600.0
     resume_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Texts and predictions of the global model that are recorded at evaluations, in samples.csv.
+
+    Attributes:
+        prompts: texts that a language model continues, always with the most probable token.
+        predictions: number of test samples whose predicted classes are recorded, the first ones.
+        every: record at each so-many-th evaluation, beside the run's first model.
+        max_new_tokens: most tokens written after a prompt.
+    """
+
+    prompts: list[str] = field(default_factory=list)
+    predictions: int = 0
+    every: int = 1
+    max_new_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        for name, least in (("predictions", 0), ("every", 1), ("max_new_tokens", 1)):
+            at_least(f"samples.{name}", getattr(self, name), least)
+        if self.max_new_tokens != 32 and not self.prompts:
+            raise BadInput(f"samples.max_new_tokens is {self.max_new_tokens}, but there are no prompts: give some")
+        if self.every != 1 and not self:
+            raise BadInput(
+                f"samples.every is {self.every}, but nothing is recorded: give samples.prompts or predictions"
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.prompts or self.predictions)
 
 
 @dataclass(frozen=True, slots=True)

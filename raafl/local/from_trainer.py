@@ -29,6 +29,7 @@ from raafl.submodel.cut.copying import copy_structure
 
 import_lightning()
 from lightning import LightningDataModule, LightningModule  # noqa: E402
+from torchmetrics import Metric  # noqa: E402
 
 _OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of the environment by which a Trainer would join torchrun's processes."""
@@ -44,6 +45,7 @@ _LOSS_WRAPPERS = (
     "trl.trainer.kto_trainer",
 )
 """Modules whose trainers wrap `training_step` to offload activations, if their arguments say so, and `evaluate` to prepare data."""
+_NO_LABEL = -100
 _LOCK = threading.RLock()
 
 
@@ -304,7 +306,20 @@ class TrainerModule(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Return the Trainer's loss of a batch, and log the metrics that it notes beside it."""
         loss, _, _ = self._predict(batch, loss_only=True)
+        self._log_perplexity(loss, batch)
         return {} if loss is None else {"loss": loss}
+
+    def _log_perplexity(self, loss: Any, batch: Any) -> None:
+        """Log the perplexity of a model that writes text, over all tokens of an evaluation that have a label."""
+        labels = batch.get("labels")
+        writes = callable(getattr(type(self.model), "generate", None)) and not hasattr(self.trainer_of(), "ref_model")
+        if not writes or loss is None or not isinstance(labels, Tensor) or labels.dim() != 2:
+            return
+        if "perplexity" not in self._modules:  # not before: copies that only train do without it
+            self.perplexity = TokenPerplexity().to(loss.device)
+        shifted = labels if getattr(self.model.config, "is_encoder_decoder", False) else labels[:, 1:]
+        self.perplexity.update(loss.detach(), (shifted != _NO_LABEL).sum())
+        self.log("perplexity", self.perplexity)
 
     def _predict(self, batch: Any, *, loss_only: bool) -> tuple[Any, Any, Any]:
         with self._bound() as trainer:
@@ -358,6 +373,28 @@ class TrainerModule(LightningModule):
             mode.clear()
 
 
+class TokenPerplexity(Metric):
+    """Exponential of the mean loss in nats, where the loss of a batch counts as often as the batch has labelled tokens."""
+
+    nats: Tensor
+    tokens: Tensor
+
+    def __init__(self) -> None:
+        """Begin without tokens."""
+        super().__init__()
+        for name in ("nats", "tokens"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, loss: Tensor, num_tokens: Tensor) -> None:
+        """Add the mean loss of a batch, and its number of tokens, both of shape ()."""
+        self.nats += loss.double() * num_tokens
+        self.tokens += num_tokens
+
+    def compute(self) -> Tensor:
+        """Return the perplexity, a scalar of at least 1; 1 without tokens."""
+        return torch.exp(self.nats / self.tokens.clamp(min=1))
+
+
 class MeasuredTrainerModule(TrainerModule):
     """Module of a Trainer with `compute_metrics`, which gets the predictions of the whole evaluation."""
 
@@ -369,6 +406,7 @@ class MeasuredTrainerModule(TrainerModule):
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Return the Trainer's loss of a batch, and keep its predictions."""
         loss, logits, labels = self._predict(batch, loss_only=False)
+        self._log_perplexity(loss, batch)
         trainer = self.trainer_of()
         if trainer.preprocess_logits_for_metrics is not None and logits is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)

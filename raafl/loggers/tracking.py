@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.atomic_file import atomic_file
 from raafl.core.types import Settled
-from raafl.runfolder.schema import KINDS, MERGED, Summary, kind_of
+from raafl.runfolder.schema import KINDS, MERGED, SAMPLE_COLUMNS, Summary, kind_of
 from raafl.submodel import Spec
 
 if TYPE_CHECKING:
@@ -212,10 +212,12 @@ class Tables:
     def _read(self) -> tuple[dict[str, Table], Any]:
         with self._lock:
             if self._found is None:
-                from raafl.runfolder.reading import read
+                from raafl.runfolder.reading import read, sample_rows
 
                 run = read(self._folder)
                 found = {"clients": clients_table(run), "timeline": timeline_table(run), "regions": regions_table(run)}
+                if (rows := sample_rows(self._folder)) is not None:
+                    found["samples"] = [*SAMPLE_COLUMNS], rows
                 self._found = found, _figure(found["timeline"])
             return self._found
 

@@ -26,6 +26,8 @@ from raafl.runfolder.schema import (
     LOST,
     MEMORY_COLUMNS,
     METRICS,
+    SAMPLE_COLUMNS,
+    SAMPLES,
     SUMMARY,
     JournalRow,
     Summary,
@@ -39,6 +41,7 @@ Numbers = npt.NDArray[np.float64]
 _FILES = (METRICS, CLIENTS, JOURNAL, SUMMARY)
 """A folder that has one of these, or a config.yaml, is a run folder."""
 _TEXT = ("client", "spec", "outcome")
+MOST_SAMPLES = 10_000  # rows of samples.csv that are read
 _AT_A_TIME = 10_000  # number of rows parsed at a time
 _TASK_NUMBERS = tuple(name for name in (*CLIENT_COLUMNS, *MEMORY_COLUMNS) if name not in _TEXT)
 
@@ -330,3 +333,13 @@ def _take(run: RecordedRun, event: JournalRow, settled: set[float]) -> None:
         exchanges = number(terms.get(EXCHANGES[1])) if isinstance(terms, dict) else math.nan
         if isinstance(event.get("id"), int) and exchanges > 0:
             run.num_exchanges[event["id"]] = int(exchanges)
+
+
+def sample_rows(folder: Path) -> list[list[str]] | None:
+    """Return the rows of samples.csv as texts, in order of `SAMPLE_COLUMNS`; None where a run has recorded none."""
+    try:
+        with (folder / SAMPLES).open(newline="", encoding="utf-8", errors="replace") as file:
+            rows = list(islice(csv.DictReader(file), MOST_SAMPLES))
+    except OSError:
+        return None
+    return [[str(row.get(name) or "") for name in SAMPLE_COLUMNS] for row in rows]

@@ -48,6 +48,7 @@ AFTER_CALLER: Final = (
     Entry("raafl.runtime.lifecycle.divergence:Divergence", lambda experiment: True),
     # "peft" creates the adapters whose energy is measured
     Entry("raafl.parts.merge.low_rank:RankEnergy", lambda experiment: "peft" in sys.modules),
+    Entry("raafl.runtime.lifecycle.samples:SampleRecorder", lambda experiment: bool(experiment.samples)),
     Entry("raafl.loggers.loggers:Loggers", lambda experiment: bool(experiment.logger), {"loggers": {}}),
     Entry("raafl.monitoring.monitor:Monitor", lambda experiment: experiment.monitor is not None),
     Entry("raafl.monitoring.spans:exported", _exports_spans),

@@ -296,6 +296,7 @@ def test_what_the_fields_say_of_themselves():
         "monitor",
         "monitor_clients",
         "monitor_stall_s",
+        "samples",
         "safetensors",
         "push_to_hub",
         "payload_memory_bytes",

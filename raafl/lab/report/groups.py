@@ -24,6 +24,7 @@ NOT_THE_EXPERIMENT = (
     "checkpoint_every",
     "checkpoint_s",
     "keep_checkpoints",
+    "samples",
     "monitor",
     "monitor_clients",
     "monitor_stall_s",

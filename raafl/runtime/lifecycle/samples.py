@@ -1,0 +1,146 @@
+"""Record what the global model writes for fixed prompts, and predicts for fixed samples, at evaluations (samples.csv).
+
+Texts are written greedily by a copy of the model in eval mode, and random states are restored: a run with samples has the
+digest of one without, and a repeated run has the same samples.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raafl.core.hooks import RunHooks
+from raafl.errors import USER_ERRORS, BadInput, briefly
+from raafl.rng import undisturbed
+from raafl.runfolder.schema import SAMPLE_COLUMNS, SAMPLES
+from raafl.runtime.lifecycle.checkpointer import cause
+from raafl.runtime.lifecycle.export import tokenizer_of
+from raafl.submodel import FlatTensors
+from raafl.submodel.cut.copying import copy_structure
+
+
+class SampleRecorder(RunHooks):
+    """Observer that adds rows to samples.csv: at the first model of a run, and at each ``every``-th evaluation after it."""
+
+    def __init__(self, run: Any) -> None:
+        """Record the samples that the setting ``samples`` of the `raafl.runtime.run.Run` names."""
+        self._run, self._options = run, run.parts.experiment.samples
+        self._tokenizer: Any = None
+        self._num_evaluations, self._warned = 0, False
+
+    def begin(self, run: Any, saved: object = None) -> None:
+        """Find the tokenizer and the model's method to write; raise `BadInput` where there is none."""
+        data = run.parts.data.datamodule
+        if self._options.prompts:
+            self._tokenizer = tokenizer_of(data)
+            if self._tokenizer is None:
+                raise BadInput(
+                    f"samples.prompts is given, but {type(data).__name__} has no `tokenizer` of transformers: leave it out"
+                )
+            writer_of(run.parts.module)
+        if self._options.predictions:
+            pair_of(run.parts.data, self._options.predictions)
+
+    def opened(self) -> None:
+        """Remove rows of versions after the checkpoint from which a run is resumed."""
+        path, version = self._path, self._run.parts.coordinator.state.version
+        if path.is_file():
+            with path.open(newline="", encoding="utf-8") as file:
+                kept = [row for row in csv.DictReader(file) if int(row["version"]) <= version]
+            self._num_evaluations = len({row["version"] for row in kept} - {"0"}) * self._options.every
+            path.unlink()
+            self._write(kept)
+
+    def start(self) -> None:
+        """Record the samples of a new run's first model."""
+        if not self._run.resumed:
+            self._record(0, self._run.parts.coordinator.state.values)
+
+    def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
+        """Record the samples of an evaluated model where it is its turn; see `RunHooks.on_values`."""
+        self._num_evaluations += 1
+        if self._num_evaluations % self._options.every == 0:
+            self._record(version, values)
+
+    @property
+    def _path(self) -> Path:
+        folder: Path = self._run.folder
+        return folder / SAMPLES
+
+    def _record(self, version: int, values: FlatTensors) -> None:
+        try:
+            with undisturbed(), torch.no_grad():
+                module = copy_structure(self._run.parts.module, {})
+                self._run.parts.submodels.load_(module, values.to("cpu"))
+                module.eval()
+                self._write([{"version": version, **row} for row in self._rows(module)])
+        except USER_ERRORS as error:
+            if not self._warned:
+                self._warned = True
+                self._run.progress.warn(f"samples of version {version} cannot be recorded: {cause(error)}")
+
+    def _rows(self, module: nn.Module) -> Iterator[dict[str, Any]]:
+        for prompt in self._options.prompts:
+            yield {"kind": "text", "input": prompt, "output": self._written(module, prompt)}
+        if not self._options.predictions:
+            return
+        inputs, labels = pair_of(self._run.parts.data, self._options.predictions)
+        found = module(inputs)
+        likely, classes = torch.softmax(getattr(found, "logits", found).float(), dim=-1).max(dim=-1)
+        for i, (label, guess, share) in enumerate(zip(labels.tolist(), classes.tolist(), likely.tolist(), strict=True)):
+            row = {"kind": "class", "input": f"test sample {i}", "output": guess}
+            yield row | {"expected": label, "probability": f"{share:.4f}"}
+
+    def _written(self, module: nn.Module, prompt: str) -> str:
+        """Return what the model writes after a prompt, token by token the most probable one."""
+        given = self._tokenizer(prompt, return_tensors="pt")["input_ids"]
+        writer = writer_of(module)
+        pad = self._tokenizer.pad_token_id if self._tokenizer.pad_token_id is not None else self._tokenizer.eos_token_id
+        written = writer.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=self._options.max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=pad,
+        )[0]
+        encoder_decoder = getattr(getattr(writer, "config", None), "is_encoder_decoder", False)
+        answer = written if encoder_decoder else written[given.shape[1] :]
+        return str(self._tokenizer.decode(answer, skip_special_tokens=True))
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        is_new = not self._path.is_file()
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, SAMPLE_COLUMNS, lineterminator="\n")
+            if is_new:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+def writer_of(module: nn.Module) -> Any:
+    """Return the part of a module that has transformers' ``generate``; raise `BadInput` where none has."""
+    for part in module.modules():
+        if callable(getattr(type(part), "generate", None)):
+            return part
+    raise BadInput(f"samples.prompts is given, but no part of {type(module).__name__} has `generate`: leave it out")
+
+
+def pair_of(data: Any, num: int) -> tuple[Any, Tensor]:
+    """Return inputs and labels of the first ``num`` samples that are measured.
+
+    Raises:
+        BadInput: batches are no pairs, or labels are not whole numbers.
+    """
+    batch, _ = next(iter(data.test_batches(num)))
+    pair = isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor)
+    if not pair or batch[1].dim() != 1 or batch[1].is_floating_point():
+        raise BadInput(
+            f"samples.predictions is {num}, but a batch of the data is {briefly(batch)}, no pair of inputs and classes: "
+            "leave it out"
+        )
+    return batch[0], batch[1]

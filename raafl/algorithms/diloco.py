@@ -21,14 +21,14 @@ Choices that the papers leave open, and this does:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, Task, Trigger
-from raafl.core.local import value_of
+from raafl.core.local import Traits, value_of
 from raafl.core.payload import Bundles
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
@@ -168,6 +168,11 @@ class KeptInner(Local):
         """
         return Layout.pack([("steps", (1,), torch.float32)]) if bundle == STEPS else None
 
+    @property
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        return replace(super().traits, captures=())
+
     def hook(self, task: Task) -> Hook:
         """Return the hook that loads the moments at the start of a task and returns them at its end."""
         return _Carried(task)
@@ -190,6 +195,12 @@ def adam_of(task: Task) -> torch.optim.Adam:
     return task.optimizer
 
 
+def count_of(steps: float, optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:
+    """Return Adam's number of steps so far as a tensor: on the parameters' device in the forms that look for it there."""
+    group = optimizer.param_groups[0]
+    return torch.tensor(steps, device=device if group.get("fused") or group.get("capturable") else "cpu")
+
+
 class _Carried(Hook):
     """Hook that sets the optimizer's state before the first step, and sends how it has changed."""
 
@@ -206,7 +217,7 @@ class _Carried(Hook):
             first, second = (task.down[moment][name].to(parameter.device, copy=True) for moment in MOMENTS)
             # compression can make a second moment slightly negative
             optimizer.state[parameter] = {
-                "step": torch.tensor(self._start, device="cpu"),
+                "step": count_of(self._start, optimizer, parameter.device),
                 MOMENTS[0]: first,
                 MOMENTS[1]: second.clamp_min_(0.0),
             }
@@ -217,14 +228,15 @@ class _Carried(Hook):
 
     def finish(self) -> dict[str, Any]:
         """Add the optimizer's number of steps and the change of its moments to the update."""
-        made = 0.0
+        steps = []
         for name, parameter in self._carried():
             state: Mapping[str, Tensor] = self.task.optimizer.state[parameter]
-            made = max(made, float(state["step"]) - self._start)
+            steps.append(state["step"])
             for moment in MOMENTS:
                 change = state[moment] - self.task.down[moment][name].to(state[moment].device)
                 self.task.up[moment][name].copy_(change)
-        self.task.up[STEPS]["steps"].fill_(made)
+        steps = [torch.stack(steps).max()] if steps and steps[0].is_cuda else steps  # one wait for a GPU
+        self.task.up[STEPS]["steps"].fill_(max([0.0, *(float(step) - self._start for step in steps)]))
         return {}
 
 

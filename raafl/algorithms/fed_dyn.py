@@ -76,7 +76,7 @@ class Regularised(Local):
     @property
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
-        return replace(super().traits, uses_gradients=True)
+        return replace(super().traits, uses_gradients=True, captures=("linear",))
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that subtracts the client's stored gradient, which has the effect of FedDyn's linear term."""
@@ -89,12 +89,15 @@ class Regularised(Local):
 class LinearTerm(Hook):
     """Hook for FedDyn's linear term: it subtracts the client's stored gradient from the gradient of each step."""
 
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.linear = task.down[GRADIENT]
+
     def update(self) -> None:
         """Subtract the client's stored gradient from the current one, then make the optimizer's step."""
-        linear = self.task.down[GRADIENT]
         for name, parameter in self.task.module.named_parameters():
-            if parameter.grad is not None and name in linear:
-                parameter.grad.sub_(linear[name].to(parameter.device))
+            if parameter.grad is not None and name in self.linear:
+                parameter.grad.sub_(self.linear[name].to(parameter.device))
         super().update()
 
 

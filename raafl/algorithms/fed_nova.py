@@ -23,13 +23,14 @@ Choices that the paper leaves open:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, Task
+from raafl.core.local import Traits
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
@@ -88,6 +89,11 @@ def fed_nova(
 class Counted(Local):
     """Ordinary local training that also reports its amount of work: for plain SGD, the number of local steps."""
 
+    @property
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        return replace(super().traits, captures=())
+
     def hook(self, task: Task) -> Hook:
         """Return the hook that measures the amount of local work: the number of plain SGD steps that it equals."""
         return _Steps(task, self.prox)
@@ -101,8 +107,8 @@ class _Steps(Hook):
         self._prox, self._moved, self._velocity, self._first = prox, 0.0, 0.0, 0.0
         self._num = 0
 
-    def update(self) -> None:
-        """Make the optimizer's step, and the same step on one extra number with the constant gradient 1.
+    def stepped(self) -> None:
+        """Make the optimizer's step on one extra number with the constant gradient 1, too.
 
         The distance that this number moves measures the amount of local work, with momentum and proximal term.
         """
@@ -116,7 +122,6 @@ class _Steps(Hook):
         self._num += 1
         step = gradient + rho * self._velocity if options.get("nesterov") else self._velocity
         self._moved += lr * step
-        super().update()
 
     def finish(self) -> dict[str, Any]:
         """Return the amount of local work in units of one plain SGD step; if the learning rate is 0, the number of steps."""

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
+from raafl.core.local import Traits
 from raafl.core.payload import Bundles
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
@@ -109,6 +110,11 @@ class Contrastive(Local):
         linear_in(module, self.layer)
         return module
 
+    @property
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        return replace(super().traits, captures=("received", "last"))
+
     def trial(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return a context at whose end a `BadInput` is raised if the tried step does not use the layer."""
         return requiring_layer(module, self.layer)
@@ -132,6 +138,7 @@ class _Steps(Hook):
     def __init__(self, task: Task, local: Contrastive) -> None:
         super().__init__(task)
         self._local, self._capture = local, InputCapture(task.module, local.layer)
+        self.received, self.last = task.received, task.down[LAST]
 
     def _representation(self, values: FlatTensors, batch: object, index: int) -> Tensor:
         # no gradients: z of these models is only a reference for z of the trained one
@@ -141,7 +148,7 @@ class _Steps(Hook):
 
     def loss(self, batch: object, index: int) -> Tensor:
         """Return the loss of a batch plus the weighted contrastive term."""
-        others = [self._representation(flat, batch, index) for flat in (self.task.received, self.task.down[LAST])]
+        others = [self._representation(flat, batch, index) for flat in (self.received, self.last)]
         loss, z = super().loss(batch, index), self._capture.seen
         z, *others = (reals(inputs).flatten(1) for inputs in (z, *others))
         sims = torch.stack([F.cosine_similarity(z, other, dim=1) for other in others], dim=1)

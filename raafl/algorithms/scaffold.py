@@ -107,7 +107,12 @@ class Controlled(Local):
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
         # only option 2 supports several processes for a client, since option 1 computes another gradient in each step
-        return replace(super().traits, uses_gradients=True, supports_data_parallel=self.option == 2)
+        return replace(
+            super().traits,
+            uses_gradients=True,
+            supports_data_parallel=self.option == 2,
+            captures=_READ if self.option == 2 else None,
+        )
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that corrects the steps by control variates."""
@@ -121,6 +126,10 @@ class Controlled(Local):
 
     def __str__(self) -> str:
         return f"SGD with control variates, option {'I' * self.option}"
+
+
+_READ = ("_mean", "_correction")
+"""Attributes of the hook with tensors of a task that each step reads or changes."""
 
 
 class _Steps(Hook):
@@ -140,12 +149,16 @@ class _Steps(Hook):
         if self._option == 1:
             with with_parameters(self.task.module, self.task.received):
                 loss = self.task.loss(batch, index)
+                self._num_gradients += 1
                 self._add(torch.autograd.grad(loss, [p for _, p in self._named], allow_unused=True))
         return super().loss(batch, index)
 
+    def stepped(self) -> None:
+        """Count the gradients of option 2, one for each step."""
+        self._num_gradients += self._option == 2
+
     def _add(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Add one gradient of each parameter to the sums; None counts as 0."""
-        self._num_gradients += 1
         for (name, _), gradient in zip(self._named, gradients, strict=True):
             if gradient is not None:
                 self._mean[name].add_(gradient)

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from raafl.algorithms.diloco import MOMENTS, MOST_STEPS, STEPS, adam_of
+from raafl.algorithms.diloco import MOMENTS, MOST_STEPS, STEPS, adam_of, count_of
 from raafl.core.algorithm import Algorithm, Hook, Local, SelectContext, Task
 from raafl.core.local import Traits, value_of
 from raafl.core.memory import OneValue
@@ -396,7 +396,8 @@ class Replica(Local):
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
         # without a proximal term, the first tau steps need only the client's own parameters
-        return replace(super().traits, resident=True, steps_ahead=0 if self.prox else self.sync_delay)
+        ahead = 0 if self.prox else self.sync_delay
+        return replace(super().traits, resident=True, steps_ahead=ahead, captures=())
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that loads the client's copy of the model, mixes in the received fragment, and stores the copy again."""
@@ -443,7 +444,7 @@ class _Streaming(Hook):
 
     def _moments(self, name: str, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         moments = {one: self.task.down[one][name].to(parameter.device, copy=True) for one in MOMENTS}
-        return {"step": torch.tensor(self._start, device="cpu"), **moments}
+        return {"step": count_of(self._start, self.task.optimizer, parameter.device), **moments}
 
     @torch.no_grad()
     def _mix(self) -> None:
@@ -454,9 +455,8 @@ class _Streaming(Hook):
             if received is None or name in received:
                 tensor.lerp_(self.task.received[name].to(tensor.device), 1.0 - self._local.alpha)
 
-    def update(self) -> None:
-        """Make one step; after ``sync_delay`` steps, mix in the fragment that the server has sent."""
-        self.task.update()
+    def stepped(self) -> None:
+        """After ``sync_delay`` steps, mix in the fragment that the server has sent."""
         self._made += 1
         if self._waits and self._made >= self._local.sync_delay:
             self._mix()

@@ -60,6 +60,14 @@ class Hook(Part):
         """Make one optimiser step."""
         self.task.update()
 
+    def stepped(self) -> None:
+        """Do what belongs on Python's side of a step, such as counting; called after each `update`.
+
+        Steps that are captured as CUDA graphs (`Traits.captures`) repeat what `loss`, `backward` and `update` have computed,
+        but run none of their Python code again; this they run.
+        """
+        return
+
     def finish(self) -> dict[str, Any]:
         """Return plain data to send to the server as `Update.extra`. Called after the task's last step."""
         return {}

@@ -138,7 +138,7 @@ class LocalTrainer:
         self.announce(built, assignment, data)
         built.reset(received, assignment.lr_scale)
         # before seeding, since reading a client's classes may draw random numbers in the data set's transforms
-        masking = masked(built.module, data.classes() if self.local.masked else None)
+        masking = masked(built.module, data.classes() if self.local.masked else None, built.masks)
         seed_everything(
             assignment.seed if process_group is None else process_group.seed(assignment.seed), self.fabric.device
         )
@@ -557,6 +557,7 @@ class TaskSteps:
         if self._has_gradient:
             self.num_steps += 1
             self._hook.update()
+            self._hook.stepped()
         self._has_gradient = False
 
     def _schedule(self, interval: str, index: int, *, plateau: bool) -> None:

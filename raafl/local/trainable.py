@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from raafl.core.local import Local
@@ -31,6 +32,7 @@ class TrainableSubmodel:
     `trainer`: object that stands in for the module's Lightning Trainer.
     `hooks`: object that calls the Lightning hooks which the module overrides; None = it overrides none.
     `transfer`: function object that moves batches to its device.
+    `masks`: masks of classes without samples (`raafl.local.masked`), by number of classes.
     `state`: record of the module's initial state other than the values that it receives.
     """
 
@@ -40,6 +42,7 @@ class TrainableSubmodel:
         self.module, self.present, self.trained = shrunk.module, shrunk.present, shrunk.trained
         self._answer = FlatTensors.empty(payload.layout(spec, "trained"), fabric.device) if local.up else self.trained
         self._values, self.up = payload.split(self._answer, spec, "trained")
+        self.masks: dict[int, Tensor] = {}
         self.recorder = Recorder()
         self.recorder.attach(self.module)
         self.trainer = attach(self.module)

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from raafl.core.algorithm import Algorithm, Hook, Local, SelectContext, Task
+from raafl.core.local import Traits
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, nearest, refuse_unused
 from raafl.parts.merge.low_rank import (
@@ -161,6 +162,11 @@ class PrunedAdapted(Adapted):
 
     share: float = 1.0  # share of the ranks that pruning would keep; the loss does not affect them
     penalty: float = 0.0  # weight of that loss
+
+    @property
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        return replace(super().traits, captures=())
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that adds to the loss a penalty on the ranks to be pruned."""

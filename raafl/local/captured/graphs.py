@@ -70,13 +70,14 @@ class StepGraphs:
     Attributes:
         reason: why its steps are not captured; None = they may be.
         rates: learning rates of its optimizer; None = the optimizer stays as the user made it.
+        waits: whether its next task is eager, and makes the masks of a masked loss, which graphs read.
     """
 
-    def __init__(self, owner: Owner, built: TrainableSubmodel, masked: bool) -> None:
-        self._owner, device = owner, owner.device
+    def __init__(self, owner: Owner, built: TrainableSubmodel, waits: bool) -> None:
+        self._owner, self.waits, device = owner, waits, owner.device
         has_form = not problems_of_optimizer(built.optimizer)
         self.rates = Rates(len(built.optimizer.param_groups), device) if has_form else None
-        found = problems_of_built(built, masked)
+        found = problems_of_built(built)
         self.reason: str | None = found[0] if found else None
         self._steps: dict[Hashable, Step] = {}
         self._total = torch.zeros((), dtype=torch.float64, device=device)
@@ -112,7 +113,8 @@ class StepGraphs:
         """Make one step with a batch: eagerly at first, then by its graph."""
         optimizer = steps.built.optimizer
         weight, shape = steps.built.recorder.weight, _form(batch)
-        key = shape, weight, bool(optimizer.state), _options(optimizer)
+        hooks = len(steps.built.module._forward_hooks)  # one more if logits are masked
+        key = shape, weight, bool(optimizer.state), _options(optimizer), hooks
         step = self._steps.get(key)
         if step is None:
             inputs = [torch.empty_like(x, device=self._owner.device) for x in batch_tensors(batch)]
@@ -137,7 +139,7 @@ class StepGraphs:
         built, before = steps.built, generators()
         asked, changed = built.trainer.asked, set(built.state.changed())
         asked.clear()
-        with self._owner.beside(), _waits_refused(), _Watch():  # type: ignore[no-untyped-call]
+        with self._owner.beside(), _waits_refused(), _Watch():
             steps.step_eagerly(step.batch)
         step.warm_ups += 1
         self._is_bound = False
@@ -282,10 +284,17 @@ class _Logged:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuse what a graph would leave out or freeze without an error: the CPU's tensors, generators of the user's own."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._numbers: list[Tensor] = []  # what torch makes of a number of Python: frozen like the number itself
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.scalar_tensor:
+            self._numbers.append(answer)
         for tensor in tensors_in((args, kwargs or {}, answer)):
-            if tensor.device.type == "cpu" and tensor.numel():
+            is_number = any(tensor is number for number in self._numbers)
+            if tensor.device.type == "cpu" and tensor.numel() and not is_number:
                 raise NotCapturable(f"a step works on a tensor of the CPU ({func.overloadpacket})")
             if tensor.layout is not torch.strided:
                 raise NotCapturable(f"a step has sparse tensors ({func.overloadpacket})")
@@ -373,11 +382,13 @@ class CapturedSteps(TaskSteps):
         """Return the counts of steps, and put the sum of losses into ``total``'s place; see `restore`."""
         found = self._num_losses, self.num_steps, self._total
         self._total = total
+        self._hook.stepped = lambda: None  # type: ignore[method-assign]  # a capture is no step
         return found
 
     def restore(self, counts: tuple[Any, ...]) -> None:
         """Set the counts of steps that `counts` has returned."""
         self._num_losses, self.num_steps, self._total = counts
+        del self._hook.stepped
 
     def sum_in(self, total: Tensor) -> None:
         """Let the sum of losses go on in ``total``."""
@@ -389,6 +400,7 @@ class CapturedSteps(TaskSteps):
         """Count a step that a graph has made."""
         self._num_losses += 1
         self.num_steps += 1
+        self._hook.stepped()
 
 
 def _is_of_ones(mask: object) -> bool:

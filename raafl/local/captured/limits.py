@@ -42,11 +42,8 @@ def problems(local: Local, options: FabricOptions) -> list[str]:
     return found
 
 
-def problems_of_built(built: TrainableSubmodel, masked: bool) -> list[str]:
-    """List why the steps of a submodel's module cannot be captured, as far as it is known before one is tried.
-
-    `masked`: whether the logits of a client's absent classes are masked.
-    """
+def problems_of_built(built: TrainableSubmodel) -> list[str]:
+    """List why the steps of a submodel's module cannot be captured, as far as it is known before one is tried."""
     found, module = [], built.module
     hooks = frozenset() if built.hooks is None else built.hooks.overridden - _HOOKS
     if hooks:
@@ -61,8 +58,6 @@ def problems_of_built(built: TrainableSubmodel, masked: bool) -> list[str]:
         found.append("a learning rate scheduler goes by a metric")
     if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse for part in module.modules()):
         found.append("an embedding has sparse gradients")
-    if masked:
-        found.append("the masked loss has a mask for each client")
     return found + problems_of_optimizer(built.optimizer)
 
 

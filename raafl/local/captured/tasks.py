@@ -97,7 +97,8 @@ class Capture:
         def eagerly() -> Update:
             return trainer.run_once(assignment, received, data, context, partial(self._eager, graphs))
 
-        if self._problems or graphs.reason is not None or context.link is not None or context.receive is not None:
+        is_eager, graphs.waits = graphs.waits or bool(self._problems) or graphs.reason is not None, False
+        if is_eager or context.link is not None or context.receive is not None:
             return eagerly()
         made: list[CapturedSteps] = []
         try:

@@ -459,6 +459,7 @@ class _TaskRun(_Run):
         ledger.kernels.clear()
         with ledger, self.fused, torch.device("cpu"):
             steps.update()
+            steps.stepped()
         return Step(
             flops,
             ledger.moved_bytes - moved_bytes,
@@ -538,6 +539,9 @@ class MethodSteps(Protocol):
 
     def update(self) -> None:
         """Make one optimiser step."""
+
+    def stepped(self) -> None:
+        """Do what belongs on Python's side of a step."""
 
     def finish(self) -> object:
         """Do what follows the last step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.tables import chosen, markdown, pages, renewed
+from benchmarks.tables import chosen, markdown, pages, renewed, written
 
 
 def test_every_page_has_the_tables_of_its_results():
@@ -28,6 +28,36 @@ def test_a_table_is_replaced_between_its_marks_alone(tmp_path, monkeypatch):
     assert text.startswith("before\n<!-- table: r.json -->\n\n`raafl compare configs/papers/r.yaml`, 2026-01-02 (P")
     assert "`rules: 1`" in text  # of a file that is older than the number
     assert "| A | 0.50 ± 0.25 |" in text and "old" not in text and text.endswith("\n\n<!-- end of table -->\nafter")
+
+
+def test_a_comparison_shows_few_columns_and_a_shown_difference_in_bold():
+    def row(label: str, difference: dict[str, object] | None, failed: int = 0) -> dict[str, object]:
+        figures = {"megabytes": {"mean": 7.0, "half": None}, "updates": {"mean": 3.0, "half": None}}
+        value = {"mean": 0.5, "half": 0.25, "num": 2}
+        return (
+            {"row": label, "seeds": [0, 1], "failed": failed, "time_to": {}, "runs": [], "final": value}
+            | figures
+            | {"difference": difference}
+        )
+
+    rows = [
+        row("A", None),
+        row("B", {"mean": 0.25, "half": 0.125, "shown": True}),
+        row("C", {"mean": -0.25, "half": 0.5, "shown": False}, failed=1),
+    ]
+    result = {
+        "name": "r",
+        "date": "2026-01-02T03",
+        "commit": None,
+        "hardware": {"processor": "P"},
+        "metric": "accuracy",
+    }
+    text = written(result | {"reference": "A", "rows": rows}, "r.json", "MB")
+    assert "\nMeans over 2 seeds; [all columns and seeds](../../r.json).\n" in text
+    assert text.endswith(
+        "| row | accuracy | minus A | MB |\n| --- | --- | --- | --- |\n| A | 0.50 ± 0.25 |  | 7 |\n"
+        "| B | 0.50 ± 0.25 | **+0.25 ± 0.12** | 7 |\n| C (1 failed) | 0.50 ± 0.25 | -0.25 ± 0.50 | 7 |"
+    )
 
 
 def test_an_empty_place_is_filled_and_then_stays(tmp_path, monkeypatch):

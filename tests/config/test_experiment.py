@@ -311,6 +311,7 @@ def test_what_the_fields_say_of_themselves():
         "push_to_hub",
         "payload_memory_bytes",
         "engine",
+        "samples",
     }
     assert list(SECTIONS) == [
         "train",
@@ -321,6 +322,7 @@ def test_what_the_fields_say_of_themselves():
         "privacy",
         "secure_aggregation",
         "compress",
+        "samples",
         "engine",
         "waits",
     ]

@@ -36,7 +36,7 @@ OF_A_TASK = frozenset(
         "progress_bar_metrics",
     )
 )
-"""Attributes that differ from task to task, or change within one."""
+"""Attributes whose values differ between tasks, or change within one."""
 
 _FIXED: dict[str, Any] = {
     **{"is_global_zero": True, "global_rank": 0, "local_rank": 0, "node_rank": 0},

@@ -159,11 +159,11 @@ def _number(row: Mapping[str, Any], column: str, where: str, least: float, most:
 
 FIELDS = ("availability", *CHANGES)
 MOST_PAIRS = 100
-"""Pairs of a series that are written out; a longer one is named by its digest. A client writes out no changes at all."""
+"""Largest number of pairs of a series that is sent in full; a longer one is sent as a digest, and a client's own never in full."""
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 Known = Mapping[str, Any]
-"""Series by digest."""
+"""Series of changes, by digest."""
 
 
 def digest(pairs: Iterable[Sequence[float | None]]) -> str:

@@ -41,4 +41,4 @@ class TaskContext:
 
 
 ALONE = TaskContext()
-"""The context of a task that this process trains without server or other processes, to its end."""
+"""Context of a task that this process trains on its own, without server or other processes."""

@@ -32,7 +32,7 @@ from lightning import LightningDataModule, LightningModule  # noqa: E402
 from torchmetrics import Metric  # noqa: E402
 
 _OF_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of the environment by which a Trainer would join torchrun's processes."""
+"""Environment variables by which a Trainer would join torchrun's process group."""
 _OWN_LOOP = (
     *("train", "_inner_training_loop", "_prepare_inputs", "training_step", "get_batch_samples", "_clip_grad_norm"),
     *("evaluate", "evaluation_loop"),

@@ -131,7 +131,7 @@ class TrainableSubmodel:
 
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-"""Options of a parameter group that are learning rates, schedulers' own included."""
+"""Names of options of a parameter group that are learning rates, those of schedulers included."""
 _BOUNDS = ("base_lrs", "max_lrs", "min_lrs", "eta_min")
 """Attributes of torch's schedulers that are learning rates: a number, or a list with one for each group."""
 

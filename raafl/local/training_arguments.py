@@ -128,7 +128,7 @@ _REFUSED_VALUES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
 }
 
 _USUAL: Final = ("output_dir", "disable_tqdm", "dataloader_pin_memory")
-"""Fields of which nothing is logged: they must be given, or the arguments set them by what the machine has."""
+"""Fields that are not logged, since every Trainer has them set: they are required, or follow from the machine."""
 
 
 def settings_of(args: Any) -> dict[str, Any]:

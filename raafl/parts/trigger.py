@@ -13,9 +13,9 @@ from raafl.core.types import Adjusted, Assignment
 from raafl.errors import BadInput, fraction, one_of, positive
 
 _TASKS_EACH = 8
-"""Tasks of each client at work from one look at measured times to the next, so that the slowest have reported, too."""
+"""Number of tasks of each working client between two adjustments, so that the slowest have reported, too."""
 _SLACK, _SLACK_SHARE = 0.75, 0.15
-"""How far a buffer may be from what it should be, in updates and as a share: above 1/2, so that it does not flap."""
+"""Smallest change of a buffer's size that is made, in updates and as a share; above 1/2, so that it does not oscillate."""
 
 
 @dataclass(frozen=True, slots=True)

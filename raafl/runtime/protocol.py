@@ -55,7 +55,7 @@ MAX_METRICS: Final = 100
 MAX_TRACEBACK: Final = 20_000
 GPU_LOST, DRY_RUN = "gpu", "dry-run"
 PAUSED: Final = "interrupted: the server is to be resumed"
-"""Reason of a STOP from a server that SIGTERM ended, for an upgrade or a restart: clients of other machines wait for the next."""
+"""Reason of a STOP from a server that SIGTERM ended (upgrade, restart): clients elsewhere wait for the next server."""
 PRECISIONS: Final = ("32-true", "32", "bf16-mixed")
 """Precisions in which both sides of an exchange can train; 16-mixed scales losses, which needs one backward pass."""
 

@@ -21,13 +21,13 @@ from raafl.parts.trigger import Buffered
 from raafl.runtime.simulation import ClockExtension, Due, Simulation, item_from_plain, item_to_plain
 
 NOT_OPENED = "not-opened"
-"""Why updates are refused whose sum could not be opened."""
+"""Reason of a refusal: the sum that contains the update could not be opened."""
 
 UNCERTIFIED = (
     "secure aggregation: clients have no certificates, so it protects from a server that follows the protocol and reads "
     "along, and not from one that lies to its clients (docs/secure-aggregation.md)"
 )
-"""Line that a run with secure aggregation shows at its start where keys are not certified."""
+"""Note at the start of a run with secure aggregation whose keys nobody certifies."""
 
 
 @dataclass(frozen=True)

@@ -416,7 +416,7 @@ def client_parts(
 
 
 MAX_BUILT = 16
-"""Small modules that a process which trains many clients' tasks holds on to."""
+"""Largest number of small modules that a process which trains for many clients keeps built."""
 
 
 def make_executor(

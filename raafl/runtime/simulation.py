@@ -43,7 +43,7 @@ from raafl.watch.progress import Progress
 ARRIVED, LOST, JOINED, TIMER = range(4)
 
 LOST_FOR_EACH_CLIENT = 100
-"""Tasks lost with none finished between them, for each client, after which a run has failed."""
+"""Number of tasks per client that may be lost without one finishing, before the run counts as failed."""
 
 
 @dataclass(frozen=True, slots=True)

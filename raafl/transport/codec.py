@@ -77,7 +77,7 @@ class Kind(IntEnum):
 
 
 GIVEN_UP = "given-up"
-"""Reason of a `Refused` whose message says, as `Kind.FAILED`, that there will be no answer."""
+"""Reason of a `Refused` raised by a `Kind.FAILED` message: the client will not answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from raafl.transport.tcp.opening import Peer
 
 Admit = Callable[[int, str, Callable[[], Connection]], None]
-"""Takes a client's id, where it calls from, and what makes its pair; raises `Refused` to turn it away."""
+"""Function that admits a connection, given the client's id, its address and what makes the connection; raises
+`Refused` to reject it."""
 
 
 @dataclass(frozen=True)

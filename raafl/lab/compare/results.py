@@ -33,7 +33,7 @@ COLUMNS = (
     "peak_memory_mb",
     "wall_s",
 )
-"""Names of the values that `measure` adds to the metrics of a run's model."""
+"""Names of the values that `measure` computes of a run, beside the metrics of its model."""
 
 
 def curve_of(folder: Path, metric: str) -> list[tuple[float, float]]:

@@ -29,7 +29,7 @@ NOT_THE_EXPERIMENT = (
     "monitor_clients",
     "monitor_stall_s",
 )
-"""Fields of a config in which runs of one experiment may differ: none of them changes a bit of what is computed but the seed."""
+"""Fields in which runs of one experiment may differ; of these only the seed changes results."""
 _MAX_IN_LABEL = 3
 _LONGEST_VALUE = 40
 COLOURS = (

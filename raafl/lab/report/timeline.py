@@ -268,7 +268,7 @@ def _others(left_out: int) -> str:
 
 
 OPEN = len(KINDS)
-"""Kind of a task that was under way when the run ended."""
+"""Kind of a task that was in progress when the run ended."""
 KIND_NAMES = ("merged", "not used", "refused", "lost", "under way at the end")
 KIND_COLOURS = ("#4269d0", "#97bbf5", "#efb118", "#e8684a", "#6cc5b0")
 

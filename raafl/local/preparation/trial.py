@@ -26,7 +26,7 @@ from raafl.submodel.nested_batch import batch_tensors, to_device
 from raafl.trainer_stand_in import TrainerStandIn, attach
 
 _NO_INPUT_GRADIENT = "None of the inputs have requires_grad=True"
-"""Begins torch's warning of reentrant checkpointing."""
+"""Prefix of torch's warning about reentrant checkpointing."""
 
 
 class Tried(NamedTuple):

@@ -37,7 +37,7 @@ OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.NAdam,
     torch.optim.RAdam,
 )
-"""Optimisers that act on each element by itself."""
+"""Optimizers that update each element independently of all others."""
 
 
 def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: str) -> str | None:

@@ -52,7 +52,7 @@ from raafl.submodel import Axis, Spec, Submodels
 from raafl.submodel.lora import LoraPair, pairs_of
 
 _TINY = 1e-30
-"""Decides only if all norms are 0, as before any training: the weights then stay the algorithm's own, or equal."""
+"""Smallest norm for weights by norm: if all norms are 0, as before any training, the algorithm's own weights count."""
 
 Term = tuple[Tensor, list[int], Tensor, Tensor]
 """A product that is added to M: coefficient and index of each of its ranks, B (out, ranks), A (ranks, in)."""

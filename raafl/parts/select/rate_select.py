@@ -95,7 +95,7 @@ Rounds = Literal["client", "server"]
 
 
 _NOTICED = 0.1
-"""Relative change of a measured ratio below which sizes stay: else each task would have another shape."""
+"""Smallest relative change of a measured ratio that changes sizes, so that not every task has another shape."""
 
 
 SELECTORS: dict[str, Callable[..., Spec]] = {

@@ -30,9 +30,9 @@ from raafl.runtime.executors.base import Executor, Like, kind_of
 from raafl.submodel import FULL, FlatTensors, Spec
 
 MOST = 64
-"""Clients of a cohort at most; more are little faster, and more are trained in vain at the end of a run."""
+"""Largest number of clients in a batch; more are little faster, and more are trained in vain at the end of a run."""
 MOST_BYTES = 1 << 25
-"""Values, gradients and optimiser state of a cohort at most, so that they stay in the processor's cache."""
+"""Largest size of a batch's values, gradients and optimizer state, so that they stay in the processor's cache."""
 # number of clients in the two trial batches, each also trained one by one: the first to compare, the second to time
 _TRIALS = (8, 16)
 _LEAST, _LEAST_AUTO = 2, 4

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NON_FINITE = "refused:non-finite"
 TOO_LARGE = frozenset({f"refused:{HUGE_NORM}", f"refused:{OVERFLOW}"})
-"""Outcomes of updates that are far larger than others: of one client a fault of its own, of several that training diverges."""
+"""Outcomes of updates that are far larger than others; if several clients have them, training diverges."""
 
 
 class Divergence(RunHooks):

@@ -30,7 +30,7 @@ from raafl.submodel.results import cached_result, run
 
 _aten = torch.ops.aten
 LARGE = 20_000_000
-"""Parameters of a model beyond which a step is followed with no values, if it can be, before it is with drawn ones."""
+"""Number of parameters of a model above which steps are traced without values first, if they can be."""
 
 _TAKES_NO_PART = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
@@ -38,7 +38,7 @@ _TAKES_NO_PART = frozenset(
 _READS_ROWS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.index})
 _OVERWRITES = frozenset({_aten.copy_, _aten.zero_, _aten.fill_})
 _CHANGES = frozenset({_aten.mul_, _aten.add_, _aten.lerp_, _aten.addcmul_, _aten.addcdiv_})
-"""What optimisers do in place: nothing where there are no values, though torch takes its time for it."""
+"""In-place operations of optimizers; without values they do nothing, though torch takes its time for them."""
 _LOOP_LAUNCHES, _LOOP_BYTES = 0.22, 0.5
 """What the launch and the bytes of an operation count within a loop of torch's own: no Python lies between two of them, and
 an operand was written just before, so that it is in a cache. Measured with GRUs and RNNs: 2 to 4 us of 12 to 17 us."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raafl.trainer_stand_in import attach
 
 _ATTACHED = ("_trainer", "_fabric")
-"""Attributes by which a LightningModule holds on to what runs it; a small copy is not run by that."""
+"""Attributes that link a LightningModule to its runner; a small copy has another runner, so they are not copied."""
 
 
 def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

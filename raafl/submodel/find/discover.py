@@ -112,7 +112,7 @@ def _declared(path: str, declaration: Mapping[str, Any], shapes: Shapes, aliases
 
 
 MOST_MEMBERS = 512
-"""Places of an axis in one dimension beyond which it stays whole."""
+"""Largest number of places of an axis within one dimension; with more the axis stays whole."""
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)

@@ -33,7 +33,7 @@ from raafl.submodel.find.rules import DIVIDED
 
 Attribute = tuple[str, Trail]
 NUMBERS = frozenset({"mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv", "pow", "rpow", "tensor"})
-"""Functions of torch for which a size is a number like any other; without underscores."""
+"""Functions of torch that use a size as an ordinary number, not as a dimension; names without underscores."""
 
 ALONE = (nn.MultiheadAttention, nn.RNNBase)
 """Layers whose sizes follow from their tensors by rules of their own (`raafl.submodel.cut.layers`)."""

@@ -43,7 +43,7 @@ SMALL = 1_000_000
 """Number of parameters of a model up to which four times as many steps follow."""
 
 MOST_VALUES = 300_000_000
-"""Parameters of a model beyond which values are not drawn, neither here nor in double precision for the proof."""
+"""Largest number of parameters of a model for which steps run with random values, also in double precision for the proof."""
 
 _MOST_CONDITIONS = 1000
 """Largest number of conditions on values that are assumed in one step, so that no loop runs for ever."""

@@ -30,7 +30,7 @@ ATTACHED = frozenset(
         "_flat_weight_refs",
     )
 )
-"""Attributes of a module that whoever runs it sets; the last two are a recurrent layer's own view of its parameters."""
+"""Attributes of a module that its runner sets; the last two are a recurrent layer's own references to its parameters."""
 
 INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
 """Mappings of `nn.Module`: parameters, buffers, submodules, hooks."""

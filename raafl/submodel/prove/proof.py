@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from raafl.submodel.submodels import Submodels
 
 LARGE = 2_000_000
-"""Parameters of a model beyond which a narrow copy of it is proven, and axes are cut all together only: a start stays short."""
+"""Number of parameters above which the proof uses a narrow copy, and cuts all axes together only, to keep starts short."""
 
 TINY = 1e-30
 """Value that replaces zero where code divides by dropped units, as weight norm does."""
@@ -490,7 +490,7 @@ FORCED = 1e-6
 """Tolerance if code converts doubles to float32 in between."""
 
 CAPS = {torch.float64: 1e-4, torch.float32: 1e-2}
-"""Share of the largest value beyond which no difference is taken for rounding."""
+"""Largest difference that may count as rounding, as a share of the largest value."""
 
 DRAWS = 3
 """Number of steps by which rounding errors are measured."""
@@ -502,7 +502,7 @@ TIMES = 32
 """Factor between the allowed difference and the measured effect of these perturbations."""
 
 LEAST = 64
-"""Units in the last place of the uncut model's largest gradient that are allowed in each gradient."""
+"""Allowed difference of each gradient, in units in the last place of the whole model's largest gradient."""
 
 
 @dataclass

@@ -43,7 +43,7 @@ class Position:
 
 
 Renew = Callable[[Position, Exception], tuple[TcpConnection, Position]]
-"""Is given how far this end has received and what broke the connection; returns the next one, and how far the other end is."""
+"""Function that returns the next connection and the peer's position, given this end's position and the error."""
 
 
 class ResumableConnection(Connection):

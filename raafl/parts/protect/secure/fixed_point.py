@@ -15,7 +15,7 @@ LARGEST = 2**31 - 1
 """Largest whole number of 32 bits with a sign."""
 
 OUT_OF_RANGE = "out-of-range"
-"""Why a client's update is refused that has an element beyond the bound, or one that is not finite."""
+"""Reason of a refusal: an element is beyond the bound, or not finite."""
 
 
 class OutOfRange(ValueError):

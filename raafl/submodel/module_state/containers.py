@@ -11,6 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -266,6 +267,34 @@ class Record(ABC):
         """Undo all changes: put the recorded contents back into the object."""
         raise NotImplementedError
 
+    def live(self) -> list[Collection[Any]]:
+        """Return collections and views of the object as it is now, whose items show each change; [] = none do."""
+        return []
+
+
+class Glance:
+    """The items of many live collections, to see in one pass whether all are the same objects as before."""
+
+    def __init__(self, collections: list[Collection[Any]]) -> None:
+        """Record the items of ``collections``."""
+        self._collections = collections
+        self.take()
+
+    def take(self) -> None:
+        """Record the items as they are now."""
+        self._items: list[Any] | None = list(chain.from_iterable(self._collections))
+
+    def forget(self) -> None:
+        """Make `is_same` return False until items are recorded again."""
+        self._items = None
+
+    def is_same(self) -> bool:
+        """Check whether no collection has gained, lost or exchanged an item; False may be a false alarm."""
+        # lengths first, since `map` ends with the shorter of two sequences
+        if self._items is None or sum(map(len, self._collections)) != len(self._items):
+            return False
+        return all(map(is_, chain.from_iterable(self._collections), self._items))
+
 
 class AttributesRecord(Record):
     """Record of an object's attributes; for a module, all except tensors, submodules and hooks."""
@@ -280,6 +309,10 @@ class AttributesRecord(Record):
     def is_same(self) -> bool:
         """Check in a few microseconds whether no attribute has changed; False may be a false alarm."""
         return len(self._now) == self._size and all(map(is_, map(self._now.get, self._names), self._values))
+
+    def live(self) -> list[Collection[Any]]:
+        """Return live names and values of the attributes."""
+        return [self._now.keys(), self._now.values()]
 
     def changed(self) -> list[str]:
         """Return the names of the object's attributes that have changed since they were recorded."""
@@ -308,6 +341,10 @@ class HooksRecord(Record):
         self._lengths = list(map(len, self._tables))
         self._saved = {place: self._tables[place].copy() for place, length in enumerate(self._lengths) if length}
 
+    def live(self) -> list[Collection[Any]]:
+        """Return the live hooks."""
+        return [table.values() if isinstance(table, dict) else table for table in self._tables]
+
     def changed(self) -> list[str]:
         """Return an empty list, since a step may add hooks; `restore` removes these."""
         return []
@@ -328,6 +365,10 @@ class TensorsRecord(Record):
         super().__init__(reached)
         tables = (vars(reached.thing)[name] for name in _TENSORS)
         self._tables = [(table, dict(table), tuple(table.values())) for table in tables]
+
+    def live(self) -> list[Collection[Any]]:
+        """Return live names and objects of parameters, buffers and submodules."""
+        return [view for table, _, _ in self._tables for view in (table.keys(), table.values())]
 
     def changed(self) -> list[str]:
         """Return the names of tensors and submodules that have changed, except metrics that were created on demand."""
@@ -375,6 +416,10 @@ class ListRecord(Record):
         super().__init__(reached)
         self._now, self._saved = reached.thing, tuple(reached.thing)
 
+    def live(self) -> list[Collection[Any]]:
+        """Return the list itself."""
+        return [self._now] if type(self._now) in (list, deque) else []
+
     def changed(self) -> list[str]:
         """Return the recorded list's name, as the only item, if its elements have changed, else an empty list."""
         return [] if _are(self._now, self._saved) else [self.name]
@@ -396,6 +441,10 @@ class DictRecord(Record):
     def __init__(self, reached: Reached, *, shared: bool) -> None:
         super().__init__(reached)
         self._now, self._saved, self._may_grow = reached.thing, dict(dict.items(reached.thing)), shared
+
+    def live(self) -> list[Collection[Any]]:
+        """Return live keys and values."""
+        return [dict.keys(self._now), dict.values(self._now)]
 
     def changed(self) -> list[str]:
         """Return a list with the name of the dictionary if its items have changed, else an empty list."""
@@ -478,6 +527,11 @@ class ClassRecord(Record):
         self._now: ClassData = reached.thing
         self._saved, self._size = self._now.values(), len(vars(self._now.kind))
 
+    def live(self) -> list[Collection[Any]]:
+        """Return live names and values of the class's attributes."""
+        found = vars(self._now.kind)
+        return [found.keys(), found.values()]
+
     def changed(self) -> list[str]:
         """Return the names of the class's values that have changed."""
         found, missing = vars(self._now.kind), object()
@@ -499,11 +553,11 @@ class FlagsRecord:
         self._parameters = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._parts = [(part, part.training) for part in module.modules()]
 
-    def restore(self) -> None:
-        """Set each parameter's ``requires_grad`` and each part's ``training`` back to its recorded value."""
+    def restore(self, *, modes: bool = True) -> None:
+        """Set each parameter's ``requires_grad``, and with ``modes`` each part's ``training``, back to its recorded value."""
         for parameter, flag in self._parameters:
             if parameter.requires_grad is not flag:
                 parameter.requires_grad_(flag)
-        for part, training in self._parts:
+        for part, training in self._parts if modes else ():
             if part.training is not training:
                 part.training = training

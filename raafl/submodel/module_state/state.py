@@ -33,6 +33,7 @@ from raafl.submodel.module_state.containers import (
     ClassRecord,
     DictRecord,
     FlagsRecord,
+    Glance,
     HooksRecord,
     ListRecord,
     Reached,
@@ -77,20 +78,33 @@ class ModuleState:
         self._watched = [
             record for reached in self._shared for record in _records_of(reached, self._storages, shared=True)
         ]
+        # most modules change nothing but tensors: one pass over all containers says so, in place of one for each record
+        live = [(record, record.live()) for record in (*self._restored, *self._fixed, *self._watched)]
+        self._glance = Glance([collection for _, collections in live for collection in collections])
+        self._unseen = {id(record) for record, collections in live if not collections}
+
+    def _left(self, records: Iterable[Record], is_same: bool) -> Iterable[Record]:
+        """Return those of some records that may have changed; ``is_same``: what a glance shows has not."""
+        return (record for record in records if id(record) in self._unseen) if is_same else records
 
     def restore(self, *, metrics: bool = True) -> None:
         """Restore the recorded state, before a task or an evaluation."""
-        self._flags.restore()
-        for record in self._restored:
+        is_same = self._glance.is_same()
+        self._flags.restore(modes=not is_same)
+        for record in self._left(self._restored, is_same):
             if metrics or not record.of_metric:
                 record.restore()
-        if any(record.changed() for record in self._watched):
+        if any(record.changed() for record in self._left(self._watched, is_same)):
             self._watch()
+        if not metrics:
+            self._glance.forget()  # it may have seen metrics that are not as recorded
+        elif not is_same:
+            self._glance.take()
 
     def changed(self, *, metrics: bool = True) -> list[str]:
         """Return the names of the module's attributes that have changed since they were recorded."""
-        records = [r for r in (*self._restored, *self._fixed, *self._watched) if metrics or not r.of_metric]
-        return sorted({name for record in records for name in record.changed()})
+        records = self._left((*self._restored, *self._fixed, *self._watched), self._glance.is_same())
+        return sorted({name for record in records if metrics or not record.of_metric for name in record.changed()})
 
     def check(self) -> None:
         """Raise an error if a step has changed something that cannot be restored or would be lost.
@@ -98,10 +112,11 @@ class ModuleState:
         Raises:
             BadInput: a parameter or submodule was replaced, or state has changed that cannot be restored.
         """
-        for record in (*self._fixed, *self._watched):
+        is_same = self._glance.is_same()
+        for record in self._left((*self._fixed, *self._watched), is_same):
             for name in record.changed():
                 raise BadInput(_refusal(name, of_class=record.of_class))
-        for tensors in self._tensors:
+        for tensors in () if is_same else self._tensors:
             for name in tensors.lost():
                 raise BadInput(
                     f"parameter or submodule '{name}' is added or replaced in a step, so its training would be "

@@ -18,7 +18,7 @@ from raafl.errors import BadInput
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.submodel import FULL
 from raafl.submodel.module_state import ModuleState
-from raafl.submodel.module_state.containers import ClassData, reach
+from raafl.submodel.module_state.containers import ClassData, Glance, reach
 from raafl.submodel.module_state.state import LARGE_BYTES
 from raafl.submodel.module_state.state import _ids as ids_of
 from tests.local.bench import Bench, Net, assignment, plain_loop, same, samples
@@ -380,3 +380,44 @@ def test_what_copies_share_is_known_by_objects_that_stay_alive():
     found = list(reach(Counter(), ()))
     assert any(isinstance(reached.thing, ClassData) for reached in found)
     assert ids_of(found) == {id(reached.thing) for reached in found if not isinstance(reached.thing, ClassData)}
+
+
+def test_a_glance_sees_each_gain_loss_exchange_and_new_order():
+    values, names, queue = {"a": 1000.5}, {"x": None}, deque([[]])
+    glance = Glance([values.keys(), values.values(), names.keys(), names.values(), queue])
+    assert glance.is_same()
+    for change, undo in (
+        (lambda: values.update(a=float("1000.5")), None),  # equal, but another object
+        (lambda: values.update(b=1), lambda: values.pop("b")),
+        (lambda: queue.append(queue[0]), queue.pop),
+        (lambda: (names.pop("x"), names.update(y=None)), None),
+    ):
+        change()
+        assert not glance.is_same()
+        undo() if undo else glance.take()
+        assert glance.is_same()
+    glance.forget()
+    assert not glance.is_same()
+    glance.take()
+    assert glance.is_same()
+
+
+def test_a_metric_that_a_restore_leaves_alone_is_restored_by_the_next():
+    bench = Bench.of(Net)
+    bench.module.seen = SumOfSeen()
+    state = ModuleState(bench.module, bench.submodels)
+    bench.module.seen.total = 3
+    state.restore(metrics=False)
+    assert bench.module.seen.total == 3
+    state.restore()
+    assert bench.module.seen.total == 0
+
+
+class SumOfSeen:
+    """Has a method `compute`, as metrics have."""
+
+    def __init__(self):
+        self.total = 0
+
+    def compute(self):
+        return self.total

@@ -1,0 +1,232 @@
+"""Write docs/claims.md, the verdict on each claim of the papers: python -m benchmarks.claims [--check].
+
+Claims are in configs/papers/claims.yaml, by hand; verdicts are computed from the runs of committed results. Differences (of times,
+the logarithm of their ratio) are paired by seed, with Student's t; p-values are corrected by Holm's method for all claims that one
+result decides. A run that did not reach a target counts as if it had reached it at its end, which understates a difference.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.tables import ROOT, markdown
+from raafl.commands.reproduce import Exhibit, Paper, paper
+from raafl.lab.compare.statistics import ALPHA, Interval, holm, paired
+from raafl.rules import CURRENT, recorded_revision
+
+CLAIMS = ROOT / "configs" / "papers" / "claims.yaml"
+PAGE = ROOT / "docs" / "claims.md"
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+VERDICTS = ("shown", "shown smaller", "not shown", "contrary", "not run", "cannot be run")
+NAMES = {"fed-raa": "Fed-RAA", "co-s2p": "Co-S2P", "timely-fl": "TimelyFL", "ram-fed": "RA-Fed and RAM-Fed"}
+_SUMMARY = re.compile(r"(<!-- claims -->\n).*?(<!-- end of claims -->)", re.S)
+_KINDS = ("higher", "sooner", "level")
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A claim with what its runs measured, and the verdict."""
+
+    claim: Mapping[str, Any]
+    verdict: str
+    measured: Interval | None = None  # difference, or logarithm of a ratio of times; None = not run
+    p: float | None = None  # corrected p-value of a direction
+    bounded: bool = False  # whether a run did not reach the target, so that the difference is a bound
+    why: str = ""  # reason why there is no run
+
+
+def measured(claim: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Interval | None, bool]:
+    """Return the interval of a claim's difference over seeds, and whether it is a bound since a target was not reached."""
+    kind = next(kind for kind in _KINDS if kind in claim)
+    rows = {row["row"]: [run for run in row["runs"] if "error" not in run] for row in result["rows"]}
+    ours, theirs = (rows[label] for label in claim[kind])
+    if kind == "sooner":
+        target = claim["target"]
+        missed = any(run["time_to"][target] is None for run in [*ours, *theirs])
+        times = [
+            {run["seed"]: math.log(run["time_to"][target] or run["time_s"]) for run in runs} for runs in (theirs, ours)
+        ]
+        return paired(*times), missed
+    figure = claim.get("figure", "final")
+    values = [{run["seed"]: run[figure] for run in runs if run.get(figure) is not None} for runs in (ours, theirs)]
+    return paired(*values), False
+
+
+def verdict_of(claim: Mapping[str, Any], found: Interval | None, p: float | None, bounded: bool) -> str:
+    """Return the verdict that an interval carries.
+
+    Args:
+        claim: entry of claims.yaml.
+        found: interval of the difference in the claim's direction; None = no seed has both.
+        p: corrected p-value of the difference; None = one seed, or the claim is one of no difference.
+        bounded: whether the difference is at least as large as measured.
+    """
+    if found is None or found.half is None:
+        return "not shown"
+    low, high = found.mean - found.half, found.mean + found.half
+    if "level" in claim:
+        margin = claim["margin"]
+        if -margin <= low and high <= margin:
+            return "shown"
+        return "contrary" if low > margin or high < -margin else "not shown"
+    if p is None or p > ALPHA:
+        return "not shown"
+    if found.mean < 0:
+        return "contrary"
+    size = claim.get("size")
+    size = math.log(size) if size is not None and "sooner" in claim else size
+    return "shown smaller" if size is not None and high < size and not bounded else "shown"
+
+
+def decided(claims: Sequence[Mapping[str, Any]], of: Paper) -> list[Decided]:
+    """Return the verdict on each claim of a paper."""
+    found: list[Decided] = []
+    results = {claim["result"] for claim in claims if "result" in claim}
+    loaded = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in results}
+    intervals = {i: measured(claim, loaded[claim["result"]]) for i, claim in enumerate(claims) if "result" in claim}
+    corrected: dict[int, float] = {}
+    for name in sorted(results):
+        tested = [
+            (i, p)
+            for i, (one, _) in intervals.items()
+            if claims[i]["result"] == name and "level" not in claims[i] and one is not None and (p := one.p) is not None
+        ]
+        corrected |= dict(zip([i for i, _ in tested], holm([p for _, p in tested]), strict=True))
+    for i, claim in enumerate(claims):
+        if i in intervals:
+            one, bounded = intervals[i]
+            found.append(
+                Decided(claim, verdict_of(claim, one, corrected.get(i), bounded), one, corrected.get(i), bounded)
+            )
+            continue
+        missing = None if "exhibit" not in claim else of.exhibits[claim["exhibit"]].missing
+        why = claim.get("not_run") or missing or "no result is committed yet"
+        found.append(Decided(claim, "cannot be run" if missing and "not_run" not in claim else "not run", why=why))
+    return found
+
+
+def shown(one: Decided) -> str:
+    """Format what was measured: a difference in points or a ratio of times, with its 95 % interval."""
+    found = one.measured
+    if found is None:
+        return one.why
+    bound = "at least " if one.bounded and found.mean > 0 else "at most " if one.bounded else ""
+    if "sooner" in one.claim:
+        text = f"{bound}{math.exp(found.mean):.2f} x"
+        if found.half is not None:
+            text += f" ({math.exp(found.mean - found.half):.2f} to {math.exp(found.mean + found.half):.2f})"
+        return text
+    half = "" if found.half is None else f" ± {100 * found.half:.2f}"
+    return f"{100 * found.mean:+.2f}{half} points"
+
+
+def _scale(exhibit: Exhibit) -> str:
+    if exhibit.note:
+        return f"small; {exhibit.note}"
+    return "the paper's" if exhibit.scales.get("small") == exhibit.scales.get("full") else "small"
+
+
+def table(found: Sequence[Decided], of: Paper) -> str:
+    """Return the claims of a paper as a Markdown table."""
+    rows = [["claim", "where", "paper", "here", "seeds", "scale", "verdict", "decided by"]]
+    for one in found:
+        claim = one.claim
+        exhibit = of.exhibits.get(claim.get("exhibit", ""))
+        by = f"`raafl reproduce {of.name} {exhibit.name}`" if exhibit is not None and not exhibit.missing else ""
+        if "result" in claim:
+            by += f", `benchmarks/results/{claim['result']}.json`"
+        scale = _scale(exhibit) if exhibit is not None and one.measured is not None else ""
+        seeds = "" if one.measured is None else str(one.measured.num)
+        rows.append([claim["says"], claim["where"], claim["paper"], shown(one), seeds, scale, one.verdict, by])
+    return markdown(rows)
+
+
+def summary(name: str, found: Sequence[Decided]) -> str:
+    """Return how many claims of a paper have which verdict, as a sentence."""
+    counts = Counter(one.verdict for one in found)
+    words = [f"{counts[verdict]} {'is' if counts[verdict] == 1 else 'are'} {verdict}" for verdict in VERDICTS]
+    parts = [text for text, verdict in zip(words, VERDICTS, strict=True) if counts[verdict]]
+    parts = [text.replace(" are cannot", " cannot").replace(" is cannot", " cannot") for text in parts]
+    return f"Of {NAMES[name]}'s {len(found)} claims {', '.join(parts[:-1])} and {parts[-1]}."
+
+
+def old_rules(found: Sequence[Decided]) -> list[str]:
+    """Return the names of results that ran by earlier rules of times and bits."""
+    names = sorted({one.claim["result"] for one in found if "result" in one.claim})
+    loaded = {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
+    return [name for name, result in loaded.items() if recorded_revision(result) < CURRENT]
+
+
+def all_decided() -> dict[str, tuple[Paper, list[Decided]]]:
+    """Return each paper of claims.yaml with the verdicts on its claims."""
+    claims = yaml.safe_load(CLAIMS.read_text(encoding="utf-8"))
+    papers = {name: paper(name) for name in claims}
+    return {name: (papers[name], decided(some, papers[name])) for name, some in claims.items()}
+
+
+def pages() -> dict[Path, str]:
+    """Return docs/claims.md and README.md, as the results have them."""
+    every = all_decided()
+    sentences = "\n".join(f"- {summary(name, found)}" for name, (_, found) in every.items())
+    readme = _SUMMARY.sub(lambda found: f"{found[1]}{sentences} {found[2]}", README.read_text(encoding="utf-8"))
+    return {PAGE: page(every, sentences), README: readme}
+
+
+def page(every: Mapping[str, tuple[Paper, list[Decided]]], sentences: str) -> str:
+    """Return docs/claims.md."""
+    old = old_rules([one for _, found in every.values() for one in found])
+    sections = [f"## {NAMES[name]}\n\n{of.title}.\n\n{table(found, of)}" for name, (of, found) in every.items()]
+    total = sum(len(found) for _, found in every.values())
+    return f"""# The papers' claims
+
+With this page you can look up which of {total} claims of the papers hold here, how far, and by which runs.
+
+{sentences}
+
+`python -m benchmarks.claims` writes this page: claims are in `configs/papers/claims.yaml`, and each verdict is computed
+from the runs of a committed result.
+
+| verdict | means |
+| --- | --- |
+| shown | the difference has the claimed direction (p at most {ALPHA:g} by Holm), and its interval reaches the paper's size |
+| shown smaller | it has the direction, and its whole interval is below the paper's size |
+| not shown | these runs do not tell; with three seeds only large or very regular differences do |
+| contrary | the difference has the other direction (p at most {ALPHA:g} by Holm) |
+| not run, cannot be run | the column "here" says why |
+
+Differences are paired by seed, with 95 % intervals by Student's t, and corrected for all claims that one result decides.
+Ratios of times are means of logarithms; where a run did not reach the target, its end stands for it, so that the ratio
+is a bound.
+Claims of no difference are shown where the whole interval lies within the margin in `claims.yaml`.
+A claim at a small scale, or on another data set, is one about that scale: the column says so.
+Times are known to the distance between two evaluations: where all seeds reach a target at the same one, the interval
+has no width.
+{len(old)} results ran by earlier rules of times, as their files say (`rules`).
+
+{(chr(10) * 2).join(sections)}
+"""
+
+
+def main() -> int:
+    """Write the page and the README's sentences; with --check only name what differs, and return 1 if anything does."""
+    stale = {path: text for path, text in pages().items() if not path.is_file() or path.read_text("utf-8") != text}
+    for path, text in stale.items():
+        print(f"{path.relative_to(ROOT)}: {'differs from its results' if '--check' in sys.argv else 'written'}")
+        if "--check" not in sys.argv:
+            path.write_text(text, encoding="utf-8")
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,88 @@
+"""The verdicts on the papers' claims are those of the committed results, and each is carried by its interval."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import yaml
+
+from benchmarks.claims import CLAIMS, RESULTS, VERDICTS, all_decided, measured, pages, shown, summary, verdict_of
+from raafl.lab.compare.statistics import Interval
+
+
+@pytest.fixture(scope="module")
+def every():
+    return all_decided()
+
+
+def test_the_pages_are_those_of_the_results():
+    stale = [str(path) for path, text in pages().items() if path.read_text(encoding="utf-8") != text]
+    assert not stale, "run python -m benchmarks.claims"
+
+
+def test_no_verdict_goes_beyond_its_interval(every):
+    for _, found in every.values():
+        for one in found:
+            mean, half = (one.measured.mean, one.measured.half) if one.measured else (None, None)
+            if one.verdict in ("not run", "cannot be run"):
+                assert one.measured is None and one.why
+            elif one.verdict in ("shown", "shown smaller") and "level" not in one.claim:
+                assert mean - half > 0 or half == 0 < mean
+                size = one.claim.get("size", math.inf)
+                size = math.log(size) if "sooner" in one.claim else size
+                assert one.verdict == "shown" or mean + half < size
+            elif one.verdict == "shown":
+                assert abs(mean) + half <= one.claim["margin"]
+            elif one.verdict == "contrary":
+                assert mean + half < 0 or half == 0 > mean or "level" in one.claim
+
+
+def test_each_claim_says_where_it_stands_and_is_decided_one_way(every):
+    for name, claims in yaml.safe_load(CLAIMS.read_text()).items():
+        assert len({claim["says"] for claim in claims}) == len(claims), name
+        for claim in claims:
+            assert {"says", "where", "paper"} <= claim.keys(), claim
+            kinds = [kind for kind in ("higher", "sooner", "level", "not_run") if kind in claim]
+            assert len(kinds) == ("result" in claim or "not_run" in claim), claim
+            assert "result" not in claim or (RESULTS / f"{claim['result']}.json").is_file()
+            assert ("margin" in claim) == ("level" in claim) and ("target" in claim) == ("sooner" in claim)
+    assert {one.verdict for _, found in every.values() for one in found} <= set(VERDICTS)
+
+
+@pytest.mark.parametrize(
+    ("claim", "mean", "half", "p", "bounded", "verdict"),
+    [
+        ({"higher": []}, 0.1, 0.05, 0.01, False, "shown"),
+        ({"higher": [], "size": 0.12}, 0.1, 0.05, 0.01, False, "shown"),
+        ({"higher": [], "size": 0.16}, 0.1, 0.05, 0.01, False, "shown smaller"),
+        ({"higher": []}, 0.1, 0.05, 0.06, False, "not shown"),  # not after Holm
+        ({"higher": []}, -0.1, 0.05, 0.01, False, "contrary"),
+        ({"higher": []}, 0.1, None, None, False, "not shown"),  # one seed
+        ({"sooner": [], "size": 4}, math.log(2), 0.1, 0.01, False, "shown smaller"),
+        ({"sooner": [], "size": 4}, math.log(2), 0.1, 0.01, True, "shown"),  # at least twice as fast
+        ({"level": [], "margin": 0.1}, 0.04, 0.05, None, False, "shown"),
+        ({"level": [], "margin": 0.1}, 0.06, 0.05, None, False, "not shown"),
+        ({"level": [], "margin": 0.1}, -0.2, 0.05, None, False, "contrary"),
+    ],
+)
+def test_a_verdict_is_what_the_interval_says(claim, mean, half, p, bounded, verdict):
+    assert verdict_of(claim, Interval(mean, half, 3), p, bounded) == verdict
+
+
+def test_differences_are_paired_by_seed_and_times_are_ratios():
+    def run(seed, final, time_s):
+        return {"seed": seed, "final": final, "time_to": {"0.9": time_s}, "time_s": 80.0}
+
+    rows = [("A", [run(1, 0.5, 10.0), run(2, 0.7, 20.0)]), ("B", [run(2, 0.6, None), run(1, 0.4, 40.0)])]
+    result = {"rows": [{"row": label, "runs": runs} for label, runs in rows]}
+    found, bounded = measured({"higher": ["A", "B"]}, result)
+    assert (found.mean, bounded) == (pytest.approx(0.1), False)
+    found, bounded = measured({"sooner": ["A", "B"], "target": "0.9"}, result)
+    assert (found.mean, bounded) == (pytest.approx(math.log(4)), True)  # 40 / 10, and 80 / 20, the end of the run
+
+
+def test_a_paper_is_summed_up_in_a_sentence(every):
+    _, found = every["timely-fl"]
+    assert summary("timely-fl", found[:1] * 2 + found[-1:]).startswith("Of TimelyFL's 3 claims ")
+    assert all(shown(one) for one in found)

@@ -39,6 +39,7 @@ data is loaded and shared out; nothing is trained. Every field of a config is an
                         (measured.yaml), which `devices: FILE` reads; with --config it is in the table of devices as well
   --address HOST:PORT   with --measure: measure the link to the server, where `raafl plan --answer` runs
   --device DEVICE       with --measure: cpu or cuda (default cpu); --threads N of it (default 1, as in a run)
+                        without it, cuda: say whether training steps can be captured as CUDA graphs, and why not
   --answer HOST:PORT    answer those who measure their link to this machine, until interrupted
   --profiles            list the devices and fleets that a config may name, with their sources
   --json                print JSON and nothing else"""
@@ -79,7 +80,8 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
 
         parsed = parse_run("plan", rest)
     names = None if own.algorithms is None else [name for name in own.algorithms.split(",") if name]
-    plan = make_plan(parsed.experiment, names, own.updates, here)
+    on_gpu = own.measure is None and own.device.startswith("cuda")
+    plan = make_plan(parsed.experiment, names, own.updates, here, on_gpu)
     if parsed.as_json:
         return json.dumps(plan.to_json(), allow_nan=False)
     return text(plan, width, terminal=terminal)

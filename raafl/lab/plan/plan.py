@@ -16,6 +16,7 @@ from raafl.devices.profiles import Profile
 from raafl.devices.variation import description
 from raafl.errors import USER_ERRORS, BadInput, nearest
 from raafl.lab.plan.dry import Prediction, World, predict
+from raafl.local.captured.limits import problems, problems_of_module, problems_of_optimizer
 from raafl.local.numerics import device_type
 from raafl.local.stacked import refusal_of, refusal_of_optimizer
 from raafl.optimizers import configure
@@ -44,6 +45,8 @@ class Plan:
     axes: dict[str, Any]  # findings about the axes (dimensions that shrink together) of the model
     # reason why clients cannot be trained together as one batch; None = they can, as far as is known
     by_the_loop: str | None = None
+    # reasons why training steps cannot be captured as CUDA graphs; empty = they can, as far as is known; None = no GPU
+    captured: list[str] | None = None
     guessed: str = ""  # part of the model's cost that could only be guessed, with the reason; "" = none
     # explanation of why raafl has chosen the algorithm; None = the user has chosen it
     chosen: Mapping[str, Any] | None = None
@@ -65,12 +68,14 @@ def make_plan(
     algorithms: Sequence[str] | None = None,
     max_updates: int | None = None,
     more: Sequence[Profile] = (),
+    on_gpu: bool = False,
 ) -> Plan:
     """Predict times, memory and bytes of an experiment, without training; its data are loaded and divided among clients.
 
     `algorithms`: names of further algorithms to predict; ["all"] = all. None = all for a model of up to `MOST_VALUES`
     parameters, none for a larger one.
     `max_updates`: number of merged updates of each dry run; None = see `raafl.lab.plan.dry.predict`.
+    `on_gpu`: whether the run is planned for a GPU, whatever `fabric.accelerator` says.
 
     Raises:
         BadInput: the experiment is invalid, or an algorithm is unknown.
@@ -107,6 +112,7 @@ def make_plan(
         found,
         axes,
         loop,
+        _not_captured(experiment, submodels) if on_gpu or device_type(experiment.fabric) == "cuda" else None,
         cost.guessed,
         own.chosen,
     )
@@ -122,6 +128,17 @@ def _by_the_loop(experiment: Experiment, submodels: Submodels) -> str | None:
         return refusal_of_optimizer(configure(submodels.module)[0])
     except USER_ERRORS:  # raised by user code that needs parameters with values
         return None
+
+
+def _not_captured(experiment: Experiment, submodels: Submodels) -> list[str]:
+    """List the reasons why steps cannot be captured as CUDA graphs that are known before training."""
+    if experiment.fabric.capture == "off":
+        return ["fabric.capture is off"]
+    found = problems(experiment.algorithm.local, experiment.fabric) + problems_of_module(submodels.module)
+    try:
+        return found + problems_of_optimizer(configure(submodels.module)[0])
+    except USER_ERRORS:  # raised by user code that needs parameters with values
+        return found
 
 
 def _others(world: World, name: str, advice: Advice, max_updates: int | None) -> list[Prediction]:

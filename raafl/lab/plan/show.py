@@ -254,6 +254,9 @@ def _advice(plan: Plan) -> list[str]:
         lines.append("batch_clients: possible as far as known; auto tries it, and prints the result.")
     else:
         lines.append(f"batch_clients: has no effect, clients are trained one after the other: {plan.by_the_loop}.")
+    if plan.captured is not None:
+        possible = "possible as far as known; auto compares the first tasks with eager ones"
+        lines.append(f"fabric.capture: {'no effect: ' + '; '.join(plan.captured) if plan.captured else possible}.")
     return lines
 
 

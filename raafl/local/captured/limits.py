@@ -12,6 +12,7 @@ from raafl.core.local import Local
 from raafl.local.lightning_hooks import reads_index
 from raafl.local.options import FabricOptions
 from raafl.local.trainable import TrainableSubmodel
+from raafl.module_hooks import BATCH_HOOKS, TASK_HOOKS, overrides
 
 _FUSED: tuple[type[Optimizer], ...] = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _CAPTURABLE: tuple[type[Optimizer], ...] = (
@@ -44,21 +45,30 @@ def problems(local: Local, options: FabricOptions) -> list[str]:
 
 def problems_of_built(built: TrainableSubmodel) -> list[str]:
     """List why the steps of a submodel's module cannot be captured, as far as it is known before one is tried."""
-    found, module = [], built.module
-    hooks = frozenset() if built.hooks is None else built.hooks.overridden - _HOOKS
-    if hooks:
-        found.append(f"the module overrides {min(hooks)}")
-    if built.transfer.is_own:
+    found = problems_of_module(built.module, frozenset() if built.hooks is None else built.hooks.overridden)
+    if any(schedule.monitor is not None for schedule in built.schedulers):
+        found.append("a learning rate scheduler goes by a metric")
+    return found + problems_of_optimizer(built.optimizer)
+
+
+def problems_of_module(module: nn.Module, hooks: frozenset[str] | None = None) -> list[str]:
+    """List what a module has that no graph can have.
+
+    `hooks`: Lightning's hooks around steps that it overrides and that are called; None = all that it overrides.
+    """
+    found = []
+    called = frozenset(name for name in TASK_HOOKS if overrides(module, name)) if hooks is None else hooks
+    if called - _HOOKS:
+        found.append(f"the module overrides {min(called - _HOOKS)}")
+    if any(overrides(module, name) for name in BATCH_HOOKS):
         found.append("the module overrides hooks that transfer a batch")
     if hasattr(module, "on_step_batches"):
         found.append("the module sees all batches of a step")
     if reads_index(module):
         found.append("training_step uses the index of its batch")
-    if any(schedule.monitor is not None for schedule in built.schedulers):
-        found.append("a learning rate scheduler goes by a metric")
     if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse for part in module.modules()):
         found.append("an embedding has sparse gradients")
-    return found + problems_of_optimizer(built.optimizer)
+    return found
 
 
 def problems_of_optimizer(optimizer: Optimizer) -> list[str]:

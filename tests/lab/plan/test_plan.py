@@ -331,6 +331,18 @@ def test_why_clients_are_trained_one_after_the_other():
     assert planning._by_the_loop(usual, submodels) == "its optimizer is Rprop"
 
 
+def test_whether_steps_can_be_captured_on_a_gpu():
+    usual = load_experiment(*SMALL[1:])
+    submodels = World(usual).submodels(usual.algorithm)
+    reasons = {
+        "the algorithm has steps of its own": replace(usual, algorithm=ALGORITHMS["fed_mezo"]()),
+        "fabric.accumulate_grad_batches is 2": replace(usual, fabric=FabricOptions(accumulate_grad_batches=2)),
+        "fabric.capture is off": replace(usual, fabric=FabricOptions(capture=False)),
+    }
+    assert [planning._not_captured(one, submodels) for one in reasons.values()] == [[reason] for reason in reasons]
+    assert planning._not_captured(usual, submodels) == []
+
+
 def test_json_alone_on_standard_output(capsys):
     assert main(["plan", *SMALL, "--max_updates", "8", "--algorithms", "fed_avg", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

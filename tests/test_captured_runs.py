@@ -42,6 +42,7 @@ def test_a_run_with_captured_steps_gives_the_model_of_eager_ones(tmp_path, emula
     found = finish(experiment(tmp_path / "captured", algorithm, fabric=fabric, **SHORT))
     told = found.summary["captured"]
     assert found.digest == plain.digest and "captured" not in plain.summary
+    assert found.summary["updates_merged"] == plain.summary["updates_merged"] == 6
     assert (told["captured"] == 0) == (name in STEPS_OF_THEIR_OWN) == bool(told["eager"]), told
 
 

@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from raafl.algorithms.fed_dyn import GRADIENT, Corrected, LinearTerm, Regularised
 from raafl.core.algorithm import Algorithm, Hook, Merge, Select, Task
+from raafl.core.local import Traits
 from raafl.core.sample import Sample
 from raafl.errors import at_least, positive, refuse_unused
 from raafl.parts.local.distilled import ByExits, Exit, TrainsExits, counted, knowledge_loss
@@ -62,6 +63,11 @@ class MutualTraining(TrainsExits):
 @dataclass(frozen=True)
 class RegularisedMutual(Regularised, MutualTraining):
     """Local training in which all exits learn from each other, with FedDyn's regulariser."""
+
+    @property
+    def traits(self) -> Traits:
+        """What this training can do, needs, and leaves out."""
+        return replace(super().traits, captures=None)  # its exits draw the same numbers again
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that adds up the losses of all exits and corrects gradients by FedDyn's regulariser."""

@@ -22,7 +22,7 @@ Choices that the paper leaves open:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -89,8 +89,9 @@ class Regularised(Local):
 class LinearTerm(Hook):
     """Hook for FedDyn's linear term: it subtracts the client's stored gradient from the gradient of each step."""
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
+    def __init__(self, task: Task, *others: Any) -> None:
+        """Start a task; ``others`` are arguments of a further hook that a subclass has as a base."""
+        super().__init__(task, *others)
         self.linear = task.down[GRADIENT]
 
     def update(self) -> None:

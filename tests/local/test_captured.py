@@ -104,6 +104,14 @@ def test_captured_tasks_are_eager_ones_to_the_bit(emulated_cuda: Emulated, name)
     assert counted["captured"] == 5 and counted["compared"] < 5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODULES)
+def test_captured_tasks_are_eager_ones_to_the_bit_on_a_gpu(name):
+    make, options = MODULES[name]
+    counted, equal = both(make, **options)
+    assert equal and (counted["captured"], counted["eager"]) == (5, [])
+
+
 def wrong(step=None, **more):
     return type("Wrong", (Net,), more if step is None else {"training_step": step, **more})
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from raafl.algorithms import depth_fl, scale_fl
 from raafl.algorithms.depth_fl import DynamicMutual, Mutual, MutualTraining, RegularisedMutual, teaching_weight
+from raafl.algorithms.fed_dyn import GRADIENT
 from raafl.algorithms.scale_fl import WeighedByDepth, WeighedExits
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
@@ -113,6 +114,7 @@ def test_the_hook_follows_the_version_and_the_regulariser(exits):
     model, submodels, _, _ = exits
     task = task_for(model, submodels)
     assert type(MutualTraining(4).hook(task)) is Mutual
+    task.down = {GRADIENT: task.received}
     assert type(RegularisedMutual(4, prox=0.1).hook(task)) is DynamicMutual
     assert WeighedExits(2.0, 3.0, kd_from=1).hook(task).gamma == 0.0  # version 0
     assert WeighedExits(2.0, 3.0, kd_from=0).hook(task).gamma == 2.0

@@ -176,20 +176,17 @@ class LocalTrainer:
             metrics |= self._test(built, assignment, data.test, task.context)
         self._check_base(built)
         built.state.check()
+        return self.answer(task, num_steps, losses, metrics, extra)
+
+    def answer(self, task: PreparedTask, num_steps: int, losses: Any, metrics: dict[str, float], extra: Any) -> Update:
+        """Build the update from the values in the task's module, the losses, the logged values, and the metrics known so far."""
+        built, assignment = task.built, task.assignment
         with self._statistics_sent(built.trained):
             if self.sends == "delta":
                 for dtype, buffer in built.trained.buffers.items():
                     buffer.sub_(task.received.buffers[dtype][: buffer.numel()].to(buffer.device))
-        update = Update(
-            assignment.id,
-            assignment.client,
-            assignment.incarnation,
-            built.answer(),
-            data.num_samples,
-            num_steps,
-            metrics,
-            extra=extra,
-        )
+        ids = assignment.id, assignment.client, assignment.incarnation
+        update = Update(*ids, built.answer(), task.data.num_samples, num_steps, metrics, extra=extra)
         # read last, so that a GPU is waited for once
         read, is_finite = built.recorder.finish(losses, MAX_LOGGED, update.tensors)
         update.metrics, update.refusal = metrics | read, None if is_finite else "non-finite"

@@ -436,8 +436,10 @@ def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path
 
 def _rounded(name: str, value: object) -> object:
     """Round times and shares to hide summation error; leave metrics exact."""
+    if type(value) is not float:
+        return value
     is_figure = name in RUN_COLUMNS or name.endswith("_s") or name.startswith(TIME_TO)
-    return float(f"{value:.12g}") if is_figure and type(value) is float else value
+    return float(f"{value:.12g}") if is_figure else value
 
 
 # Lock a run folder, so that two processes never write the same run. The lock is on the folder itself (flock): it leaves

@@ -292,7 +292,9 @@ class FlatTensors:
     @property
     def device(self) -> torch.device:
         """Device of the buffers; the CPU if there are none."""
-        return next((buffer.device for buffer in self.buffers.values()), torch.device("cpu"))
+        for buffer in self.buffers.values():
+            return buffer.device
+        return torch.device("cpu")
 
     def copy_(self, other: FlatTensors) -> FlatTensors:
         """Copy the values of ``other``, which has the same layout, into this storage; return self."""

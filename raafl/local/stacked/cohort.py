@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from raafl.core.local import Local
-from raafl.core.masked_loss import HasLogits, logits_of
+from raafl.core.masked_loss import CLASSES, HasLogits, logits_of
 from raafl.core.payload import Payload
 from raafl.core.types import Update
 from raafl.local.context import ALONE, TaskContext
+from raafl.local.evaluation.metrics import LOSS
 from raafl.local.options import FabricOptions
 from raafl.local.stacked.products import Known
 from raafl.local.stacked.stacks import Unstackable, outside
@@ -104,7 +105,11 @@ class Trained:
         place = self._place[assignment_id]
         assignment, received, data = self._members[place]
         built = self._trainer.built(assignment.spec)
-        built.load(self._rows.of(place))
+        if data.test is None:  # `CohortTrainer.train` has checked that the steps change nothing but values
+            for dtype, buffer in built.present.buffers.items():
+                buffer.copy_(self._rows.buffers[dtype][place, : len(buffer)])
+        else:
+            built.load(self._rows.of(place))
         self._logged.hand(place, built.recorder)
         if draws or data.test is not None:  # the evaluation on a test part may draw random numbers
             seed_everything(assignment.seed, self._trainer.fabric.device)
@@ -112,6 +117,9 @@ class Trained:
         num_steps = self._num_steps[place]
         loss = float(self._losses[place]) / max(num_steps, 1)
         task = PreparedTask(assignment, received, {}, data, context, built)
+        if data.test is None:
+            classes = self._classes[place]
+            return self._trainer.answer(task, num_steps, {LOSS: loss}, {}, {CLASSES: classes} if classes else {})
         return self._trainer.build_update(task, num_steps, loss, {}, self._classes[place])
 
 

@@ -102,7 +102,8 @@ class Steps:
         num = len(members)
         self.rows = Rows(built.present.layout, num)
         for client, member in enumerate(members):
-            self.rows.of(client).copy_(member.received)
+            for dtype, buffer in self.rows.buffers.items():
+                buffer[client, : built.present.layout.numel[dtype]].copy_(member.received.buffers[dtype])
         self.losses = torch.zeros(num, dtype=torch.float64)
         self.logged = Logged(num)
         self.seen: defaultdict[Any, set[int]] = defaultdict(set)

@@ -12,7 +12,7 @@ from raafl.errors import BadInput, at_least
 from raafl.lab.compare import report
 from raafl.lab.compare.comparison import Comparison, Options, of_fields, read
 from raafl.lab.compare.runs import Run, Runner, check_distinct, resolve
-from raafl.lab.compare.search import run_trials, trials_of
+from raafl.lab.compare.search import Trial, run_trials, trials_of
 from raafl.log import console
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ def run_comparison(
         report.check_drawing()
     search = comparison.search
     # raises for an invalid option before any run starts
-    trials = {} if search is None else trials_of(comparison, search)
+    studies = search is not None and search.sampler is not None
+    trials = {} if search is None or studies else trials_of(comparison, search)
 
     def reported(settings: Mapping[str, Options]) -> dict[str, list[Run]]:
         return {
@@ -147,7 +148,13 @@ def run_comparison(
     # check the rows before their searches, which may rightly find equal settings for two rows
     check_distinct(runs)
     runner = Runner(folder / "runs", jobs, any_code, tell, ranks, cluster)
-    best = {} if search is None else run_trials(trials, comparison, search, runner)
+    best: dict[str, Trial] = {}
+    if search is not None and studies:
+        from raafl.lab.compare.optuna_search import run_studies
+
+        trials, best = run_studies(comparison, search, runner, folder, jobs)
+    elif search is not None:
+        best = run_trials(trials, comparison, search, runner)
     if best:
         runs = reported({label: trial.settings for label, trial in best.items()})
     by_seed = [run for some in zip(*runs.values(), strict=True) for run in some]  # ordered by seed, then by row

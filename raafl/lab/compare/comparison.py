@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import random
 import shlex
@@ -17,6 +18,9 @@ from raafl.errors import BadInput, at_least, nearest
 from raafl.lab.compare.statistics import Curve, on_grid, smoothed
 from raafl.plain_yaml import read_yaml
 
+SAMPLERS = ("tpe", "random", "gp")
+PRUNERS = ("halving", "median")
+_log = logging.getLogger(__name__)
 _HOLDOUT = 0.1
 _OF_A_RUN = {"model", "data", "algorithm"}  # fields that belong in the config of a run, not in a comparison
 
@@ -37,6 +41,33 @@ class Halving:
 
 
 @dataclass(frozen=True)
+class Range:
+    """A range of values that a sampler searches, in place of a list; whole numbers where both ends are."""
+
+    low: float
+    high: float
+    log: bool = False  # whether the logarithm is searched evenly
+
+    @property
+    def whole(self) -> bool:
+        """Whether the values are whole numbers."""
+        return type(self.low) is int and type(self.high) is int
+
+    @staticmethod
+    def of(option: str, given: Mapping[str, Any]) -> Range:
+        """Read the range of an option: a mapping with low, high and log; raise `BadInput` if it is wrong."""
+        name = f"search.grid.{option}."
+        found = check_fields(given, Range, name)
+        for end in ("low", "high"):
+            if end not in found:
+                raise BadInput(f"{name}{end} is missing: give low and high, or a list of values")
+        space = Range(**found)
+        if not space.low < space.high or (space.log and space.low <= 0):
+            raise BadInput(f"{name}low is {space.low}, high {space.high}: give low below high, above 0 with log")
+        return space
+
+
+@dataclass(frozen=True)
 class Search:
     """Search for the best settings of each row of a comparison.
 
@@ -51,16 +82,23 @@ class Search:
         options: further options of the trials, such as a smaller budget.
         validation_share: share of the training set on which trials are scored; no client trains on it. The test set is
             not used.
-        halving: settings by which trials with low scores end early; None = each trial is run completely.
+        halving: settings by which trials with low scores end early; None = each trial is run completely. Deprecated: take
+            ``sampler`` and ``pruner``.
+        sampler: sampler of an Optuna study that chooses ``trials`` settings one after the other, from lists and ranges: tpe,
+            random or gp; None = settings are those of the grid.
+        pruner: with a sampler, how trials end early, by their scores after a quarter and half of the budget: halving or
+            median; None = each trial is run completely.
     """
 
-    grid: Mapping[str, Sequence[Any]]
+    grid: Mapping[str, Any]  # lists, or with a sampler ranges
     seeds: tuple[int, ...]
-    rows: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     trials: int | None = None
     options: Options = ()
     validation_share: float = _HOLDOUT
     halving: Halving | None = None
+    sampler: str | None = None
+    pruner: str | None = None
 
     def settings(self, label: str) -> list[Options]:
         """Return the settings that the row ``label`` tries, as command-line options."""
@@ -91,6 +129,11 @@ class Search:
             raise BadInput(
                 f"search.validation_share is {self.validation_share}: give a share of the training set, such as 0.1"
             )
+        if self.sampler is not None or self.pruner is not None:
+            self._check_study(labels)
+            return
+        if self.halving is not None:
+            _log.warning("search.halving is deprecated: give search.sampler: tpe and search.pruner: halving")
         sizes = {label: _size(label, self.rows.get(label, self.grid)) for label in labels}
         if self.trials is None and len(set(sizes.values())) > 1:
             few, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
@@ -107,8 +150,28 @@ class Search:
                         "settings: lower search.trials"
                     )
 
+    def _check_study(self, labels: Sequence[str]) -> None:
+        """Raise `BadInput` unless the fields of a search by a sampler go together."""
+        for name, value, known in (("sampler", self.sampler, SAMPLERS), ("pruner", self.pruner, PRUNERS)):
+            if value is not None and value not in known:
+                raise BadInput(f"search.{name} is '{value}': {nearest(value, known)}")
+        if self.sampler is None:
+            raise BadInput(f"search.pruner is '{self.pruner}', but there is no sampler: give search.sampler: tpe")
+        if self.halving is not None:
+            raise BadInput("search.halving is given beside search.sampler: give search.pruner: halving in its place")
+        if self.trials is None:
+            raise BadInput("search.trials is missing: with search.sampler give the number of trials of each row")
+        at_least("search.trials", self.trials, 1)
+        for label in labels:
+            lists = {}
+            for option, values in self.rows.get(label, self.grid).items():
+                if isinstance(values, Mapping):
+                    Range.of(option, values)
+                lists[option] = [0] if isinstance(values, Mapping) else values
+            _size(label, lists)
 
-def _size(label: str, grid: Mapping[str, Sequence[Any]]) -> int:
+
+def _size(label: str, grid: Mapping[str, Any]) -> int:
     size = 1
     for option, values in grid.items():
         if not str(option).startswith("--") or not isinstance(values, list) or not values:

@@ -436,7 +436,10 @@ def as_json(rows: Sequence[Forecast]) -> list[dict[str, Any]]:
 def _row(comparison: Comparison, label: str, machine: Profile) -> Forecast:
     experiment = parsed(comparison.config, label, comparison.options_of(label), comparison.seeds[0]).experiment
     search = comparison.search
-    trials = 0.0 if search is None else len(search.settings(label)) * len(search.seeds) * _share(comparison)
+    trials = 0.0
+    if search is not None:
+        num = len(search.settings(label)) if search.sampler is None else search.trials or 0
+        trials = num * len(search.seeds) * _share(comparison)
     row = Forecast(label, len(comparison.seeds), trials)
     world = World(experiment)
     found = predict(world, experiment.algorithm, machine=machine)

@@ -94,7 +94,7 @@ def run_trials(
         for some in going.values():
             for trial in some:
                 trial.fraction = fraction
-                trial.scores = _scores(trial, outcomes, comparison)
+                trial.scores = scores_of(trial, outcomes, comparison)
         for label, some in going.items():
             # a stable sort: among equal trials the first in the grid wins
             some.sort(key=lambda trial: trial.rank(comparison.maximize))
@@ -115,7 +115,8 @@ def rungs(halving: Halving | None) -> list[float]:
     return [2.0 ** (rung - num + 1) for rung in range(num)]
 
 
-def _scores(trial: Trial, outcomes: Mapping[Run, Outcome], comparison: Comparison) -> dict[int, float]:
+def scores_of(trial: Trial, outcomes: Mapping[Run, Outcome], comparison: Comparison) -> dict[int, float]:
+    """Return the metric's value at the end of each run of a trial, by seed; a run that failed has none."""
     scores = {}
     for run in trial.runs:
         outcome = outcomes.get(run.part(trial.fraction))

@@ -1,0 +1,115 @@
+"""A search by an Optuna study: equally many trials for each row, pruned by stages, the same after it was killed."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from raafl.errors import BadInput
+from raafl.lab.compare import optuna_search
+from raafl.lab.compare.comparison import Comparison, Range, Search, of_fields
+from raafl.lab.compare.optuna_search import run_studies
+from tests.helpers.refusals import refuses
+
+pytest.importorskip("optuna")
+GRID = {"--model.lr": {"low": 0.001, "high": 1.0, "log": True}, "--train.num_steps": {"low": 1, "high": 4}}
+
+
+class Runs:
+    """Stands for the runner: a run's value depends on its settings alone, best at a rate of 0.1."""
+
+    def __init__(self, killed_after=None):
+        self.runs, self.killed_after = [], killed_after
+
+    def run_all(self, runs, metric):
+        if self.killed_after is not None and len(self.runs) >= self.killed_after:
+            raise KeyboardInterrupt
+        self.runs += runs
+        return [SimpleNamespace(run=run, summary={}, folder="", by_itself=True, error=None) for run in runs]
+
+
+def value(options):
+    rate = float(options[options.index("--model.lr") + 1])
+    return math.nan if rate > 0.5 else -abs(math.log10(rate) + 1)
+
+
+@pytest.fixture(autouse=True)
+def scored(monkeypatch):
+    def scores(trial, outcomes, comparison):
+        return {run.seed: value(trial.settings) for run in trial.runs}
+
+    monkeypatch.setattr(optuna_search, "scores_of", scores)
+
+
+def compared(**search):
+    search = Search(GRID, (10,), **{"sampler": "tpe", "trials": 4, **search})
+    return Comparison("small", "quickstart", {"A": (), "B": ("--algorithm", "fed_avg")}, (0,), search=search)
+
+
+def studied(folder, runs, jobs=1, **search):
+    comparison = compared(**search)
+    trials, best = run_studies(comparison, comparison.search, runs, folder, jobs)
+    return {label: [(one.settings, one.scores, one.fraction) for one in some] for label, some in trials.items()}, best
+
+
+def test_each_row_has_its_trials_and_the_best_wins(tmp_path):
+    trials, best = studied(tmp_path, Runs())
+    assert [len(some) for some in trials.values()] == [4, 4]
+    for label, some in trials.items():
+        assert all(1 <= int(settings[3]) <= 4 and 0.001 <= float(settings[1]) <= 1 for settings, _, _ in some)
+        known = [value(settings) for settings, _, _ in some if not math.isnan(value(settings))]
+        assert value(best[label].settings) == max(known)
+
+
+def test_a_search_that_was_killed_goes_on_as_it_would_have_gone(tmp_path):
+    whole, _ = studied(tmp_path / "whole", Runs())
+    with pytest.raises(KeyboardInterrupt):
+        studied(tmp_path / "killed", Runs(killed_after=3))
+    after = Runs()
+    assert studied(tmp_path / "killed", after)[0] == whole
+    assert len(after.runs) == 8 - 3
+    nothing = Runs()
+    assert studied(tmp_path / "killed", nothing)[0] == whole and not nothing.runs
+
+
+def test_trials_are_asked_for_as_many_at_a_time_as_run(tmp_path):
+    class Counted(Runs):
+        def run_all(self, runs, metric):
+            sizes.append(len(runs))
+            return super().run_all(runs, metric)
+
+    sizes = []
+    studied(tmp_path, Counted(), jobs=3, trials=4)
+    assert sizes == [3, 1, 3, 1]
+
+
+def test_a_pruned_trial_counts_and_has_a_part_of_the_budget(tmp_path):
+    trials, best = studied(tmp_path, Runs(), pruner="halving", trials=8)
+    for label, some in trials.items():
+        assert len(some) == 8 and {fraction for _, _, fraction in some} >= {0.25, 1.0}
+        assert best[label].fraction == 1.0
+
+
+def test_the_range_of_a_file_is_read():
+    fields = {"config": "quickstart", "rows": {"A": ""}, "seeds": [0]}
+    found = of_fields({**fields, "search": {"grid": GRID, "seeds": [1], "sampler": "tpe", "trials": 2}}, "x", "here")
+    assert found.search.grid == GRID
+    assert Range.of("--x", {"low": 1, "high": 3}).whole and not Range.of("--x", {"low": 1.0, "high": 3}).whole
+
+
+def checked(**search):
+    return compared(**search)
+
+
+test_searches_are_checked = refuses(
+    checked,
+    ({"trials": None}, "search.trials is missing"),
+    ({"sampler": "bayes"}, "search.sampler is 'bayes'"),
+    ({"sampler": None, "pruner": "halving"}, "search.pruner is 'halving', but there is no sampler"),
+    ({"rows": {"A": {"--model.lr": {"low": 1, "high": 0}}}}, "low is 1, high 0: give low below high"),
+    ({"rows": {"A": {"--model.lr": {"low": 1}}}}, "search.grid.--model.lr.high is missing"),
+    ({"sampler": None}, "give each option a list of values"),
+    error=BadInput,
+)

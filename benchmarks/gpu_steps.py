@@ -238,6 +238,16 @@ def submodels(where: Where) -> list[Row]:
     return on_device(("vit-tiny", "bert-small"), (1.0, 0.25, 0.0625), where.device, 30)
 
 
+def captured(where: Where) -> list[Row]:
+    """Seconds of a step, eager and captured as a CUDA graph, of six models whole and cut, beside bare loops of PyTorch."""
+    from benchmarks.captured import on_device
+    from benchmarks.workloads import WORKLOADS
+
+    if where.dry:
+        return on_device(("cnn",), (1.0, 0.25), ("32-true",), where.device, 1, 0.0)
+    return on_device(list(WORKLOADS), (1.0, 0.25, 0.0625), ("32-true", "bf16-mixed"), where.device, 20, 0.5)
+
+
 def throughput(where: Where) -> list[Row]:
     """Tasks per second of simulate, against the CPU's, and how much of the time the GPU is busy."""
     from benchmarks.overhead import CNN_CIFAR, MLP_MNIST, RandomData, raafl_seconds
@@ -378,6 +388,7 @@ STEPS = {
         Step(staging, 60, timed=True),
         Step(merges, 60, timed=True),
         Step(submodels, 90, timed=True),
+        Step(captured, 150, timed=True),
         Step(throughput, 90, timed=True),
         Step(together, 90, timed=True),
         Step(language, 90, timed=True),

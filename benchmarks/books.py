@@ -24,10 +24,9 @@ from raafl.local.failure import attempt
 from raafl.runfolder import journal
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import JournalRow
-from raafl.runtime.client.receipts import SiteReceipts, receipt_of
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.setup import build
-from raafl.runtime.site_audit import retrain
+from raafl.sites.receipts import SiteReceipts, receipt_of, retrain
 from raafl.submodel import FULL
 
 CONFIG = "configs/quickstart.yaml"

@@ -78,12 +78,13 @@ class Players:
         from raafl.config.parse import parse
         from raafl.runtime.client.setup import ClientSetup
         from raafl.runtime.setup import client_infos, load_data
-        from raafl.transport.tcp.credentials import TlsFiles
+        from raafl.sites.credentials import TlsFiles
 
         parsed = parse("join", ["--config", str(config)])
         self._site = ClientSetup.build(parsed.experiment, parsed.config_yaml, 1, own_data=False)
         self._infos = client_infos(parsed.experiment, load_data(parsed.experiment))
-        self._files = TlsFiles.find(certs, server=False, given=dict.fromkeys(("ca", "cert", "key")))
+        files = TlsFiles.find(certs, server=False, given=dict.fromkeys(("ca", "cert", "key", "crl")))
+        self._login = files.client_login()
         self._address, self._selector = address, selectors.DefaultSelector()
         self._due: list[tuple[float, int, int]] = []  # when, client, assignment
         self._sent_s: dict[int, float] = {}
@@ -100,7 +101,7 @@ class Players:
 
         for _ in range(20):
             try:
-                pair = connect(self._address, client, self._files, timeout_s=_TIMEOUT_S)
+                pair = connect(self._address, client, self._login, timeout_s=_TIMEOUT_S)
                 break
             except PeerLost:  # busy
                 time.sleep(0.1)

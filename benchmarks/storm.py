@@ -55,8 +55,8 @@ def attack(address: str, folder: str, seconds: float, per_s: float) -> dict[str,
     from raafl.runtime.client.setup import ClientSetup
     from raafl.runtime.identity import Identity
     from raafl.runtime.protocol import Hello
+    from raafl.sites.credentials import TlsFiles
     from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
-    from raafl.transport.tcp.credentials import TlsFiles
     from raafl.transport.tcp.listener import connect
 
     parsed = parse("join", ["--config", CONFIG, *OPTIONS])
@@ -64,13 +64,14 @@ def attack(address: str, folder: str, seconds: float, per_s: float) -> dict[str,
     hello = Hello.of_client(Identity.of(site.submodels, site.sections), site.info)
     print("ready", flush=True)
     sys.stdin.readline()
-    files = TlsFiles.find(Path(folder), server=False, given=dict.fromkeys(("ca", "cert", "key")))
+    files = TlsFiles.find(Path(folder), server=False, given=dict.fromkeys(("ca", "cert", "key", "crl")))
+    login = files.client_login()
     kept, tried, joined = deque[Any](), 0, 0
     began = time.monotonic()
     while (now := time.monotonic()) < began + seconds:
         tried += 1
         try:
-            pair = connect(address, 2, files, timeout_s=2.0)
+            pair = connect(address, 2, login, timeout_s=2.0)
             pair.send(Message(Kind.HELLO, meta=hello.to_meta()))
             joined += 1
             kept.append(pair)

@@ -34,12 +34,13 @@ import torch
 import torch.distributed as _distributed
 
 from benchmarks.common import Row, main
-from raafl.certs.authority import Authority, request
+from raafl.sites.authority import Authority, request
+from raafl.sites.credentials import TlsFiles
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.transport import Connection, Kind, Message
 from raafl.transport.gloo import GlooConnection
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.credentials import LocalToken, TlsFiles
+from raafl.transport.tcp.credentials import Credentials, LocalToken
 from raafl.transport.tcp.listener import Listener, connect
 
 SIZES = {4 << 10: 400, 64 << 10: 400, 4 << 20: 100, 344 << 20: 5}
@@ -95,7 +96,7 @@ def sessions(number: int = 100) -> Row:
 
             def open_some(count: int) -> None:
                 for _ in range(count):
-                    client = connect(door.address, 1, _files(folder, "site"), timeout_s=_TIMEOUT_S)
+                    client = connect(door.address, 1, _files(folder, "site").client_login(), timeout_s=_TIMEOUT_S)
                     server = admitted.get(timeout=_TIMEOUT_S)
                     for one, other in ((client, server), (server, client)):
                         one.send(Message(Kind.KEEPALIVE))
@@ -261,11 +262,11 @@ def _tcp_pairs(store: Any, server: bool, folder: str) -> dict[str, Connection]:
     token, pairs = LocalToken(bytes(32)), dict[str, Connection]()
     for name, certified in (("tcp", False), ("tls", True)):
         if not server:
-            theirs = _files(folder, "site") if certified else token
-            pairs[name] = connect(store.get(name).decode(), 1, theirs, timeout_s=_TIMEOUT_S)
+            theirs: Credentials = _files(folder, "site") if certified else token
+            pairs[name] = connect(store.get(name).decode(), 1, theirs.client_login(), timeout_s=_TIMEOUT_S)
             continue
         admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        ours = _files(folder, "server") if certified else token
+        ours: Credentials = _files(folder, "server") if certified else token
         with Listener(f"{_HOST}:0", ours, lambda pair, _, q=admitted: q.put(pair), print) as door:
             store.set(name, door.address)
             pairs[name] = admitted.get(timeout=_TIMEOUT_S)

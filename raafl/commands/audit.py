@@ -22,7 +22,7 @@ from raafl.units import quantity
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from raafl.runtime.client.receipts import SiteReceipts
+    from raafl.sites.receipts import SiteReceipts
 
 
 def parser() -> ArgumentParser:
@@ -130,7 +130,7 @@ class _Site:
         from raafl.config.parse import load_run
         from raafl.runtime.client.setup import ClientSetup
         from raafl.runtime.lifecycle.environment import conditions
-        from raafl.runtime.site_audit import compare, retrain, site_notes
+        from raafl.sites.receipts import compare, retrain, site_notes
 
         site = self.books
         try:
@@ -154,8 +154,7 @@ def _sites(folders: Sequence[Path]) -> list[_Site]:
     if not folders:
         return []
     with quick_imports():
-        from raafl.runtime.client.receipts import SiteReceipts
-        from raafl.runtime.site_audit import server_keys
+        from raafl.sites.receipts import SiteReceipts, server_keys
 
     return [_Site(site, server_keys(site.receipts)) for site in map(SiteReceipts.read, folders)]
 

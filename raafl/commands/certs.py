@@ -72,8 +72,8 @@ def parser(name: str = "") -> ArgumentParser:
 
 
 def _init(options: Namespace) -> str:
-    from raafl.certs.authority import Authority
-    from raafl.certs.files import write
+    from raafl.sites.authority import Authority
+    from raafl.sites.certificates import write
 
     made = Authority.create(options.folder, options.federation)
     if not (options.folder / "sites.yaml").exists():
@@ -82,14 +82,14 @@ def _init(options: Namespace) -> str:
 
 
 def _server(options: Namespace) -> str:
-    from raafl.certs.authority import Authority
+    from raafl.sites.authority import Authority
 
     made = Authority(options.folder).issue_server(options.names, options.days)
     return f"made {options.folder / 'server.crt'} for {', '.join(options.names)}, valid until {_day(made)}"
 
 
 def _request(options: Namespace) -> str:
-    from raafl.certs.authority import fingerprint, request
+    from raafl.sites.authority import fingerprint, request
 
     made = request(options.folder, options.name)
     return (
@@ -99,8 +99,8 @@ def _request(options: Namespace) -> str:
 
 
 def _sign(options: Namespace) -> str:
-    from raafl.certs.authority import Authority, fingerprint, read_request, request_site
-    from raafl.certs.files import read, write
+    from raafl.sites.authority import Authority, fingerprint, read_request, request_site
+    from raafl.sites.certificates import read, write
 
     authority = Authority(options.folder)
     request = read_request(
@@ -123,7 +123,7 @@ def _sign(options: Namespace) -> str:
 
 def _unlisted(options: Namespace, site: str) -> str:
     """Return a line about a site that the server's list does not have, with the command that adds it; "" if it has it."""
-    from raafl.runtime.server.sites import read_sites
+    from raafl.sites.server import read_sites
 
     path, client = options.folder / "sites.yaml", 1
     if path.exists():
@@ -146,8 +146,8 @@ def _extended(path: Path, site: str, clients: list[int]) -> str | None:
     Raises:
         BadInput: the server would refuse the list, as it is or with this line, or lists the site with other clients.
     """
-    from raafl.certs.files import read
-    from raafl.runtime.server.sites import read_sites
+    from raafl.sites.certificates import read
+    from raafl.sites.server import read_sites
 
     sites = read_sites(path) if path.exists() else {}
     if site in sites and sites[site].clients == frozenset(clients):
@@ -177,14 +177,14 @@ def _with_line(old: str, tree: dict[str, Any], path: Path, site: str, clients: l
 
 
 def _renew(options: Namespace) -> str:
-    from raafl.certs.authority import Authority
+    from raafl.sites.authority import Authority
 
     made = Authority(options.folder).renew(options.name, options.days)
     return f"made {options.folder / options.name}.crt, valid until {_day(made.certificate)}"
 
 
 def _revoke(options: Namespace) -> str:
-    from raafl.certs.authority import Authority
+    from raafl.sites.authority import Authority
 
     taken = Authority(options.folder).revoke(options.name)
     said = f"revoked '{options.name}': {quantity(len(taken), 'valid certificate')}"
@@ -197,7 +197,7 @@ def _revoke(options: Namespace) -> str:
 
 
 def _list(options: Namespace) -> str:
-    from raafl.certs.authority import Authority, fingerprint
+    from raafl.sites.authority import Authority, fingerprint
 
     rows: list[dict[str, Any]] = [
         {

@@ -246,7 +246,8 @@ def _num_ranks() -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    from raafl.config.remote_options import credentials, split
+    from raafl.commands.join import credentials
+    from raafl.config.remote_options import split
 
     own, rest = split("serve", argv)
     rest = _with_local_resume(rest)

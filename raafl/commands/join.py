@@ -7,11 +7,12 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raafl.config.argv import name_of, names_section
 from raafl.config.plain import check_plain
-from raafl.config.remote_options import credentials, split, tls_key
+from raafl.config.remote_options import split
 from raafl.errors import resolves
 from raafl.lean_import import quick_imports
 from raafl.log import reports_for_all
@@ -22,6 +23,8 @@ from raafl.runtime.lifecycle.signals import sigterm_interrupts
 if TYPE_CHECKING:
     from raafl.runtime.client.setup import ClientSetup
     from raafl.runtime.lifecycle.service_manager import ServiceManager
+    from raafl.sites.gate import SiteGate
+    from raafl.transport.tcp.credentials import Credentials
 
 _log = logging.getLogger(__name__)
 
@@ -45,12 +48,12 @@ def command(argv: list[str]) -> int:
         from raafl.runtime.client.join import join
         from raafl.runtime.client.multiprocess import together
         from raafl.runtime.client.setup import ClientSetup
-        from raafl.runtime.client.site.admit import admit, open_gate
-        from raafl.runtime.client.site.offer import DryRun, look
+        from raafl.runtime.client.worker import TaskRefused
         from raafl.runtime.lifecycle.service_manager import ServiceManager
+        from raafl.runtime.protocol import DRY_RUN
 
         say = _said_to(service := ServiceManager.here(), own.client)
-        gate = open_gate(own.policy, say, looks=own.dry_run)
+        gate = _gate(own, say)
         has_config = any(name_of(item) in ("--config", "--resume", "--help", "-h") for item in rest)
         parsed = parse_run("join", rest) if has_config else None
 
@@ -64,6 +67,10 @@ def command(argv: list[str]) -> int:
             own_data = named and not own.share_of_data
             return ClientSetup.build(experiment, text, own.client, own_data=own_data, data_named=named)
 
+        if gate is None and not own.dry_run:
+            return build()
+        from raafl.sites.admit import admit, look
+
         admitted = partial(admit, gate, experiment, text, build)
         return look(admitted, text, say) if own.dry_run else admitted()
 
@@ -76,19 +83,49 @@ def command(argv: list[str]) -> int:
                     own.address,
                     own.client,
                     known,
-                    _with_receipts(make, own, Signer.choose(tls_key(known)), say, stack),
+                    _with_receipts(make, own, Signer.choose(known.key), say, stack),
                     needs_config=parsed is None,
                     proxy=own.proxy,
                     say=say,
                     gate=gate,
                     alone_s=None if parsed is None else parsed.experiment.waits.alone_s,
                 )
-        except DryRun:
+        except TaskRefused as refusal:
+            if refusal.server_reason != DRY_RUN:
+                raise
             return 0
         say(f"the run has ended: {REASONS.get(reason, reason)}")
         return 0
 
     return together(make_site, work, own.client, say)
+
+
+def _gate(own: Namespace, say: Callable[[str], None]) -> SiteGate | None:
+    """Return the gate that checks tasks against the policy of the site; None if there is no policy."""
+    if own.policy is None:
+        return None
+    from raafl.sites.admit import open_gate
+
+    return open_gate(own.policy, say, looks=own.dry_run)
+
+
+def credentials(own: Namespace, *, server: bool) -> Credentials:
+    """Find the credentials of `serve` or `join`: a token from the parent process, or the certificate files.
+
+    Raises:
+        BadInput: there is no certificate, or it is not clear which one to use.
+    """
+    from raafl.transport.tcp.credentials import LocalToken
+
+    named = {name: getattr(own, f"tls_{name}") for name in ("ca", "cert", "key", "crl")}
+    if not any(named.values()) and (token := LocalToken.from_environment()) is not None:
+        return token
+    from raafl.sites.credentials import TlsFiles
+
+    found = TlsFiles.find(Path(own.certs), server=server, given=named)
+    found.context(server=server)
+    found.check()
+    return found
 
 
 def _said_to(service: ServiceManager, client: int) -> Callable[[str], None]:
@@ -113,7 +150,7 @@ def _with_receipts(
     def kept(config_yaml: str | None) -> ClientSetup:
         site = make(config_yaml)
         if own.receipts:
-            from raafl.runtime.client.receipts import receipts_kept
+            from raafl.sites.receipts import receipts_kept
 
             stack.enter_context(receipts_kept(site, own.keep_inputs, say, signer))
         return site

@@ -11,23 +11,24 @@ import os
 import socket
 from argparse import Namespace
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from raafl.certs.revocations import Revocations
 from raafl.commands.fit_local import NOTE
 from raafl.config.experiment import Experiment
 from raafl.config.shared import for_clients, sections
 from raafl.errors import BadInput, parse_address
 from raafl.runfolder.signing import Signer
-from raafl.runtime.server.host import host
+from raafl.runtime.server.host import OfSites, host
 from raafl.runtime.server.inbox import Inbox
-from raafl.runtime.server.site_rules import ANYTHING
-from raafl.runtime.server.sites import Sites
-from raafl.runtime.server.terms import Terms
+from raafl.runtime.server.session_protocol import Terms
 from raafl.transport import ConnectOptions
-from raafl.transport.tcp.credentials import LocalToken, TlsFiles
+from raafl.transport.tcp.credentials import Credentials
 from raafl.transport.tcp.transport import TcpTransport
+
+if TYPE_CHECKING:
+    from raafl.sites.server import Sites
 
 
 def listener(address: str | socket.socket) -> str | socket.socket:
@@ -52,14 +53,19 @@ def listener(address: str | socket.socket) -> str | socket.socket:
     return inherited
 
 
-def allow_list(own: Namespace, credentials: TlsFiles | LocalToken) -> Sites | None:
+def allow_list(own: Namespace, credentials: Credentials) -> Sites | None:
     """Read which client ids each site (organization with a TLS certificate) may use; None if a token replaces certificates.
 
     Raises:
         BadInput: the list is missing or invalid.
     """
-    if not isinstance(credentials, TlsFiles):
+    if not credentials.certified:
         return None
+    from raafl.sites.credentials import TlsFiles
+    from raafl.sites.revocations import Revocations
+    from raafl.sites.server import Sites
+
+    assert isinstance(credentials, TlsFiles)
     folder = Path(own.certs)
     sites = Path(own.sites) if own.sites is not None else folder / "sites.yaml"
     revoked = credentials.crl or folder / "revoked.crl"
@@ -70,7 +76,7 @@ def serve(
     experiment: Experiment,
     config_yaml: str,
     address: str | socket.socket,
-    credentials: TlsFiles | LocalToken,
+    credentials: Credentials,
     *,
     sites: Sites | None = None,
     min_clients: int | None = None,
@@ -98,8 +104,14 @@ def serve(
         authorize=(lambda peer: None) if sites is None else sites.authorize,
     )
 
-    signer = Signer.choose(credentials.key if isinstance(credentials, TlsFiles) else None)
+    signer = Signer.choose(credentials.key)
     terms = Terms(for_clients(config_yaml), sections(config_yaml), experiment.guard.own_data, signer=signer)
+
+    sessions: OfSites | None = None
+    if credentials.certified:
+        from raafl.sites.server import site_sessions
+
+        sessions = site_sessions if sites is None else partial(site_sessions, rules=sites.rules)
 
     def note(folder: Path) -> None:
         if NOTE in os.environ:  # tells the supervisor of `raafl fit --local` the run folder
@@ -118,5 +130,5 @@ def serve(
             min_clients=min_clients,
             terms=terms,
             note=note,
-            rules=(lambda client: ANYTHING) if sites is None else sites.rules,
+            sessions=sessions,
         )

@@ -555,24 +555,25 @@ class Experiment:
             if is_set and find_spec(package) is None:
                 yield f"{name} is set, which needs {package}: {installing('hf')}"
 
+    def secured(self, algorithm: Algorithm) -> Algorithm:
+        """Replace the merge of ``algorithm`` by one that merges sums, if the run has secure aggregation.
+
+        Raises:
+            BadInput: an option or the algorithm does not work with secure aggregation.
+        """
+        if not self.secure_aggregation.is_on:
+            return algorithm
+        from raafl.parts.protect.secure.assembly import secured
+
+        options = self.secure_aggregation, self.rounds, self.guard, self.privacy
+        return secured(algorithm, *options, self.clients, self.compress.up)
+
     def _problems(self) -> Iterator[str]:
         """Yield the problems of the config's parts, and of settings that this machine does not support."""
         from raafl.parts.protect.assembly import with_options
 
         def protection() -> None:
-            algorithm = with_options(self.algorithm, self.rounds, self.guard, self.privacy, self.clients)
-            if self.secure_aggregation.is_on:
-                from raafl.parts.protect.secure.assembly import secured
-
-                secured(
-                    algorithm,
-                    self.secure_aggregation,
-                    self.rounds,
-                    self.guard,
-                    self.privacy,
-                    self.clients,
-                    self.compress.up,
-                )
+            self.secured(with_options(self.algorithm, self.rounds, self.guard, self.privacy, self.clients))
 
         cohort = getattr(self.algorithm.sample, "cohort", None)
         if cohort is not None and cohort > self.clients > 0:

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raafl.config.argv import names_section, own_options, whole_number
 from raafl.errors import BadInput
-
-if TYPE_CHECKING:
-    from raafl.transport.tcp.credentials import LocalToken, TlsFiles
 
 SERVE = """
 Options of serve itself:
@@ -57,30 +52,6 @@ def parser(command: str) -> ArgumentParser:
         found.add_argument("--receipts", default="true")
         found.add_argument("--keep_inputs", default="0.05")
     return found
-
-
-def credentials(own: Namespace, *, server: bool) -> TlsFiles | LocalToken:
-    """Find the credentials of `serve` or `join`: a token from the parent process, or the certificate files.
-
-    Raises:
-        BadInput: there is no certificate, or it is not clear which one to use.
-    """
-    from raafl.transport.tcp.credentials import LocalToken, TlsFiles
-
-    named = {name: getattr(own, f"tls_{name}") for name in ("ca", "cert", "key", "crl")}
-    if not any(named.values()) and (token := LocalToken.from_environment()) is not None:
-        return token
-    found = TlsFiles.find(Path(own.certs), server=server, given=named)
-    found.context(server=server)
-    found.check()
-    return found
-
-
-def tls_key(known: TlsFiles | LocalToken) -> Path | None:
-    """Return the path of a client's private key for TLS, which also signs its receipts of tasks; None if it has a token."""
-    from raafl.transport.tcp.credentials import TlsFiles
-
-    return known.key if isinstance(known, TlsFiles) else None
 
 
 def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:

@@ -27,7 +27,7 @@ from raafl.runtime.client.worker import Client, ClientExtension
 from raafl.runtime.fields import Meta
 from raafl.runtime.protocol import Assign, Question
 from raafl.runtime.server.session_protocol import Conversation, Sent, SessionExtension, SessionProtocol, Steps, Work
-from raafl.runtime.server.terms import Task as ServerTask
+from raafl.runtime.server.session_protocol import Task as ServerTask
 from raafl.submodel import FlatTensors, Layout, SpecError
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 

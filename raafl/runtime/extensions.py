@@ -6,6 +6,7 @@
 | loop | `raafl.runtime.server.wall_clock.LoopExtension` | the server's main loop |
 | client | `raafl.runtime.client.worker.ClientExtension` | a client on one connection |
 | clock | `raafl.runtime.simulation.ClockExtension` | a simulation, in the place of all three |
+| replay | `raafl.runtime.replay.ReplayExtension` | a replay, which reads what was sent in the journal |
 
 An extension is named by the run's algorithm, by its options, or by a task; its module is imported then, and not before.
 """
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from raafl.core.algorithm import Algorithm
     from raafl.core.coordinator import Coordinator
 
-End = Literal["session", "loop", "client", "clock"]
+End = Literal["session", "loop", "client", "clock", "replay"]
 
 EXTENSIONS: dict[str, dict[End, str]] = {
     "split": {
@@ -30,10 +31,11 @@ EXTENSIONS: dict[str, dict[End, str]] = {
         "client": "raafl.runtime.exchange.SplitClient",
     },
     "secure": {
-        "session": "raafl.runtime.server.secure.MaskedSession",
-        "loop": "raafl.runtime.server.secure.SecureLoop",
-        "client": "raafl.runtime.client.secure.MaskedClient",
-        "clock": "raafl.runtime.secure_groups.SimulatedSums",
+        "session": "raafl.sites.secure_server.MaskedSession",
+        "loop": "raafl.sites.secure_server.SecureLoop",
+        "client": "raafl.sites.secure_client.MaskedClient",
+        "clock": "raafl.sites.secure_groups.SimulatedSums",
+        "replay": "raafl.sites.secure_groups.ReplayedSums",
     },
     "overlap": {
         "session": "raafl.runtime.server.overlapped.OverlappedSession",

@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from raafl.config.parse import load_run
 from raafl.core.coordinator import Coordinator
-from raafl.core.records_json import event_from_json, group_from_json
+from raafl.core.records_json import event_from_json
 from raafl.core.types import OUT_OF_MEMORY, Action, Adjusted, Arrived, Assign, Assignment, Event, Lost, Update
 from raafl.data.federated import ClientData
 from raafl.devices.recordings import long_series, restored
@@ -30,6 +30,7 @@ from raafl.runfolder.events import read_run
 from raafl.runfolder.schema import EVENTS, JournalRow
 from raafl.runtime.driver import snapshots_of
 from raafl.runtime.executors import Executor
+from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle.environment import conditions, differences
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.setup import ServerSetup, build, make_executor
@@ -178,6 +179,16 @@ def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
         raise BadInput(f"events.jsonl: the row {json.dumps(row)[:120]} is no event of raafl: {error}") from None
 
 
+class ReplayExtension:
+    """What a wing of raafl adds to the tasks of a replay; this base adds nothing. See `raafl.runtime.extensions`."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+
+    def trained(self, assignment: Assignment, update: Update, row: JournalRow) -> None:
+        """Change an update, trained again, to what the server was sent; ``row`` is the journal's about it."""
+
+
 @dataclass
 class Replay:
     """Replay of a run: passes the events in a journal to a new coordinator, and compares the results.
@@ -199,6 +210,7 @@ class Replay:
     def __post_init__(self) -> None:
         """Create snapshots of the coordinator's state."""
         self._snapshots = snapshots_of(self.coordinator)
+        self._extensions = [made(self.coordinator) for made in extensions_of(self.coordinator, "replay")]
 
     def run(self, rows: Iterable[JournalRow], until: int | None = None) -> None:
         """Replay the rows of a journal in order, and compare each result with the recorded one.
@@ -299,13 +311,8 @@ class Replay:
             update.refusal, update.incarnation = row["refusal"], row["incarnation"]
             return Arrived(update)
         update.incarnation, update.num_samples = row["incarnation"], row["num_samples"]
-        group = group_from_json(cast(dict[str, Any], row))
-        if group is not None:  # masks cancel out, so the sum is computed from the unmasked numbers
-            from raafl.runtime.secure_groups import SecureGroups
-
-            if (groups := SecureGroups.of(self.coordinator)) is not None:
-                groups.encode(assignment, update, group.scale)
-                update.group = group
+        for one in self._extensions:
+            one.trained(assignment, update, row)
         fingerprint = update.tensors.fingerprint()
         if self.first_difference is None and row["fingerprint"] not in ("", None, fingerprint):
             what = f"update of client {row['client']} for assignment {number}"

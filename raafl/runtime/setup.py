@@ -268,9 +268,7 @@ def _assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
     options = experiment.rounds, experiment.guard, experiment.privacy, experiment.clients
     algorithm = with_options(experiment.algorithm, *options, experiment.seed)
     if experiment.secure_aggregation.is_on:
-        from raafl.runtime.secure_groups import secure
-
-        return secure(experiment, algorithm)
+        return experiment.secured(algorithm)
     return sound(algorithm, submodels, max_norm_ratio(experiment))
 
 

@@ -17,7 +17,7 @@ import torch
 from raafl.transport.connection import Connection
 
 if TYPE_CHECKING:
-    from raafl.transport.tcp.credentials import LocalToken, TlsFiles
+    from raafl.transport.tcp.credentials import Credentials
     from raafl.transport.tcp.opening import Peer
 
 Admit = Callable[[int, str, Callable[[], Connection]], None]
@@ -34,7 +34,7 @@ class ConnectOptions:
         wait_s: seconds to wait for the other side.
         piece_s: seconds for each piece of a message.
         address: ``HOST:PORT`` of the server, or a listening socket; empty = taken from the environment.
-        credentials: TLS files, or a token of this machine; None = every caller that reaches the address is trusted.
+        credentials: certificates, or a token of this machine; None = every caller that reaches the address is trusted.
         authorize: server's function that raises `Refused` if a client may not join.
         proxy: URL of the HTTP proxy of a client; "none" = no proxy; None = the environment's.
         client: id of the client that connects; 0 = the server, or the id that the environment names.
@@ -45,7 +45,7 @@ class ConnectOptions:
     wait_s: float = 10.0
     piece_s: float = 30.0
     address: str | socket.socket = ""
-    credentials: TlsFiles | LocalToken | None = None
+    credentials: Credentials | None = None
     authorize: Callable[[Peer], None] = lambda peer: None
     proxy: str | None = None
     client: int = 0

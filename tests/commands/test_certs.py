@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from raafl.certs import authority
 from raafl.commands.cli import main
-from raafl.runtime.server.sites import read_sites
+from raafl.sites import authority
+from raafl.sites.server import read_sites
 
 
 def test_from_an_empty_folder_to_a_revoked_site(tmp_path, monkeypatch, capsys):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from raafl import fed_avg
 from raafl.commands.cli import main
 from raafl.errors import Replaced, RunFailed
 from raafl.runtime.client.join import join
@@ -75,7 +76,7 @@ def test_a_client_that_builds_its_model_while_the_run_ends_is_told():
 
     class Built:
         notes = ()
-        experiment = SimpleNamespace(secure_aggregation=SimpleNamespace(is_on=False))
+        experiment = SimpleNamespace(algorithm=fed_avg(), secure_aggregation=SimpleNamespace(is_on=False))
 
         def client(self, pair, **_):
             return SimpleNamespace(run=lambda: hello(pair), unsent=None, num_answered=0, has_task=False)

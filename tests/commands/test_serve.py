@@ -6,10 +6,10 @@ from argparse import Namespace
 
 import pytest
 
-from raafl.certs.authority import Authority, request
 from raafl.commands.serve import allow_list
 from raafl.errors import BadInput
-from raafl.transport.tcp.credentials import TlsFiles
+from raafl.sites.authority import Authority, request
+from raafl.sites.credentials import TlsFiles
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from raafl.config.trust import from_server
 from raafl.devices import load_devices
 from raafl.errors import BadInput
 from raafl.runtime.identity import Identity, agree
-from raafl.runtime.server.terms import Terms
+from raafl.runtime.server.session_protocol import Terms
 from tests.helpers.certificates import TOKEN
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from raafl.config.site_policy import SitePolicy, SitePrivacy
 from raafl.core.types import Arrived
 from raafl.runtime.replay import replay
-from raafl.runtime.secure_groups import UNCERTIFIED
-from raafl.runtime.server.secure import SecureAggregator
+from raafl.sites.policy import SitePolicy, SitePrivacy
+from raafl.sites.secure_groups import UNCERTIFIED
+from raafl.sites.secure_server import SecureAggregator
 from tests.distributed.test_come_and_go import SEEN, On, parsed, settled
 from tests.helpers.certificates import federation
 from tests.helpers.joining_clients import remote

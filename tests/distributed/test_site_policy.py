@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from model_zoo import MLP
-from raafl.config.site_policy import SiteLogs, SitePolicy, SitePrivacy
 from raafl.core.types import Arrived
-from raafl.runtime.client.site.noise import spent
+from raafl.sites.budget import spent
+from raafl.sites.policy import SiteLogs, SitePolicy, SitePrivacy
 from tests.distributed.test_come_and_go import ENDLESS, On, after, arrived, joined, nothing, parsed, settled
 from tests.helpers.joining_clients import remote
 

@@ -8,8 +8,8 @@ import yaml
 
 from raafl.config.experiment import Experiment
 from raafl.config.parse import parse
-from raafl.config.site_policy import load_policy
 from raafl.devices.profiles import load_devices
+from raafl.sites.policy import load_policy
 from tests.docs.blocks import Block
 from tests.habits.source import ROOT
 

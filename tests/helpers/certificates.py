@@ -6,8 +6,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from raafl.certs.authority import Authority, request
-from raafl.transport.tcp.credentials import LocalToken, TlsFiles
+from raafl.sites.authority import Authority, request
+from raafl.sites.credentials import TlsFiles
+from raafl.transport.tcp.credentials import LocalToken
 
 TOKEN = LocalToken(b"a token for tests only, 32 bytes")
 HOSTS = ("localhost", "127.0.0.1", "::1")

@@ -22,13 +22,13 @@ from raafl.config.experiment import Experiment
 from raafl.errors import BadInput, Replaced, RunFailed
 from raafl.runtime import identity
 from raafl.runtime.client.join import join
-from raafl.runtime.client.receipts import receipts_kept
 from raafl.runtime.client.setup import ClientSetup
-from raafl.runtime.client.site.admit import admit
-from raafl.runtime.client.site.gate import SiteGate
-from raafl.runtime.client.site.offer import DryRun, look
 from raafl.runtime.server.inbox import Inbox
-from raafl.transport.tcp.credentials import LocalToken, TlsFiles
+from raafl.sites.admit import DryRun, admit, look
+from raafl.sites.credentials import TlsFiles
+from raafl.sites.gate import SiteGate
+from raafl.sites.receipts import receipts_kept
+from raafl.transport.tcp.credentials import LocalToken
 from tests.helpers import cached_models, real_ranks
 from tests.helpers.certificates import federation
 from tests.helpers.small_runs import Finished

@@ -10,12 +10,12 @@ import torch
 import yaml
 from torch.utils.data import TensorDataset
 
-from raafl.config.site_policy import SitePolicy
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.local.train import LocalTrainer
-from raafl.runtime.client.site.gate import SiteGate
+from raafl.sites.gate import SiteGate
+from raafl.sites.policy import SitePolicy
 from raafl.submodel import FULL, FlatTensors, Submodels
 from tests.helpers.single_task import Slope
 

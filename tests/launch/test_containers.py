@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raafl.config.remote_options import credentials, split
+from raafl.commands.join import credentials
+from raafl.config.remote_options import split
 from tests.habits.source import ROOT
 from tests.helpers import forkserver
 from tests.helpers.tools import tool

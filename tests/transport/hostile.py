@@ -58,7 +58,9 @@ class Server(threading.Thread):
                     self.lost.put((client, getattr(error, "reason", "timeout")))
 
     def call(self, client):
-        return connect(self.listener.address, client, self.theirs, timeout_s=WAIT_S, pair_timeout_s=WAIT_S)
+        return connect(
+            self.listener.address, client, self.theirs.client_login(), timeout_s=WAIT_S, pair_timeout_s=WAIT_S
+        )
 
     def raw(self):
         return socket.create_connection(parse_address(self.listener.address), WAIT_S)

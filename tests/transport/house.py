@@ -27,7 +27,8 @@ class House:
         self.admitted.put((pair, peer.client, peer.address))
 
     def call(self, client=1, credentials=None, **more):
-        return connect(self.listener.address, client, credentials or self.theirs, timeout_s=WAIT_S, **more)
+        login = (credentials or self.theirs).client_login()
+        return connect(self.listener.address, client, login, timeout_s=WAIT_S, **more)
 
     def reason(self):
         return self.refused.get(timeout=WAIT_S)

@@ -87,7 +87,7 @@ ATTACKS = {
 def test_records_that_are_not_the_next_are_a_bad_record(attack):
     """Somebody on the way repeats, alters or leaves out a part of a session."""
     with Server() as server, Relay(parse_address(server.listener.address)) as relay:
-        pair = connect(relay.address, 2, server.theirs, timeout_s=WAIT_S)
+        pair = connect(relay.address, 2, server.theirs.client_login(), timeout_s=WAIT_S)
         with pair:
             assert answered(pair, 1)
             passed = threading.Event()

@@ -10,22 +10,19 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from raafl.config.options import Timeouts
 from raafl.config.trust import from_server
 from raafl.errors import Replaced, RunFailed, TaskFailed
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.client.worker import Client, Gate, TaskRefused
+from raafl.runtime.extensions import extension, named_by_config
 from raafl.runtime.protocol import PAUSED, Config, Failed, Reason, no_tensors
 from raafl.runtime.resumption import Resume, ToldToStop
 from raafl.transport import TRANSPORTS, Connection, ConnectOptions, Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.credentials import LocalToken
+from raafl.transport.tcp.credentials import Credentials
 from raafl.transport.tcp.resumable import Position, ResumableConnection
-
-if TYPE_CHECKING:
-    from raafl.transport.tcp.credentials import TlsFiles
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
 _SURE = 3  # refusals in a row before a client gives up, since a dying server or a flipped bit may cause one
@@ -36,7 +33,7 @@ _CLOSED = "connection-closed"  # reason code of the transport for a closed conne
 def join(
     address: str,
     client: int,
-    credentials: TlsFiles | LocalToken,
+    credentials: Credentials,
     make_site: Callable[[str | None], ClientSetup],
     *,
     needs_config: bool,
@@ -61,17 +58,18 @@ def join(
     gate = gate or Gate()
     transport = TRANSPORTS["tcp"](ConnectOptions(address=address, credentials=credentials, client=client, proxy=proxy))
     alone_s = Timeouts().alone_s if alone_s is None else alone_s
-    files = None if isinstance(credentials, LocalToken) else credentials
     unsent: int | None = None
     num_refused = 0
-    site = None if needs_config else _told(make_site(None), say, certified=files is not None)
+    site = None if needs_config else _told(make_site(None), say, certified=credentials.certified)
     search = _Search(transport.connect, address, alone_s, say, gate.wait)
     while True:
         link = _Link(search, say)
         pair = gate.connection(link.connection)
         try:
-            site = site or _told(make_site(_ask_config(pair)), say, certified=files is not None)
-            worker = link.worker = site.client(pair, unsent=unsent, on_welcome=search.succeeded, files=files)
+            site = site or _told(make_site(_ask_config(pair)), say, certified=credentials.certified)
+            worker = link.worker = site.client(
+                pair, unsent=unsent, on_welcome=search.succeeded, credentials=credentials
+            )
             reason = _work(worker, site, say)
         except ToldToStop as told:
             reason = told.reason
@@ -91,8 +89,8 @@ def join(
             continue
         finally:
             pair.close()
-        # `files` None: server and clients were started by one command, which also stops both
-        if reason != PAUSED or files is None:
+        # without certificates, server and clients were started by one command, which also stops both
+        if reason != PAUSED or not credentials.certified:
             return _ended(client, reason)
         say(f"the server at {address} was interrupted; waiting {alone_s:g} s for one that resumes the run")
         search.pause()
@@ -138,10 +136,9 @@ def _part(refusal: TaskRefused, pair: Connection, worker: Client | None, say: Ca
 def _told(site: ClientSetup, say: Callable[[str], None], *, certified: bool) -> ClientSetup:
     for note in site.notes:
         say(note)
-    if site.experiment.secure_aggregation.is_on and not certified:
-        from raafl.runtime.secure_groups import UNCERTIFIED
-
-        say(UNCERTIFIED)
+    for name in named_by_config(site.experiment):
+        for note in extension(name, "client").notes(certified=certified):
+            say(note)
     return site
 
 

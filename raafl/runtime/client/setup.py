@@ -26,7 +26,7 @@ from raafl.submodel import Submodels
 from raafl.transport import Connection
 
 if TYPE_CHECKING:
-    from raafl.transport.tcp.credentials import TlsFiles
+    from raafl.transport.tcp.credentials import Credentials
 
 
 @dataclass
@@ -102,14 +102,14 @@ class ClientSetup:
         *,
         unsent: int | None = None,
         on_welcome: Callable[[], None] = lambda: None,
-        files: TlsFiles | None = None,
+        credentials: Credentials | None = None,
     ) -> Client:
         """Return the object that receives and trains this client's tasks on a connection; see `Client`.
 
-        `files`: TLS files, whose private key signs the client's public keys in secure aggregation; None = no files.
+        `credentials`: what the client's site proves itself by; None = nothing.
         `unsent`: id of a task whose update could not be sent on an earlier connection; None = none.
         """
-        named = [extension(name, "client").of(self, files) for name in named_by_config(self.experiment)]
+        named = [extension(name, "client").of(self, credentials) for name in named_by_config(self.experiment)]
         return Client(
             self.info,
             pair,

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import DownlinkCodec, UplinkCodec
 from raafl.config.options import Timeouts
-from raafl.config.site_policy import MAX_SHARE
 from raafl.core.payload import Payload
 from raafl.core.state import ClientState
 from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, Update
@@ -36,7 +35,7 @@ from raafl.submodel import FlatTensors, Layout, SpecError, Submodels
 from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout, Refused
 
 if TYPE_CHECKING:
-    from raafl.transport.tcp.credentials import TlsFiles
+    from raafl.transport.tcp.credentials import Credentials
 
 _log = logging.getLogger(__name__)
 
@@ -103,11 +102,16 @@ class ClientExtension:
         self.client = client
 
     @classmethod
-    def of(cls, setup: Any, files: TlsFiles | None) -> Callable[[Client], ClientExtension]:
+    def notes(cls, *, certified: bool) -> list[str]:
+        """Return lines to show before the client joins. ``certified``: whether both ends have certificates."""
+        return []
+
+    @classmethod
+    def of(cls, setup: Any, credentials: Credentials | None) -> Callable[[Client], ClientExtension]:
         """Return what makes the extension for a client's connections.
 
         `setup`: the client's `raafl.runtime.client.setup.ClientSetup`.
-        `files`: TLS files of the client's site; None = it has none.
+        `credentials`: what the client's site proves itself by; None = nothing.
         """
         return cls
 
@@ -193,13 +197,6 @@ class ClientExtension:
 
 class Gate:
     """What a client's site allows; this base class has no policy and allows everything."""
-
-    max_share: float = MAX_SHARE
-    """Largest share of an opened sum that one site may have, in secure aggregation with certificates."""
-    same_values: bool = False
-    """Whether only members that received the same values are taken to hide this client's update in a sum."""
-    partners: Sequence[str] | None = None
-    """Sites that may be members of a group of secure aggregation; None = all of the federation."""
 
     def extensions(self) -> Iterable[Callable[[Client], ClientExtension]]:
         """Return what this gate adds to each task."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,9 @@ from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle.service_manager import ServiceManager
 from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run, opened
-from raafl.runtime.server.client_logs import ClientLogs
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
-from raafl.runtime.server.session_protocol import SessionSetup
-from raafl.runtime.server.site_rules import ANYTHING, SiteRules, SiteSession
-from raafl.runtime.server.terms import Terms
+from raafl.runtime.server.session_protocol import SessionExtension, SessionProtocol, SessionSetup, Terms
 from raafl.runtime.server.wall_clock import Server
 from raafl.runtime.setup import build
 from raafl.submodel.tensor_files import PayloadRoom
@@ -37,6 +34,9 @@ from raafl.transport import (
 )
 from raafl.units import duration
 
+OfSites = Callable[[Run], AbstractContextManager[Callable[[SessionProtocol], SessionExtension]]]
+"""Opens, for a run whose clients belong to others, what makes the extension of each session with one of them."""
+
 _GREET_S = 30.0  # seconds for a client to send its HELLO; longer for one that first asks for the config
 
 
@@ -49,7 +49,7 @@ def host(
     max_failures: int | None = 0,
     terms: Terms | None = None,
     min_clients: int | None = None,
-    rules: Callable[[int], SiteRules] = lambda client: ANYTHING,
+    sessions: OfSites | None = None,
     note: Callable[[Path], None] = lambda folder: None,
     observer: RunHooks | None = None,
     starting: RunHooks | None = None,
@@ -60,6 +60,7 @@ def host(
     `max_failures`: number of equal failures of clients' code after which the run ends, see `Server`; None = failures
     never end the run.
     `terms`: settings on which clients must agree with the server; None = no such settings.
+    `sessions`: opens what sessions with clients of other sites have in addition; None = nothing.
     `min_clients`: number of clients with which the run starts; None = all, or for a resumed run as many as it began
     with.
     `observer`: observer called during the run; None = none.
@@ -99,11 +100,10 @@ def host(
             patience_s=experiment.waits.alone_s if transport.comes_and_goes else None,
             storage=_storage(experiment, run.folder) if transport.comes_and_goes else None,
         )
-        logs = ClientLogs(run.folder, run.progress.warn)
         setup = _session_setup(run, server, terms)
-        if terms is not None:  # the clients belong to others
-            at_sites = partial(SiteSession, rules=rules, signer=run.signer, take_logs=logs.add)
-            setup = replace(setup, extensions=[*setup.extensions, at_sites])
+        of_sites = ExitStack()
+        if sessions is not None:
+            setup = replace(setup, extensions=[*setup.extensions, of_sites.enter_context(sessions(run))])
         transport.listen(_admit(run, server, setup), run.record.turned_away, parts.coordinator.state.values.device)
         _note_transport(run, transport)
         try:
@@ -116,7 +116,7 @@ def host(
             return run.finish(reason, server.now, server.error), run.folder
         finally:
             server.close()
-            logs.close()
+            of_sites.close()
             run.close()
 
 
@@ -139,13 +139,12 @@ def waits_note(experiment: Experiment, trigger: Trigger) -> str | None:
 
 
 def _note_transport(run: Run, transport: Transport) -> None:
-    """Show where the server listens, and what a transport without certificates does not protect against."""
+    """Show where the server listens, and what its extensions say about a transport without certificates."""
     if transport.address:
         run.progress.note(f"listening at {transport.address}")
-    if run.parts.experiment.secure_aggregation.is_on and not transport.certified:
-        from raafl.runtime.secure_groups import UNCERTIFIED
-
-        run.progress.note(UNCERTIFIED)
+    for one in extensions_of(run.parts.coordinator, "loop"):
+        for line in one.notes(certified=transport.certified):
+            run.progress.note(line)
 
 
 def _storage(experiment: Experiment, folder: Path) -> PayloadRoom:

@@ -18,8 +18,8 @@ from raafl.runtime.server.session_protocol import (
     SessionExtension,
     SessionProtocol,
     Steps,
+    Task,
 )
-from raafl.runtime.server.terms import Task
 from raafl.submodel import FlatTensors
 from raafl.transport import Kind, Message, Refused
 

@@ -16,8 +16,7 @@ from raafl.runtime.protocol import GPU_LOST, Reason
 from raafl.runtime.server import session_protocol as needs
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.link import HandedOver, SessionLink
-from raafl.runtime.server.session_protocol import SessionProtocol, SessionSetup, Steps, T
-from raafl.runtime.server.terms import Task
+from raafl.runtime.server.session_protocol import SessionProtocol, SessionSetup, Steps, T, Task
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import NoRoom

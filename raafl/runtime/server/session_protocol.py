@@ -27,12 +27,13 @@ from raafl.core.types import POLICY, Arrived, Assignment, ClientInfo, Joined, Up
 from raafl.errors import InvalidPayload
 from raafl.local.failure import unanswered
 from raafl.local.train import Stopped
+from raafl.runfolder.signing import Signer
 from raafl.runtime.fields import Meta, SignedHead
 from raafl.runtime.identity import Identity, agree, client_info, in_words
 from raafl.runtime.protocol import DRY_RUN, Answer, Assign, Config, Failed, Hello, Reason, Welcome, no_tensors
 from raafl.runtime.server.inbox import Item
-from raafl.runtime.server.terms import Task, Terms
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
+from raafl.submodel.tensor_files import PayloadRoom
 from raafl.transport import GIVEN_UP, Expect, Kind, Message, PeerLost, Refused
 
 MAX_DAMAGED = 3
@@ -40,6 +41,31 @@ MAX_DAMAGED = 3
 
 NOT_JOINING: Mapping[str, str] = {POLICY: "its site does not allow this run", DRY_RUN: "it was a dry run"}
 """Reasons of a FAILED in the place of a HELLO, in words for the log."""
+
+
+# ---- what a session is given ----
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task for a client: assignment, values of the submodel, and hash of the journal once it contains the assignment."""
+
+    assignment: Assignment
+    snapshot: FlatTensors
+    head: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Terms on which a client must agree with the server."""
+
+    config_yaml: str = ""  # config of the run as text, for a client without a config
+    # digest of each config section that must be equal; None = not compared, since both read the same file
+    sections: Mapping[str, str] | None = None
+    own_data: bool = True  # whether the client may train on data of its own
+    signer: Signer | None = None  # holder of the server's key; None = this user's own
+    # storage for the session's tasks and updates, in memory or in files
+    storage: PayloadRoom = field(default_factory=PayloadRoom)
 
 
 # ---- requests of the protocol to the session's thread ----

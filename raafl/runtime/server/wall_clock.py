@@ -50,6 +50,11 @@ class LoopExtension:
     def __init__(self, server: Server) -> None:
         self.server = server
 
+    @classmethod
+    def notes(cls, *, certified: bool) -> list[str]:
+        """Return lines to show before the run starts. ``certified``: whether both ends have certificates."""
+        return []
+
     @property
     def is_busy(self) -> bool:
         """Whether the coordinator is to hear of nothing, timers included."""

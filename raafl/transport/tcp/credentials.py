@@ -1,34 +1,86 @@
-"""Load the credentials of a process: a certificate between machines, a token between processes of one command.
+"""Define what a process proves itself by on new connections, and the simplest form: a token between processes of one command.
 
-TLS 1.3 alone, with a certificate at both ends; the authority is the federation's own, never the system's.
+Certificates are the other form (`raafl.sites.credentials`).
 """
 
 from __future__ import annotations
 
-import datetime
-import logging
+import hmac
 import os
 import ssl
-import stat
-import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
-from raafl.certs.files import Holder, holder_of
 from raafl.errors import BadInput
+from raafl.transport.codec import Refused
+from raafl.transport.tcp.stream import SocketStream
 
-ALPN = "raafl"
 TOKEN_BYTES = 32
 TOKEN_VARIABLE = "RAAFL_LOCAL_TOKEN"
 """Environment variable by which `raafl fit --local` hands its processes the token of their run."""
 
-_MINUTE = "%Y-%m-%d %H:%M UTC"
-_log = logging.getLogger(__name__)
-_REMEDY = "make one with `raafl certs`, or name it with --tls_ca, --tls_cert and --tls_key"
+Proof = tuple[str | None, int]
+"""Name of the site of a client, and the serial number of its certificate; None and 0 without a certificate."""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalToken:
+class ServerLogin:
+    """How a server proves itself on each new connection, and checks the client."""
+
+    def context(self) -> ssl.SSLContext | None:
+        """Return the TLS context of the next connection; None = plain TCP."""
+        return None
+
+    def begin(self, stream: SocketStream) -> Callable[[bytes], Proof]:
+        """Check what the client proves before it sends a token; return the function that checks its token.
+
+        Both raise `Refused`; the client gets the reason of the second one in words.
+        """
+        raise NotImplementedError
+
+
+class ClientLogin:
+    """How a client proves itself on each new connection, and checks the server; `context` is called before `begin`."""
+
+    def context(self) -> ssl.SSLContext | None:
+        """Return the TLS context of the next connection; None = plain TCP."""
+        return None
+
+    def begin(self, stream: SocketStream) -> bytes:
+        """Check what the server proves, and return the token to send, zeros where it has been proven otherwise.
+
+        Raises:
+            Refused: the server is not of this federation.
+        """
+        raise NotImplementedError
+
+    def explain(self, refused: Refused) -> str:
+        """Return what this end knows about why it was refused, to be added to the message."""
+        return ""
+
+
+class Credentials(ABC):
+    """What a process proves itself by: certificates, or the token of one command's processes."""
+
+    certified: ClassVar[bool] = False
+    """Whether both ends have certificates, so that other machines may connect; else only this machine may."""
+
+    key: Path | None = None
+    """Private key of this side; None = it has none."""
+
+    @abstractmethod
+    def server_login(self) -> ServerLogin:
+        """Return how a server proves itself; raises `BadInput` if a file cannot be used."""
+
+    @abstractmethod
+    def client_login(self) -> ClientLogin:
+        """Return how a client proves itself; raises `BadInput` if a file cannot be used."""
+
+
+@dataclass(frozen=True)
+class LocalToken(Credentials):
     """Random token shared by the processes that one command started on this machine; accepted on the loopback interface only."""
 
     token: bytes = field(repr=False)  # the 32 bytes of the token
@@ -51,175 +103,31 @@ class LocalToken:
             raise BadInput(f"{TOKEN_VARIABLE} is set, but not by `raafl fit --local`: unset it")
         return cls(token)
 
+    def server_login(self) -> ServerLogin:
+        """Return how a server proves itself: not at all, it reads the client's token."""
+        return _ServerToken(self.token)
 
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """PEM files of one side of mutual TLS."""
-
-    ca: Path  # certificates of the authorities that may have issued the other side's certificate
-    cert: Path  # certificate of this side, followed by any intermediate certificates
-    key: Path  # private key of this side, readable by its owner alone
-    # list of revoked certificates, a file that may be missing; None = not checked, as on a client
-    crl: Path | None = None
-
-    @classmethod
-    def find(cls, folder: Path, *, server: bool, given: dict[str, str | None]) -> TlsFiles:
-        """Return the paths of the certificate files.
-
-        A path that the user has not given is looked up in the folder of `raafl certs`.
-
-        `given`: path that the user has named, or None, by field of `TlsFiles`: ``ca``, ``cert``, ``key`` and ``crl``.
-
-        Raises:
-            BadInput: a file is missing, or it is not clear which certificate to take.
-        """
-        named = {name: None if path is None else Path(path) for name, path in given.items()}
-        ca, cert, key, crl = named["ca"], named["cert"], named["key"], named["crl"]
-        from raafl.certs.revocations import is_missing
-
-        if (cert is None) != (key is None):
-            raise BadInput("--tls_cert and --tls_key belong together: give both, or neither")
-        if cert is None or key is None:
-            name = "server" if server else _site_in(folder)
-            cert, key = folder / f"{name}.crt", folder / f"{name}.key"
-        if crl is not None and is_missing(crl):
-            raise BadInput(f"tls_crl is '{crl}', which does not exist: name a revocation list, or leave --tls_crl out")
-        return cls(ca or folder / "ca.crt", cert, key, crl or folder / "revoked.crl")
-
-    def check(self) -> Holder:
-        """Return the site or server that the certificate names; raise `BadInput` if the certificate or its key cannot be used."""
-        from cryptography import x509
-
-        from raafl.certs.authority import is_for, uris_of
-
-        state = self.key.stat()
-        mode = stat.S_IMODE(state.st_mode)
-        # a key owned by root may be readable by a group, since secrets of Kubernetes and systemd are passed on in this
-        # way
-        handed_over = state.st_uid == 0 and os.geteuid() != 0
-        if mode & (stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if handed_over else stat.S_IRWXG)):
-            raise BadInput(
-                f"tls_key is '{self.key}', which other users can access (mode {mode:03o}): chmod 600 '{self.key}'"
-            )
-        certificate = x509.load_pem_x509_certificate(self.cert.read_bytes())
-        if certificate.not_valid_after_utc < (now := datetime.datetime.now(datetime.UTC)):
-            raise BadInput(
-                f"tls_cert is '{self.cert}', which expired on {certificate.not_valid_after_utc:%Y-%m-%d}: have it renewed "
-                f"with `raafl certs renew`, or set this machine's clock, which says {now:%Y-%m-%d}"
-            )
-        holder = holder_of(uris_of(certificate))
-        if holder is None:
-            raise BadInput(
-                f"tls_cert is '{self.cert}', which names no federation: get a certificate whose subject alternative "
-                "names have the URI raafl://FEDERATION/server, or raafl://FEDERATION/site/SITE"
-            )
-        if not is_for(certificate, server=holder.site is None):
-            use = "serverAuth" if holder.site is None else "clientAuth"
-            raise BadInput(
-                f"tls_cert is '{self.cert}', which the other end refuses: get a certificate with the extended key usage {use}"
-            )
-        return holder
-
-    def dates(self) -> str:
-        """Return between which dates the certificate is valid, and what this machine's clock says, as text.
-
-        Only the other side's clock decides whether it accepts the certificate, so a date to come is no `BadInput` here.
-        """
-        from cryptography import x509
-
-        certificate = x509.load_pem_x509_certificate(self.cert.read_bytes())
-        first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-        return (
-            f"tls_cert is '{self.cert}', which is valid from {first:{_MINUTE}} to {last:{_MINUTE}}, and this machine's clock "
-            f"says {datetime.datetime.now(datetime.UTC):{_MINUTE}}"
-        )
-
-    def context(self, *, server: bool) -> ssl.SSLContext:
-        """Return a TLS 1.3 context that requires a certificate of the other side; raise `BadInput` if a file cannot be used."""
-        from raafl.certs.files import is_file
-
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.set_alpn_protocols([ALPN])
-        context.options |= ssl.OP_NO_TICKET
-        if server:
-            context.num_tickets = 0
-        for name, path in (("tls_ca", self.ca), ("tls_cert", self.cert), ("tls_key", self.key)):
-            if not is_file(path):
-                raise BadInput(f"{name} is '{path}', which does not exist: {_REMEDY}")
-        try:
-            context.load_verify_locations(self.ca)
-        except (ssl.SSLError, OSError):
-            raise BadInput(f"tls_ca is '{self.ca}', which has no certificate in PEM: {_REMEDY}") from None
-        try:
-            # an empty passphrase, since a prompt would block an unattended server
-            context.load_cert_chain(self.cert, self.key, password=lambda: b"")
-        except (ssl.SSLError, OSError) as error:
-            why = getattr(error, "reason", None) or error.strerror or error
-            raise BadInput(
-                f"tls_cert is '{self.cert}' and tls_key '{self.key}', which are not a certificate and its key "
-                f"without a passphrase ({why}): {_REMEDY}"
-            ) from None
-        return context
+    def client_login(self) -> ClientLogin:
+        """Return how a client proves itself: by the token."""
+        return _ClientToken(self.token)
 
 
-class ReloadedContext:
-    """TLS context of a server, loaded again when one of its files has changed, so that a renewed certificate needs no restart."""
+class _ServerToken(ServerLogin):
+    def __init__(self, token: bytes) -> None:
+        self._token = token
 
-    def __init__(self, files: TlsFiles) -> None:
-        """Load the files; raises `BadInput`."""
-        self._files, self._lock = files, threading.Lock()
-        self._stamp, self._context = self._look(), files.context(server=True)
-        self._warned = ""
+    def begin(self, stream: SocketStream) -> Callable[[bytes], Proof]:
+        def check(token: bytes) -> Proof:
+            if not hmac.compare_digest(token, self._token):
+                raise Refused("wrong-token", "the server was started by another command")
+            return None, 0
 
-    def get(self) -> ssl.SSLContext:
-        """Return the context of the present files; if they cannot be used at the moment, warn and return the previous context."""
-        with self._lock:
-            stamp = self._look()
-            if stamp != self._stamp:
-                try:
-                    context = self._files.context(server=True)
-                    self._files.check()
-                # the file may be half written; it is read again for the next connection
-                except (ValueError, OSError) as error:
-                    self._warn(str(error))
-                else:
-                    self._context, self._stamp, self._warned = context, stamp, ""
-                    _log.info("the server's TLS files have changed, and are in use from now on")
-            return self._context
-
-    def _warn(self, problem: str) -> None:
-        if problem != self._warned:
-            _log.warning("the earlier certificate of the server stays in use: %s", problem)
-        self._warned = problem
-
-    def _look(self) -> list[tuple[int, ...]]:
-        return [stamp_of(path) for path in (self._files.ca, self._files.cert, self._files.key)]
+        return check
 
 
-def stamp_of(path: Path) -> tuple[int, ...]:
-    """Return inode, size and times of change of a file, by which a change is noticed; zeros if there is no file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return (0, 0, 0, 0)
-    # ctime is included because a change of mode changes nothing else
-    return (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+class _ClientToken(ClientLogin):
+    def __init__(self, token: bytes) -> None:
+        self._token = token
 
-
-def _site_in(folder: Path) -> str:
-    """Return the name of the site whose certificate and key are in a folder, which must contain only one."""
-    from raafl.certs.files import RESERVED, is_file
-
-    found = sorted(
-        file.stem for file in folder.glob("*.key") if file.stem not in RESERVED and is_file(file.with_suffix(".crt"))
-    )
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise BadInput(f"'{folder}' has certificates of {', '.join(found)}: name one with --tls_cert and --tls_key")
-    raise BadInput(
-        f"'{folder}' has no site's certificate with its key: run `raafl certs request SITE`, have the request "
-        "signed, and put SITE.crt and ca.crt there; or name your files with --tls_ca, --tls_cert and --tls_key"
-    )
+    def begin(self, stream: SocketStream) -> bytes:
+        return self._token

@@ -24,11 +24,10 @@ from raafl.errors import BadInput, parse_address
 from raafl.transport.codec import Refused
 from raafl.transport.connection import PeerLost, PeerTimeout
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.credentials import LocalToken, ReloadedContext, TlsFiles
+from raafl.transport.tcp.credentials import ClientLogin, Credentials
 from raafl.transport.tcp.opening import Peer, client_opening, opening_stream, server_opening
 from raafl.transport.tcp.rate_limit import TokenBucket
 from raafl.transport.tcp.stream import drain, hang_up, shut
-from raafl.transport.tcp.tls import REFUSED_THERE
 
 HANDSHAKE_S = 5.0
 """How long a caller may take for its part of the handshake."""
@@ -74,7 +73,7 @@ class Listener:
     def __init__(
         self,
         address: str | socket.socket,
-        credentials: TlsFiles | LocalToken,
+        credentials: Credentials,
         admit: Admit,
         refused: Callable[[str], None],
         *,
@@ -91,8 +90,7 @@ class Listener:
         Raises:
             BadInput: the address is not of this machine or in use, or a file of the credentials is of no use.
         """
-        self._context = ReloadedContext(credentials) if isinstance(credentials, TlsFiles) else None
-        self._expected = credentials.check().federation if isinstance(credentials, TlsFiles) else credentials
+        self._login = credentials.server_login()
         self._admit, self._refused, self._authorize = admit, refused, authorize
         self._timeout_s, self._max_callers, self._max_per_host = timeout_s, max_callers, max_per_host
         self._listener = address if isinstance(address, socket.socket) else _bind(address)
@@ -220,10 +218,8 @@ class Listener:
     def _begin(self, caller: _Caller) -> None:
         """Wrap a caller's socket in TLS; the handshake follows later."""
         with self._lock:  # `_turn_out` uses the socket in another thread
-            if self._context is not None and caller.reason is None:
-                caller.sock = self._context.get().wrap_socket(
-                    caller.sock, server_side=True, do_handshake_on_connect=False
-                )
+            if caller.reason is None and (context := self._login.context()) is not None:
+                caller.sock = context.wrap_socket(caller.sock, server_side=True, do_handshake_on_connect=False)
 
     def _answer(self, caller: _Caller) -> None:
         """Do the handshake with one caller and admit it; any other outcome calls ``refused`` once."""
@@ -231,7 +227,7 @@ class Listener:
         try:
             self._begin(caller)
             stream = opening_stream(caller.sock, HANDSHAKE_S)
-            peer = server_opening(stream, self._expected, caller.address, self._may_enter)
+            peer = server_opening(stream, self._login, caller.address, self._may_enter)
             with self._lock:
                 caller.admitted = caller.reason is None
             if caller.admitted:
@@ -273,12 +269,11 @@ class Listener:
 def connect(
     address: str,
     client: int,
-    credentials: TlsFiles | LocalToken,
+    login: ClientLogin,
     *,
     timeout_s: float,
     pair_timeout_s: float = 30.0,
     proxy: str | None = None,
-    revoked: Callable[[], frozenset[int]] = frozenset,
 ) -> TcpConnection:
     """Connect to a server's `Listener`, authenticate this client, and return the connection.
 
@@ -294,20 +289,16 @@ def connect(
         BadInput: the address or a file is invalid.
     """
     host, port = parse_address(address)
-    context = credentials.context(server=False) if isinstance(credentials, TlsFiles) else None
-    federation = credentials.check().federation if isinstance(credentials, TlsFiles) else credentials
+    context = login.context()
     sock = _reach(address, host, port, timeout_s, proxy_for(host, proxy))
     try:
         if context is not None:
             sock = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
-        client_opening(opening_stream(sock, timeout_s), client, federation, revoked)
+        client_opening(opening_stream(sock, timeout_s), client, login)
         return TcpConnection(sock, pair_timeout_s)
     except Refused as refused:
         sock.close()
-        dates = ""
-        if isinstance(credentials, TlsFiles) and refused.detail.startswith(REFUSED_THERE):
-            dates = f" ({credentials.dates()})"
-        raise Refused(refused.reason, f"{address}: {refused.detail}{dates}") from None
+        raise Refused(refused.reason, f"{address}: {refused.detail}{login.explain(refused)}") from None
     except BaseException:
         sock.close()
         raise

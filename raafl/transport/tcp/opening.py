@@ -13,18 +13,16 @@ clear: it is of one run on one machine, to a socket that its parent process has 
 
 from __future__ import annotations
 
-import hmac
 import socket
 import ssl
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raafl.certs.files import Holder, holder_of
 from raafl.sanitize import sanitize_text
 from raafl.transport.codec import Refused
 from raafl.transport.connection import PeerLost
-from raafl.transport.tcp.credentials import ALPN, TOKEN_BYTES, LocalToken
+from raafl.transport.tcp.credentials import TOKEN_BYTES, ClientLogin, ServerLogin
 from raafl.transport.tcp.stream import SocketStream, TimeBudget
 from raafl.transport.tcp.tls import TlsStream
 
@@ -42,7 +40,7 @@ class Peer:
 
     client: int  # id that the client asks for
     # site named in the client's certificate; None = a process of the same command, which has the token
-    holder: Holder | None
+    site: str | None
     serial: int  # serial number of the client's certificate; 0 without one
     address: str  # ``HOST:PORT`` from which the client connects
 
@@ -56,9 +54,7 @@ def opening_stream(sock: socket.socket, timeout_s: float) -> SocketStream:
     return TlsStream(sock, budget, 0) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock, budget, 0)
 
 
-def server_opening(
-    stream: SocketStream, expected: LocalToken | str, address: str, authorize: Callable[[Peer], None]
-) -> Peer:
+def server_opening(stream: SocketStream, login: ServerLogin, address: str, authorize: Callable[[Peer], None]) -> Peer:
     """Run the server's side of the authentication; return the authenticated client.
 
     Raises:
@@ -66,7 +62,7 @@ def server_opening(
         PeerLost: the client closed the connection.
         PeerTimeout: the client was too slow.
     """
-    certificate = _certified(stream, server=False) if isinstance(expected, str) else None
+    proof = login.begin(stream)
     hello = bytearray(_HELLO.size)
     stream.read_into(memoryview(hello)[:4])
     if hello[:4] != MAGIC:
@@ -76,13 +72,8 @@ def server_opening(
     try:
         if version != VERSION:
             raise Refused("bad-version", f"the client speaks version {version} of the protocol, this server {VERSION}")
-        if isinstance(expected, LocalToken):
-            if not hmac.compare_digest(token, expected.token):
-                raise Refused("wrong-token", "the server was started by another command")
-            peer = Peer(client, None, 0, address)
-        else:
-            assert certificate is not None
-            peer = Peer(client, _site_of(certificate, expected), certificate.serial, address)
+        site, serial = proof(token)
+        peer = Peer(client, site, serial, address)
         authorize(peer)
     except Refused as refused:
         stream.write([_answer(f"{refused.reason}: {refused.detail}")])
@@ -91,21 +82,7 @@ def server_opening(
     return peer
 
 
-def _site_of(certificate: _Certificate, federation: str) -> Holder:
-    """Return the site that a client's certificate names; raise `Refused` if it is not valid for a client of ``federation``."""
-    holder = certificate.holder
-    if holder is None or holder.site is None:
-        raise Refused("bad-certificate", "it names no site: it needs the URI raafl://FEDERATION/site/SITE")
-    if holder.federation != federation:
-        raise Refused("bad-certificate", f"it is of federation '{holder.federation}', this server of '{federation}'")
-    if not certificate.is_for_its_role:
-        raise Refused("bad-certificate", "it is for no client: it needs the extended key usage clientAuth")
-    return holder
-
-
-def client_opening(
-    stream: SocketStream, client: int, credentials: LocalToken | str, revoked: Callable[[], frozenset[int]] = frozenset
-) -> None:
+def client_opening(stream: SocketStream, client: int, login: ClientLogin) -> None:
     """Run the client's side of the authentication; return once the server has admitted this client.
 
     Raises:
@@ -113,17 +90,7 @@ def client_opening(
         PeerLost: the server closed the connection, or has no room now.
         PeerTimeout: the server was too slow.
     """
-    token = bytes(TOKEN_BYTES)
-    if isinstance(credentials, LocalToken):
-        token = credentials.token
-    else:
-        certificate = _certified(stream, server=True)
-        if certificate.holder != Holder(credentials):
-            raise Refused("bad-certificate", f"the server's certificate is not of the server of '{credentials}'")
-        if not certificate.is_for_its_role:
-            raise Refused("bad-certificate", "the server's certificate has no extended key usage serverAuth")
-        if certificate.serial in revoked():
-            raise Refused("revoked", "the server's certificate was revoked")
+    token = login.begin(stream)
     stream.write([_HELLO.pack(MAGIC, VERSION, 0, client, token)])
     head = bytearray(_ANSWER.size)
     stream.read_into(memoryview(head)[:4])
@@ -142,33 +109,6 @@ def client_opening(
         raise Refused(reason, detail)
     if version != VERSION:
         raise Refused("bad-version", f"the server speaks version {version} of the protocol, this client {VERSION}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Certificate:
-    """The other end's certificate: holder, serial number, and whether its extended key usage is that of a client or server."""
-
-    holder: Holder | None
-    serial: int
-    is_for_its_role: bool
-
-
-def _certified(stream: SocketStream, *, server: bool) -> _Certificate:
-    """Do the TLS handshake; return the certificate of the other end. ``server``: whether that must be a server's."""
-    from cryptography import x509
-
-    from raafl.certs.authority import is_for, uris_of
-
-    assert isinstance(stream, TlsStream) and isinstance(stream.sock, ssl.SSLSocket)
-    stream.handshake()
-    if stream.sock.selected_alpn_protocol() != ALPN:
-        raise Refused("bad-magic", "the other end speaks TLS, but is not raafl's")
-    try:
-        # OpenSSL accepts a certificate without any extended key usage for every purpose
-        found = x509.load_der_x509_certificate(stream.sock.getpeercert(binary_form=True) or b"")
-        return _Certificate(holder_of(uris_of(found)), found.serial_number, is_for(found, server=server))
-    except (ValueError, x509.InvalidVersion):
-        raise Refused("bad-certificate", "it cannot be read") from None
 
 
 def _answer(text: str) -> bytes:

@@ -15,7 +15,6 @@ from raafl.errors import BadInput, parse_address
 from raafl.transport.codec import Refused
 from raafl.transport.connection import Connection
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.credentials import LocalToken, TlsFiles
 from raafl.transport.tcp.listener import Listener, connect
 from raafl.transport.tcp.opening import Peer
 from raafl.transport.tcp.rate_limit import TokenBucket
@@ -33,19 +32,15 @@ class TcpTransport(Transport):
                 "credentials are missing, so peers cannot authenticate: give --certs, or --tls_ca, --tls_cert, "
                 "--tls_key"
             )
-        self._credentials, self._meeting, self.client = meeting.credentials, meeting, meeting.client
-        self.certified = isinstance(meeting.credentials, TlsFiles)
-        if isinstance(meeting.credentials, LocalToken) and not is_loopback(meeting.address):
+        credentials = meeting.credentials
+        self._meeting, self.client, self.certified = meeting, meeting.client, credentials.certified
+        if not credentials.certified and not is_loopback(meeting.address):
             raise BadInput(
                 f"address is '{meeting.address}', which other machines can reach, but an access token is only for "
                 "this machine: use certificates (`raafl certs`)"
             )
-        self._revoked: Callable[[], frozenset[int]] = frozenset
-        if isinstance(meeting.credentials, TlsFiles) and meeting.credentials.crl is not None and meeting.client:
-            from raafl.certs.revocations import Revocations
-
-            self._revoked = Revocations(meeting.credentials.crl, meeting.credentials.ca).latest
-            self._revoked()  # fail early if the revocation list cannot be read
+        self._credentials = credentials
+        self._login = credentials.client_login() if meeting.client else None
         self._lock = threading.Lock()
         self._admitted: WeakKeyDictionary[TcpConnection, Peer] = WeakKeyDictionary()
 
@@ -60,7 +55,7 @@ class TcpTransport(Transport):
             timeout_s=self._meeting.piece_s,
             turns=TokenBucket(),
         )
-        self.address = self._listener.address + (", TLS 1.3" if isinstance(self._credentials, TlsFiles) else "")
+        self.address = self._listener.address + (", TLS 1.3" if self.certified else "")
         return self
 
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
@@ -101,15 +96,14 @@ class TcpTransport(Transport):
     def connect(self, device: torch.device | str = "cpu") -> Connection:
         """Connect to the server; see `raafl.transport.tcp.listener.connect`."""
         meeting = self._meeting
-        assert isinstance(meeting.address, str)
+        assert isinstance(meeting.address, str) and self._login is not None
         return connect(
             meeting.address,
             self.client,
-            self._credentials,
+            self._login,
             timeout_s=meeting.wait_s,
             pair_timeout_s=meeting.piece_s,
             proxy=meeting.proxy,
-            revoked=self._revoked,
         )
 
 

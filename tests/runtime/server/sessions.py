@@ -11,8 +11,7 @@ from raafl.devices.profiles import Profile
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
-from raafl.runtime.server.session_protocol import SessionSetup
-from raafl.runtime.server.terms import Terms
+from raafl.runtime.server.session_protocol import SessionSetup, Terms
 from raafl.submodel import FULL, FlatTensors
 from raafl.transport import Kind, Message
 from raafl.transport.tcp.connection import TcpConnection

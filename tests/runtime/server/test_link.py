@@ -16,8 +16,7 @@ from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.link_tracker import LinkTracker
 from raafl.runtime.server.session import Session
-from raafl.runtime.server.session_protocol import SessionSetup
-from raafl.runtime.server.terms import Terms
+from raafl.runtime.server.session_protocol import SessionSetup, Terms
 from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import PayloadRoom, is_in_files
 from raafl.transport import Kind, Message, PeerLost, codec, frames

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
-from raafl.runtime.server.session_protocol import SessionSetup
-from raafl.runtime.server.terms import Terms
+from raafl.runtime.server.session_protocol import SessionSetup, Terms
 from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import NoRoom, PayloadRoom, is_in_files
 from raafl.transport import Kind, PeerLost, codec

@@ -11,10 +11,10 @@ from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.protocol import Answer, Failed, Question
 from raafl.runtime.resumption import Resume
-from raafl.runtime.secure_protocol import KEY_BYTES, Claim, layout_of, to_tensors
 from raafl.runtime.server.link import Resumption
-from raafl.runtime.server.secure import MaskedSession, Reply, SecureStep
-from raafl.runtime.server.terms import Terms
+from raafl.runtime.server.session_protocol import Terms
+from raafl.sites.secure_messages import KEY_BYTES, Claim, layout_of, to_tensors
+from raafl.sites.secure_server import MaskedSession, Reply, SecureStep
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.resumable import Position
 from tests.helpers.bent_frames import NUM_LONG, NUM_QUICK, Bender

@@ -14,7 +14,7 @@ from raafl.core.types import Lost
 from raafl.devices.profiles import Profile
 from raafl.runtime.identity import Identity
 from raafl.runtime.protocol import Hello
-from raafl.runtime.server.terms import Terms
+from raafl.runtime.server.session_protocol import Terms
 from raafl.transport import Kind
 from tests.runtime.server.sessions import INFO, Table
 

@@ -8,8 +8,7 @@ from raafl.core.records_json import client_to_json
 from raafl.core.types import Arrived, Joined
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server import session_protocol as needs
-from raafl.runtime.server.session_protocol import SessionProtocol, SessionSetup
-from raafl.runtime.server.terms import Task
+from raafl.runtime.server.session_protocol import SessionProtocol, SessionSetup, Task
 from raafl.transport import Kind, Message, Refused
 from tests.helpers.coordinators import filled, line_state
 from tests.runtime.server.sessions import INFO, task

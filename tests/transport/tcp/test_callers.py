@@ -120,10 +120,9 @@ def test_a_place_is_taken_from_the_host_that_holds_most():
             assert house.reason() == "busy"
         site = federation().site()
         port = lonely.getsockname()[1]
-        lonely = site.context(server=False).wrap_socket(
-            lonely, server_hostname="127.0.0.1", do_handshake_on_connect=False
-        )
-        client_opening(opening_stream(lonely, WAIT_S), 2, "tests")
+        login = site.client_login()
+        lonely = login.context().wrap_socket(lonely, server_hostname="127.0.0.1", do_handshake_on_connect=False)
+        client_opening(opening_stream(lonely, WAIT_S), 2, login)
         assert house.admitted.get(timeout=WAIT_S)[1:] == (2, f"127.0.0.2:{port}")
         for sock in (lonely, *crowd):
             sock.close()

@@ -116,7 +116,7 @@ def opened(data, expected, sock=None):
     """What a server makes of the bytes with which somebody opens."""
     peers = []
     try:
-        peers.append(server_opening(sock or Memory(data), expected, "test", lambda peer: None))
+        peers.append(server_opening(sock or Memory(data), expected.server_login(), "test", lambda peer: None))
     except Refused as refused:
         return refused.reason
     except PeerLost:
@@ -154,7 +154,7 @@ def test_damaged_tls_handshakes(contexts):
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
             sock = contexts[0].wrap_socket(ours, server_side=True, do_handshake_on_connect=False)
-            reason = opened(None, "tests", opening_stream(sock, 5.0))
+            reason = opened(None, federation().server, opening_stream(sock, 5.0))
             sock.close()
         assert isinstance(reason, str), number
         reasons[reason] += 1
@@ -174,7 +174,7 @@ def move_bytes(rng, data):
 def test_a_client_makes_an_error_of_any_answer(data):
     stream = Memory(data)
     try:
-        client_opening(stream, 1, TOKEN)
+        client_opening(stream, 1, TOKEN.client_login())
     except (Refused, PeerLost):
         return
     assert data.startswith(b"RAJN" + struct.pack("<HH", VERSION, 0))

@@ -125,8 +125,8 @@ def test_another_commands_token_is_refused_in_words():
 
 def test_who_may_not_come_in_is_told_why_and_the_others_come_in():
     def authorize(peer):
-        if peer.holder.site != "north":
-            raise Refused("unknown-site", f"site '{peer.holder.site}' is not in sites.yaml")
+        if peer.site != "north":
+            raise Refused("unknown-site", f"site '{peer.site}' is not in sites.yaml")
 
     with House(authorize=authorize) as house:
         with pytest.raises(Refused, match=r"unknown-site: 127.*: site 'south' is not in sites\.yaml"):
@@ -200,7 +200,7 @@ def test_call_where_something_else_listens():
 
         thread = threading.Thread(target=answer)
         thread.start()
-        site = federation().site()
+        site = federation().site().client_login()
         with pytest.raises(Refused, match=f"bad-magic: {address}: the other end speaks no TLS"):
             connect(address, 1, site, timeout_s=WAIT_S)
         thread.join()

@@ -13,18 +13,18 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from raafl.certs import files as pem
-from raafl.certs.authority import uris_of
-from raafl.certs.files import holder_of
 from raafl.errors import BadInput, parse_address
 from raafl.parts.protect.secure.group import CannotOpen
-from raafl.runtime.client.site_keys import SiteKeys
+from raafl.sites import certificates as pem
+from raafl.sites.authority import uris_of
+from raafl.sites.certificates import holder_of
+from raafl.sites.credentials import TlsFiles
+from raafl.sites.secure_client import SiteKeys
 from raafl.transport import ConnectOptions, Refused
-from raafl.transport.tcp.credentials import TlsFiles
 from raafl.transport.tcp.listener import Listener, connect
 from raafl.transport.tcp.transport import TcpTransport
 from tests.helpers.certificates import CertifiedSites
-from tests.runtime.client.test_site_keys import group_of
+from tests.sites.test_site_keys import group_of
 from tests.transport.hostile import Server, answered
 from tests.transport.house import House
 from tests.transport.test_hostile import Relay
@@ -156,7 +156,7 @@ class Anyone(Listener):
     def __init__(self, files, heard):
         files = Careless(files)
         super().__init__("127.0.0.1:0", files, lambda pair, peer: heard.append(peer), lambda reason: None)
-        self._expected = "tests"
+        self._login._federation = "tests"
 
 
 @pytest.mark.parametrize("number", range(8))
@@ -164,7 +164,7 @@ def test_nobody_else_is_taken_for_the_server_and_nobody_hears_a_client(sites, tm
     other, heard = CertifiedSites(tmp_path / "other"), []
     name, files = list(impostors(sites, other).items())[number]
     with Anyone(files, heard) as listener, pytest.raises(Refused, match=r"bad-certificate|tls-failed"):
-        connect(listener.address, 1, sites.site(), timeout_s=30)
+        connect(listener.address, 1, sites.site().client_login(), timeout_s=30)
     assert heard == [], name
 
 
@@ -172,7 +172,7 @@ def recorded(server, relay):
     """Return what a client says to the server in one session, as it travels."""
     said = []
     relay.meddle = lambda data: (said.append(data), data)[1]
-    with connect(relay.address, 2, server.theirs, timeout_s=30) as pair:
+    with connect(relay.address, 2, server.theirs.client_login(), timeout_s=30) as pair:
         assert answered(pair, 1) and answered(pair, 2)
     return b"".join(said)
 

@@ -133,14 +133,14 @@ def web(server):
 def is_of_another_authority(server):
     other, mine = federation("strangers").site(), federation().site()
     with pytest.raises(Refused, match=r"bad-certificate.*its authority is not known there"):
-        connect(server.listener.address, 1, replace(other, ca=mine.ca), timeout_s=WAIT_S)
+        connect(server.listener.address, 1, replace(other, ca=mine.ca).client_login(), timeout_s=WAIT_S)
     return "bad-certificate"
 
 
 def has_the_servers_certificate(server):
     """Somebody who stole it cannot be a site: it was issued for another purpose."""
     with pytest.raises(Refused, match="bad-certificate"):
-        connect(server.listener.address, 1, federation().server, timeout_s=WAIT_S)
+        connect(server.listener.address, 1, federation().server.client_login(), timeout_s=WAIT_S)
     return "bad-certificate"
 
 

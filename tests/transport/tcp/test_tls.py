@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import pytest
 
-from raafl.certs.authority import Authority, request
 from raafl.errors import BadInput
+from raafl.sites.authority import Authority, request
+from raafl.sites.credentials import ReloadedContext, TlsFiles
 from raafl.transport import PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.credentials import ReloadedContext, TlsFiles
 from raafl.transport.tcp.listener import connect, proxy_for, tunnel
 from raafl.transport.tcp.stream import TimeBudget
 from tests.helpers.certificates import CertifiedSites, federation
@@ -163,7 +163,7 @@ def test_a_certificate_that_names_no_site_or_another_federation_is_refused_in_wo
 def test_a_certificate_that_is_not_valid_yet_is_refused_with_dates_and_clocks(tmp_path, monkeypatch, caplog, early):
     sites = CertifiedSites(tmp_path)
     north, later = sites.site(), datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=40)
-    monkeypatch.setattr("raafl.certs.authority._now", lambda: later)
+    monkeypatch.setattr("raafl.sites.authority._now", lambda: later)
     sites.authority.renew(early)
     at_client = "certificate is not yet valid: compare the clocks of both machines"
     at_server = "by the clock there it is not valid yet, or it is not for the name"
@@ -323,7 +323,9 @@ def test_through_a_proxy():
     proxy = Proxy()
     proxy.start()
     with House() as house:
-        with connect(house.listener.address, 1, house.theirs, timeout_s=WAIT_S, proxy=proxy.url) as client:
+        with connect(
+            house.listener.address, 1, house.theirs.client_login(), timeout_s=WAIT_S, proxy=proxy.url
+        ) as client:
             pair, *_ = house.admitted.get(timeout=WAIT_S)
             client._stream.write([b"abc"])
             got = bytearray(3)
@@ -370,7 +372,7 @@ def test_a_connection_says_whether_it_is_encrypted(ends):
 
 
 TLS_MODULES = (
-    "raafl.certs",
+    "raafl.sites",
     "raafl.transport.tcp.tls",
     "raafl.transport.tcp.listener",
     "raafl.transport.tcp.credentials",

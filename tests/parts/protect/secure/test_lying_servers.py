@@ -22,7 +22,7 @@ from raafl.parts.protect.secure.coverage import IntegerLayouts, buffer_of
 from raafl.parts.protect.secure.group import SEED_BYTES, CannotOpen, Group, GroupMember, open_positions, threshold_of
 from raafl.parts.protect.secure.member import Member
 from raafl.parts.protect.secure.shamir import combine
-from raafl.runtime.client.site_keys import SiteKeys
+from raafl.sites.secure_client import SiteKeys
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.certificates import CertifiedSites
 from tests.helpers.coordinators import EXAMPLE, Line

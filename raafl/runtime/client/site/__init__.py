@@ -1,1 +1,0 @@
-"""Check at the site what a server asks of it, whatever that is (`raafl join --policy`)."""

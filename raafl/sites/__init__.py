@@ -1,0 +1,1 @@
+"""Hold what organizations that do not trust one another add to a run: certificates, policies, masked sums, receipts."""

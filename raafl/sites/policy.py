@@ -1,0 +1,322 @@
+"""Define what the owner of a client's data (a site) allows a server to do, read from a file (`raafl join --policy site.yaml`).
+
+The file is the site's own and is read by the checks of a config: one line for each problem, with field, value and remedy.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from datetime import datetime, timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+from raafl.config.messages import ErrorCollector, Wrong, parser_of, relative, yaml_line
+from raafl.errors import BadInput, at_least, installing, nearest, positive
+from raafl.plain_yaml import read_yaml
+
+PINNED: Final = ("models", "data", "algorithms")
+"""Fields with names of parts; `NAME@DIGEST` allows a part only with exactly the arguments of that digest."""
+
+KINDS: Final = {"models": "model", "data": "data", "algorithms": "algorithm"}
+_DIGEST: Final = re.compile(r"[0-9a-f]{16}")
+_PARTNER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}(@[0-9A-F]{4}(:[0-9A-F]{4}){15})?")
+MAX_SHARE: Final = 0.9
+"""Largest share of one site in a sum of secure aggregation, unless its policy has another; see docs/secure-aggregation.md."""
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(kB|MB|GB|TB|B|)\s*", re.I)
+_UNITS: Final = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+
+
+@dataclass(frozen=True, slots=True)
+class SitePrivacy:
+    """Clipping and noise that a site adds to each update before it is sent, with its own privacy budget."""
+
+    clip_norm: float  # L2 norm (C) to which the tensors of an update are clipped
+    # standard deviation of the noise added to each number, as a multiple (sigma) of clip_norm; 0 = only clipping
+    noise_multiplier: float
+    delta: float = 1e-5  # probability with which the privacy guarantee may fail
+    # largest epsilon (privacy budget) for all runs that share `SitePolicy.state`; null = no limit
+    max_epsilon: float | None = None
+
+    def __post_init__(self) -> None:
+        positive("policy.privacy.clip_norm", self.clip_norm)
+        at_least("policy.privacy.noise_multiplier", self.noise_multiplier, 0)
+        positive("policy.privacy.max_epsilon", self.max_epsilon, optional=True)
+        for name in ("clip_norm", "noise_multiplier"):
+            if not math.isfinite(getattr(self, name)):
+                raise BadInput(f"policy.privacy.{name} is {getattr(self, name)}: give a finite number")
+        if not 0 < self.delta < 1:
+            raise BadInput(f"policy.privacy.delta is {self.delta}: give a number between 0 and 1, such as 1e-5")
+        if self.max_epsilon is not None and self.noise_multiplier == 0:
+            raise BadInput(
+                f"policy.privacy.max_epsilon is {self.max_epsilon:g}, and policy.privacy.noise_multiplier is 0: "
+                "give a noise_multiplier above 0, since epsilon is infinite without noise"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Consent:
+    """Settings for asking a person at the site for consent.
+
+    Attributes:
+        how: ``ask`` = at the terminal; ``spool`` = by a request in a folder, which a reviewer answers.
+        every: occasion to ask: ``run`` = before joining a run, ``task`` = before training, ``update`` = before sending
+            an update.
+        folder: folder for the requests if ``how`` is ``spool``.
+        wait_s: seconds to wait for an answer; no answer counts as a refusal.
+    """
+
+    how: Literal["ask", "spool"]
+    every: Literal["run", "task", "update"] = "run"
+    folder: str | None = None
+    wait_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        positive("policy.consent.wait_s", self.wait_s)
+        if (self.folder is None) == (self.how == "spool"):
+            raise BadInput(
+                f"policy.consent.how is '{self.how}', and policy.consent.folder is {self.folder}: give a folder with "
+                "spool, and none with ask"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SiteLogs:
+    """Choice of those log lines of a client that are sent to the server."""
+
+    level: Literal["error", "warning", "info"] = "warning"  # lowest level of the lines
+    # names of the loggers, which include their child loggers; ``raafl`` = all of raafl
+    loggers: list[str] = field(default_factory=lambda: ["raafl"])
+
+    def __post_init__(self) -> None:
+        if not self.loggers or not all(re.fullmatch(r"\w+(\.\w+)*", name) for name in self.loggers):
+            raise BadInput(f"policy.logs.loggers is {self.loggers}: name loggers, such as [raafl, my_project.training]")
+
+
+@dataclass(frozen=True, slots=True)
+class SitePolicy:
+    """Policy of a site: limits that the client checks before and after each task, whatever the server asks for."""
+
+    # names of the models that may be trained, such as ``MLP``, or ``NAME@DIGEST``; null = any
+    models: list[str] | None = None
+    max_parameters: int | None = None  # largest number of parameters of the whole model; null = any number
+    data: list[str] | None = None  # names of the data that a task may read, or ``NAME@DIGEST``; null = any
+    algorithms: list[str] | None = None  # names of the methods that may be run, or ``NAME@DIGEST``; null = any
+    # smallest number of different samples on which an update may be trained; a task with fewer is refused
+    min_samples: int = 1
+    # hours in which the site works, such as ``mon-fri 20:00-06:00``, in its local time; null = always
+    hours: list[str] | None = None
+    # largest number of bytes sent and received per day of local time, such as ``2GB``; null = any number
+    bytes_per_day: int | str | None = None
+    privacy: SitePrivacy | None = None  # clipping and noise that the site adds to updates; null = none
+    # names of the metrics that a client sends to the server with an update; ``*`` stands for any text. null = all
+    metrics: list[str] | None = None
+    consent: Consent | None = None  # settings of asking a person for consent; null = nobody is asked
+    # folder in which used bytes and privacy budget are stored, so that they survive a restart; null = none
+    state: str | None = None
+    # largest share, above 0 up to 1, that one site may have in any part of a securely aggregated sum; groups in which a
+    # site has more are refused. Only used with certificates
+    max_share: float = MAX_SHARE
+    # whether a part of a securely aggregated sum counts as hidden only by sites that received the same submodel, version
+    # and values, since a server can give others a model from which they learn nothing. Only used with certificates
+    same_values: bool = False
+    # sites with which updates may be summed in secure aggregation, each ``NAME``, or ``NAME@FINGERPRINT`` of its
+    # key as `raafl certs request` prints it; null = all sites that the authority certifies
+    partners: list[str] | None = None
+    tracebacks: bool = False  # whether the traceback of a task that fails is sent to the server
+    logs: SiteLogs | None = None  # settings of which log lines are sent to the server; null = none are sent
+
+    def __post_init__(self) -> None:
+        for name in PINNED:
+            _check_names(name, getattr(self, name))
+        at_least("policy.max_parameters", self.max_parameters, 1, optional=True)
+        at_least("policy.min_samples", self.min_samples, 1)
+        if self.hours == []:
+            raise BadInput("policy.hours is empty: give hours, such as ['mon-fri 20:00-06:00'], or null for always")
+        if not 0 < self.max_share <= 1:
+            raise BadInput(f"policy.max_share is {self.max_share}: give a number above 0, up to 1 (any share)")
+        for partner in self.partners or []:
+            if not _PARTNER.fullmatch(partner):
+                raise BadInput(
+                    f"policy.partners has '{partner}': give the NAME of a site, or NAME@FINGERPRINT with the 16 groups of digits "
+                    "that `raafl certs request` prints"
+                )
+        self.windows()
+        at_least("policy.bytes_per_day", self.max_bytes, 1, optional=True)
+
+    def check(self) -> None:
+        """Raise `BadInput` if fields contradict each other."""
+        needs = "bytes_per_day" if self.max_bytes is not None else None if self.privacy is None else "privacy"
+        if needs is not None and self.state is None:
+            raise BadInput(
+                f"policy.state is null, and policy.{needs} is given: name a folder of this site, such as "
+                "site-state, which keeps the used budget over restarts"
+            )
+        if self.privacy is not None and self.metrics is None:
+            raise BadInput(
+                "policy.metrics is null, but policy.privacy adds no noise to metrics: name the metrics that may be "
+                "sent without noise, or give [] for none"
+            )
+        if self.privacy is not None and self.privacy.noise_multiplier > 0 and find_spec("dp_accounting") is None:
+            raise BadInput(f"policy.privacy needs the package dp-accounting: {installing('privacy')}")
+
+    def windows(self) -> list[Hours]:
+        """Return the site's hours, parsed; an empty list = it always works."""
+        return [Hours.parse(f"policy.hours[{i}]", text) for i, text in enumerate(self.hours or [])]
+
+    @property
+    def max_bytes(self) -> float | None:
+        """Largest number of bytes per day; None = no limit."""
+        if self.bytes_per_day is None:
+            return None
+        match = _SIZE.fullmatch(str(self.bytes_per_day))
+        number = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
+        if not number > 0:
+            raise BadInput(f"policy.bytes_per_day is {self.bytes_per_day}: give bytes above 0, such as 500MB or 2GB")
+        return number
+
+
+def _check_names(field: str, entries: Sequence[str] | None) -> None:
+    """Raise `BadInput` for an entry that names no known object, or that has an invalid digest."""
+    for entry in entries or []:
+        name, at, digest = entry.partition("@")
+        if at and not _DIGEST.fullmatch(digest):
+            raise BadInput(
+                f"policy.{field} has '{entry}': give NAME, or NAME@DIGEST with the 16 digits that `raafl join --dry-run` shows"
+            )
+        if "." not in name and name not in _own_names(field):
+            raise BadInput(
+                f"policy.{field} has '{name}': {nearest(name, _own_names(field))}; for your own class give its "
+                "import path"
+            )
+
+
+def _own_names(field: str) -> set[str]:
+    """Return the names of raafl's own classes and functions that this field of the policy may contain."""
+    from raafl.config.trust import registry
+
+    return {entry.name for entry in registry()[KINDS[field]].values()}
+
+
+def same_part(field: str, allowed: str, path: str) -> bool:
+    """Check whether a name in the policy and an import path in a config mean the same class or function.
+
+    A name without dots means one of raafl's own, never a class with that name in another module.
+    """
+    from raafl.config.trust import registry
+
+    table = registry()[KINDS[field]]
+    asked = table.get(path)
+    if "." not in allowed:
+        return asked is not None and asked.name == allowed
+    return path == allowed or (asked is not None and table.get(allowed) == asked)
+
+
+def load_policy(file: str) -> SitePolicy:
+    """Read the policy of a site from a YAML file.
+
+    Raises:
+        BadInput: the file is missing or not a mapping, or fields are unknown or have wrong values (a line for each).
+    """
+    path = Path(file)
+    try:
+        tree = read_yaml(path, f"policy {file}")
+    except OSError as error:
+        raise BadInput(f"policy is '{file}', which cannot be read ({error.strerror}): name a YAML file") from None
+    if not isinstance(tree, dict):
+        raise BadInput(f"policy {file} holds {tree!r:.40}: write fields, with lines such as `models: [MLP]`")
+    policy = make_record(tree, SitePolicy, "policy", file)
+    policy.check()
+    return policy
+
+
+DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+_TEXT = re.compile(r"([a-z]{3}(?:[-,][a-z]{3})*)\s+(\d\d):(\d\d)-(\d\d):(\d\d)")
+_MINUTES = 24 * 60
+
+
+@dataclass(frozen=True, slots=True)
+class Hours:
+    """A window of time on certain days of the week, in the local time of the machine."""
+
+    days: frozenset[int]  # days on which the window begins, Monday = 0
+    start: int  # minute of the day at which the window begins, from 0
+    minutes: int  # length of the window in minutes, 1 to 1440; it may end on the next day
+
+    @classmethod
+    def parse(cls, field: str, text: str) -> Hours:
+        """Parse ``DAYS HH:MM-HH:MM``, where days are three letters each, listed (``sat,sun``) or as a range (``mon-fri``).
+
+        Raises:
+            BadInput: the text is not of that form.
+        """
+        match = _TEXT.fullmatch(text.strip().lower())
+        days = None if match is None else _days(match[1])
+        if match is None or days is None:
+            raise BadInput(
+                f"{field} is '{text}': give days and hours, such as 'mon-fri 20:00-06:00' or 'sat,sun 00:00-24:00'"
+            )
+        start, end = int(match[2]) * 60 + int(match[3]), int(match[4]) * 60 + int(match[5])
+        if start >= _MINUTES or end > _MINUTES or match[3] >= "60" or match[5] >= "60":
+            raise BadInput(f"{field} is '{text}': give hours from 00:00 to 24:00")
+        return cls(days, start, end - start if end > start else end - start + _MINUTES)
+
+    def holds(self, at: datetime) -> bool:
+        """Check whether a local time is within these hours."""
+        return any(begin <= at < begin + timedelta(minutes=self.minutes) for begin in self._around(at))
+
+    def next_start(self, at: datetime) -> datetime:
+        """Return the next time after ``at`` at which these hours begin, in local time."""
+        return min(begin for begin in self._around(at) if begin > at)
+
+    def _around(self, at: datetime) -> list[datetime]:
+        """List the window's start times from the day before ``at`` to a week after it."""
+        midnight = at.replace(hour=0, minute=0, second=0, microsecond=0)
+        days = (midnight + timedelta(days=number) for number in range(-1, 8))
+        return [day + timedelta(minutes=self.start) for day in days if day.weekday() in self.days]
+
+
+def opens_at(hours: Sequence[Hours], at: datetime) -> datetime | None:
+    """Return the next time at which any of these hours begin; None if ``at`` is within some of them, or there are none."""
+    if not hours or any(window.holds(at) for window in hours):
+        return None
+    return min(window.next_start(at) for window in hours)
+
+
+def _days(text: str) -> frozenset[int] | None:
+    """Return the weekday numbers that ``text`` names (Monday = 0); None if it is invalid."""
+    days: set[int] = set()
+    for part in text.split(","):
+        names = part.split("-")
+        if len(names) > 2 or not set(names) <= set(DAYS):
+            return None
+        first, last = DAYS.index(names[0]), DAYS.index(names[-1])
+        days |= {number % 7 for number in range(first, last + 1 if last >= first else last + 8)}
+    return frozenset(days)
+
+
+Record = TypeVar("Record")
+
+
+def make_record(tree: Mapping[str, Any], kind: type[Record], name: str, file: str) -> Record:
+    """Build a dataclass of options from the content of a file.
+
+    Raises:
+        BadInput: a field is unknown or has a wrong value; the message has a line for each.
+    """
+    assert is_dataclass(kind)
+    parser = parser_of(kind)
+    checked, problems = ErrorCollector(parser), []
+    for key, value in tree.items():
+        try:
+            checked.arguments({key: value}, kind, name, kind.__name__)
+        except Wrong as wrong:
+            line = yaml_line(file, wrong.field.removeprefix(f"{name}.")) or yaml_line(file, str(key))
+            problems.append(f"{wrong}{'' if line is None else f' ({relative(file)}, line {line})'}")
+    if problems:
+        raise BadInput("\n".join(problems))
+    made: Record = parser.instantiate(parser.parse_object({"of": dict(tree)})).of
+    return made

@@ -266,3 +266,12 @@ def test_a_task_waits_for_the_gpu_once_and_its_steps_never(emulated_cuda: Emulat
         waits = emulated_cuda.counts["waits"] - before
         assert waits == 2 or (capture and number < 4)  # the first ones are also trained eagerly, and compared
     assert sorted(metrics) == ["accuracy", "largest", "loss", "other", "sum"]
+
+
+def test_a_run_whose_submodels_are_always_new_ends_capturing(emulated_cuda: Emulated, monkeypatch):
+    """Each is compared and never used again, which costs more than it saves."""
+    monkeypatch.setattr("raafl.local.captured.tasks.MOST_COMPARED", 2)
+    specs = [Spec.select({"fc1": range(width)}) for width in (3, 4, 5, 6)]
+    counted, equal = both(Net, [assignment(spec, epochs=1) for spec in specs])
+    assert equal and (counted["captured"], counted["compared"]) == (3, 3)
+    assert "submodels change too often" in counted["eager"][0]

@@ -27,6 +27,8 @@ from raafl.submodel import FlatTensors
 
 PROOFS = 2
 """Tasks in which each graph is used that are also trained eagerly, and compared."""
+MOST_COMPARED = 64
+"""Compared tasks beyond those that used graphs without, after which a run captures nothing more."""
 
 
 class Capture:
@@ -116,6 +118,11 @@ class Capture:
         update.tensors, drawn = update.tensors.clone(), generators(device)
         plain = eagerly()
         self.num_compared += 1
+        if 2 * self.num_compared - self.num_captured > MOST_COMPARED:
+            self._problems.append(
+                "submodels change too often: tasks are compared more often than graphs are used again"
+            )
+            self._say(self._problems[-1])
         different = plain.difference(update)
         if not different and not same_generators(drawn, generators(device)):
             different = "other random numbers are drawn"

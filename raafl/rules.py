@@ -97,6 +97,11 @@ class Rules:
         return self.revision >= 3
 
     @property
+    def sees_norms_twice(self) -> bool:
+        """Whether a batch norm's gradient takes the memory of two of its inputs for a moment: torch's kernel allocates it twice."""
+        return self.revision >= 3
+
+    @property
     def seeds_own_tests(self) -> bool:
         """Whether a client's evaluation on its own test part has a seed of its own, not what its training has left."""
         return self.revision >= 3

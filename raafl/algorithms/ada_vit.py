@@ -175,7 +175,8 @@ class UsagePolicy(nn.Module):
     def unit_gates(self, x: Tensor, batch_dim: int, dim: int) -> Tensor:
         """Return the gates (1 = used, 0 = not) of all heads or groups of neurons, in a shape that broadcasts over ``x``.
 
-        If a unit has several elements in ``x``, each of them gets the unit's gate.
+        If a unit has several elements in ``x``, each of them gets the unit's gate. In a submodel whose elements are no
+        multiple of the gates, elements share the gates as evenly as they can.
 
         Args:
             x: activations that contain the units' outputs.
@@ -183,7 +184,12 @@ class UsagePolicy(nn.Module):
             dim: dimension of ``x`` along which the units lie, each with equally many consecutive elements.
         """
         gates, dim = self._known(x, batch_dim)[:, : self.units], dim % x.dim()
-        gates = gates.repeat_interleave(x.shape[dim] // self.units, 1).to(x.dtype)
+        times, rest = divmod(x.shape[dim], self.units)
+        if rest:
+            gates = gates.index_select(1, torch.arange(x.shape[dim], device=gates.device) * self.units // x.shape[dim])
+        else:
+            gates = gates.repeat_interleave(times, 1)
+        gates = gates.to(x.dtype)
         return gates.view([x.shape[i] if i in (batch_dim, dim) else 1 for i in range(x.dim())])
 
     def _known(self, x: Tensor, batch_dim: int) -> Tensor:

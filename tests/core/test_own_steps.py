@@ -15,30 +15,9 @@ from raafl.parts.local.distilled import with_every_exit
 from raafl.rules import Rules
 from raafl.submodel import FULL, Submodels
 from tests.helpers.coordinators import EXAMPLE, Line
-from tests.helpers.counted_task import BATCH, MODELS, Setting
-
-OPTIONS = {
-    "depth_fl": {"depths": 1.0},
-    "fjord": {"distil": True},
-    "scale_fl": {"depths": 1.0, "widths": 1.0},
-    "split_fed": {"client_layers": 2},
-}
-"""Arguments with which one client has all of a method's work."""
-
-NO_CASE = {
-    ("ada_vit", "cnn", 0.25): "its gates do not shrink with groups of units",
-    ("ada_vit", "resnet", 0.25): "its gates do not shrink with groups of units",
-}
-"""Cases that a method refuses, with the reason."""
+from tests.helpers.counted_task import BATCH, CASES, MODELS, Setting, case
 
 CLOSE = 0.05
-CASES = [
-    (name, model, share)
-    for name in ALGORITHMS
-    for model in MODELS
-    for share in (1.0, 0.25)
-    if (name, model, share) not in NO_CASE
-]
 EACH_HOOK = [
     "fed_avg-resnet-1.0",
     "depth_fl-llama-1.0",
@@ -68,14 +47,7 @@ def check(setting, task):
 @pytest.mark.quick_cases(*EACH_HOOK)
 @pytest.mark.parametrize(("name", "model", "share"), CASES)
 def test_a_task_of_each_method_costs_what_is_predicted(name, model, share):
-    options = OPTIONS.get(name, {})
-    if name == "split_fed":  # no submodels: the client's half is smaller or larger
-        options = {"client_layers": 4} if share == 1 else {"share": share}
-    if (name, model) == ("fjord", "llama"):  # it distils from one row of logits for each sample
-        options = {"distil": False}
-    setting = Setting(ALGORITHMS[name](**options), model, Rules())
-    task = setting.first_task()
-    check(setting, task if share == 1 or name == "split_fed" else setting.cut(task, share))
+    check(*case(name, model, share))
 
 
 @pytest.mark.long("test_a_task_of_each_method_costs_what_is_predicted")

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from model_zoo import CNN, LLaMA, ResNet
+from raafl.algorithms import ALGORITHMS
 from raafl.compression.options import Compress
 from raafl.compression.plan import CompressionPlan
 from raafl.core.algorithm import Algorithm, Training
@@ -69,6 +70,29 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[torch.Tensor]
 """A model and a batch of its data, by name."""
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "depth_fl": {"depths": 1.0},
+    "fjord": {"distil": True},
+    "scale_fl": {"depths": 1.0, "widths": 1.0},
+    "split_fed": {"client_layers": 2},
+}
+"""Arguments with which one client has all of a method's work."""
+
+NO_CASE = {
+    ("ada_vit", "cnn", 0.25): "it trains the whole model: a decision head reads all channels of the layer before",
+}
+"""Cases that a method refuses, with the reason."""
+
+CASES = [
+    (name, model, share)
+    for name in ALGORITHMS
+    for model in MODELS
+    for share in (1.0, 0.25)
+    if (name, model, share) not in NO_CASE
+]
+"""Method, model, and the share of each axis that a task has."""
+
+
 @dataclass(frozen=True)
 class Counted:
     """Cost of a task, predicted and counted.
@@ -92,7 +116,7 @@ class Counted:
 class _Silent:
     """Server of a split task, which answers with zeros: only the client's side is counted."""
 
-    def ask(self, meta, tensors, answer):
+    def ask(self, meta: Any, tensors: Any, answer: Any) -> FlatTensors:
         FlatTensors.from_named(tensors)
         return FlatTensors.zeros(answer)
 
@@ -159,6 +183,8 @@ class Setting:
     def counted(self, task: Assignment) -> Counted:
         """Run a task twice, under torch's counter of FLOPs and under its profiler of memory."""
         said = self.coordinator.fleet.cost(task.spec, task.extra)
+        if task.num_steps is not None:  # FedCompass's first task has a hundred, and no step costs more than the second
+            task = replace(task, num_steps=min(task.num_steps, 2))
         data = ClientData(TensorDataset(*self.rows), torch.arange(BATCH), batch_size=BATCH)
         counter = FlopCounterMode(
             display=False, custom_mapping={k: v for k, v in _ATTENTION.items() if k not in flop_registry}
@@ -204,6 +230,20 @@ class Setting:
         if exchange is None:
             self.algorithm.merge.personalize(self.state, 1, task.spec, values, bundles)
         return trainer, received
+
+
+def case(name: str, model: str, share: float) -> tuple[Setting, Assignment]:
+    """Return one of `CASES`, with its task."""
+    options = OPTIONS.get(name, {})
+    if name == "split_fed":  # no submodels: the client's half is smaller or larger
+        options = {"client_layers": 4} if share == 1 else {"share": share}
+        if model == "llama":  # a client with the embedding alone multiplies nothing, which torch's counter says too
+            options = {"client_layers": 16} if share == 1 else {"share": 2 * share}
+    if (name, model) == ("fjord", "llama"):  # it distils from one row of logits for each sample
+        options = {"distil": False}
+    setting = Setting(ALGORITHMS[name](**options), model, Rules())
+    task = setting.first_task()
+    return setting, task if share == 1 or name == "split_fed" else setting.cut(task, share)
 
 
 def whole(spec: Spec) -> Spec:

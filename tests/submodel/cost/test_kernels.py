@@ -136,3 +136,13 @@ def test_a_root_takes_its_time_by_the_rows_that_a_step_leaves_zero(kind, ties):
     # of 100 rows 20 words leave exp(-20 / 100) as they are; a product with the table gives each a gradient
     times = 0.5 if ties else 0.5 + math.exp(-0.2) * 2.25
     assert moved[3] - moved[2] == pytest.approx(2 * (2 * 4 * 1600) * (times - 2.2), abs=2)
+
+
+@pytest.mark.parametrize(("revision", "times"), [(2, 1), (3, 2)])
+def test_the_gradient_of_a_batch_norm_is_there_twice_for_a_moment(revision, times):
+    with torch.device("meta"):
+        x, gradient, channels = torch.empty(2, 4, 6, 6), torch.empty(2, 4, 6, 6), torch.empty(4)
+    known = (gradient, x, channels, None, None, channels, channels, True, 1e-5)
+    with Ledger([x, gradient, channels], Rules(revision)) as ledger:
+        torch.ops.aten.native_batch_norm_backward(*known, [True, False, False])
+    assert ledger.peak_bytes == times * 4 * 288

@@ -42,38 +42,38 @@ def on_device(
         num_steps: steps of a measured task.
         least_s: seconds of each measurement at least; 0 = one task, without those that capture and compare.
     """
+    rows: list[Row] = []
+    for model in models:
+        work, submodels = WORKLOADS[model], submodels_of(WORKLOADS[model])
+        for precision in precisions:
+            whole: Row = {}
+            for rate in rates:
+                row = _beside(work, submodels, rate, precision, device, num_steps, least_s)
+                whole = whole or row
+                row |= {f"{name} over whole": row[name] / whole[name] for name in ("eager_s", "captured_s")}
+                bare = _bare(work, device, num_steps, least_s) if rate == 1 and precision == "32-true" else {}
+                rows.append({"model": model, "rate": rate, "precision": precision, **row, **bare})
+    return rows
+
+
+def _beside(work: Any, submodels: Any, rate: float, precision: str, device: str, num_steps: int, least_s: float) -> Row:
+    """Measure seconds of a step of one submodel, eager and captured."""
     import torch
 
     from raafl.local.captured import Capture
     from raafl.local.options import FabricOptions
 
-    kind = torch.device(device).type
-    rows = []
-    for model in models:
-        work, submodels = WORKLOADS[model], submodels_of(WORKLOADS[model])
-        for precision in precisions:
-            whole: dict[str, float] = {}
-            for rate in rates:
-                spec = spec_of(submodels, rate, "bottom")
-                row: Row = {"model": model, "rate": rate, "precision": precision}
-                for capture in ("off", "auto"):
-                    options = FabricOptions(accelerator=kind, precision=precision, capture=capture)
-                    client = client_of(work, time.perf_counter, options)
-                    trainer, values = client.make(submodels), values_of(submodels.layout(spec))
-                    if capture == "auto" and kind == "cuda":
-                        trainer.capture = Capture(trainer)
-                    name = "eager_s" if capture == "off" else "captured_s"
-                    train = partial(client.train, trainer, spec, values, num_steps)
-                    row[name] = _seconds(train, least_s) / num_steps
-                    whole.setdefault(name, row[name])
-                    row[f"{name} over whole"] = row[name] / whole[name]
-                    if trainer.capture is not None:
-                        row["eager because"] = trainer.capture.counted()["eager"]
-                    trainer.release()
-                if rate == 1 and precision == "32-true":
-                    row |= _bare(work, device, num_steps, least_s)
-                rows.append({**row, "speedup": row["eager_s"] / row["captured_s"]})
-    return rows
+    kind, spec, row = torch.device(device).type, spec_of(submodels, rate, "bottom"), Row()
+    for capture, name in (("off", "eager_s"), ("auto", "captured_s")):
+        client = client_of(work, time.perf_counter, FabricOptions(kind, precision=precision, capture=capture))
+        trainer, values = client.make(submodels), values_of(submodels.layout(spec))
+        if capture == "auto" and kind == "cuda":
+            trainer.capture = Capture(trainer)
+        row[name] = _seconds(partial(client.train, trainer, spec, values, num_steps), least_s) / num_steps
+        if trainer.capture is not None:
+            row["eager because"] = trainer.capture.counted()["eager"]
+        trainer.release()
+    return {**row, "speedup": row["eager_s"] / row["captured_s"]}
 
 
 def _seconds(task: Any, least_s: float) -> float:

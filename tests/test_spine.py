@@ -26,6 +26,8 @@ ROOMS_OF_RUNS = {
     "--max_updates 2": (),
     "--algorithm fed_avg --guard.combine median": ("robust merges",),
     "--algorithm fed_avg --compress.up int8": ("compression",),
+    "--algorithm fed_avg --privacy.clip_norm 1 --privacy.noise_multiplier 1": ("privacy", "robust merges"),
+    "--algorithm fed_avg --secure_aggregation.min_cover 3": ("privacy", "robust merges", "secure aggregation", "sites"),
     "--keep_best loss": ("best checkpoint",),
     "--logger csv": ("loggers",),
     "--monitor 127.0.0.1:0": ("monitoring",),
@@ -171,6 +173,42 @@ def test_the_quick_start_loads_the_spine_and_the_rooms_that_it_names(tmp_path):
 def test_a_run_loads_the_rooms_that_its_options_name(options, tmp_path):
     found = {room_of(path) for path in loaded(tmp_path, *options.split(), "--max_updates", "4")}
     assert found - {None, *QUICK_START} == set(ROOMS_OF_RUNS[options])
+
+
+OF_PROCESSES = {"compression", "devices in files", "other commands", "processes of a client", "sessions"}
+"""Rooms of `raafl fit --local`: the server, its clients and the process that starts them. None of them is of sites."""
+
+AT_EXIT = """
+import atexit, json, os, sys
+
+def write():
+    named = [m.__file__ for n, m in list(sys.modules.items()) if n.partition(".")[0] == "raafl"]
+    with open(os.path.join(os.environ["LOADED_IN"], f"{os.getpid()}.json"), "w") as file:
+        json.dump([one for one in named if one], file)
+
+atexit.register(write)
+"""
+
+
+@pytest.mark.slow("a server and two clients import torch anew")
+@pytest.mark.long("test_the_quick_start_loads_the_spine_and_the_rooms_that_it_names")
+def test_processes_of_one_command_load_no_room_of_sites(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
+    (tmp_path / "loaded").mkdir()
+    argv = ["fit", "--config", "quickstart", "--clients", "2", "--local", "2", "--max_updates", "4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "raafl", *argv, "--progress", "quiet", "--output", str(tmp_path / "run")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "LOADED_IN": str(tmp_path / "loaded")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    each = [json.loads(file.read_text()) for file in (tmp_path / "loaded").glob("*.json")]
+    assert len(each) == 4
+    found = {room_of(os.path.relpath(file, ROOT)) for files in each for file in files}
+    assert found - {None, *QUICK_START} == OF_PROCESSES
 
 
 WITHOUT = """

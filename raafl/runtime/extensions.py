@@ -6,7 +6,7 @@
 | loop | `raafl.runtime.server.wall_clock.LoopExtension` | the server's main loop |
 | client | `raafl.runtime.client.worker.ClientExtension` | a client on one connection |
 | clock | `raafl.runtime.simulation.ClockExtension` | a simulation, in the place of all three |
-| replay | `raafl.runtime.replay.ReplayExtension` | a replay, which reads what was sent in the journal |
+| replay | `ReplayExtension`, here, since no other run loads the replay | a replay, which reads what was sent in the journal |
 
 An extension is named by the run's algorithm, by its options, or by a task; its module is imported then, and not before.
 """
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from raafl.config.experiment import Experiment
     from raafl.core.algorithm import Algorithm
     from raafl.core.coordinator import Coordinator
+    from raafl.core.types import Assignment, Update
+    from raafl.runfolder.schema import JournalRow
 
 End = Literal["session", "loop", "client", "clock", "replay"]
 
@@ -44,6 +46,16 @@ EXTENSIONS: dict[str, dict[End, str]] = {
     },
 }
 """By name, the classes at each end. An extension of a site has no entry: who serves or joins with certificates brings it."""
+
+
+class ReplayExtension:
+    """What a wing of raafl adds to the tasks of a replay; this base adds nothing. See `raafl.runtime.extensions`."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+
+    def trained(self, assignment: Assignment, update: Update, row: JournalRow) -> None:
+        """Change an update, trained again, to what the server was sent; ``row`` is the journal's about it."""
 
 
 def extension(name: str, end: End) -> Any:

@@ -179,16 +179,6 @@ def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
         raise BadInput(f"events.jsonl: the row {json.dumps(row)[:120]} is no event of raafl: {error}") from None
 
 
-class ReplayExtension:
-    """What a wing of raafl adds to the tasks of a replay; this base adds nothing. See `raafl.runtime.extensions`."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self.coordinator = coordinator
-
-    def trained(self, assignment: Assignment, update: Update, row: JournalRow) -> None:
-        """Change an update, trained again, to what the server was sent; ``row`` is the journal's about it."""
-
-
 @dataclass
 class Replay:
     """Replay of a run: passes the events in a journal to a new coordinator, and compares the results.

@@ -17,7 +17,7 @@ from raafl.parts.protect.secure.merge import SecureSum
 from raafl.parts.protect.secure.rehearsal import mask_and_open_
 from raafl.parts.trigger import Buffered
 from raafl.runfolder.schema import JournalRow
-from raafl.runtime.replay import ReplayExtension
+from raafl.runtime.extensions import ReplayExtension
 from raafl.runtime.simulation import ClockExtension, Due, Simulation, item_from_plain, item_to_plain
 
 NOT_OPENED = "not-opened"

@@ -14,7 +14,7 @@ VERSIONS ?= "2.6.*" "2.14.*"
 PRIVATE = tests/submodel/find tests/submodel/cut tests/submodel/prove tests/submodel/cost tests/local tests/transport/test_gloo.py
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or each process of each test compiles raafl anew: three seconds
-BENCHMARKS = $(filter-out common against workloads pictures drawing unequal_picture architecture reference gpu gpu_steps,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
+BENCHMARKS = $(filter-out common against rules workloads pictures drawing unequal_picture architecture reference gpu gpu_steps,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
 .PHONY: help setup demo test test-long chaos coverage torch-versions lint format bench gpu pictures docs release clean
 

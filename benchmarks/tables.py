@@ -35,6 +35,7 @@ _COLUMN = re.compile(r"(?P<key>[^\s:]+)(?::(?P<format>\S+))?(?: as (?P<title>.+)
 
 # Columns of a comparison that a page shows; a marker adds others (`; also: MB, utilisation`).
 _SHOWN = ("row", "settings", "published")
+_RULES = ROOT / "benchmarks" / "results" / "rules.json"
 
 
 def _wrapped(text: str) -> str:
@@ -99,8 +100,22 @@ def _measured(file: str, result: dict[str, Any]) -> str:
     """Return a sentence on the command, the day, the machine and the commit of a result."""
     made = f"{machine_name(result['hardware'])}, commit `{(result['commit'] or 'unknown')[:8]}`"
     rules = recorded_revision(result)
-    made += "" if rules == CURRENT else f", `rules: {rules}`"
+    made += "" if rules == CURRENT else f", `rules: {rules}`{_moved(result['name'], rules)}"
     return f"`raafl compare {file}`, {result['date'][:10]} ({made})."
+
+
+def _moved(name: str, rules: int) -> str:
+    """Say whether tasks take as long by the present rules as by those of a result, as `benchmarks.rules` found; "" = not known."""
+    rows = json.loads(_RULES.read_text(encoding="utf-8"))["rows"]
+    found = [row["moved"] for row in rows if (row["result"], row["rules"]) == (name, rules)]
+    if not found or None in found:
+        return ""
+    most = max(found)
+    return (
+        "; task times are the present ones"
+        if most < 1e-9
+        else f"; by the present ones a task takes up to {most:.1%} more or less time"
+    )
 
 
 def _file_of(name: str) -> str:

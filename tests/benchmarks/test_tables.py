@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+from benchmarks import tables
 from benchmarks.tables import chosen, markdown, pages, renewed, written
 
 
@@ -86,3 +89,15 @@ def test_a_benchmarks_table_has_the_rows_and_columns_that_it_is_asked_for():
 
 def test_markdown_escapes_bars():
     assert markdown([["a", "b|c"], ["1", "2"]]) == "| a | b\\|c |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_a_result_of_older_rules_says_whether_its_times_are_the_present_ones(tmp_path, monkeypatch):
+    rows = [
+        {"result": name, "rules": 1, "moved": moved}
+        for name, moved in (("a", 0.0), ("b", 0.0), ("b", 0.3375), ("c", None))
+    ]
+    monkeypatch.setattr(tables, "_RULES", tmp_path / "rules.json")
+    (tmp_path / "rules.json").write_text(json.dumps({"rows": rows}))
+    assert tables._moved("a", 1) == "; task times are the present ones"
+    assert tables._moved("b", 1) == "; by the present ones a task takes up to 33.8% more or less time"
+    assert tables._moved("c", 1) == tables._moved("a", 2) == tables._moved("d", 1) == ""

@@ -1,0 +1,82 @@
+"""Whether a committed comparison of an older revision of the rules would run in other times under the present one.
+
+For each result in benchmarks/results that `raafl compare` made under older rules, the first row of each method is built twice,
+under its rules and under the present ones, and the virtual seconds of a task of the whole model are compared for every
+client. `moved` is the largest relative change: 0 means that every event of the run comes when it came.
+
+    python -m benchmarks.rules [--json] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Row, main
+from raafl.config.bundled import with_paths
+from raafl.config.parse import parse
+from raafl.core.types import Work
+from raafl.errors import BadInput
+from raafl.lab.compare.comparison import read
+from raafl.lab.compare.runs import Run, resolve
+from raafl.rules import CURRENT, recorded_revision
+from raafl.runtime.setup import build
+
+RESULTS = Path(__file__).parent / "results"
+PAPERS = Path(__file__).resolve().parents[1] / "configs" / "papers"
+
+
+def older() -> Iterator[tuple[str, int, Path, str | None]]:
+    """Yield the name, the rules, the file and the variant of each committed comparison of older rules."""
+    for path in sorted(RESULTS.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(result, dict) or not {"rows", "config"} <= {*result}:
+            continue
+        rules = recorded_revision(result)
+        parts = path.stem.split("-")
+        for place in range(len(parts), 0, -1):
+            file = PAPERS / f"{'-'.join(parts[:place])}.yaml"
+            if rules < CURRENT and file.is_file():
+                yield path.stem, rules, file, "-".join(parts[place:]) or None
+                break
+
+
+def seconds(run: Run, rules: int) -> tuple[str, list[float]]:
+    """Return the method of a run, and the virtual seconds of a task of the whole model on each client."""
+    experiment = parse(
+        "simulate", [*with_paths(list(run.argv)), "--rules", str(rules), "--output", os.devnull]
+    ).experiment
+    parts = build(experiment, pace=False)
+    times = [parts.coordinator.fleet.task_time(client, Work()).compute_s for client in parts.clients]
+    return experiment.algorithm.name, times
+
+
+def rows(only: str | None = None) -> list[Row]:
+    """Compare the first row of each method of each result; those whose data are not there are named."""
+    found: list[Row] = []
+    for name, rules, file, variant in older():
+        if only not in (None, name):
+            continue
+        methods: set[str] = set()
+        comparison = read(file, variant)
+        for label in comparison.rows:
+            row: dict[str, Any] = {"result": name, "rules": rules, "present": CURRENT, "row": label}
+            try:
+                run = resolve(comparison.config, label, comparison.options_of(label, ()), comparison.seeds[:1])[0]
+                method, before = seconds(run, rules)
+                if method in methods:
+                    continue
+                methods.add(method)
+                _, now = seconds(run, CURRENT)
+                row["moved"] = max(abs(b / a - 1) for a, b in zip(before, now, strict=True))
+            except BadInput as error:
+                row |= {"moved": None, "why": str(error)[:200]}
+            found.append(row)
+    return found
+
+
+if __name__ == "__main__":
+    main("rules", rows)

@@ -60,8 +60,8 @@ def _beside(work: Any, submodels: Any, rate: float, precision: str, device: str,
     """Measure seconds of a step of one submodel, eager and captured."""
     import torch
 
+    from raafl.core.options import FabricOptions
     from raafl.local.captured import Capture
-    from raafl.local.options import FabricOptions
 
     kind, spec, row = torch.device(device).type, spec_of(submodels, rate, "bottom"), Row()
     for capture, name in (("off", "eager_s"), ("auto", "captured_s")):
@@ -160,7 +160,7 @@ def waits(names: Sequence[str]) -> list[Row]:
 
 def _counted(name: str, capture: str, counts: Any, patch: Any, folder: Path) -> Row:
     from raafl.core.algorithm import Training
-    from raafl.local.options import FabricOptions
+    from raafl.core.options import FabricOptions
     from raafl.local.train import LocalTrainer, TaskSteps
     from tests.helpers.small_runs import experiment, finish
 

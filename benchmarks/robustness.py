@@ -21,13 +21,13 @@ from benchmarks.common import Row, main
 from raafl.algorithms import fed_avg
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm
+from raafl.core.options import Guard
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.data import Digits, Dirichlet, Iid
 from raafl.devices import Device
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.protect.assembly import with_options
-from raafl.parts.protect.options import Guard
 from raafl.parts.protect.robust import difference
 from raafl.runtime import setup
 from raafl.runtime.run import simulate

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raafl.core.algorithm import Algorithm, Merge, Select, SelectContext, Trigger, TriggerContext
     from raafl.core.local import Hook, Local, Task
-    from raafl.core.memory import MergeMemory
     from raafl.core.sample import Sample
-    from raafl.core.state import GlobalState
+    from raafl.core.state import GlobalState, MergeMemory
     from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
     from raafl.errors import BadInput, at_least, fraction, one_of, positive
     from raafl.parts.merge.mean import Deltas, Mean, Staleness
@@ -40,7 +39,7 @@ _HOME = {
         ("Algorithm", "Merge", "Select", "SelectContext", "Trigger", "TriggerContext"), "raafl.core.algorithm"
     ),
     **dict.fromkeys(("Hook", "Local", "Task"), "raafl.core.local"),
-    "MergeMemory": "raafl.core.memory",
+    "MergeMemory": "raafl.core.state",
     "Sample": "raafl.core.sample",
     "GlobalState": "raafl.core.state",
     **dict.fromkeys(("Assignment", "ClientInfo", "Update", "Work", "derive_seed"), "raafl.core.types"),

@@ -10,7 +10,7 @@ import torch
 from model_zoo import MLP
 from raafl.algorithms import ca2fl, diloco, fadas, fed_buff, streaming_diloco
 from raafl.core.algorithm import Training
-from raafl.local.options import FabricOptions
+from raafl.core.options import FabricOptions
 from tests.helpers.emulated_cuda import Emulated
 from tests.helpers.methods import each_method
 from tests.helpers.small_runs import experiment, finish

@@ -15,8 +15,8 @@ from raafl.algorithms import ca2fl, fadas, fed_async, fed_avg, fed_buff, fed_raa
 from raafl.compression.compressors import Compress
 from raafl.config.experiment import SubmodelOptions
 from raafl.core.algorithm import Training
+from raafl.core.options import Guard
 from raafl.local.train import FabricOptions
-from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
 from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorData
 import raafl
 from raafl.api.python_objects import digest
 from raafl.commands.cli import main
-from raafl.core.training import Training
+from raafl.core.options import Training
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from raafl.runtime.run import simulate

@@ -39,9 +39,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 from raafl.core.algorithm import Algorithm, Local, Select, SelectContext, Trigger, TriggerContext
-from raafl.core.memory import Memory, MergeMemory
 from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, Memory, MergeMemory
 from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.errors import BadInput, fraction, positive
 from raafl.parts.merge.mean import Deltas, Kind, Staleness

@@ -45,9 +45,8 @@ from torch import Tensor
 
 from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, SelectContext, Task
 from raafl.core.local import SkippedBatch, Traits, value_of
-from raafl.core.memory import MergeMemory, OneValue
 from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, MergeMemory, OneValue
 from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
 from raafl.errors import positive
 from raafl.module_hooks import STEP_HOOKS

@@ -30,9 +30,9 @@ from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, Warn
 from raafl.errors import nearest, one_of
-from raafl.parts.local.capture import linear_in, requiring_layer
-from raafl.parts.merge.client_values import load_, store_
+from raafl.parts.local.swap_parameters import linear_in, requiring_layer
 from raafl.parts.merge.mean import averaging
+from raafl.parts.merge.remembered import load_, store_
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.select.submodels import Full
 from raafl.submodel import FlatTensors, Spec, Submodels

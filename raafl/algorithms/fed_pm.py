@@ -45,9 +45,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, Task
 from raafl.core.local import Traits
-from raafl.core.memory import MergeMemory
 from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import Update, derive_seed
 from raafl.errors import BadInput, positive
 from raafl.parts.merge.mean import zeros_like

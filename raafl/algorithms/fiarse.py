@@ -34,12 +34,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, SelectContext, Task
 from raafl.core.local import value_of
-from raafl.core.memory import MergeMemory
 from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import ClientInfo, Update, Work
 from raafl.errors import one_of, positive
-from raafl.parts.local.differentiable import with_tensors
+from raafl.parts.local.swap_parameters import with_tensors
 from raafl.parts.merge.mean import Deltas, Staleness
 from raafl.parts.select.rate_select import Rates, RateSelect
 from raafl.parts.select.submodels import Full

@@ -33,8 +33,7 @@ from raafl.core.masked_loss import logits_of
 from raafl.core.sample import Sample
 from raafl.core.types import derive_seed
 from raafl.errors import BadInput, fraction
-from raafl.parts.local.differentiable import with_tensors
-from raafl.parts.local.swap_parameters import patched, quiet
+from raafl.parts.local.swap_parameters import patched, quiet, with_tensors
 from raafl.parts.merge.mean import averaging
 from raafl.parts.select.rate_select import Rates, by_rate
 from raafl.parts.select.units import leading

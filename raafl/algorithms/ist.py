@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raafl.core.algorithm import Algorithm, Local, Select, SelectContext
-from raafl.core.memory import MergeMemory
 from raafl.core.sample import Sample
+from raafl.core.state import MergeMemory
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput, positive, refuse_unused
 from raafl.parts.merge.mean import Mean

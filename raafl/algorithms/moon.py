@@ -36,10 +36,9 @@ from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import at_least, positive
-from raafl.parts.local.capture import InputCapture, linear_in, requiring_layer
-from raafl.parts.local.swap_parameters import with_parameters
-from raafl.parts.merge.client_values import load_, store_
+from raafl.parts.local.swap_parameters import InputCapture, linear_in, requiring_layer, with_parameters
 from raafl.parts.merge.mean import averaging
+from raafl.parts.merge.remembered import load_, store_
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.select.submodels import Full
 from raafl.submodel import Cost, FlatTensors, Spec, Submodels

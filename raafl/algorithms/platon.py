@@ -41,9 +41,8 @@ from torch import Tensor, nn
 from raafl.algorithms.hetero_fl import LEVELS
 from raafl.core.algorithm import Algorithm, Hook, Local, Select, SelectContext, Task
 from raafl.core.local import Traits
-from raafl.core.memory import OneValue
 from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, OneValue
 from raafl.core.types import ClientInfo, Update, Warn, Work
 from raafl.errors import BadInput, at_least, positive, refuse_unused
 from raafl.parts.merge.mean import Kind, Mean, Staleness

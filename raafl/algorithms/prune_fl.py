@@ -32,9 +32,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from raafl.core.algorithm import Algorithm, Local, Select, SelectContext
-from raafl.core.memory import MergeMemory
 from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, positive, refuse_unused
 from raafl.parts.merge.mean import Mean

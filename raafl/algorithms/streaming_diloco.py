@@ -31,10 +31,9 @@ from torch import nn
 from raafl.algorithms.diloco import MOMENTS, MOST_STEPS, STEPS, adam_of, count_of
 from raafl.core.algorithm import Algorithm, Hook, Local, SelectContext, Task
 from raafl.core.local import Traits, value_of
-from raafl.core.memory import OneValue
 from raafl.core.payload import Way
 from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, OneValue
 from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.errors import at_least, fraction, one_of, positive, refuse_unused
 from raafl.parts.merge.nesterov import DelayedNesterov, Nesterov

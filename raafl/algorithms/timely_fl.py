@@ -40,9 +40,8 @@ from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 from raafl.core.algorithm import Algorithm, Local, Restart, Select, SelectContext, Trigger, TriggerContext
-from raafl.core.memory import MergeMemory
 from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import Adjusted, Assignment, ClientInfo, Warn, Work
 from raafl.errors import BadInput, fraction, one_of, refuse_unused
 from raafl.parts.merge.mean import Mean

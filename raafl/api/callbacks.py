@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from raafl.config.options import direction
 from raafl.errors import BadInput, at_least, briefly, nearest
 from raafl.local.preparation.prepare import in_eval_mode
-from raafl.submodel.cut.copying import copy_structure
+from raafl.submodel.cut.layers import copy_structure
 from raafl.units import quantity
 
 if TYPE_CHECKING:

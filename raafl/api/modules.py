@@ -19,7 +19,7 @@ from raafl.data.readers import load_splits
 from raafl.errors import BadInput, at_least, briefly
 from raafl.lean_import import import_lightning, lightning_classes
 from raafl.local.preparation.prepare import check_tensors, given_class, uncompiled, with_methods, with_modes_of_training
-from raafl.submodel.cut.copying import copy_structure
+from raafl.submodel.cut.layers import copy_structure
 
 import_lightning()
 from lightning import LightningDataModule, LightningModule  # noqa: E402

@@ -14,18 +14,16 @@ import yaml
 from raafl.algorithms import ALGORITHMS, AUTO
 from raafl.api.modules import ModuleSpec, qualified_name
 from raafl.api.python_objects import digest
-from raafl.compression.options import Compress
 from raafl.config.experiment import SECTIONS, Experiment, field_types, marked
 from raafl.config.messages import unknown
 from raafl.config.options import Engine, Samples, SubmodelOptions, Timeouts
 from raafl.config.value_types import check_types
 from raafl.core.algorithm import Algorithm, Training
+from raafl.core.options import Compress, FabricOptions, Guard, Privacy, Rounds, SecureAggregation
 from raafl.devices.catalog import FIGURES
 from raafl.devices.files import no_file
 from raafl.devices.profiles import Device, num_devices
 from raafl.errors import BadInput, briefly, one_of
-from raafl.local.options import FabricOptions
-from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.rules import recorded_revision
 
 _FLAT = {

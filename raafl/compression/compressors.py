@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from raafl.compression.options import NAMES, Compress
+from raafl.core.options import NAMES, Compress
 from raafl.errors import BadInput, InvalidPayload, nearest
 from raafl.submodel.flat import FlatTensors, Layout, TensorEntry, is_merged, reals
 

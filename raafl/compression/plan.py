@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from raafl.compression.compressors import Compressor, compressor, up_name
-from raafl.compression.options import Compress
+from raafl.core.options import Compress
 from raafl.core.payload import MAX_CACHED, Payload, Way
 from raafl.errors import BadInput
 from raafl.submodel.extract import CopyPlan

@@ -20,10 +20,9 @@ import torch
 
 from raafl.compression.plan import CompressionPlan
 from raafl.core.coordinator import Coordinator
-from raafl.core.memory import OneValue
 from raafl.core.payload import Payload, Way
 from raafl.core.snapshots import Snapshots
-from raafl.core.state import ClientState
+from raafl.core.state import ClientState, OneValue
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, derive_seed
 from raafl.errors import InvalidPayload
 from raafl.submodel import FlatTensors, Layout, Spec

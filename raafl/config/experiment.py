@@ -11,13 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from raafl.compression.options import Compress
 from raafl.config.options import MODES, About, Engine, Samples, SubmodelOptions, Target, Timeouts, about
-from raafl.core.training import Training
+from raafl.core.options import CAPTURES, Compress, FabricOptions, Guard, Privacy, Rounds, SecureAggregation, Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, installing, nearest, parse_address, positive
-from raafl.local.options import CAPTURES, FabricOptions
-from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.rules import CURRENT
 from raafl.sanitize import is_url
 

@@ -25,8 +25,8 @@ from raafl import data, parts
 from raafl.algorithms import ALGORITHMS
 from raafl.config.check import MADE, Check
 from raafl.config.experiment import ABOUT, ACCELERATORS, marked
+from raafl.core.options import CAPTURES
 from raafl.errors import BadInput, RunFailed
-from raafl.local.options import CAPTURES
 from raafl.rules import recorded_revision
 from raafl.sanitize import LARGEST, inside, is_url, load_untrusted_yaml, sanitize_text
 from raafl.state_folder import state_folder

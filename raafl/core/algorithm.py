@@ -21,12 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from raafl.core.local import Hook, Local, Task
-from raafl.core.memory import Memory
+from raafl.core.options import Training
 from raafl.core.payload import Bundles
 from raafl.core.sample import Sample
 from raafl.core.select import OwnTests, Select, SelectContext
-from raafl.core.state import GlobalState, PendingUpdate
-from raafl.core.training import Training
+from raafl.core.state import GlobalState, Memory, PendingUpdate
 from raafl.core.types import Adjusted, Assignment, Part, Update, Warn
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.spec import Spec

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from raafl.core.own_steps import followed_cost
 from raafl.core.payload import Payload, UpAs, Way
 from raafl.core.task import Task as Task
+from raafl.core.task import followed_cost
 from raafl.core.types import Part, Warn
 from raafl.errors import at_least
 from raafl.submodel.cost import Cost
@@ -20,8 +20,8 @@ from raafl.submodel.flat import Layout
 from raafl.submodel.spec import Spec
 
 if TYPE_CHECKING:
-    from raafl.core.exchange import Exchange
-    from raafl.core.training import Training
+    from raafl.core.options import Training
+    from raafl.core.task import Exchange
     from raafl.core.types import ClientInfo
     from raafl.submodel.submodels import Submodels
 

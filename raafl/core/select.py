@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from raafl.core.local import Local
+from raafl.core.options import Amount, Training
 from raafl.core.payload import MAX_CACHED, TransferCost
 from raafl.core.state import GlobalState
-from raafl.core.training import Amount, Training
 from raafl.core.types import Assignment, ClientInfo, Part, Work, derive_seed
 from raafl.devices.profiles import Profile, TaskTime
 from raafl.devices.variation import real_time

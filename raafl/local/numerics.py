@@ -12,7 +12,7 @@ import torch
 from raafl.units import quantity
 
 if TYPE_CHECKING:
-    from raafl.local.options import FabricOptions
+    from raafl.core.options import FabricOptions
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _FLAGS = (

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from raafl.core.algorithm import Local
+from raafl.core.options import FabricOptions
 from raafl.core.payload import Payload
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.local.client_group import ClientProcesses, Share
-from raafl.local.options import FabricOptions
 from raafl.local.trainable import TrainableSubmodel
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.cut.shrink import Shrunk

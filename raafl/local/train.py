@@ -15,7 +15,8 @@ from torch import Tensor
 
 from raafl.core.algorithm import Hook, Local, Task, Training
 from raafl.core.local import SkippedBatch
-from raafl.core.masked_loss import CLASSES
+from raafl.core.masked_loss import CLASSES, masked
+from raafl.core.options import FabricOptions
 from raafl.core.payload import Bundles
 from raafl.core.types import Assignment, Update, derive_seed
 from raafl.data.federated import ClientData, Sized
@@ -24,8 +25,6 @@ from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluation.metrics import LOSS, MAX_LOGGED, measure_part
 from raafl.local.evaluation.record import widened
 from raafl.local.malloc import give_back
-from raafl.local.masked import masked
-from raafl.local.options import FabricOptions
 from raafl.local.proximal import ProximalTerm
 from raafl.local.sparse_gradients import backward_of
 from raafl.local.trainable import TrainableSubmodel

@@ -32,7 +32,7 @@ class TrainableSubmodel:
     `trainer`: object that stands in for the module's Lightning Trainer.
     `hooks`: object that calls the Lightning hooks which the module overrides; None = it overrides none.
     `transfer`: function object that moves batches to its device.
-    `masks`: masks of classes without samples (`raafl.local.masked`), by number of classes.
+    `masks`: masks of classes without samples (`raafl.core.masked_loss`), by number of classes.
     `state`: record of the module's initial state other than the values that it receives.
     """
 

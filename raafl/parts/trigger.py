@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from raafl.core.algorithm import Restart, Trigger, TriggerContext
-from raafl.core.memory import Memory, MergeMemory
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, Memory, MergeMemory
 from raafl.core.types import Adjusted, Assignment
 from raafl.errors import BadInput, fraction, one_of, positive
 

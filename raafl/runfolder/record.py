@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from raafl.config.options import Target
-from raafl.core.records_json import assignment_to_json, event_to_json
+from raafl.core.saving import assignment_to_json, event_to_json
 from raafl.core.types import Adjusted, Arrived, Assignment, Event, Joined, Sending, Settled
 from raafl.devices.recordings import shortened
 from raafl.runfolder.journal import RunFolder

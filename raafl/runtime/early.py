@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from raafl.core.records_json import assignment_from_json, assignment_to_json
+from raafl.core.saving import assignment_from_json, assignment_to_json
 from raafl.core.select import SelectContext
 from raafl.core.task import begins_alike, expected_next
 from raafl.core.types import Assignment, ClientInfo, Sending, Work

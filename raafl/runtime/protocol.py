@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Self, cast
 
-from raafl.core.records_json import assignment_from_json, assignment_to_json, client_to_json
+from raafl.core.saving import assignment_from_json, assignment_to_json, client_to_json
 from raafl.core.types import UNANSWERED, Assignment, ClientInfo
 from raafl.devices.recordings import as_sent, problem_of_sent
 from raafl.errors import LONGEST, GpuLost, TaskFailed

@@ -17,6 +17,7 @@ from raafl.config.options import SubmodelOptions
 from raafl.core.algorithm import Algorithm, OwnTests, Select
 from raafl.core.coordinator import Coordinator
 from raafl.core.local import Local
+from raafl.core.options import FabricOptions
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Limits, derive_seed
 from raafl.data.federated import ClientData, FederatedData
@@ -24,7 +25,6 @@ from raafl.data.loaders import reading
 from raafl.devices.gpus import Place
 from raafl.errors import USER_ERRORS, BadInput, briefly, format_error
 from raafl.local.numerics import device_problem, set_numerics
-from raafl.local.options import FabricOptions
 from raafl.local.preparation.prepare import call_own_train, prepare
 from raafl.local.preparation.trial import start_observers
 from raafl.local.train import LocalTrainer

@@ -9,8 +9,14 @@ from typing import Any
 
 from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import RunHooks
-from raafl.core.records_json import assignment_from_json, assignment_to_json, event_from_json, event_to_json
-from raafl.core.saving import from_plain, to_plain
+from raafl.core.saving import (
+    assignment_from_json,
+    assignment_to_json,
+    event_from_json,
+    event_to_json,
+    from_plain,
+    to_plain,
+)
 from raafl.core.types import (
     Action,
     Arrived,

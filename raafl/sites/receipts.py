@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 
 from raafl.atomic_file import atomic_file
-from raafl.core.records_json import assignment_from_json, assignment_to_json
+from raafl.core.saving import assignment_from_json, assignment_to_json
 from raafl.core.types import Assignment
 from raafl.errors import BadInput, TaskFailed
 from raafl.local.failure import attempt

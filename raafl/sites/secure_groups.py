@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 from raafl.core.coordinator import Coordinator
-from raafl.core.records_json import group_from_json
+from raafl.core.saving import group_from_json
 from raafl.core.types import Assignment, SumGroup, Update
 from raafl.errors import TaskFailed
 from raafl.parts.protect.secure.coverage import IntegerLayouts

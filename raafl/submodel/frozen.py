@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raafl.errors import nearest
 from raafl.submodel.axes import Runs
-from raafl.submodel.cut.copying import copy_structure, on_meta
+from raafl.submodel.cut.layers import copy_structure, on_meta
 from raafl.submodel.flat import Layout
 from raafl.submodel.spec import SpecError
 

@@ -15,7 +15,7 @@ from raafl.errors import BadInput, nearest
 from raafl.rules import Rules
 from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes, without_overlaps
 from raafl.submodel.batch_norm import BatchNorm, keep_static, still_buffers
-from raafl.submodel.cut.copying import persistent_buffers, without_values
+from raafl.submodel.cut.layers import persistent_buffers, without_values
 from raafl.submodel.cut.shrink import Shrunk, Structure, build
 from raafl.submodel.declared import Exit, Stack, absent, check_names, find_exits, find_stacks, stand_ins, within
 from raafl.submodel.extract import CopyPlan
@@ -85,7 +85,7 @@ class Submodels:
     In names of stacks and exits, the path of the submodule that declares them comes first.
     """
 
-    # submodels of the whole model, if this object covers only some of its tensors (`raafl.core.exchange`)
+    # submodels of the whole model, if this object covers only some of its tensors (`raafl.core.task`)
     whole: Submodels | None = None
 
     def __init__(

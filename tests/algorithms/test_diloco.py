@@ -8,8 +8,8 @@ import torch
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, diloco, fed_avg
 from raafl.algorithms.diloco import HeLoCo
-from raafl.compression.options import Compress
 from raafl.core.algorithm import Training
+from raafl.core.options import Compress
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import Joined, Lost, Update
 from raafl.data import Iid

@@ -15,7 +15,7 @@ from raafl.algorithms.fjord import DrawnWidths, OrderedDropout, masks_of
 from raafl.core.local import Task
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
-from raafl.parts.local.differentiable import with_tensors
+from raafl.parts.local.swap_parameters import with_tensors
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.units import leading

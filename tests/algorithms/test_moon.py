@@ -11,7 +11,7 @@ from torch import nn
 from raafl.algorithms import moon
 from raafl.core.snapshots import Snapshots
 from raafl.errors import BadInput
-from raafl.parts.local.capture import InputCapture
+from raafl.parts.local.swap_parameters import InputCapture
 from tests.helpers.coordinators import assigned, coordinator_for, join, line_state
 from tests.helpers.single_task import Slope, give, task_of
 

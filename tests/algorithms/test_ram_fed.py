@@ -13,13 +13,13 @@ from torch import nn
 from raafl.algorithms import fed_avg, ra_fed, ram_fed
 from raafl.algorithms.ra_fed import Regions
 from raafl.config.parse import parse
+from raafl.core.options import Guard
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean, Staleness
 from raafl.parts.merge.remembered import Remembered
-from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
 from raafl.parts.select.coverage import of_regions
 from raafl.parts.select.rate_select import RateSelect

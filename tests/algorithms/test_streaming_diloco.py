@@ -11,7 +11,7 @@ from torch import nn
 from model_zoo import MLP
 from raafl.algorithms import diloco, streaming_diloco
 from raafl.algorithms.streaming_diloco import Fragments
-from raafl.compression.options import Compress
+from raafl.core.options import Compress
 from raafl.core.types import Joined, Lost
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint

@@ -21,9 +21,8 @@ from raafl.algorithms.timely_fl import (
     workload,
 )
 from raafl.core.algorithm import OwnTests, Training, TriggerContext
-from raafl.core.memory import Memory
 from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, Memory
 from raafl.core.types import Adjusted, Arrived, Assignment, ClientInfo, Joined, SetTimer, Timer, Work
 from raafl.devices.profiles import Profile
 from raafl.parts.merge.mean import Mean

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from raafl.compression.options import Compress
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import RESIDENT, DownlinkCodec, UplinkCodec
 from raafl.core.local import Local, Traits
+from raafl.core.options import Compress
 from raafl.core.state import ClientState
 from raafl.submodel import FULL, FlatTensors
 from tests.compression.ends import cut, drawn, model, task

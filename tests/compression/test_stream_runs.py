@@ -15,11 +15,11 @@ from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import UplinkCodec
 from raafl.config.options import Timeouts
 from raafl.core.local import Local, Traits
-from raafl.core.records_json import client_to_json
+from raafl.core.options import Guard
+from raafl.core.saving import client_to_json
 from raafl.core.types import ClientInfo, Joined
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Deltas
-from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.replay import replay

@@ -13,9 +13,9 @@ from raafl.api.settings import Settings
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, SubmodelOptions, marked, seconds
 from raafl.config.options import Timeouts
 from raafl.core.algorithm import Training
+from raafl.core.options import FabricOptions
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
-from raafl.local.options import FabricOptions
 from raafl.runtime.setup import limits_of, submodels_of
 from tests.helpers.refusals import refuses
 

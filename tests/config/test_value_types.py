@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raafl.config.value_types import check_types, fits
-from raafl.core.training import Training
+from raafl.core.options import Training
 from raafl.errors import BadInput
 from tests.helpers.small_federations import federation
 from tests.helpers.small_runs import digits, small_mlp

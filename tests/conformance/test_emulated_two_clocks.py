@@ -7,8 +7,8 @@ import pytest
 from raafl.algorithms import fed_async, fed_buff, fed_raa, split_fed
 from raafl.compression.compressors import Compress
 from raafl.core.algorithm import Training
+from raafl.core.options import Guard
 from raafl.local.train import FabricOptions
-from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
 from tests.conformance.clocks import on_both_clocks
 from tests.helpers import cached_models

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raafl.algorithms import fed_async, fed_buff, streaming_diloco
-from raafl.compression.options import Compress
 from raafl.core.algorithm import Training
+from raafl.core.options import Compress
 from raafl.parts.select.rate_select import RateSelect
 from raafl.runtime.client.early import EarlyTask
 from tests.conformance.clocks import on_both_clocks

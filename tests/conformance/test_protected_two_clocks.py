@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raafl.algorithms import fed_buff, fed_raa
-from raafl.parts.protect.options import Guard
+from raafl.core.options import Guard
 from raafl.parts.protect.privacy import Privacy
 from tests.conformance.clocks import on_both_clocks
 from tests.helpers.small_runs import experiment

@@ -8,7 +8,7 @@ import pytest
 
 from raafl.algorithms import fed_async, fed_avg
 from raafl.core import saving
-from raafl.core.records_json import event_from_json, event_to_json
+from raafl.core.saving import event_from_json, event_to_json
 from raafl.core.types import Arrived, ClientInfo, Joined, Lost, SetTimer, Settled, Suspend, Timer
 from raafl.parts.trigger import AllReported
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join, update_for, values_of

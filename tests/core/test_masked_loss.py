@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from model_zoo import MLP, CharLM
 from raafl.algorithms import fed_avg, hetero_fl
 from raafl.core.algorithm import Local
-from raafl.core.masked_loss import why_unmasked
-from raafl.local.masked import masked
+from raafl.core.masked_loss import masked, why_unmasked
 from raafl.submodel import Submodels
 
 X, Y = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 1, 0])

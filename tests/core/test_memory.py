@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from raafl.core import saving
-from raafl.core.memory import Memory, MergeMemory, OneValue
+from raafl.core.state import Memory, MergeMemory, OneValue
 
 
 @dataclass

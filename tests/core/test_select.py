@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from raafl.core.algorithm import OwnTests, SelectContext
-from raafl.core.training import Training
+from raafl.core.options import Training
 from raafl.core.types import Assignment, ClientInfo, Work
 from raafl.devices.profiles import Profile
 from raafl.rules import Rules

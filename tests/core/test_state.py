@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from raafl.core.memory import OneValue
-from raafl.core.state import RUINED, ClientState, copied, is_ruined, is_sound, restore
+from raafl.core.state import RUINED, ClientState, OneValue, copied, is_ruined, is_sound, restore
 from raafl.submodel import Layout
 from tests.helpers.coordinators import line_state
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from raafl.core.records_json import assignment_from_json, assignment_to_json
-from raafl.core.training import Training
+from raafl.core.options import Training
+from raafl.core.saving import assignment_from_json, assignment_to_json
 from raafl.core.types import Assignment
 from raafl.errors import BadInput
 from raafl.submodel import FULL

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from raafl.core.training import Training
+from raafl.core.options import Training
 from raafl.core.types import Work
 from raafl.data.epochs import batches_of_epoch
 from raafl.data.federated import ClientData

@@ -16,7 +16,7 @@ from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
 from raafl.config.options import Timeouts
 from raafl.core.algorithm import Training
-from raafl.core.memory import OneValue
+from raafl.core.state import OneValue
 from raafl.core.types import Arrived, Joined, Lost, Stop
 from raafl.parts.merge.mean import Mean
 from tests.helpers import real_ranks as here

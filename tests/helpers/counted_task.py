@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from model_zoo import CNN, LLaMA, ResNet
 from raafl.algorithms import ALGORITHMS
-from raafl.compression.options import Compress
 from raafl.compression.plan import CompressionPlan
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.coordinator import Coordinator
+from raafl.core.options import Compress
 from raafl.core.state import GlobalState
 from raafl.core.types import Assign, Assignment, ClientInfo, Joined, Limits
 from raafl.data.federated import ClientData

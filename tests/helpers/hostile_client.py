@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raafl.compression.streams import CompressedSnapshots
-from raafl.core.records_json import client_to_json
+from raafl.core.saving import client_to_json
 from raafl.core.types import Arrived, Assignment, Joined, Lost, Timer, Update
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.record import RunRecord

@@ -10,11 +10,11 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import diloco, fed_raa
+from raafl.core.options import FabricOptions
 from raafl.core.types import Assignment
 from raafl.data import Iid
 from raafl.local.context import TaskContext
 from raafl.local.malloc import give_back
-from raafl.local.options import FabricOptions
 from raafl.runtime.client.multiprocess import together
 from raafl.runtime.client.setup import ClientSetup
 from raafl.submodel import FULL, FlatTensors, Spec

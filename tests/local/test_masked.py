@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from raafl.core.masked_loss import masked
 from raafl.data import ClientData
 from raafl.data.labels import classes_in
-from raafl.local.masked import masked
 
 
 def test_logits_of_absent_classes_are_zero_and_have_no_gradient():

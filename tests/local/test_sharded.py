@@ -8,8 +8,8 @@ from torch import nn
 
 from raafl.algorithms import diloco, fed_avg, fed_prox, scaffold
 from raafl.core.algorithm import Local
+from raafl.core.options import FabricOptions
 from raafl.errors import BadInput
-from raafl.local.options import FabricOptions
 from raafl.local.sharded import problem, room_bytes
 from raafl.submodel import Submodels
 

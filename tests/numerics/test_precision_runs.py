@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff, fed_mezo, fed_opt, fed_raa, hetero_fl, scaffold
 from raafl.compression.compressors import Compress
 from raafl.core.algorithm import Training
+from raafl.core.options import Guard
 from raafl.data.partition import Dirichlet
 from raafl.errors import BadInput
-from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
 from raafl.runfolder import checkpoints
 from raafl.runtime.run import simulate

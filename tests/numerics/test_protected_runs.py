@@ -15,11 +15,11 @@ from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff, fed_raa
 from raafl.algorithms.fed_mezo import SCALARS, pack, unpack
 from raafl.config.parse import parse
 from raafl.core.algorithm import Training
+from raafl.core.options import Guard
 from raafl.data import Digits
 from raafl.data.partition import Dirichlet, Partition
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
-from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy, epsilon
 from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate

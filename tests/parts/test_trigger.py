@@ -6,10 +6,10 @@ import pytest
 
 from raafl.algorithms import fed_buff
 from raafl.core.algorithm import TriggerContext
+from raafl.core.options import Guard, Privacy, Rounds
 from raafl.core.types import Adjusted, Assignment
 from raafl.errors import BadInput
 from raafl.parts.protect.assembly import with_options
-from raafl.parts.protect.options import Guard, Privacy, Rounds
 from raafl.parts.trigger import AllReported, Buffered, BufferMemory, EachArrival, MinRatio
 from raafl.submodel import FULL
 from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, line_state

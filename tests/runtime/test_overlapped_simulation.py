@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff
-from raafl.compression.options import Compress
 from raafl.core.algorithm import Training
+from raafl.core.options import Compress
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.runtime.setup import build

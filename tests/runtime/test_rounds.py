@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from raafl.algorithms import fed_avg, fed_buff, scaffold
+from raafl.core.options import Rounds
 from raafl.errors import BadInput
-from raafl.parts.protect.options import Rounds
 from raafl.runtime.replay import event_of
 from tests.helpers.crash import crash
 from tests.helpers.small_runs import equal_replay, experiment, finish, unequal

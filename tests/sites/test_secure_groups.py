@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_rolex, hetero_fl, ra_fed, scaffold
-from raafl.compression.options import Compress
+from raafl.core.options import Compress, Guard, Privacy, Rounds, SecureAggregation
 from raafl.core.types import Assign, Joined
 from raafl.data.partition import Dirichlet
 from raafl.errors import BadInput
-from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.runfolder import checkpoints
 from raafl.runtime.setup import build, make_executor
 from tests.helpers.crash import crash

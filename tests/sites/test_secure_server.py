@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from raafl.algorithms import fed_avg, fed_buff, hetero_fl
+from raafl.core.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.core.types import Arrived, Assign
 from raafl.data.partition import Dirichlet
-from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.parts.protect.secure.assembly import secured
 from raafl.parts.protect.secure.coverage import IntegerLayouts
 from raafl.parts.protect.secure.member import Member

@@ -11,9 +11,9 @@ from lightning import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
-from raafl.submodel import Submodels, user_caches
+from raafl.submodel import Submodels, isolated_run
+from raafl.submodel.isolated_run import uncached
 from raafl.submodel.prove.proof import refuted
-from raafl.submodel.user_caches import uncached
 
 BATCH = [torch.randn(4, 9, 12, generator=torch.Generator().manual_seed(1)), torch.arange(4) % 3]
 NAMES = {"identity": lambda x: x}
@@ -102,7 +102,7 @@ def found(module):
 @pytest.mark.parametrize("table", [cached_ramp, ramp_in_a_table, ramp_of_the_class, scaled])
 @pytest.mark.parametrize("split", [cached_halves, halves_in_a_table])
 def test_the_same_is_found_three_times_and_after_steps_that_filled_caches(split, table, monkeypatch):
-    monkeypatch.setattr(user_caches, "_known", (0, *user_caches._known[1:]))  # as after an import
+    monkeypatch.setattr(isolated_run, "_known", (0, *isolated_run._known[1:]))  # as after an import
     module = Blocks(split, table)
     first = found(module)
     assert first[0] == {"embed": 16, "blocks.0.heads": 4, "blocks.1.heads": 4} and first[1] == {}
@@ -149,7 +149,7 @@ def test_what_a_function_has_cached_has_values(monkeypatch):
         def training_step(self, batch, batch_idx):
             return super().training_step([batch[0][places(len(batch[0]))], batch[1]], batch_idx)
 
-    monkeypatch.setattr(user_caches, "_known", (0, *user_caches._known[1:]))
+    monkeypatch.setattr(isolated_run, "_known", (0, *isolated_run._known[1:]))
     module = Placed()
     submodels = Submodels(module, BATCH)
     for use in (

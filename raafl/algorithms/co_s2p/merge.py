@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Merge
-from raafl.core.memory import MergeMemory, OneValue
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, MergeMemory, OneValue
 from raafl.core.types import Update
 from raafl.errors import positive
 from raafl.parts.merge.mean import chunks, trained_pieces, zeros_like

@@ -42,8 +42,8 @@ from raafl.algorithms.split_fed.cut import Cut, Half, cuts_of
 from raafl.algorithms.split_fed.exchange import KEY, BothHook, Halves, LowerHook, UpperHook, halves
 from raafl.core.algorithm import Algorithm, Hook, Local, Select, SelectContext, Task, Training
 from raafl.core.local import Traits
-from raafl.core.own_steps import followed_cost
 from raafl.core.sample import Sample
+from raafl.core.task import followed_cost
 from raafl.core.types import ClientInfo, Warn, Work
 from raafl.data.epochs import batches_of_epoch, samples_of
 from raafl.errors import BadInput, fraction, positive

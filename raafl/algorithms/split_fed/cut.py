@@ -24,7 +24,7 @@ from raafl.submodel.batch_norm import keep_static
 from raafl.submodel.cost import Cost, Method
 from raafl.submodel.cost.fused import FusedKernels
 from raafl.submodel.cost.ledger import Ledger, storage_key
-from raafl.submodel.cut.copying import copy_structure
+from raafl.submodel.cut.layers import copy_structure
 from raafl.submodel.cut.shrink import Shrunk, Structure, build
 from raafl.submodel.frozen import FrozenBase
 from raafl.submodel.isolated_run import loss_of

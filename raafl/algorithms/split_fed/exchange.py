@@ -27,8 +27,8 @@ from raafl.algorithms.split_fed.cut import (
     with_received_activation,
 )
 from raafl.core.algorithm import Hook, Task
-from raafl.core.exchange import Exchange, ServerLink, server_seed
 from raafl.core.local import SkippedBatch
+from raafl.core.task import Exchange, ServerLink, server_seed
 from raafl.core.types import Assignment
 from raafl.errors import BadInput, InvalidPayload
 from raafl.submodel import Layout, SpecError, Submodels

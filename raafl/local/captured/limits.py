@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raafl.core.local import Local
+from raafl.core.options import FabricOptions
 from raafl.local.lightning_hooks import reads_index
-from raafl.local.options import FabricOptions
 from raafl.local.trainable import TrainableSubmodel
 from raafl.module_hooks import BATCH_HOOKS, TASK_HOOKS, overrides
 

@@ -13,8 +13,7 @@ from raafl.core.types import Warn
 from raafl.errors import BadInput
 from raafl.local.preparation.trial import explained
 from raafl.module_hooks import overrides
-from raafl.submodel.cut.copying import persistent_buffers
-from raafl.submodel.cut.layers import computed_by
+from raafl.submodel.cut.layers import computed_by, persistent_buffers
 from raafl.trainer_stand_in import attach
 
 STEPS = ("training_step", "validation_step", "test_step")

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from raafl.core.training import Training
+from raafl.core.options import Training
 from raafl.data.federated import FederatedData
 from raafl.errors import USER_ERRORS, BadInput, user_frame
 from raafl.local.evaluation.record import Recorder
 from raafl.module_hooks import begin, move_batch
 from raafl.optimizers import Schedule, configure
 from raafl.rng import seeded, undisturbed
-from raafl.submodel.cut.copying import copy_structure, persistent_buffers
+from raafl.submodel.cut.layers import copy_structure, persistent_buffers
 from raafl.submodel.flat import is_finite
 from raafl.submodel.isolated_run import loss_of, settle
 from raafl.submodel.nested_batch import batch_tensors, to_device

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from raafl.core.local import Local
 from raafl.core.masked_loss import CLASSES, HasLogits, logits_of
+from raafl.core.options import FabricOptions
 from raafl.core.payload import Payload
 from raafl.core.types import Update
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluation.metrics import LOSS
-from raafl.local.options import FabricOptions
 from raafl.local.stacked.products import Known
 from raafl.local.stacked.stacks import Unstackable, outside
 from raafl.local.stacked.steps import Member, Place, Steps

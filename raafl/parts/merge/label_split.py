@@ -12,8 +12,7 @@ import torch
 
 from raafl.core.algorithm import Merge
 from raafl.core.masked_loss import CLASSES, output_layer, why_unmasked
-from raafl.core.memory import MergeMemory
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import Update
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.wrapped import Wrapped

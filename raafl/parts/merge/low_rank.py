@@ -43,8 +43,7 @@ from torch import Tensor
 
 from raafl.core.algorithm import Hook, SelectContext, Task
 from raafl.core.hooks import RunHooks
-from raafl.core.memory import MergeMemory
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import ClientInfo, Update, Work, derive_seed
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.wrapped import Wrapped, WrappedSelect

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Merge, Trigger
-from raafl.core.memory import MergeMemory
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import Update
 from raafl.errors import BadInput, fraction, one_of, positive
 from raafl.parts.trigger import AllReported, EachArrival

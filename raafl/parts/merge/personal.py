@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from raafl.core.algorithm import SelectContext
-from raafl.core.memory import MergeMemory
 from raafl.core.payload import Bundles
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import ClientInfo, Update, Work
 from raafl.parts.local.mask_training import SCORES
 from raafl.parts.merge.wrapped import Wrapped, WrappedSelect

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from raafl.core.memory import MergeMemory
 from raafl.core.payload import Bundles
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import Update
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.submodel import FlatTensors, Spec

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raafl.core.algorithm import Algorithm
+from raafl.core.options import Guard, Privacy, Rounds
 from raafl.errors import BadInput
-from raafl.parts.protect.options import Guard, Privacy, Rounds
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import Submodels
 from raafl.submodel.batch_norm import Pooling

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch lists it in no __all__
 
-from raafl.core.memory import MergeMemory
-from raafl.core.state import GlobalState, PendingUpdate, copied, is_sound, restore
+from raafl.core.state import GlobalState, MergeMemory, PendingUpdate, copied, is_sound, restore
 from raafl.core.types import HUGE_NORM, Update
 from raafl.parts.merge.mean import chunks
 from raafl.parts.merge.wrapped import Wrapped

@@ -28,14 +28,13 @@ import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Algorithm
-from raafl.core.memory import MergeMemory
-from raafl.core.state import GlobalState
+from raafl.core.options import Privacy
+from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import EPSILON, Update
 from raafl.errors import BadInput, installing
 from raafl.parts.merge.label_split import joint_notes
 from raafl.parts.merge.mean import CHUNK, zeros_like
 from raafl.parts.merge.wrapped import Wrapped
-from raafl.parts.protect.options import Privacy
 from raafl.parts.protect.robust import difference, feed, norm_of
 from raafl.state_folder import write_private
 from raafl.submodel import FlatTensors, Spec

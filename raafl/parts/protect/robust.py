@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Merge
-from raafl.core.memory import MergeMemory, OneValue
-from raafl.core.state import GlobalState, PendingUpdate
+from raafl.core.options import Combine
+from raafl.core.state import GlobalState, MergeMemory, OneValue, PendingUpdate
 from raafl.core.types import Update
 from raafl.parts.merge.label_split import joint_notes
 from raafl.parts.merge.mean import CHUNK, chunks, zeros_like
 from raafl.parts.merge.wrapped import Wrapped
-from raafl.parts.protect.options import Combine
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.flat import is_merged
 

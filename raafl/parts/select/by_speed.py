@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from raafl.core.algorithm import SelectContext
-from raafl.core.memory import MergeMemory
+from raafl.core.state import MergeMemory
 from raafl.core.types import Assignment, ClientInfo, Work
 from raafl.errors import positive
 from raafl.parts.merge.wrapped import WrappedSelect

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Select, SelectContext
-from raafl.core.memory import MergeMemory
+from raafl.core.state import MergeMemory
 from raafl.core.types import Assignment, ClientInfo, Work, derive_seed
 from raafl.errors import BadInput, fraction, nearest, one_of, positive, refuse_unused
 from raafl.parts.select.submodels import uncut

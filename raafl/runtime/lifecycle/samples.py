@@ -21,7 +21,7 @@ from raafl.runfolder.schema import SAMPLE_COLUMNS, SAMPLES
 from raafl.runtime.lifecycle.checkpointer import cause
 from raafl.runtime.lifecycle.export import tokenizer_of
 from raafl.submodel import FlatTensors
-from raafl.submodel.cut.copying import copy_structure
+from raafl.submodel.cut.layers import copy_structure
 
 
 class SampleRecorder(RunHooks):

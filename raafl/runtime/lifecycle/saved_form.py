@@ -14,7 +14,7 @@ from raafl.core.hooks import HookList, RunHooks
 from raafl.local.evaluation.evaluate import LivingMetrics
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.submodel import FlatTensors
-from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.cut.layers import persistent_buffers
 
 
 class AsItIs:

@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 from raafl.errors import USER_ERRORS
 from raafl.rng import seeded, undisturbed
 from raafl.rules import Rules
-from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.cut.layers import persistent_buffers
 from raafl.submodel.flat import FlatTensors
-from raafl.submodel.isolated_run import call, draw, loss_of, one_line, settle
+from raafl.submodel.isolated_run import call, draw, loss_of, one_line, settle, uncached
 from raafl.submodel.nested_batch import batch_tensors, meta_batch, num_samples, repeated
 from raafl.submodel.spec import FULL, Spec, SpecError
-from raafl.submodel.user_caches import uncached
 
 if TYPE_CHECKING:
     from raafl.submodel.cost.ledger import Ledger
@@ -565,7 +564,7 @@ class MethodTask(Protocol):
 
 
 class Method(Protocol):
-    """Protocol of a method whose tasks do more than the user's own step; see `raafl.core.own_steps.OwnSteps`.
+    """Protocol of a method whose tasks do more than the user's own step; see `raafl.core.task.OwnSteps`.
 
     Attributes:
         rescale: whether it multiplies the activations of narrowed layers, as `Submodels.shrink` does.

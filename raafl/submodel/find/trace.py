@@ -26,15 +26,15 @@ from raafl import rng
 from raafl.errors import USER_ERRORS
 from raafl.submodel import isolated_run
 from raafl.submodel.cost.ledger import LARGE, storage_key
-from raafl.submodel.cut.copying import on_meta, remade
+from raafl.submodel.cut.layers import on_meta, remade
 from raafl.submodel.declared import within
 from raafl.submodel.find import rules  # noqa: F401  # it registers them
 from raafl.submodel.find.labels import Dim, Labels
 from raafl.submodel.find.operations import MOVING, Call, Dims, follow, rule_of
 from raafl.submodel.find.size_tracker import SizeTracker
+from raafl.submodel.isolated_run import uncached
 from raafl.submodel.nested_batch import meta_batch, tensors_in
 from raafl.submodel.results import result_of
-from raafl.submodel.user_caches import uncached
 
 TIMES = 3
 """Number of steps with random values; as many again follow a step that reads new parameters, such as an expert's."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput
-from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.cut.layers import persistent_buffers
 from raafl.submodel.module_state.containers import (
     ATTACHED,
     AttributesRecord,

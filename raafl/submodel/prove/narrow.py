@@ -10,7 +10,7 @@ from torch import nn
 from raafl.errors import USER_ERRORS
 from raafl.submodel import lora
 from raafl.submodel.batch_norm import statistics_of
-from raafl.submodel.cut.copying import persistent_buffers, without_values
+from raafl.submodel.cut.layers import persistent_buffers, without_values
 from raafl.submodel.flat import FlatTensors, is_merged
 from raafl.submodel.frozen import select
 from raafl.submodel.isolated_run import draw_, noise_like

@@ -21,18 +21,17 @@ from torch.overrides import TorchFunctionMode
 from raafl.errors import USER_ERRORS
 from raafl.rng import seeded, undisturbed
 from raafl.submodel.axes import Axis, Runs
-from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.cut.layers import persistent_buffers
 from raafl.submodel.declared import within
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.flat import FlatTensors, is_merged
 from raafl.submodel.frozen import select
-from raafl.submodel.isolated_run import loss_of, one_line, settle, unwrapped, watch_outputs
+from raafl.submodel.isolated_run import loss_of, one_line, settle, uncached, unwrapped, watch_outputs
 from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import mapped
 from raafl.submodel.prove.narrow import narrowed, num_values, random_values, shortened
 from raafl.submodel.spec import FULL, Spec
-from raafl.submodel.user_caches import uncached
 
 if TYPE_CHECKING:
     from raafl.submodel.submodels import Submodels

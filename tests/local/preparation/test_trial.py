@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from raafl.core.training import Training
+from raafl.core.options import Training
 from raafl.data.federated import FederatedData
 from raafl.data.partition import Iid
 from raafl.errors import BadInput

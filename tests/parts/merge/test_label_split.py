@@ -15,13 +15,13 @@ from raafl.algorithms import fed_avg, fed_rolex, hetero_fl
 from raafl.config.parse import parse
 from raafl.core import saving
 from raafl.core.masked_loss import CLASSES, output_layer
+from raafl.core.options import Guard
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Update
 from raafl.data import Dirichlet
 from raafl.parts.merge.label_split import LabelSplit, RowsMemory
 from raafl.parts.merge.mean import Mean
 from raafl.parts.protect.assembly import guarded
-from raafl.parts.protect.options import Guard
 from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels

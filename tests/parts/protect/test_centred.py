@@ -7,11 +7,11 @@ import math
 import pytest
 
 from raafl.algorithms import fed_async, fed_avg, scaffold
+from raafl.core.options import Guard
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Deltas, Mean, Staleness
 from raafl.parts.protect.assembly import guarded
-from raafl.parts.protect.options import Guard
 from raafl.parts.protect.robust import Centred, CentredMemory
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import filled, line_state, values_of

@@ -15,15 +15,13 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import fed_avg, fed_per
-from raafl.compression.options import Compress
 from raafl.core.algorithm import Merge
 from raafl.core.hooks import RunHooks
-from raafl.core.memory import Memory
-from raafl.core.state import GlobalState
+from raafl.core.options import Compress, Guard, Privacy, Rounds, SecureAggregation
+from raafl.core.state import GlobalState, Memory
 from raafl.core.types import Arrived, Update
 from raafl.errors import BadInput
 from raafl.parts.protect.assembly import bounded, widened, with_options
-from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.parts.protect.privacy import PrivacyMemory, epsilon
 from raafl.parts.protect.robust import CentredMemory, Copies
 from raafl.runtime.run import simulate

@@ -6,8 +6,8 @@ from dataclasses import fields
 
 import pytest
 
+from raafl.core.options import Guard, Privacy, SecureAggregation
 from raafl.errors import BadInput
-from raafl.parts.protect.options import Guard, Privacy, SecureAggregation
 
 
 @pytest.mark.parametrize(

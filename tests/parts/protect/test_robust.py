@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
+from raafl.core.options import Guard
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput
@@ -17,7 +18,6 @@ from raafl.parts.merge import mean as merges
 from raafl.parts.merge.mean import Deltas, Mean, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.protect.assembly import guarded
-from raafl.parts.protect.options import Guard
 from raafl.parts.protect.robust import WINDOW, CoordinateWise, GuardMemory, NormFilter, comparators, locate, norm_of
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import (

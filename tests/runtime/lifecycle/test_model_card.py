@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model_zoo import MLP
-from raafl.parts.protect.options import Privacy
+from raafl.core.options import Privacy
 from raafl.runfolder import checkpoints
 from raafl.runtime.lifecycle.model_card import model_card
 from tests.helpers.small_runs import experiment, finish

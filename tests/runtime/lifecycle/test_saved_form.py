@@ -17,7 +17,7 @@ from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.submodel import FlatTensors
-from raafl.submodel.cut.copying import persistent_buffers
+from raafl.submodel.cut.layers import persistent_buffers
 
 
 class Base(LightningModule):

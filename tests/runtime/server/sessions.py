@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from raafl.config.options import Timeouts
-from raafl.core.records_json import client_to_json
+from raafl.core.saving import client_to_json
 from raafl.core.types import Assignment, ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.runtime.identity import PROTOCOL

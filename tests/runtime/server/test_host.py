@@ -4,9 +4,9 @@ import pytest
 
 from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import Experiment
+from raafl.core.options import Guard, Privacy, Rounds
 from raafl.errors import BadInput
 from raafl.parts.protect.assembly import with_options
-from raafl.parts.protect.options import Guard, Privacy, Rounds
 from raafl.runfolder.journal import FolderLock
 from raafl.runtime.server.host import host, waits_note
 from raafl.transport import Transport

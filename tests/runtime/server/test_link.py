@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from raafl.config.options import Timeouts
-from raafl.core.records_json import client_to_json
 from raafl.core.roster import Roster
+from raafl.core.saving import client_to_json
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox

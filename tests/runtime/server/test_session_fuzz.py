@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from raafl.core.records_json import client_to_json
+from raafl.core.saving import client_to_json
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.protocol import Answer, Failed, Question

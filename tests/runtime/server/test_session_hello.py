@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from raafl.core.records_json import client_to_json
+from raafl.core.saving import client_to_json
 from raafl.core.types import Lost
 from raafl.devices.profiles import Profile
 from raafl.runtime.identity import Identity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raafl.core.records_json import client_to_json
+from raafl.core.saving import client_to_json
 from raafl.core.types import Arrived, Joined
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server import session_protocol as needs

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from raafl.submodel import Submodels
-from raafl.submodel.cut.copying import remade, without_values
+from raafl.submodel.cut.layers import remade, without_values
 
 
 def test_a_copy_has_tables_of_its_own_the_empty_ones_too():

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from raafl.core.algorithm import Algorithm, TriggerContext
 from raafl.core.local import Local
+from raafl.core.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.errors import BadInput
-from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.parts.protect.secure.fixed_point import FixedPoint
 from raafl.parts.protect.secure.group import threshold_of
 from raafl.parts.protect.secure.merge import SecureMemory, SecureSum, inner_mean

@@ -13,13 +13,12 @@ from typing import Any, ClassVar
 import torch
 
 from raafl.core.algorithm import Merge
-from raafl.core.memory import MergeMemory
-from raafl.core.state import GlobalState
+from raafl.core.options import SecureAggregation
+from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import SumGroup, Update
 from raafl.parts.merge.label_split import LabelSplit, joint_notes
 from raafl.parts.merge.mean import Deltas, Mean, zeros_like
 from raafl.parts.merge.wrapped import Wrapped
-from raafl.parts.protect.options import SecureAggregation
 from raafl.parts.protect.privacy import Private
 from raafl.parts.protect.secure.coverage import IntegerLayouts, buffer_of
 from raafl.parts.protect.secure.fixed_point import FixedPoint, add_

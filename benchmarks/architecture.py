@@ -41,7 +41,7 @@ STEPS: Final = (
     Step(2, "raafl.compression.streams", "UplinkCodec.pack", "what changed, or all of it"),
     Step(2, "raafl.transport.connection", "Connection.recv", "UPDATE, into what was agreed"),
     Step(1, "raafl.runtime.server.session", "Session.run", "a thread for each client"),
-    Step(1, "raafl.runtime.server.inbox", "Inbox.put", "one queue, one loop behind it"),
+    Step(1, "raafl.runtime.server.link", "Inbox.put", "one queue, one loop behind it"),
     Step(0, "raafl.core.algorithm", "Merge.reject_reason", "refused, with a reason?"),
     Step(0, "raafl.core.algorithm", "Trigger.due", "merge now?"),
     Step(0, "raafl.core.algorithm", "Merge.apply", "only what the update covers"),

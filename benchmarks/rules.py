@@ -56,26 +56,25 @@ def seconds(run: Run, rules: int) -> tuple[str, list[float]]:
 
 def rows(only: str | None = None) -> list[Row]:
     """Compare the first row of each method of each result; those whose data are not there are named."""
-    found: list[Row] = []
-    for name, rules, file, variant in older():
-        if only not in (None, name):
-            continue
-        methods: set[str] = set()
-        comparison = read(file, variant)
-        for label in comparison.rows:
-            row: dict[str, Any] = {"result": name, "rules": rules, "present": CURRENT, "row": label}
-            try:
-                run = resolve(comparison.config, label, comparison.options_of(label, ()), comparison.seeds[:1])[0]
-                method, before = seconds(run, rules)
-                if method in methods:
-                    continue
-                methods.add(method)
-                _, now = seconds(run, CURRENT)
-                row["moved"] = max(abs(b / a - 1) for a, b in zip(before, now, strict=True))
-            except BadInput as error:
-                row |= {"moved": None, "why": str(error)[:200]}
-            found.append(row)
-    return found
+    return [row for name, *rest in older() if only in (None, name) for row in _rows_of(name, *rest)]
+
+
+def _rows_of(name: str, rules: int, file: Path, variant: str | None) -> Iterator[Row]:
+    methods: set[str] = set()
+    comparison = read(file, variant)
+    for label in comparison.rows:
+        row: dict[str, Any] = {"result": name, "rules": rules, "present": CURRENT, "row": label}
+        try:
+            run = resolve(comparison.config, label, comparison.options_of(label, ()), comparison.seeds[:1])[0]
+            method, before = seconds(run, rules)
+            if method in methods:
+                continue
+            methods.add(method)
+            _, now = seconds(run, CURRENT)
+            row["moved"] = max(abs(b / a - 1) for a, b in zip(before, now, strict=True))
+        except BadInput as error:
+            row |= {"moved": None, "why": str(error)[:200]}
+        yield row
 
 
 if __name__ == "__main__":

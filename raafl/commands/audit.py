@@ -15,7 +15,7 @@ from raafl.errors import BadInput, at_least
 from raafl.lean_import import quick_imports
 from raafl.runfolder.books import Books, check_books
 from raafl.runfolder.schema import GROWING, JOURNAL, SEALS, SUMMARY
-from raafl.runfolder.signing import key_name, read_public_key
+from raafl.runfolder.seals import key_name, read_public_key
 from raafl.sanitize import sanitize_text
 from raafl.units import quantity
 

@@ -19,9 +19,9 @@ from raafl.commands.fit_local import NOTE
 from raafl.config.experiment import Experiment
 from raafl.config.shared import for_clients, sections
 from raafl.errors import BadInput, parse_address
-from raafl.runfolder.signing import Signer
+from raafl.runfolder.seals import Signer
 from raafl.runtime.server.host import OfSites, host
-from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link import Inbox
 from raafl.runtime.server.session_protocol import Terms
 from raafl.transport import ConnectOptions
 from raafl.transport.tcp.credentials import Credentials

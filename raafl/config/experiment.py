@@ -560,7 +560,7 @@ class Experiment:
         """
         if not self.secure_aggregation.is_on:
             return algorithm
-        from raafl.parts.protect.secure.assembly import secured
+        from raafl.parts.protect.secure.merge import secured
 
         options = self.secure_aggregation, self.rounds, self.guard, self.privacy
         return secured(algorithm, *options, self.clients, self.compress.up)

@@ -167,7 +167,7 @@ def maker(
         if args.get("save_dir") == str(folder / FOLDER):
             (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         if spec.name == "WandbLogger":
-            # Lightning's option to upload checkpoints, which raafl does not write for it: see raafl.loggers.tracking
+            # Lightning's option to upload checkpoints, which raafl does not write for it: see raafl.loggers.loggers
             args.pop("log_model", None)
         if spec.name == "MLFlowLogger":  # MLflow refuses to store in plain files unless this is set
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")

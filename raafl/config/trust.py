@@ -23,13 +23,13 @@ import yaml
 
 from raafl import data, parts
 from raafl.algorithms import ALGORITHMS
+from raafl.atomic_file import state_folder
 from raafl.config.check import MADE, Check
 from raafl.config.experiment import ABOUT, ACCELERATORS, marked
 from raafl.core.options import CAPTURES
 from raafl.errors import BadInput, RunFailed
 from raafl.rules import recorded_revision
 from raafl.sanitize import LARGEST, inside, is_url, load_untrusted_yaml, sanitize_text
-from raafl.state_folder import state_folder
 
 _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.most} | {"Device.count": 1_000_000}
 """Largest value that a server's config may give, by field; larger ones would only use up a client's resources."""

@@ -163,7 +163,7 @@ class Guard:
             clients' numbers of samples; null = as the client reports. Other clients count with their share of the run's
             data.
         max_norm_ratio: multiple of the median norm of accepted updates with the same layout above which an update is
-            refused, once eight are accepted; null = refuse none. See `raafl.parts.protect.bounded`.
+            refused, once eight are accepted; null = refuse none. See `raafl.parts.protect.assembly`.
         own_data: whether clients may train on their own data; false = such a client is refused when it joins.
         trim: share that trimmed_mean drops at each end, from 0 to below 0.5.
         radius: distance from the last result beyond which centred_clip clips an update, as an L2 norm; null = the median

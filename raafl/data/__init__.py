@@ -11,12 +11,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raafl.data.clusters import GaussianClusters
     from raafl.data.federated import ClientData, FederatedData
     from raafl.data.fine_tuning import FineTuning
     from raafl.data.loaders import TensorImages
     from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid, Partition, QuantitySkew
-    from raafl.data.sources import CIFAR10, CIFAR100, MNIST, Digits, HuggingFace
+    from raafl.data.sources import CIFAR10, CIFAR100, MNIST, Digits, GaussianClusters, HuggingFace
     from raafl.data.text import FPB, SST2, AGNews, HuggingFaceText, Shakespeare, TextFolder
     from raafl.data.tokens import TensorTokens, TensorWindows
 

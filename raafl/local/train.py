@@ -79,7 +79,7 @@ class LocalTrainer:
 
         `sends`: what the merge needs, "values" or "delta". `training`: length of a task, unless its assignment differs.
         `max_built`: number of submodels' modules to keep; a rank that may hold only its fragment keeps one. `pools`:
-        whether `raafl.parts.merge.pooled` merges running statistics, which are then sent in its form.
+        whether `raafl.parts.protect.assembly` merges running statistics, which are then sent in its form.
         """
         from lightning.fabric import Fabric
         from lightning.fabric.plugins.environments.lightning import LightningEnvironment

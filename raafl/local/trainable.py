@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raafl.core.local import Local
 from raafl.core.payload import Payload
 from raafl.errors import BadInput
-from raafl.local.buffers import Buffers
 from raafl.local.evaluation.record import Recorder
 from raafl.local.lightning_hooks import TaskHooks, Transfer
 from raafl.optimizers import Schedule, configure
@@ -157,3 +156,28 @@ def _with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
         yield scheduler
         # private attribute: torch has no public list of them
         yield from _with_inner(getattr(scheduler, "_schedulers", ()))
+
+
+class Buffers:
+    """Buffers of a submodel's module (such as running statistics), kept as views into the storage that is sent."""
+
+    def __init__(self, module: nn.Module, present: FlatTensors) -> None:
+        self._views = [
+            (part, name, buffer)
+            for path, part in module.named_modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None and (f"{path}.{name}" if path else name) in present
+        ]
+
+    def gather(self) -> None:
+        """Copy the values of buffers that a step has replaced by new tensors into the original tensors, and use these again."""
+        for part, name, view in self._views:
+            buffer = part._buffers[name]
+            if buffer is not view and buffer is not None:
+                view.copy_(buffer.detach())
+        self.restore()
+
+    def restore(self) -> None:
+        """Use the original tensors of all buffers again; values of new tensors that have replaced them are lost."""
+        for part, name, view in self._views:
+            part._buffers[name] = view

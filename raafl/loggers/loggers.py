@@ -6,24 +6,38 @@ logger that raises, hangs or falls behind is reported once and counted in the su
 
 from __future__ import annotations
 
+import csv
+import importlib.util
+import io
+import json
+import math
 import queue
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
+from raafl.atomic_file import atomic_file
 from raafl.config.loggers import FOLDER, LoggerSpec, in_words, maker, specs
 from raafl.core.hooks import RunHooks
 from raafl.core.types import Settled
-from raafl.loggers.tracking import Measurements, RecentUpdates, RunIds, Tables, finish, log, prepare
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.schema import CLIENT, LOST, MERGED, REFUSED, TRAIN, Summary, kind_of
+from raafl.runfolder.schema import CLIENT, KINDS, LOST, MERGED, REFUSED, SAMPLE_COLUMNS, TRAIN, Summary, kind_of
 from raafl.runfolder.statistics import Coverage
+from raafl.submodel import Spec
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from raafl.runfolder.reading import RecordedRun
 
 CALL_S = 30.0
 """Seconds after which a call of a logger counts as hung."""
@@ -212,3 +226,351 @@ def _close(logger: Any, status: str) -> None:
     logger.finalize("success" if status == "interrupted" else status)
     if type(logger).__name__ == "WandbLogger":  # Lightning would close the run only when the process ends
         logger.experiment.finish(exit_code=int(status == "failed"))
+
+
+OVER_TIME, OVER_BYTES = "over_time/", "over_bytes/"
+"""Prefixes of the names under which W&B draws each metric against the run's clock, and against the bytes sent."""
+MAX_TASKS = 10_000
+"""Largest number of rows of the timeline: the last tasks of a run."""
+BINS = 20
+"""Number of bins in a histogram of shares."""
+_MAX_BINS = 500
+_MAX_BARS = 2_000  # largest number of tasks in a chart
+_SHOWN_ROWS = 200  # largest number of rows of a table as text
+_RUN_IDS = "runs.json"
+_COLOURS = dict(zip(KINDS, ("#4269d0", "#b9b9c2", "#ff725c", "#efb118"), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """Data of one evaluation, to be passed to a logger.
+
+    Attributes:
+        version: version of the evaluated model.
+        metrics: metrics of the model, and averages over clients.
+        figures: numbers about the run at that time, by name, such as ``time_s``, ``bytes_up`` and ``bytes_down``.
+        staleness: staleness of each update merged since the last evaluation.
+        coverage: share of the model's parameters, 0 to 1, that a version's updates had trained; for each version since
+            the last evaluation.
+    """
+
+    version: int
+    metrics: Mapping[str, float]
+    figures: Mapping[str, float]
+    staleness: Sequence[int] = ()
+    coverage: Sequence[float] = ()
+
+    def scalars(self) -> dict[str, float]:
+        """Return all numbers of the evaluation, by name."""
+        found = {**self.metrics, **self.figures}
+        if self.staleness:
+            found["recent_staleness"] = sum(self.staleness) / len(self.staleness)
+            found["recent_staleness_max"] = max(self.staleness)
+        if self.coverage:
+            found["recent_coverage"] = sum(self.coverage) / len(self.coverage)
+        return found
+
+
+class RecentUpdates:
+    """Collector of data about the updates merged since the last evaluation: staleness, and the share of the model trained."""
+
+    def __init__(self, share: Callable[[Iterable[Spec]], float | None] | None = None) -> None:
+        """Start without rows; ``share`` returns the share of the model that submodels cover (None = unknown)."""
+        self._share = share
+        self._staleness: list[int] = []
+        self._specs: dict[int, set[Spec]] = {}
+
+    def settled(self, settled: Settled) -> None:
+        """Record the end of a task, and its update's staleness if the update was merged."""
+        if settled.outcome == MERGED and settled.assignment is not None:
+            self._staleness.append(settled.staleness)
+            self._specs.setdefault(settled.version, set()).add(settled.assignment.spec)
+
+    def take(self) -> tuple[list[int], list[float]]:
+        """Empty the collector; return the staleness of each update, and the share of the model that each version trained."""
+        shares = [self._share(specs) for specs in self._specs.values()] if self._share is not None else []
+        staleness, self._staleness = self._staleness, []
+        self._specs = {}
+        return staleness, [share for share in shares if share is not None]
+
+
+# ---- calls that differ between loggers ----
+
+
+def _is_a(logger: object, name: str) -> bool:
+    """Check whether a logger is an instance of the Lightning class ``name``."""
+    return any(cls.__name__ == name for cls in type(logger).__mro__)
+
+
+def prepare(logger: Any) -> None:
+    """Tell W&B which quantity is the x axis of each metric."""
+    if not _is_a(logger, "WandbLogger"):
+        return
+    begin = _prefix(logger)
+    for glob, step in ((OVER_TIME, "time_s"), (OVER_BYTES, "bytes")):
+        logger.experiment.define_metric(f"{begin}{step}")
+        logger.experiment.define_metric(f"{begin}{glob}*", step_metric=f"{begin}{step}")
+
+
+def log(logger: Any, measured: Measurements) -> None:
+    """Log an evaluation to a Lightning logger; the step is the model's version."""
+    row: dict[str, Any] = measured.scalars()
+    histograms = {"staleness": measured.staleness, "coverage": measured.coverage}
+    if _is_a(logger, "WandbLogger"):
+        import wandb
+
+        row |= {"version": measured.version, "bytes": row["bytes_up"] + row["bytes_down"]}
+        for begin in (OVER_TIME, OVER_BYTES):
+            row |= {begin + name: value for name, value in measured.metrics.items()}
+        for name, values in histograms.items():
+            if values:
+                row[f"histograms/{name}"] = wandb.Histogram(np_histogram=histogram(values, whole=name == "staleness"))
+    elif _is_a(logger, "MLFlowLogger"):  # MLflow drops ">=" from a target's name, and warns each time
+        row = {re.sub("[<>=]+", "_", name): value for name, value in row.items()}
+    logger.log_metrics(row, step=measured.version)
+    if _is_a(logger, "TensorBoardLogger"):
+        import numpy as np
+
+        for name, values in histograms.items():
+            if values:
+                logger.experiment.add_histogram(f"histograms/{name}", np.array(values, float), measured.version)
+    logger.save()
+
+
+def histogram(values: Sequence[float], *, whole: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Compute a histogram, as counts and bin edges."""
+    import numpy as np
+
+    most = int(max(values)) + 1 if whole else 1
+    return np.histogram(values, bins=most if whole and most <= _MAX_BINS else BINS, range=(0, most))
+
+
+def finish(logger: Any, folder: Path, summary: Summary, tables: Tables, *, with_model: bool = True) -> None:
+    """Log the tables, the summary and the final model at the end of a run."""
+    model = folder / summary["model"] if summary.get("model") and with_model else None
+    if _is_a(logger, "WandbLogger"):
+        _finish_wandb(logger, summary, tables, model)
+    elif _is_a(logger, "TensorBoardLogger"):
+        for name, (columns, rows) in tables.all().items():
+            logger.experiment.add_text(name, markdown(columns, rows), summary.get("versions", 0))
+    elif _is_a(logger, "MLFlowLogger"):
+        client, run = logger.experiment, logger.run_id
+        for name, (columns, rows) in tables.all().items():
+            client.log_text(run, _csv(columns, rows), f"{name}.csv")
+        client.log_text(run, json.dumps(dict(summary), indent=2, default=str), "summary.json")
+        if model is not None:
+            (client.log_artifacts if model.is_dir() else client.log_artifact)(run, str(model), "model")
+
+
+def _finish_wandb(logger: Any, summary: Summary, tables: Tables, model: Path | None) -> None:
+    import wandb
+
+    run, begin = logger.experiment, _prefix(logger)
+    found: dict[str, Any] = {
+        begin + name: wandb.Table(columns=[*columns], data=rows) for name, (columns, rows) in tables.all().items()
+    }
+    figure = tables.figure()
+    if figure is not None:
+        found[f"{begin}timeline_chart"] = wandb.Plotly(figure)
+    run.log(found)
+    said = ("finished", "versions", "updates_merged", "updates_lost", "utilisation", "model_digest", "time_to")
+    run.summary.update({name: value for name, value in summary.items() if name in said})
+    if model is not None:
+        told = [
+            (name, value)
+            for name, value in summary.items()
+            if name in ("algorithm", "versions", "model_digest", "final")
+        ]
+        artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata=dict(told))
+        (artifact.add_dir if model.is_dir() else artifact.add_file)(str(model))
+        run.log_artifact(artifact, aliases=["latest", "final"])
+
+
+def _prefix(logger: object) -> str:
+    prefix = getattr(logger, "_prefix", "")
+    return f"{prefix}-" if prefix else ""
+
+
+# ---- the tables ----
+
+Table = tuple[list[str], list[list[Any]]]
+"""Names of columns, and rows; what is not known is None."""
+
+
+class Tables:
+    """Tables of a run for its loggers; the run's folder is read only once, when a table is first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._lock = folder, threading.Lock()
+        self._found: tuple[dict[str, Table], Any] | None = None
+
+    def all(self) -> dict[str, Table]:
+        """Return the tables by name: clients, timeline and regions (pieces of the model that are merged separately)."""
+        return self._read()[0]
+
+    def figure(self) -> object:
+        """Return the timeline as a plotly figure; None if plotly is not installed or the run has too many tasks."""
+        return self._read()[1]
+
+    def _read(self) -> tuple[dict[str, Table], Any]:
+        with self._lock:
+            if self._found is None:
+                from raafl.runfolder.reading import read, sample_rows
+
+                run = read(self._folder)
+                found = {"clients": clients_table(run), "timeline": timeline_table(run), "regions": regions_table(run)}
+                if (rows := sample_rows(self._folder)) is not None:
+                    found["samples"] = [*SAMPLE_COLUMNS], rows
+                self._found = found, _figure(found["timeline"])
+            return self._found
+
+
+def clients_table(run: RecordedRun) -> Table:
+    """Return a table with a row for each client: device, outcomes of its tasks, working time, bytes."""
+    import numpy as np
+
+    tasks = run.tasks
+    columns = ["client", "device", "samples", "tasks", "merged", "refused", "lost", "unused", "staleness_mean"]
+    columns += ["staleness_max", "median_task_s", "at_work_share", "bytes_down", "bytes_up"]
+    rows = []
+    tasks_of = tasks.by_client()
+    ended = {kind: tasks.are(kind) for kind in ("merged", "refused", "lost", "unused")}
+    took_s = tasks["arrived_s"] - tasks["assigned_s"]
+    for number in run.client_ids():
+        mine, known = tasks_of.get(number, np.empty(0, np.intp)), run.clients.get(number)
+        lasted_s = took_s[mine]
+        lasted_s = lasted_s[np.isfinite(lasted_s)]
+        staleness = tasks["staleness"][mine[ended[MERGED][mine]]]
+        row: list[Any] = [number, known.device if known else "", known.num_samples if known else None, len(mine)]
+        row += [int(kind[mine].sum()) for kind in ended.values()]
+        row += [float(staleness.mean()), int(staleness.max())] if len(staleness) else [None, None]
+        row.append(float(np.median(lasted_s)) if len(lasted_s) else None)
+        row.append(min(float(lasted_s.sum()) / run.end_s, 1.0) if run.end_s > 0 else None)
+        row += [int(np.nansum(tasks[name][mine])) for name in ("bytes_down", "bytes_up")]
+        rows.append(row)
+    return columns, rows
+
+
+def timeline_table(run: RecordedRun) -> Table:
+    """Return a table with a row for each of the last `MAX_TASKS` tasks, in the order in which they ended."""
+    tasks = run.tasks
+    numbers = ("assigned_s", "arrived_s", "version", "merged_version", "staleness", "bytes_down", "bytes_up")
+    rows = []
+    for place in range(max(len(tasks) - MAX_TASKS, 0), len(tasks)):
+        cells = [_plain(tasks[name][place]) for name in numbers]
+        rows.append([int(tasks.client[place]), tasks.spec[place], tasks.outcome[place], *cells])
+    return ["client", "spec", "outcome", "begins_s", "ends_s", *numbers[2:]], rows
+
+
+def regions_table(run: RecordedRun) -> Table:
+    """Return a table with the number of merged updates of each region (a piece of the model that is merged separately)."""
+    counts: dict[int, int] = {}
+    for region in run.tasks["region"][run.tasks.are(MERGED)]:
+        if math.isfinite(region):
+            counts[int(region)] = counts.get(int(region), 0) + 1
+    return ["region", "merged"], [[region, counts[region]] for region in sorted(counts)]
+
+
+def _plain(value: float) -> float | None:
+    if not math.isfinite(value):
+        return None
+    return int(value) if float(value).is_integer() else float(value)
+
+
+def _figure(timeline: Table) -> object:
+    rows = [row for row in timeline[1] if row[3] is not None and row[4] is not None]
+    if not rows or len(rows) > _MAX_BARS or importlib.util.find_spec("plotly") is None:
+        return None
+    from plotly import graph_objects
+
+    figure = graph_objects.Figure()
+    for kind, colour in _COLOURS.items():
+        mine = [row for row in rows if kind_of(row[2]) == kind]
+        if mine:
+            figure.add_bar(
+                orientation="h",
+                name=kind,
+                marker_color=colour,
+                y=[row[0] for row in mine],
+                base=[row[3] for row in mine],
+                x=[row[4] - row[3] for row in mine],
+                text=[row[1] for row in mine],
+            )
+    figure.update_layout(barmode="overlay", xaxis_title="seconds on the run's clock", yaxis_title="client")
+    return figure
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return the first rows of a table as Markdown, for TensorBoard."""
+
+    def line(cells: Iterable[Any]) -> str:
+        return (
+            "| "
+            + " | ".join(
+                "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in cells
+            )
+            + " |"
+        )
+
+    text = [line(columns), line("---" for _ in columns), *(line(row) for row in rows[:_SHOWN_ROWS])]
+    if len(rows) > _SHOWN_ROWS:
+        text += ["", f"and {len(rows) - _SHOWN_ROWS} more"]
+    return "\n".join(text)
+
+
+def _csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+    return file.getvalue()
+
+
+# ---- ids, to continue a logger's run after a resume ----
+
+
+_NAMES = {
+    "id": re.compile(r"[\w-]{1,128}"),
+    "run_id": re.compile(r"[\w-]{1,128}"),
+    "version": re.compile(r"version_\d{1,9}"),
+}
+"""Patterns of the names that trackers give a run, by attribute; no path matches, since loggers write where a version leads."""
+
+
+def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the valid arguments that identify a run to a tracker, from those read from a file."""
+    return {
+        name: value
+        for name, words in _NAMES.items()
+        if type(value := ids.get(name)) is int or (isinstance(value, str) and words.fullmatch(value))
+    }
+
+
+class RunIds:
+    """Ids that trackers such as W&B gave a run; they are stored in its folder, so that a resumed run continues the same entry."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the identifiers of an earlier attempt from ``folder``."""
+        self._path, self._lock = folder / _RUN_IDS, threading.Lock()
+        self._found: dict[str, dict[str, Any]] = {}
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # the file is missing or invalid
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            self._found = {str(name): _names_in(ids) for name, ids in found.items()}
+
+    def of(self, name: str) -> dict[str, Any]:
+        """Return the arguments with which the logger ``name`` continues an earlier run; an empty mapping for a new run."""
+        return dict(self._found.get(name, {}))
+
+    def keep(self, name: str, logger: Any) -> None:
+        """Store the id that a logger gave the run; do nothing if the file cannot be written."""
+        ids: dict[str, Any] = {}
+        if _is_a(logger, "WandbLogger"):
+            ids = {"id": logger.experiment.id}
+        elif _is_a(logger, "MLFlowLogger"):
+            ids = {"run_id": logger.run_id}
+        elif _is_a(logger, "TensorBoardLogger"):
+            ids = {"version": logger.version}
+        with self._lock, suppress(OSError):
+            if ids and self._found.get(name) != ids:
+                self._found[name] = ids
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_file(self._path) as file:
+                    file.write((json.dumps(self._found, indent=2) + "\n").encode())

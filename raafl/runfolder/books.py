@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from raafl.runfolder.append_file import MAX_NAMED, START, ChainCheck, complete_rows, measure
 from raafl.runfolder.schema import CHECKPOINTS, CONFIG, GROWING, JOURNAL, MODEL, SEALS, SUMMARY
-from raafl.runfolder.seals import Seal, TableDigest, file_digest, read_seals, seal_digest
-from raafl.runfolder.signing import is_signed, key_name
+from raafl.runfolder.seals import Seal, TableDigest, file_digest, is_signed, key_name, read_seals, seal_digest
 from raafl.sanitize import sanitize_text
 from raafl.units import quantity
 

@@ -61,8 +61,7 @@ from raafl.runfolder.schema import (
     JournalRow,
     Summary,
 )
-from raafl.runfolder.seals import Sealed, SealFile, TableDigest, TableSeal, digests
-from raafl.runfolder.signing import Signer
+from raafl.runfolder.seals import Sealed, SealFile, Signer, TableDigest, TableSeal, digests
 from raafl.runfolder.tail import Reader
 
 

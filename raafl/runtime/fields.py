@@ -9,7 +9,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any, Final, Literal, Self, get_args
 
 from raafl.core.types import Assignment
-from raafl.runfolder.signing import Signer, is_signed
+from raafl.runfolder.seals import Signer, is_signed
 from raafl.sanitize import sanitize_text
 from raafl.transport import Refused
 

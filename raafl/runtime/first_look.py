@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from raafl.config.experiment import Experiment
+from raafl.config.options import ranking
 from raafl.core.types import Warn
 from raafl.errors import BadInput
 from raafl.local.evaluation.evaluate import Evaluator
@@ -14,7 +16,7 @@ from raafl.local.preparation.prepare import eval_mode_note
 from raafl.local.preparation.trial import explained, try_single_samples, try_training
 from raafl.local.sparse_gradients import check_optimizer
 from raafl.optimizers import configure
-from raafl.runtime.goals import met_at_once
+from raafl.runfolder.schema import CLIENT
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.setup import ServerSetup, data_notes
 from raafl.submodel import FULL
@@ -111,3 +113,45 @@ def _saved_notes(parts: ServerSetup, form: SavedForm) -> list[Warn]:
 def _restart_note(names: list[str]) -> str:
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return f"attributes that start again in each task: {shown}; use a floating-point buffer for state that should carry over"
+
+
+def check_goals(experiment: Experiment, metrics: Mapping[str, float], *, has_client_tests: bool) -> None:
+    """Raise `BadInput` if a target or `keep_best` names an unknown metric, or one of which no direction is known."""
+    known = [*metrics, *(CLIENT + name for name in metrics if has_client_tests)]
+    for target in experiment.targets():
+        name, value = target.metric, f"{target.value:g}"
+        if name not in known:
+            raise BadInput(
+                f"target is '{target}', but validation_step gives no '{name}': use one of {', '.join(known)}"
+            )
+        if not target.is_clear:
+            raise BadInput(
+                f"target is '{target}', and the name '{name}' does not say which values are better: give '{name}<={value}' "
+                f"or '{name}>={value}'"
+            )
+    if experiment.keep_best is None:
+        return
+    best, mode = ranking(experiment.keep_best)
+    if best not in metrics:
+        raise BadInput(
+            f"keep_best is '{best}', but validation_step gives no '{best}': use one of {', '.join(metrics)}, or null"
+        )
+    if mode is None:
+        raise BadInput(
+            f"keep_best is '{best}', and this name does not say which values are better: give '{best}:min' or '{best}:max'"
+        )
+
+
+def met_at_once(experiment: Experiment, metrics: Mapping[str, float]) -> list[Warn]:
+    """Return a warning if the initial model meets all targets, so that the run will end before it trains."""
+    targets = experiment.targets()
+    if not targets or not all(target.met(metrics) for target in targets):
+        return []
+    shown = " and ".join(f"'{target}'" for target in targets)
+    values = ", ".join(f"{target.metric} is {metrics[target.metric]:g}" for target in targets)
+    return [
+        Warn(
+            f"target is {shown}, which the initial model meets ({values}), so nothing will be trained: give a value that is "
+            "harder to reach, or the direction (METRIC<=VALUE or METRIC>=VALUE)"
+        )
+    ]

@@ -20,10 +20,9 @@ from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.outcome import method_lines
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CONFIG, JournalRow, Summary
-from raafl.runfolder.signing import Signer
+from raafl.runfolder.seals import Signer
 from raafl.runfolder.statistics import Coverage, RunStatistics
-from raafl.runtime.first_look import first_look, notes_before
-from raafl.runtime.goals import check_goals
+from raafl.runtime.first_look import check_goals, first_look, notes_before
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
 from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.lifecycle.export import save_final

@@ -12,9 +12,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from raafl.atomic_file import atomic_file
+from raafl.atomic_file import atomic_file, write_private
 from raafl.errors import BadInput
-from raafl.state_folder import write_private
 
 _LARGEST_BYTES = 1 << 20
 

@@ -6,31 +6,35 @@ The server is told that a task is refused, `POLICY`, and nothing else; the site'
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import select
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import yaml
 
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
-from raafl.errors import TaskFailed
+from raafl.errors import BadInput, TaskFailed
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.worker import Client, ClientExtension, Gate, TaskRefused, Work
 from raafl.runtime.fields import MAX_LOG_LINES, MAX_LOG_TEXT, LogLine, level_of
 from raafl.runtime.protocol import Answer, Failed
 from raafl.sanitize import sanitize_text
 from raafl.sites.budget import BudgetSpent, SiteBooks, privatise, problem
-from raafl.sites.consent import Consents
-from raafl.sites.policy import KINDS, SiteLogs, SitePolicy, opens_at, same_part
+from raafl.sites.policy import KINDS, Consent, SiteLogs, SitePolicy, opens_at, same_part
 from raafl.submodel import FlatTensors, Submodels
 from raafl.transport import Connection, Kind, Message
 from raafl.transport.codec import Expect
@@ -461,3 +465,90 @@ class MeteredConnection(Connection):
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
         self._inner.close()
+
+
+# Ask a person at the site for consent: at the terminal, or by a file that a reviewer answers.
+#
+# In the folder a request is ``ID.json``. The reviewer answers by a file beside it, ``ID.yes`` or ``ID.no``; both are then
+# removed by the client, and what was asked and answered goes to ``answers.jsonl``. No answer in time is a no, and so is a
+# folder that cannot be used: without a line in ``answers.jsonl`` there is no consent.
+
+_LOOK_S = 0.2
+
+
+class Consents:
+    """Asks people at the site for the consent that its policy requires."""
+
+    def __init__(self, consent: Consent | None, ended: Callable[[], bool] = lambda: False) -> None:
+        """Prepare; create the spool folder if it is missing.
+
+        `consent`: whom to ask and for what; None = nobody. Raises BadInput if the folder cannot be written.
+        """
+        self._consent, self.ended = consent, ended
+        self._is_failing = False
+        if consent is not None and consent.folder is not None:
+            try:
+                Path(consent.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as error:
+                raise BadInput(
+                    f"policy.consent.folder is '{consent.folder}', which cannot be created ({error.strerror}): name "
+                    "another folder"
+                ) from None
+
+    def given(self, every: Literal["run", "task", "update"], request: Mapping[str, Any]) -> bool:
+        """Ask a person for consent and return the answer; return True at once if the policy does not require it here."""
+        consent = self._consent
+        if consent is None or consent.every != every:
+            return True
+        shown = {"asks": f"consent to this {every}", **request}
+        if consent.folder is None:
+            return self._at_terminal(shown, consent.wait_s)
+        try:
+            is_given = self._by_spool(Path(consent.folder), shown, consent.wait_s)
+        except OSError as error:  # the disk is full, or the folder was deleted
+            self._warn(consent.folder, error)
+            return False
+        self._is_failing = False
+        return is_given
+
+    def _warn(self, folder: str, error: OSError) -> None:
+        """Warn that nobody can be asked for consent; warn again only after the folder has worked in between."""
+        if not self._is_failing:
+            _log.warning(
+                f"policy.consent.folder is '{folder}', in which no file can be written ({error.strerror}): make room, "
+                "or create the folder again; until then nobody consents",
+                extra={"private": True},
+            )
+        self._is_failing = True
+
+    def _at_terminal(self, request: Mapping[str, Any], wait_s: float) -> bool:
+        """Show the request at the terminal and read a line; anything but yes counts as no."""
+        lines = "\n".join(f"  {name}: {value}" for name, value in request.items())
+        sys.stderr.write(f"{lines}\nConsent? [y/N] ")
+        sys.stderr.flush()
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and not self.ended():
+            if select.select([sys.stdin], [], [], _LOOK_S)[0]:
+                return sys.stdin.readline().strip().lower() in ("y", "yes")
+        sys.stderr.write("no answer\n")
+        return False
+
+    def _by_spool(self, folder: Path, request: Mapping[str, Any], wait_s: float) -> bool:
+        """Write the request to the spool folder and wait for the reviewer's answer file."""
+        name = f"{datetime.now():%Y%m%d-%H%M%S}-{uuid4().hex[:8]}"
+        new, file = folder / f"{name}.new", folder / f"{name}.json"
+        yes, no = folder / f"{name}.yes", folder / f"{name}.no"
+        try:
+            new.write_text(json.dumps(request, indent=2, default=str) + "\n", encoding="utf-8")
+            new.rename(file)  # renamed, so that a reviewer never sees a half-written file
+            deadline = time.monotonic() + wait_s
+            while time.monotonic() < deadline and not self.ended() and not (yes.exists() or no.exists()):
+                time.sleep(_LOOK_S)
+            answer = "no" if no.exists() else "yes" if yes.exists() else "none"
+            with (folder / "answers.jsonl").open("a", encoding="utf-8") as answers:
+                answers.write(json.dumps({"id": name, "answer": answer, **request}, default=str) + "\n")
+        finally:
+            for one in (new, file, yes, no):
+                with suppress(OSError):
+                    one.unlink()
+        return answer == "yes"

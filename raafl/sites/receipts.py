@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
-from raafl.atomic_file import atomic_file
+from raafl.atomic_file import atomic_file, state_folder
 from raafl.core.saving import assignment_from_json, assignment_to_json
 from raafl.core.types import Assignment
 from raafl.errors import BadInput, TaskFailed
@@ -34,12 +34,11 @@ from raafl.runfolder.books import Books
 from raafl.runfolder.checkpoints import load_plain
 from raafl.runfolder.events import JournalReader
 from raafl.runfolder.schema import CONFIG, JournalRow
-from raafl.runfolder.signing import Signer, is_signed
+from raafl.runfolder.seals import Signer, is_signed
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.client.worker import Client, ClientExtension, Work
 from raafl.runtime.fields import SignedHead
 from raafl.runtime.lifecycle.environment import conditions, differences
-from raafl.state_folder import state_folder
 from raafl.submodel import FlatTensors, Layout, SpecError
 from raafl.transport import Refused
 

@@ -18,9 +18,9 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from raafl.atomic_file import state_folder
 from raafl.errors import BadInput
 from raafl.sites.certificates import read, read_certificate, write
-from raafl.state_folder import state_folder
 
 FOLDER = "revoked"
 """Folder within the user's state folder with the newest revocation list of each authority."""

@@ -20,14 +20,19 @@ from raafl.core.types import Assignment, Update
 from raafl.errors import BadInput
 from raafl.local.train import Stopped
 from raafl.log import warn_once
-from raafl.parts.protect.secure.agreement import check_facts
-from raafl.parts.protect.secure.coverage import IntegerLayouts
-from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE, OutOfRange
-from raafl.parts.protect.secure.group import CannotOpen, Group, GroupMember, statement
-from raafl.parts.protect.secure.member import Member
+from raafl.parts.protect.secure.group import (
+    OUT_OF_RANGE,
+    CannotOpen,
+    Group,
+    GroupMember,
+    IntegerLayouts,
+    OutOfRange,
+    statement,
+)
+from raafl.parts.protect.secure.member import Member, check_facts
 from raafl.parts.protect.secure.merge import SecureSum
 from raafl.parts.trigger import AllReported
-from raafl.runfolder.signing import Signer, is_signed
+from raafl.runfolder.seals import Signer, is_signed
 from raafl.runtime.client.worker import Client, ClientExtension, Work
 from raafl.runtime.exchange import Questions
 from raafl.runtime.identity import Identity

@@ -10,11 +10,9 @@ from raafl.core.coordinator import Coordinator
 from raafl.core.saving import group_from_json
 from raafl.core.types import Assignment, SumGroup, Update
 from raafl.errors import TaskFailed
-from raafl.parts.protect.secure.coverage import IntegerLayouts
-from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE, OutOfRange
-from raafl.parts.protect.secure.group import CannotOpen
+from raafl.parts.protect.secure.group import OUT_OF_RANGE, CannotOpen, IntegerLayouts, OutOfRange
+from raafl.parts.protect.secure.member import mask_and_open_
 from raafl.parts.protect.secure.merge import SecureSum
-from raafl.parts.protect.secure.rehearsal import mask_and_open_
 from raafl.parts.trigger import Buffered
 from raafl.runfolder.schema import JournalRow
 from raafl.runtime.extensions import ReplayExtension

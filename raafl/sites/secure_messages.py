@@ -27,9 +27,8 @@ from typing import Any, Self
 import torch
 
 from raafl.core.types import Assignment
-from raafl.parts.protect.secure.agreement import SIGNATURE_BYTES
-from raafl.parts.protect.secure.coverage import Coverage
-from raafl.parts.protect.secure.group import COMMITMENT_BYTES, Group, GroupMember, reveal_bytes, share_bytes
+from raafl.parts.protect.secure.group import COMMITMENT_BYTES, Coverage, Group, GroupMember, reveal_bytes, share_bytes
+from raafl.parts.protect.secure.member import SIGNATURE_BYTES
 from raafl.runtime.fields import Meta, count_of, text_of
 from raafl.runtime.protocol import Answer
 from raafl.sanitize import sanitize_text
@@ -235,7 +234,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Signed:
-    """Message with a member's signature of the list of senders, or of both lists (`raafl.parts.protect.secure.agreement`)."""
+    """Message with a member's signature of the list of senders, or of both lists (`raafl.parts.protect.secure.member`)."""
 
     signature: bytes
 

@@ -18,14 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from raafl.core.types import Arrived, Assignment, Event, Lost, SumGroup, Update
 from raafl.log import warn_once
 from raafl.parts.protect.privacy import Private
-from raafl.parts.protect.secure.agreement import is_signed, lists_text, senders_text
-from raafl.parts.protect.secure.coverage import IntegerLayouts
-from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE
-from raafl.parts.protect.secure.group import CannotOpen, Group, threshold_of
-from raafl.parts.protect.secure.opening import Opening
+from raafl.parts.protect.secure.group import OUT_OF_RANGE, CannotOpen, Group, IntegerLayouts, threshold_of
+from raafl.parts.protect.secure.member import Opening, is_signed, lists_text, senders_text
 from raafl.runtime.fields import Meta
 from raafl.runtime.protocol import Answer, Failed
-from raafl.runtime.server.inbox import ForExtension
+from raafl.runtime.server.link import ForExtension
 from raafl.runtime.server.session_protocol import Await, Confirm, Sent, SessionExtension, Steps
 from raafl.runtime.server.wall_clock import LoopExtension
 from raafl.sites.secure_groups import NOT_OPENED, UNCERTIFIED, SecureGroups

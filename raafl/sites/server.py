@@ -27,7 +27,7 @@ from raafl.errors import BadInput, nearest, no_utf8
 from raafl.plain_yaml import load_yaml, yaml_problem
 from raafl.runfolder.append_file import AppendFile
 from raafl.runfolder.schema import CLIENT_LOGS
-from raafl.runfolder.signing import Signer
+from raafl.runfolder.seals import Signer
 from raafl.runtime.fields import LogLine, SignedHead
 from raafl.runtime.protocol import Answer, Assign, Failed
 from raafl.runtime.server.session_protocol import SessionExtension, SessionProtocol, Task
@@ -35,7 +35,7 @@ from raafl.sanitize import load_untrusted_yaml
 from raafl.sites.credentials import stamp_of
 from raafl.submodel import FlatTensors
 from raafl.transport import Refused
-from raafl.transport.tcp.rate_limit import TokenBucket
+from raafl.transport.tcp.listener import TokenBucket
 from raafl.units import quantity
 
 if TYPE_CHECKING:

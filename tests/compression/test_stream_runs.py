@@ -23,7 +23,7 @@ from raafl.parts.merge.mean import Deltas
 from raafl.parts.protect.privacy import Privacy
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.replay import replay
-from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link import Inbox
 from raafl.runtime.server.session import Session
 from raafl.runtime.server.session_protocol import SessionSetup
 from raafl.submodel import FULL, FlatTensors

@@ -19,8 +19,7 @@ from raafl.algorithms import ALGORITHMS
 from raafl.errors import TaskFailed
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.runtime.executors import batched as cohorts_module
-from raafl.runtime.executors.ranks import RankExecutor
-from raafl.runtime.executors.shared_evaluation import Shared
+from raafl.runtime.executors.ranks import RankExecutor, Shared
 from raafl.runtime.run import simulate
 from tests.conformance import executors
 from tests.conformance.executors import Dropping, Slow, clients, evaluator_of, in_any_order, one_by_one, tasks_of

@@ -23,7 +23,7 @@ from raafl.errors import BadInput, Replaced, RunFailed
 from raafl.runtime import identity
 from raafl.runtime.client.join import join
 from raafl.runtime.client.setup import ClientSetup
-from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link import Inbox
 from raafl.sites.admit import DryRun, admit, look
 from raafl.sites.credentials import TlsFiles
 from raafl.sites.gate import SiteGate

@@ -29,7 +29,7 @@ from raafl.local import malloc
 from raafl.runtime.fit import take_part
 from raafl.runtime.run import simulate
 from raafl.runtime.server.host import host
-from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link import Inbox
 from raafl.runtime.simulate_over_ranks import train
 from raafl.transport import Admit, Transport
 from raafl.transport import torchrun as transport

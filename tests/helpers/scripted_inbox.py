@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raafl.core.types import Arrived, Event, Joined, Lost, Sending
-from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link import Inbox
 
 Key = tuple[str, int]
 

@@ -10,7 +10,7 @@ import pytest
 from raafl.runfolder.append_file import START, AppendFile, link, read_table, unlink, write_table
 from raafl.runfolder.books import check_books, signature_warning
 from raafl.runfolder.journal import RunFolder
-from raafl.runfolder.signing import Signer
+from raafl.runfolder.seals import Signer
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from raafl.errors import BadInput
-from raafl.runfolder.signing import Signer, is_signed, key_name, read_public_key
+from raafl.runfolder.seals import Signer, is_signed, key_name, read_public_key
 
 
 def write_key(path, key):

@@ -23,7 +23,7 @@ from raafl.local.train import LocalTrainer
 from raafl.runtime.client.worker import Client
 from raafl.runtime.exchange import SplitClient, SplitSession
 from raafl.runtime.identity import PROTOCOL
-from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link import Inbox
 from raafl.runtime.server.session import Session
 from raafl.runtime.server.session_protocol import SessionSetup
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raafl.errors import BadInput
-from raafl.runtime.goals import check_goals, met_at_once
+from raafl.runtime.first_look import check_goals, met_at_once
 from tests.helpers.small_runs import experiment, finish
 
 METRICS = {"mse": 1.6, "accuracy": 0.1, "gap": 0.5}

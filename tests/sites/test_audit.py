@@ -15,7 +15,7 @@ from raafl.local.train import LocalTrainer
 from raafl.runfolder.append_file import START, link, unlink
 from raafl.runfolder.books import check_books
 from raafl.runfolder.journal import RunFolder
-from raafl.runfolder.signing import Signer
+from raafl.runfolder.seals import Signer
 from raafl.sites.receipts import SiteReceipts, compare, server_keys
 from tests.helpers import cached_models
 from tests.helpers.joining_clients import SERVER, remote

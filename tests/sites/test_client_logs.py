@@ -10,7 +10,7 @@ import pytest
 from raafl.runtime.fields import LogLine
 from raafl.sites import server as client_logs
 from raafl.sites.server import ClientLogs
-from raafl.transport.tcp.rate_limit import TokenBucket
+from raafl.transport.tcp.listener import TokenBucket
 
 
 def rows(folder):

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from raafl.sites import consent as consents
-from raafl.sites.consent import Consents
+from raafl.sites import gate as consents
+from raafl.sites.gate import Consents
 from raafl.sites.policy import Consent
 
 

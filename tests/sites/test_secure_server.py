@@ -13,9 +13,9 @@ from raafl.algorithms import fed_avg, fed_buff, hetero_fl
 from raafl.core.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.core.types import Arrived, Assign
 from raafl.data.partition import Dirichlet
-from raafl.parts.protect.secure.assembly import secured
-from raafl.parts.protect.secure.coverage import IntegerLayouts
+from raafl.parts.protect.secure.group import IntegerLayouts
 from raafl.parts.protect.secure.member import Member
+from raafl.parts.protect.secure.merge import secured
 from raafl.runtime.protocol import Answer
 from raafl.sites.secure_groups import UNCERTIFIED, SecureGroups
 from raafl.sites.secure_messages import (

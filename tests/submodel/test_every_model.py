@@ -13,7 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from raafl.local.buffers import Buffers
+from raafl.local.trainable import Buffers
 from raafl.submodel import FULL, FlatTensors, Spec, SpecError
 from tests.submodel.cut.test_shrink import filled, zeroed
 from tests.submodel.models import slow_masks, specs

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from raafl.core.types import derive_seed
 from raafl.data.federated import Sized
 from raafl.errors import BadInput
-from raafl.local.buffers import Buffers
 from raafl.local.evaluation.metrics import begin, end, step
 from raafl.local.evaluation.record import Recorder, logged_value
+from raafl.local.trainable import Buffers
 from raafl.module_hooks import overrides
 from raafl.rng import RngStream, generators, same_generators
 from raafl.submodel import FULL, FlatTensors, Submodels

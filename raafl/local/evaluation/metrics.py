@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from raafl.data.federated import ClientData, Sized
-from raafl.local.buffers import Buffers
 from raafl.local.evaluation.record import Recorder
+from raafl.local.trainable import Buffers
 from raafl.module_hooks import move_batch, overrides
 from raafl.submodel.nested_batch import to_device
 from raafl.trainer_stand_in import stage

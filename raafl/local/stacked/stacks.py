@@ -9,7 +9,7 @@ up to a multiple of 16 bytes. A slice has the alignment of a client's own tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch._C._functorch as functorch
 from torch import Tensor
 from torch._functorch.predispatch import lazy_load_decompositions
 from torch.autograd import Function
+from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _ALIGN_BYTES = 16
@@ -159,3 +160,168 @@ def by_slices(
             for parts in zip(*(values for values, _ in flat), strict=True)
         ]
     return tree_unflatten(together, flat[0][1])
+
+
+# Compute linear layers and embeddings of several clients in one product where its bits equal those of separate products.
+#
+# Whether they do depends on shapes and memory alignment only. So each kind is first tried on random numbers, and computed
+# separately where any result differs. The actual numbers would not do: equal results of three may be chance.
+
+CACHE_LINE_BYTES = 64
+_ENOUGH = 4096  # number of results to compare: small products differ in one of ten to one of a hundred
+
+Known = dict[Hashable, bool]
+"""Whether a batched product has the bits of the clients' own, by shapes and places."""
+
+
+def linear(known: Known, num: int, x: object, weight: object, bias: object = None) -> object:
+    """Compute `F.linear` for all clients' stacked tensors, inside vmap.
+
+    `known`: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
+    and shapes.
+    `weight`: stacked weights, (clients, out, in).
+    `bias`: stacked biases, (clients, out); None = no bias.
+    """
+    stacks = [stack_of(one) for one in (x, weight, bias)]
+    if any(stack is None for stack, one in zip(stacks, (x, weight, bias), strict=True) if one is not None):
+        return by_slices(F.linear, (x, weight, bias), {}, num)
+    xs, weights, biases = stacks
+    assert xs is not None and weights is not None
+    # torch uses another kernel for the rest
+    usual = xs.dim() in (3, 4) and weights.dim() == 3 and xs[0].is_contiguous()
+    if not usual or min(xs.shape[1:]) < 1 or min(weights.shape[1:]) < 2:
+        return by_slices(F.linear, (x, weight, bias), {}, num)
+    with outside() as inside:
+        y = _Linear.apply(known, xs.flatten(1, -2), weights, biases)
+        return inside(y.view(*xs.shape[:-1], weights.shape[1]))
+
+
+class _Linear(Function):
+    """x W^T + b for x (clients, n, in), W (clients, out, in), b (clients, out); both passes use autograd's own products."""
+
+    @staticmethod
+    def forward(ctx: Any, known: Known, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.known, ctx.has_bias = known, bias is not None
+        ctx.save_for_backward(x, weight)
+        if bias is None:
+            return product(known, "x W", lambda a, w: torch.bmm(a, w.mT), lambda a, w: torch.mm(a, w.t()), x, weight)
+        return product(
+            known,
+            "x W + b",
+            lambda a, w, b: torch.baddbmm(b.unsqueeze(1), a, w.mT),
+            lambda a, w, b: torch.addmm(b, a, w.t()),
+            x,
+            weight,
+            bias,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        known, (x, weight), needs = ctx.known, ctx.saved_tensors, ctx.needs_input_grad
+        of_x = product(known, "g W", torch.bmm, torch.mm, g, weight) if needs[1] else None
+        of_weight = None
+        if needs[2]:
+            of_weight = product(known, "g x", lambda a, b: torch.bmm(a.mT, b), lambda a, b: torch.mm(a.t(), b), g, x)
+        of_bias = None
+        if ctx.has_bias and needs[3]:
+            of_bias = product(known, "sum g", lambda a: a.sum(1), lambda a: a.sum(0), g)
+        return None, of_x, of_weight, of_bias
+
+
+def product(
+    known: Known, name: str, together: Callable[..., Tensor], alone: Callable[..., Tensor], *operands: Tensor
+) -> Tensor:
+    """Compute an operation for all clients at once if that gives the same bits as one by one, else one by one.
+
+    The first use with given shapes compares both on random numbers.
+
+    `known`: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
+    and shapes; changed in place.
+    `operands`: stacked tensors of shape (clients, ...).
+    """
+    places = ((*one.shape[1:], *one.stride(), one.data_ptr() % CACHE_LINE_BYTES) for one in operands)
+    key = (name, len(operands[0]).bit_length(), *places)
+    equal = known.get(key)
+    if equal is None:
+        equal = known[key] = _is_equal(together, alone, operands)
+    return together(*operands) if equal else _one_by_one(alone, operands)
+
+
+def _one_by_one(alone: Callable[..., Tensor], operands: Sequence[Tensor]) -> Tensor:
+    return torch.stack([alone(*own) for own in zip(*map(apart, operands), strict=True)])
+
+
+def _is_equal(together: Callable[..., Tensor], alone: Callable[..., Tensor], operands: Sequence[Tensor]) -> bool:
+    """Compare batched and single products on random operands with the layout of ``operands``; return whether all bits are equal."""
+    generator, num = torch.Generator().manual_seed(1), 0
+    while num < _ENOUGH:
+        drawn = [_drawn_like(one, generator) for one in operands]
+        result = together(*drawn)
+        if not same_bits(result, _one_by_one(alone, drawn)):
+            return False
+        num += max(result.numel(), _ENOUGH // 64)
+    return True
+
+
+def _drawn_like(one: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a tensor with the same shape, strides and offset in a cache line."""
+    start = one.data_ptr() % CACHE_LINE_BYTES // one.itemsize
+    length = start + 1 + sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True))
+    return torch.randn(length, dtype=one.dtype, generator=generator).as_strided(one.shape, one.stride(), start)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Check whether two floating-point tensors are equal to the bit, including NaN and signed zeros."""
+    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    return torch.equal(one.contiguous().view(as_int), other.contiguous().view(as_int))
+
+
+def embedding(num: int, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
+    """Compute `F.embedding` for all clients, inside vmap; a matrix that all clients share is not copied."""
+    if stack_of(args[1]) is None:
+        return F.embedding(*args, **kwargs)
+    return _embedding(num, *args, **kwargs)
+
+
+def _embedding(
+    num: int,
+    ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> object:
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        given = (ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return by_slices(F.embedding, given, {}, num)
+    rows, tables = stack_of(ids), stack_of(weight)
+    assert tables is not None
+    with outside() as inside:
+        rows = ids.expand(num, *ids.shape) if rows is None else rows
+        padding = -1 if padding_idx is None else padding_idx % tables.shape[1]
+        return inside(_Embedding.apply(rows, tables, padding))
+
+
+class _Embedding(Function):
+    """Look up rows of each client's table; the gradients are summed as for one long table."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, tables: Tensor, padding: int) -> Tensor:
+        num = tables.shape[0]
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.padding = tables.shape, padding
+        clients = torch.arange(num).view(num, *(1,) * (ids.dim() - 1))
+        return tables[clients, ids]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,), (num, length, width) = ctx.saved_tensors, ctx.shape
+        rows = (ids.reshape(num, -1) + torch.arange(0, num * length, length).unsqueeze(1)).flatten()
+        # -1 = no padding row: each client's table has one, and they are cleared below
+        found = torch.ops.aten.embedding_dense_backward(g.reshape(-1, width), rows, num * length, -1, False)
+        found = found.view(num, length, width)
+        if ctx.padding >= 0:
+            found[:, ctx.padding] = 0
+        return None, found, None

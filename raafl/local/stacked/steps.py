@@ -20,10 +20,8 @@ from raafl.data.federated import ClientData
 from raafl.local.evaluation.record import Recorder, attach_log, widened
 from raafl.local.lightning_hooks import reads_index
 from raafl.local.proximal import ProximalTerm
-from raafl.local.stacked.batches import Batch, batches
-from raafl.local.stacked.mode import Stacked
-from raafl.local.stacked.products import CACHE_LINE_BYTES, Known, product
-from raafl.local.stacked.stacks import Unstackable, within
+from raafl.local.stacked.mode import Batch, Stacked, batches
+from raafl.local.stacked.stacks import CACHE_LINE_BYTES, Known, Unstackable, product, within
 from raafl.local.train import LocalTrainer
 from raafl.local.trainable import TrainableSubmodel
 from raafl.submodel import FlatTensors, Layout

@@ -5,14 +5,28 @@ Each wrapper's module is imported where a run needs it.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch lists it in no __all__
 
 from raafl.core.algorithm import Algorithm
 from raafl.core.options import Guard, Privacy, Rounds
+from raafl.core.state import GlobalState, MergeMemory, PendingUpdate, copied, is_sound, restore
+from raafl.core.types import HUGE_NORM, Update
 from raafl.errors import BadInput
+from raafl.parts.merge.mean import chunks
+from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.trigger import AllReported, EachArrival
-from raafl.submodel import Submodels
+from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling
+from raafl.submodel.flat import reals
 
 
 def with_options(
@@ -86,7 +100,6 @@ def pooled(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
     pooling = Pooling.of(submodels.module, submodels.batch_norm)
     if pooling is None:
         return algorithm
-    from raafl.parts.merge.pooled import Pooled
 
     return replace(algorithm, merge=Pooled(algorithm.merge, pooling))
 
@@ -106,6 +119,350 @@ def bounded(algorithm: Algorithm, max_norm_ratio: float | None) -> Algorithm:
 
     `max_norm_ratio`: multiple of the usual norm above which an update is refused; None = no bound.
     """
-    from raafl.parts.protect.bounded import Bounded
-
     return replace(algorithm, merge=Bounded(algorithm.merge, max_norm_ratio))
+
+
+# Refuse updates that are finite but would ruin the model: huge norms, and merges that overflow. Wraps every merge.
+#
+# Sums, squares and products in a merge overflow far below the largest number that an update may contain, so one client could
+# turn the global model into NaN. Which merges overflow depends on the method, so this module tries instead of predicting: it
+# merges an update that is large enough, checks the result, and restores the state. No honest update of a sane model is that
+# large.
+
+MEMORY = "bounded"
+"""Key in `GlobalState.memory` of norms and flags; excluded from rollbacks."""
+
+WARM_UP = 8
+"""Number of accepted norms of a layout before its median is used."""
+
+WINDOW = 101
+"""Number of the latest accepted norms of a layout whose median is taken."""
+
+EVERY = 16
+"""Interval of exact measurements: of updates that are clearly within bounds, and, in versions, of the model's norm."""
+
+SAFE, SAFE_HALF = 1e15, 100.0
+"""Norm up to which no sum, square or product of a merge overflows; for float16 the absolute value of each element.
+
+1e15 in float32 leaves room for 1e8 squares of it, or for a sum of 1e9 updates that weigh 1e14 each.
+"""
+
+PIECE = 1 << 20
+"""Number of elements whose squares are summed in their own precision; the sums of pieces are added in double precision."""
+
+HEADROOM = 16.0
+"""Factor by which a large update is scaled for the trial, so that later updates of the same merge cannot make it overflow."""
+
+
+Buffers = Mapping[torch.dtype, Tensor]
+"""Flat buffers by dtype, as `FlatTensors` has them."""
+
+
+@dataclass(slots=True)
+class Norms:
+    """Norms of the latest accepted updates, and the largest median that they have had."""
+
+    recent: list[float] = field(default_factory=list)
+    median: float = 0.0
+
+    def add(self, norm: float) -> None:
+        """Record the norm of one more accepted update."""
+        self.recent = [*self.recent, norm][-WINDOW:]
+        if len(self.recent) >= WARM_UP:
+            self.median = max(self.median, statistics.median(self.recent))
+
+
+@dataclass(slots=True)
+class _Accepted:
+    """Record of the accepted updates with one layout: their number, and the norms of their parameters and other content."""
+
+    num: int = 0
+    of: dict[str, Norms] = field(default_factory=dict)
+
+    def add(self, norms: Mapping[str, float]) -> None:
+        """Record the norms of an accepted update, by content, such as parameters and running statistics."""
+        self.num += 1
+        for name, norm in norms.items():
+            self.of.setdefault(name, Norms()).add(norm)
+
+
+@dataclass
+class BoundedMemory(MergeMemory):
+    """State of `Bounded` on the server: norms of accepted updates and of the model."""
+
+    key = MEMORY
+    # records of accepted updates, by the fingerprint of their layout
+    norms: dict[str, _Accepted] = field(default_factory=dict)
+    # assignment id and norms of the update checked last, and whether it is large (above `SAFE`); None = the
+    # wrapped merge has received this update
+    measured: tuple[int, dict[str, float], bool] | None = None
+    large: bool = False  # whether a large update waits for the merge
+    # a version of the model and the norm of its parameters; None = the norm is not known
+    model: tuple[int, float] | None = None
+
+    def to_plain(self) -> dict[str, object]:
+        """Return the recorded norms and other fields as plain data, by the field's name."""
+        return {**super().to_plain(), "norms": {layout: asdict(one) for layout, one in self.norms.items()}}
+
+    @classmethod
+    def from_plain(cls, data: dict[str, Any]) -> BoundedMemory:
+        """Restore the recorded norms and other fields from the result of `to_plain`."""
+        norms = {
+            layout: _Accepted(one["num"], {name: Norms(**norms) for name, norms in one["of"].items()})
+            for layout, one in data["norms"].items()
+        }
+        return cls(**{**data, "norms": norms})
+
+
+@dataclass(frozen=True)
+class Bounded(Wrapped):
+    """Outermost wrapper of a merge: refuses updates whose norm is far too large, or whose merge would overflow.
+
+    A norm is far too large above ``max_norm_ratio`` times the largest median that the latest accepted norms ever had.
+    The current median would not do: norms shrink as training converges, and a late client with other data must not be
+    refused for that. Updates of one layout are compared, separately for each kind of content, such as parameters and
+    running statistics. Before enough norms are known, parameters are compared with the model's norm.
+
+    Overflow is found by trial. A large update is scaled up by `HEADROOM` and merged with all waiting updates; the
+    result is checked, and the merge is undone. The same is done, unscaled, for each update that arrives while a large
+    one waits. So the actual merge, which computes the same result, stays finite.
+
+    Attributes:
+        max_norm_ratio: multiple of the usual norm above which an update is refused; None = no bound.
+    """
+
+    max_norm_ratio: float | None
+
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+        """Return the wrapped merge's reason to refuse the update, or "huge-norm" if its norm is far too large."""
+        reason = self.inner.reject_reason(state, update, spec, staleness)
+        if reason is not None:
+            return reason
+        memory = state.memory.of(BoundedMemory)
+        norms, is_large = self._measure(state, memory, update, spec)
+        memory.measured = (update.assignment, norms, is_large)
+        if not norms:  # what `_measure` has found within bounds
+            return None
+        most = self._most(state, memory, spec, norms)
+        return HUGE_NORM if any(norm > most.get(name, math.inf) for name, norm in norms.items()) else None
+
+    def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
+        """Check by a trial merge whether this update and the waiting ones overflow; done only if one of them is large.
+
+        There are two trials, since `detach` may change the order of sums: one calls it before the merge, one does not.
+        """
+        memory = state.memory.of(BoundedMemory)
+        _, is_large = self._measured(state, memory, update, spec)
+        if not is_large and not memory.large:
+            return False
+        return not all(self._is_sound(state, update, spec, staleness, is_large, keep) for keep in (False, True))
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Record the update's norms, and pass the update to the wrapped merge."""
+        memory = state.memory.of(BoundedMemory)
+        norms, is_large = self._measured(state, memory, update, spec)
+        memory.measured = None
+        if self.max_norm_ratio is not None:
+            _accepted(state, memory, spec).add(norms)
+        if is_large:
+            memory.large = True
+        self.inner.receive(state, update, spec, staleness)
+
+    def apply(self, state: GlobalState) -> None:
+        """Apply the wrapped merge; `overflows` has already checked that its result is finite."""
+        state.memory.of(BoundedMemory).large = False
+        self.inner.apply(state)
+
+    def _is_sound(
+        self, state: GlobalState, update: Update, spec: Spec, staleness: int, is_large: bool, keep: bool
+    ) -> bool:
+        """Merge a copy of the update, check the result, and restore the state.
+
+        Args:
+            state: restored before this returns.
+            update: not changed.
+            spec: the submodel of the update.
+            staleness: of the update.
+            is_large: scale the copy by `HEADROOM`.
+            keep: call `detach` between receiving and applying.
+        """
+        saved = copied(state, MEMORY)
+        bundles = {name: bundle.clone() for name, bundle in update.bundles.items()}
+        tried = replace(update, tensors=update.tensors.clone(), bundles=bundles)
+        for flat in (tried.tensors, *bundles.values()) if is_large else ():
+            for dtype, buffer in flat.buffers.items():
+                # sums of float16 are float32, which has room enough; scaling could overflow float16 itself
+                if dtype != torch.float16:
+                    buffer.mul_(HEADROOM)
+        try:
+            with state.clients.recording(saved["clients"]):
+                self.inner.receive(state, tried, spec, staleness)
+                state.waiting.append(PendingUpdate(tried, spec, staleness))
+                if keep:
+                    self.inner.detach(state)
+                self.inner.apply(state)
+            return is_sound(state, saved, MEMORY)
+        except (ArithmeticError, LinAlgError):
+            return False
+        finally:
+            restore(state, saved, MEMORY)
+
+    # ---- norms ----
+
+    def _measured(
+        self, state: GlobalState, memory: BoundedMemory, update: Update, spec: Spec
+    ) -> tuple[dict[str, float], bool]:
+        """Return the norms of an update, and whether it is large; cached from admission until the merge receives it."""
+        if memory.measured is None or memory.measured[0] != update.assignment:
+            memory.measured = (update.assignment, *self._measure(state, memory, update, spec))
+        return memory.measured[1:]
+
+    def _measure(
+        self, state: GlobalState, memory: BoundedMemory, update: Update, spec: Spec
+    ) -> tuple[dict[str, float], bool]:
+        """Return the norms by which an update is judged, and whether it is large.
+
+        If clients send values, the difference from the model is computed for one update in `EVERY`, and for those whose own norm
+        and the model's do not prove that it is within bounds: it costs two more passes over memory.
+        """
+        buffers, parts = update.tensors.buffers, _parts(state, spec)
+        norms = {name: _norm(flat.buffers) for name, flat in update.bundles.items()}
+        if numbers := self.innermost.numbers(update):
+            norms["numbers"] = math.hypot(*numbers)
+        norms |= {name: _norm(buffers, None, part) for name, part in parts.items()}
+        is_large = any(norm > SAFE for norm in norms.values()) or _is_near_half(state, update)
+        if self.max_norm_ratio is None or self.sends == "delta":
+            return norms, is_large
+        most, model = self._most(state, memory, spec, parts), _norm_of_model(state, memory)
+        # twice the norm, since the model may have grown since it was measured
+        are_within = all(norms[name] + 2 * model <= most.get(name, 0.0) for name in parts)
+        if are_within and _accepted(state, memory, spec).num % EVERY:
+            return {name: norm for name, norm in norms.items() if name not in parts}, is_large
+        before = _before(state, spec)
+        return norms | {name: _norm(buffers, before, part) for name, part in parts.items()}, is_large
+
+    def _most(self, state: GlobalState, memory: BoundedMemory, spec: Spec, names: Iterable[str]) -> dict[str, float]:
+        """Return the norm above which an update of ``spec`` is refused, for each of its kinds of content that has a limit."""
+        if self.max_norm_ratio is None:
+            return {}
+        accepted = _accepted(state, memory, spec).of
+        most = {name: norms.median for name, norms in accepted.items() if len(norms.recent) >= WARM_UP}
+        for name in {"parameters", "numbers"}.intersection(names) - most.keys():
+            norm = _norm_of_model(state, memory)
+            most[name] = max(norm, 1.0) if norm else 0.0
+        return {name: self.max_norm_ratio * norm for name, norm in most.items() if norm > 0}
+
+
+def _norm_of_model(state: GlobalState, memory: BoundedMemory) -> float:
+    """Return the L2 norm of the global model's trained parameters, measured at most `EVERY` versions ago."""
+    if memory.model is None or state.version >= memory.model[0] + EVERY:
+        memory.model = (state.version, _norm(_before(state, FULL)))
+    return memory.model[1]
+
+
+def _accepted(state: GlobalState, memory: BoundedMemory, spec: Spec) -> _Accepted:
+    """Return the record of accepted updates of the layout of ``spec``."""
+    layout = state.submodels.layout(spec, "trained")
+    return memory.norms.setdefault(layout.fingerprint, _Accepted())
+
+
+def _is_near_half(state: GlobalState, update: Update) -> bool:
+    """Check whether an update or the model has float16 values above `SAFE_HALF`, to which a small step may overflow."""
+    flats = (state.values, update.tensors, *update.bundles.values())
+    buffers = [flat.buffers[torch.float16] for flat in flats if torch.float16 in flat.buffers]
+    return any(bool((buffer.abs() > SAFE_HALF).any()) for buffer in buffers)
+
+
+def _before(state: GlobalState, spec: Spec) -> Buffers:
+    """Return the global values of the tensors that ``spec`` trains; not a copy if ``spec`` is the whole model."""
+    if spec.is_full:
+        sizes = state.submodels.layout(part="trained").numel
+        return {dtype: state.values.buffers[dtype][:size] for dtype, size in sizes.items()}
+    return state.submodels.plan(spec).gather(state.values).buffers
+
+
+def _parts(state: GlobalState, spec: Spec) -> dict[str, dict[torch.dtype, slice]]:
+    """Return the slices of each buffer that contain the parameters of ``spec``, and its running statistics."""
+    return state.submodels.cached("parts", spec, lambda: _find_parts(state.submodels, spec))
+
+
+def _find_parts(submodels: Submodels, spec: Spec) -> dict[str, dict[torch.dtype, slice]]:
+    layout = submodels.layout(spec, "trained")
+    sizes = dict.fromkeys(layout.dtypes, 0)
+    for entry in layout.entries:
+        sizes[entry.dtype] += entry.numel if entry.name in submodels.parameter_names else 0
+    parts = {"parameters": {dtype: slice(size) for dtype, size in sizes.items()}} if any(sizes.values()) else {}
+    if sizes != layout.numel:
+        parts["buffers"] = {dtype: slice(size, None) for dtype, size in sizes.items()}
+    return parts
+
+
+def _norm(buffers: Buffers, before: Buffers | None = None, part: Mapping[torch.dtype, slice] | None = None) -> float:
+    """Return the L2 norm of flat buffers, or of their difference from ``before``.
+
+    It takes one pass: the difference of a piece stays in the cache. A piece whose square overflows is squared in double precision.
+
+    `before`: subtracted; None = nothing.
+    `part`: slice of each buffer; None = all of it.
+    """
+    squares: list[float] = []
+    for dtype, buffer in buffers.items():
+        where = slice(None) if part is None else part[dtype]
+        values = reals(buffer[where])
+        if not values.is_floating_point() or not values.numel():
+            continue
+        if before is None:
+            flat = values.flatten()
+            squares += map(_square, torch.split(flat, PIECE) if flat.numel() > PIECE else (flat,))
+        else:
+            squares += (_square(piece - old) for piece, old in chunks(values, reals(before[dtype][where])))
+    return math.sqrt(math.fsum(squares))
+
+
+def _square(piece: Tensor) -> float:
+    # dot is the fastest sum of squares; double only if it overflows, since that costs another pass
+    single = piece.float() if piece.dtype.itemsize == 2 else piece
+    square = torch.dot(single, single).item()
+    return square if math.isfinite(square) else piece.double().square().sum().item()
+
+
+@dataclass(frozen=True)
+class Pooled(Wrapped):
+    """Wrapper of a merge that pools batch norm's running means and variances over all clients' samples.
+
+    The mean of the clients' variances is not the variance of all their samples. So clients send second moments instead,
+    the wrapped merge averages these, and variances are computed from the result: ``var = sum_n w_n (var_n + (mean_n -
+    mean)^2) / sum_n w_n``. In a chain of wrappers only `WideMerge` and `Bounded` are outside this one.
+
+    If the wrapped merge takes changes (deltas), clients still send statistics as values, and the server subtracts its
+    current statistics. Changes relative to old versions would overshoot when several are applied one after another, down
+    to negative variances. Learning rates and moments of the server do not affect statistics.
+
+    Attributes:
+        pooling: the model's running statistics, with the conversion between variances and second moments.
+    """
+
+    pooling: Pooling = field(repr=False)
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Convert the update's statistics, in place, to the form that the wrapped merge takes, and pass the update on.
+
+        For a merge of changes they become differences from the server's statistics; otherwise they stay values.
+        """
+        self.pooling.to_moments_(update.tensors, half=True)
+        with self.pooling.merging(state.values):
+            if self.sends == "delta":
+                received = self.pooling.statistics_in(update.tensors)
+                current = self.pooling.statistics_in(state.submodels.plan(spec).gather(state.values))
+                pairs = (zip(*both, strict=True) for both in zip(received, current, strict=True))
+                for tensor, other in itertools.chain.from_iterable(pairs):
+                    tensor.sub_(other)
+            self.inner.receive(state, update, spec, staleness)
+
+    def apply(self, state: GlobalState) -> None:
+        """Apply the wrapped merge, then compute variances from the merged second moments."""
+        with self.pooling.merging(state.values):
+            self.inner.apply(state)
+
+    def __str__(self) -> str:
+        return f"{self.inner}, running variances pooled"

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raafl.atomic_file import write_private
 from raafl.core.algorithm import Algorithm
 from raafl.core.options import Privacy
 from raafl.core.state import GlobalState, MergeMemory
@@ -36,7 +37,6 @@ from raafl.parts.merge.label_split import joint_notes
 from raafl.parts.merge.mean import CHUNK, zeros_like
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.protect.robust import difference, feed, norm_of
-from raafl.state_folder import write_private
 from raafl.submodel import FlatTensors, Spec
 from raafl.submodel.flat import is_merged
 

@@ -15,10 +15,10 @@ from raafl.core.algorithm import Trigger
 from raafl.core.hooks import HookList, RunHooks
 from raafl.parts.trigger import AllReported
 from raafl.runtime.extensions import extensions_of
-from raafl.runtime.lifecycle.service_manager import ServiceManager
+from raafl.runtime.lifecycle.signals import ServiceManager
 from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run, opened
-from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link import Inbox
 from raafl.runtime.server.session import Session
 from raafl.runtime.server.session_protocol import SessionExtension, SessionProtocol, SessionSetup, Terms
 from raafl.runtime.server.wall_clock import Server

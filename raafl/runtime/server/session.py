@@ -14,8 +14,7 @@ from raafl.errors import GpuLost, TaskFailed
 from raafl.local.train import Stopped
 from raafl.runtime.protocol import GPU_LOST, Reason
 from raafl.runtime.server import session_protocol as needs
-from raafl.runtime.server.inbox import Inbox
-from raafl.runtime.server.link import HandedOver, SessionLink
+from raafl.runtime.server.link import HandedOver, Inbox, SessionLink
 from raafl.runtime.server.session_protocol import SessionProtocol, SessionSetup, Steps, T, Task
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors

@@ -27,11 +27,11 @@ from raafl.core.types import POLICY, Arrived, Assignment, ClientInfo, Joined, Up
 from raafl.errors import InvalidPayload
 from raafl.local.failure import unanswered
 from raafl.local.train import Stopped
-from raafl.runfolder.signing import Signer
+from raafl.runfolder.seals import Signer
 from raafl.runtime.fields import Meta, SignedHead
 from raafl.runtime.identity import Identity, agree, client_info, in_words
 from raafl.runtime.protocol import DRY_RUN, Answer, Assign, Config, Failed, Hello, Reason, Welcome, no_tensors
-from raafl.runtime.server.inbox import Item
+from raafl.runtime.server.link import Item
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.tensor_files import PayloadRoom
 from raafl.transport import GIVEN_UP, Expect, Kind, Message, PeerLost, Refused

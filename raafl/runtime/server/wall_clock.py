@@ -10,26 +10,24 @@ import heapq
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raafl.config.options import Timeouts
 from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import RunHooks
+from raafl.core.roster import Roster
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import ERROR, RESTART, Arrived, Assignment, Event, Joined, Lost, Stop, Timer
 from raafl.errors import USER_ERRORS, CodeFailed, TaskFailed, format_error
 from raafl.local.evaluation.evaluate import Evaluator
-from raafl.local.failure import leave_traceback, of_server
+from raafl.local.failure import leave_traceback, measuring, of_server
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver
 from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.protocol import PAUSED
-from raafl.runtime.server.evaluator import SnapshotEvaluator
-from raafl.runtime.server.inbox import ForExtension, Inbox
-from raafl.runtime.server.link import Resumption
-from raafl.runtime.server.link_tracker import LinkTracker
+from raafl.runtime.server.link import Away, Back, ForExtension, Inbox, Item, Resumption
 from raafl.runtime.server.session import Session
 from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import NoRoom, PayloadRoom
@@ -424,3 +422,112 @@ class Server(Driver):
             self._snapshots.give_back(tasks.pop(number))
         if not tasks:
             self._sent.pop((client, incarnation), None)
+
+
+class SnapshotEvaluator(threading.Thread):
+    """Evaluator on its own thread. If a newer snapshot is offered before one is evaluated, the older one is skipped.
+
+    `failure`: error of the user's code in an evaluation, after which nothing more is evaluated; None = no error.
+    """
+
+    def __init__(self, evaluator: Evaluator, on_values: Callable[[int, dict[str, float], FlatTensors], None]) -> None:
+        """Evaluate with ``evaluator`` on this thread; then call ``on_values`` with version, metrics and values."""
+        super().__init__(name="evaluator", daemon=True)
+        self._evaluator, self._changed, self._ended = evaluator, threading.Condition(), False
+        self._on_values = on_values
+        self._next: tuple[int, float, FlatTensors] | None = None
+        self._spare: FlatTensors | None = None
+        self._done: list[tuple[int, float, dict[str, float]]] = []
+        self.failure: CodeFailed | None = None
+
+    def offer(self, version: int, at_s: float, values: FlatTensors) -> None:
+        """Copy a snapshot of the model for evaluation, replacing a snapshot that still waits; return once it is copied."""
+        with self._changed:
+            # a snapshot whose evaluation has not begun may be overwritten; one being evaluated is in neither variable
+            snapshot = self._next[2] if self._next is not None else self._spare
+            self._spare = None
+            if snapshot is None:
+                snapshot = values.clone()
+            else:
+                snapshot.copy_(values)
+            self._next = (version, at_s, snapshot)
+            self._changed.notify()
+
+    def done(self) -> list[tuple[int, float, dict[str, float]]]:
+        """Return (version, time of the snapshot, metrics) of each evaluation that was finished since the last call."""
+        with self._changed:
+            done, self._done = self._done, []
+            return done
+
+    def finish(self, timeout_s: float) -> list[tuple[int, float, dict[str, float]]]:
+        """Evaluate the waiting snapshot, end the thread, and return the last results; give up after ``timeout_s`` seconds."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self.join(timeout_s)
+        return self.done()
+
+    def run(self) -> None:
+        """Evaluate offered snapshots until `finish` is called; this is the main function of the thread."""
+        while True:
+            with self._changed:
+                while self._next is None and not self._ended:
+                    self._changed.wait()
+                if self._next is None:
+                    return
+                version, at_s, snapshot = self._next
+                self._next = None
+            try:
+                with measuring(version):
+                    metrics = self._evaluator(snapshot, version)
+                    # called here, so that its errors end the run and not only this thread
+                    self._on_values(version, metrics, snapshot)
+            except CodeFailed as failed:
+                with self._changed:
+                    self.failure = failed
+                return
+            with self._changed:  # not held during an evaluation, since the run's loop must never wait for one
+                self._done.append((version, at_s, metrics))
+                self._spare = snapshot
+
+
+class LinkTracker:
+    """Tracker of broken connections: it marks their clients as away until they are back, and writes to journal and log.
+
+    The coordinator gets no event for a broken or resumed connection, since the client's task goes on.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        write: Callable[[Mapping[str, Any]], None],
+        note: Callable[[str], None],
+        offer: Callable[[Resumption], bool],
+    ) -> None:
+        self._roster, self._write, self._note, self._offer = roster, write, note, offer
+
+    def process(self, item: Item | None) -> Event | ForExtension | None:
+        """Process an item of the inbox if it is about a broken or resumed connection, and return None; return any other item."""
+        if isinstance(item, Resumption):
+            item.is_taken.put(self._offer(item))
+        elif isinstance(item, Away | Back):
+            client = self._roster.find(item.client)
+            # otherwise the session was replaced meanwhile
+            if client is not None and client.incarnation == item.incarnation:
+                self._tell(item)
+        else:
+            return item
+        return None
+
+    def _tell(self, item: Away | Back) -> None:
+        row = {"client": item.client, "incarnation": item.incarnation, "assignment": item.assignment}
+        if isinstance(item, Away):
+            self._roster.away.add(item.client)
+            self._write({"event": "away", **row, "reason": item.reason})
+            kept = f"its task {item.assignment} is kept for {duration(item.wait_s)}"
+            self._note(f"client {item.client} is away ({item.reason}); {kept}")
+            return
+        self._roster.away.discard(item.client)
+        self._write({"event": "back", **row, "chunks": item.num_chunks, "away_s": item.away_s})
+        here = f"; {item.num_chunks} chunks of its update had arrived" if item.num_chunks else ""
+        self._note(f"client {item.client} is back after {duration(item.away_s)}{here}")

@@ -26,7 +26,6 @@ from raafl.transport.connection import PeerLost, PeerTimeout
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.credentials import ClientLogin, Credentials
 from raafl.transport.tcp.opening import Peer, client_opening, opening_stream, server_opening
-from raafl.transport.tcp.rate_limit import TokenBucket
 from raafl.transport.tcp.stream import drain, hang_up, shut
 
 HANDSHAKE_S = 5.0
@@ -423,3 +422,36 @@ def _is_this_machine(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+AT_ONCE = 10
+EVERY_S = 2.0
+
+
+class TokenBucket:
+    """Rate limiter with a token bucket for each client id; thread-safe."""
+
+    def __init__(
+        self, at_once: int = AT_ONCE, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Give each client up to ``at_once`` tokens, one more every ``every_s`` seconds."""
+        self._at_once, self._every_s, self._clock = at_once, every_s, clock
+        self._left: dict[int, tuple[float, float]] = {}  # by client: tokens left, and the time of that count
+        self._lock = threading.Lock()
+
+    def take(self, client: int) -> bool:
+        """Use up one of the client's tokens, which allow it to connect; return False if it has none left."""
+        with self._lock:
+            left, now = self._now(client)
+            self._left[client] = (left - 1 if left >= 1 else left, now)
+            return left >= 1
+
+    def has(self, client: int) -> bool:
+        """Check whether the client has a token left, so that it may connect now."""
+        with self._lock:
+            return self._now(client)[0] >= 1
+
+    def _now(self, client: int) -> tuple[float, float]:
+        now = self._clock()
+        left, since = self._left.get(client, (float(self._at_once), now))
+        return min(left + (now - since) / self._every_s, self._at_once), now

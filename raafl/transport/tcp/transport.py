@@ -15,9 +15,8 @@ from raafl.errors import BadInput, parse_address
 from raafl.transport.codec import Refused
 from raafl.transport.connection import Connection
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.listener import Listener, connect
+from raafl.transport.tcp.listener import Listener, TokenBucket, connect
 from raafl.transport.tcp.opening import Peer
-from raafl.transport.tcp.rate_limit import TokenBucket
 from raafl.transport.transport import Admit, ConnectOptions, Transport
 
 

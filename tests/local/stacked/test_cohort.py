@@ -210,10 +210,10 @@ def test_a_method_with_steps_of_its_own_is_for_the_loop():
 
 
 def test_training_may_be_long_and_its_batches_are_gathered_piece_by_piece(monkeypatch):
-    from raafl.local.stacked import batches
+    from raafl.local.stacked import mode
 
     # two batches of five samples for each of five clients
-    monkeypatch.setattr(batches, "_AHEAD_BYTES", 5 * 28 * 5 * 2 + 1)
+    monkeypatch.setattr(mode, "_AHEAD_BYTES", 5 * 28 * 5 * 2 + 1)
     bench = Bench.of(Net, training=Training(num_epochs=4))
     check(bench, members(bench))
 

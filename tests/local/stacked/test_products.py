@@ -7,7 +7,7 @@ import torch
 from torch.func import vmap
 from torch.nn import functional as F
 
-from raafl.local.stacked import products
+from raafl.local.stacked import stacks as stacks_module
 from raafl.local.stacked.mode import Stacked
 from raafl.local.stacked.stacks import apart, joined
 
@@ -73,15 +73,15 @@ def test_tables_of_embeddings(padding):
 
 def test_a_kind_of_product_is_tried_once_and_never_trusted_on_a_few_results(monkeypatch):
     tried = []
-    real = products._is_equal
-    monkeypatch.setattr(products, "_is_equal", lambda *args: tried.append(args) or real(*args))
+    real = stacks_module._is_equal
+    monkeypatch.setattr(stacks_module, "_is_equal", lambda *args: tried.append(args) or real(*args))
     known = {}
     a, b = torch.randn(4, 5, 8), torch.randn(4, 8, 3)
     for _ in range(3):
-        products.product(known, "a b", torch.bmm, torch.mm, a, b)
+        stacks_module.product(known, "a b", torch.bmm, torch.mm, a, b)
     assert len(tried) == len(known) == 1
     almost = lambda a, b: torch.bmm(a, b) * torch.where(a.sum() > 2.0, 1.0001, 1.0)  # noqa: E731
-    assert not products._is_equal(almost, torch.mm, [a[:1], b[:1]])
+    assert not stacks_module._is_equal(almost, torch.mm, [a[:1], b[:1]])
 
 
 def test_slices_lie_at_multiples_of_16_bytes_and_gradients_come_back():

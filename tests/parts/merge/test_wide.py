@@ -11,9 +11,8 @@ from raafl.core.options import Guard
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.parts.merge.mean import Deltas, DeltasMemory, Mean
-from raafl.parts.merge.pooled import Pooled
 from raafl.parts.merge.wide import WideMerge, WideSubmodels
-from raafl.parts.protect.assembly import guarded, widened
+from raafl.parts.protect.assembly import Pooled, guarded, widened
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling
 from tests.helpers.coordinators import Line, line_state

@@ -13,8 +13,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Suspend, Update
 from raafl.parts.merge.mean import Deltas, Mean, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
-from raafl.parts.protect.assembly import bounded
-from raafl.parts.protect.bounded import Bounded, BoundedMemory
+from raafl.parts.protect.assembly import Bounded, BoundedMemory, bounded
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import (
     EXAMPLE,

@@ -14,7 +14,7 @@ from raafl.devices.gpus import Place
 from raafl.devices.measure import MemoryRoom
 from raafl.errors import BadInput
 from raafl.local.train import FabricOptions
-from raafl.runtime.client import memory
+from raafl.runtime.client import setup
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.setup import client_infos, client_parts, load_data
 from raafl.submodel import FULL
@@ -31,8 +31,8 @@ def asked(tmp_path, monkeypatch, algorithm="fed_avg", room=ROOM, **fields):
     made.check()
     data = load_data(made)
     submodels, _ = client_parts(made, data, made.fabric)
-    monkeypatch.setattr(memory, "memory_room", lambda device, num_sharing: room)
-    info, notes = memory.with_memory(made, client_infos(made, data)[2], submodels, data, torch.device("cpu"), Place())
+    monkeypatch.setattr(setup, "memory_room", lambda device, num_sharing: room)
+    info, notes = setup.with_memory(made, client_infos(made, data)[2], submodels, data, torch.device("cpu"), Place())
     return info.profile.memory_bytes, notes
 
 
@@ -98,11 +98,11 @@ def test_what_is_freed_is_kept_where_the_whole_model_and_half_of_it_has_room(
     submodels, _ = client_parts(made, data, made.fabric)
     done = []
     for name in ("keep_freed", "free_at_once"):
-        monkeypatch.setattr(memory.malloc, name, lambda name=name: done.append(name))
+        monkeypatch.setattr(setup.malloc, name, lambda name=name: done.append(name))
     info = client_infos(made, data)[0]
     room = times * submodels.cost(FULL, made.train.batch_size or data.batch_size).peak_bytes
     info = dataclasses.replace(info, profile=dataclasses.replace(info.profile, memory_bytes=room))
-    memory.settle_heap(made, info, submodels, data, torch.device(device))
+    setup.settle_heap(made, info, submodels, data, torch.device(device))
     assert done == [what]
 
 

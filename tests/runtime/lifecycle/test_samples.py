@@ -13,7 +13,7 @@ import raafl
 from model_zoo import MLP
 from raafl.config.options import Samples
 from raafl.errors import BadInput
-from raafl.loggers.tracking import Tables
+from raafl.loggers.loggers import Tables
 from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import digits
 

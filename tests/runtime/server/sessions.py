@@ -9,7 +9,7 @@ from raafl.core.saving import client_to_json
 from raafl.core.types import Assignment, ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.runtime.identity import PROTOCOL
-from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link import Inbox
 from raafl.runtime.server.session import Session
 from raafl.runtime.server.session_protocol import SessionSetup, Terms
 from raafl.submodel import FULL, FlatTensors

@@ -12,7 +12,7 @@ from raafl.core.types import LOSSES, ClientInfo, Joined
 from raafl.devices import checks
 from raafl.devices.profiles import Profile
 from raafl.runfolder.record import RunRecord
-from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link import Inbox
 from raafl.runtime.server.wall_clock import Server
 from tests.helpers import cached_models
 from tests.helpers.coordinators import coordinator_for

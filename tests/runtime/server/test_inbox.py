@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raafl.core.types import Arrived, ClientInfo, Joined, Lost, Stop, Timer, Update
-from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link import Inbox
 from tests.helpers.coordinators import filled, line_state
 from tests.helpers.scripted_inbox import ScriptedInbox, key_of
 

@@ -13,10 +13,10 @@ from raafl.core.roster import Roster
 from raafl.core.saving import client_to_json
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.identity import PROTOCOL
-from raafl.runtime.server.inbox import Inbox
-from raafl.runtime.server.link_tracker import LinkTracker
+from raafl.runtime.server.link import Inbox
 from raafl.runtime.server.session import Session
 from raafl.runtime.server.session_protocol import SessionSetup, Terms
+from raafl.runtime.server.wall_clock import LinkTracker
 from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import PayloadRoom, is_in_files
 from raafl.transport import Kind, Message, PeerLost, codec, frames

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from raafl.core.types import Arrived, Joined, Lost
-from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link import Inbox
 from raafl.runtime.server.session import Session
 from raafl.runtime.server.session_protocol import SessionSetup, Terms
 from raafl.submodel import FlatTensors

@@ -14,8 +14,7 @@ from raafl.errors import BadInput, parse_address
 from raafl.submodel.flat import FlatTensors
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.credentials import LocalToken
-from raafl.transport.tcp.listener import Listener, connect
-from raafl.transport.tcp.rate_limit import TokenBucket
+from raafl.transport.tcp.listener import Listener, TokenBucket, connect
 from raafl.transport.tcp.transport import is_loopback
 from tests.helpers.certificates import TOKEN, federation
 from tests.transport.house import WAIT_S, House, all_bytes, nothing, raw

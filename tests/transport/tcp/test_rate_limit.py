@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from raafl.transport.tcp.rate_limit import TokenBucket
+from raafl.transport.tcp.listener import TokenBucket
 
 
 def test_some_turns_at_once_and_then_one_in_a_while():

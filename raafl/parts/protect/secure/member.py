@@ -1,28 +1,32 @@
 """A client's part in a group: share its seeds, mask its numbers, sign who is there, and help to open the sum.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, figure 4 with the consistency
-round, for servers that lie (`raafl.parts.protect.secure.agreement`). A pair's mask covers the elements that both have. Where the
+round, for servers that lie (`raafl.parts.protect.secure.member`). A pair's mask covers the elements that both have. Where the
 paper has one seed b_u for a client's own mask, here is one for each cell, so that members open only cells with enough contributors.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import reduce
 
 import numpy as np
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from raafl.parts.protect.secure.agreement import check_cover, check_facts, is_signed, lists_text, senders_text
-from raafl.parts.protect.secure.coverage import IntegerLayouts, buffer_of
 from raafl.parts.protect.secure.group import (
+    COMMITMENT_BYTES,
     SEED_BYTES,
     CannotOpen,
+    Coverage,
     Group,
+    GroupMember,
+    IntegerLayouts,
     add_mask_,
+    buffer_of,
     commitment,
     mask_seed,
     open_positions,
@@ -30,8 +34,7 @@ from raafl.parts.protect.secure.group import (
     share_key,
     threshold_of,
 )
-from raafl.parts.protect.secure.shamir import MAX_SHARES, share
-from raafl.submodel import FlatTensors
+from raafl.submodel import FlatTensors, Spec
 
 _NONCE = bytes(12)
 """Constant nonce, safe since each key of `share_key` encrypts only one message."""
@@ -233,3 +236,279 @@ def _seed_at(piece: bytes, place: int) -> bytes:
     """Return the bytes of the seed number ``place`` in a secret or a share, which begin with the private key."""
     start = SEED_BYTES * (1 + place)
     return piece[start : start + SEED_BYTES]
+
+
+# Share a secret among clients so that any `threshold` of them restore it, and fewer learn nothing (Shamir 1979).
+#
+# Each byte is shared on its own, over GF(2^8) modulo x^8 + x^4 + x^3 + x + 1, as in draft-mcgrew-tss-03, whose vectors are
+# tests.
+
+MAX_SHARES = 255  # the field GF(256) has 255 points other than 0, where the polynomial's value is the secret
+
+
+def _tables() -> tuple[np.ndarray, np.ndarray]:
+    """Return the powers of the generator 3, twice in a row, and the logarithms to base 3; log[0] is never read."""
+    powers, logs, value = np.zeros(510, np.uint8), np.zeros(256, np.int64), 1
+    for exponent in range(255):
+        powers[exponent] = powers[exponent + 255] = value
+        logs[value] = exponent
+        value ^= value << 1  # multiply by the generator 3; the next line reduces by the field's polynomial
+        value ^= 0x11B if value & 0x100 else 0
+    return powers, logs
+
+
+_POWERS, _LOGS = _tables()
+
+
+def _times(values: np.ndarray, factor: int) -> np.ndarray:
+    """Multiply bytes by a factor other than 0."""
+    return np.where(values == 0, 0, _POWERS[_LOGS[values] + _LOGS[factor]]).astype(np.uint8)
+
+
+def share(secret: bytes, threshold: int, num: int) -> list[bytes]:
+    """Split a secret into shares, any ``threshold`` of which restore it; each is as long as the secret.
+
+    The shares are numbered 1, 2, and so on.
+    """
+    if not 1 <= threshold <= num <= MAX_SHARES:
+        raise ValueError(
+            f"threshold is {threshold} of {num} shares: give 1 to {MAX_SHARES} shares, and a threshold of at most "
+            "as many"
+        )
+    # coefficients in Horner's order: the secret is the constant term
+    texts = [*(secrets.token_bytes(len(secret)) for _ in range(threshold - 1)), secret]
+    rows = [np.frombuffer(text, np.uint8) for text in texts]
+    return [reduce(lambda total, row: _times(total, point) ^ row, rows).tobytes() for point in range(1, num + 1)]
+
+
+def combine(shares: Mapping[int, bytes]) -> bytes:
+    """Restore a secret that `share` has split; fewer shares than its ``threshold``, or wrong ones, give a wrong secret."""
+    total = np.zeros(len(next(iter(shares.values()))), np.uint8)
+    for point, text in shares.items():
+        exponent = sum(int(_LOGS[other]) - int(_LOGS[other ^ point]) for other in shares if other != point)
+        total ^= _times(np.frombuffer(text, np.uint8), int(_POWERS[exponent % 255]))
+    return total.tobytes()
+
+
+# Sign and check the lists of members on which a group agrees before any member reveals a share (Bonawitz et al. 2017, round 3).
+#
+# A server that tells members different lists could have some reveal the seeds of a client, and others the keys that cancel
+# its pairwise masks. So each member signs two texts, each once: with its masked numbers, the list of *senders* whose shares
+# it has, which decides its pairwise masks; and later that list with the list of *survivors*, whose masked numbers have come.
+# It reveals only with ``threshold`` signatures of the second text that it signed itself, and only takes for survivors those
+# that signed its first text.
+#
+# Why that is enough, with n members of which fewer than ``2 threshold - n`` help the server: two second texts cannot both
+# have ``threshold`` signatures, since an honest member signs one. So all shares that honest members reveal are for one pair
+# of lists: of each member either its seeds or its key, never both. A survivor has masks with every sender, so that in an
+# opened cell the masks that its honest holders share in pairs remain, and cancel in the sum alone. Its signature of the first
+# text names the group's digest, too: keys, weights, versions and submodels of all members, as it saw them when it encoded its
+# numbers.
+
+SIGNATURE_BYTES = 64
+
+
+def senders_text(group: Group, senders: Iterable[int]) -> bytes:
+    """Return the text that a member signs with its masked numbers."""
+    return f"raafl round senders 1\n{group.run}\n{group.digest}\n{_listed(senders)}".encode()
+
+
+def lists_text(group: Group, senders: Iterable[int], survivors: Iterable[int]) -> bytes:
+    """Return the text that a member signs before it reveals anything."""
+    return f"raafl round lists 1\n{group.run}\n{group.digest}\n{_listed(senders)}\n{_listed(survivors)}".encode()
+
+
+def _listed(members: Iterable[int]) -> str:
+    return " ".join(map(str, sorted(members)))
+
+
+def is_signed(text: bytes, signature: bytes, key: bytes) -> bool:
+    """Check whether a text has a member's signature; False for malformed keys and signatures, too."""
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, text)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def check_facts(group: Group) -> None:
+    """Check what the weights of a group depend on, and that members that say so started from the same values.
+
+    Raises:
+        CannotOpen: bad-group: a member counts for more samples than it says, or trained from a version that is not there
+            yet, or members of one version and submodel received different values.
+    """
+    starts: dict[tuple[int, Spec], str] = {}
+    for member in group.members:
+        if not 1 <= member.counted <= member.num_samples or not 0 <= member.version <= group.version:
+            raise CannotOpen(
+                f"the server counts {member.counted} of the {member.num_samples} samples of member {member.id}, which "
+                f"trained from version {member.version} of {group.version}",
+                "bad-group",
+            )
+        start = starts.setdefault((member.version, member.spec), member.start)
+        # a model sent to one member only would make the sum on it that member's own update
+        if member.start and start != member.start:
+            raise CannotOpen(
+                f"member {member.id} received other values of version {member.version} than another one", "bad-group"
+            )
+
+
+def check_cover(
+    group: Group,
+    coverage: Coverage,
+    weights: Mapping[int, float],
+    survivors: frozenset[int],
+    min_cover: int,
+    alike_to: int | None = None,
+) -> None:
+    """Check that each cell whose sum these survivors would open hides each of its sites.
+
+    `alike_to`: member whose cells alone are checked, and only members that received the same values as it are taken to
+    hide it: a server can give others a model from which they learn nothing. None = all cells and members.
+
+    Raises:
+        CannotOpen: bad-group: a cell has survivors of too few sites, or nearly all of its sum would be of one site.
+    """
+    most = min(member.max_share for member in group.members)
+    cells = coverage.open_cells(survivors, min_cover)
+    hiding = survivors
+    if alike_to is not None:
+        cells = [cell for cell in cells if alike_to in coverage.holders[cell]]
+        hiding = survivors & _alike(group, alike_to)
+    for cell in cells:
+        parts: dict[str | int, float] = {}
+        for number in sorted(coverage.holders[cell] & hiding):
+            member = group.by_id[number]
+            if member.site and not member.num_steps:  # a member without steps hides no other member's update
+                continue
+            parts[member.owner] = parts.get(member.owner, 0.0) + weights[number]
+        if len(parts) < min_cover:
+            raise CannotOpen(
+                f"elements of the model would be summed over clients of {len(parts)} sites that trained"
+                f"{'' if alike_to is None else ' from the same values (policy.same_values)'}, and "
+                f"secure_aggregation.min_cover is {min_cover}: use clients of more sites",
+                "bad-group",
+            )
+        owner, largest = max(parts.items(), key=lambda part: part[1])
+        if largest > most * sum(parts.values()):
+            raise CannotOpen(
+                f"{largest / (sum(parts.values()) or 1):.1%} of a sum would be of {_named(owner)}, and the policy of a site "
+                f"allows max_share {most:g}: use more clients or more equal numbers of samples, or lower guard.max_weight",
+                "bad-group",
+            )
+
+
+def _alike(group: Group, member_id: int) -> frozenset[int]:
+    """Return the members that received the same submodel, version and values as one; none if it does not state them."""
+    own = group.by_id[member_id]
+    start = own.version, own.spec, own.start
+    return frozenset(one.id for one in group.members if own.start and (one.version, one.spec, one.start) == start)
+
+
+def _named(owner: str | int) -> str:
+    return f"site '{owner}'" if isinstance(owner, str) else f"member {owner}"
+
+
+# Open a group's sum on the server: restore the seeds that its members reveal, and take their masks off.
+#
+# What remains on each update are the masks that the contributors share in pairs, which cancel in the sum alone.
+
+
+class Opening:
+    """The server's side of unmasking the sum of one group's updates.
+
+    `group`: description of the group and its members.
+    `coverage`: cells (sets of elements that the same members train) of the members' submodels.
+    `commitments`: digests by which each member committed to its seeds.
+    """
+
+    def __init__(self, group: Group, layouts: IntegerLayouts) -> None:
+        """Start without commitments, which are added as the members send them."""
+        self.group, self.coverage = group, group.coverage(layouts)
+        self.commitments: dict[int, bytes] = {}
+        self._own: dict[int, dict[int, bytes]] = {}
+        self._dropped: dict[int, X25519PrivateKey] = {}
+
+    def restore(self, survivors: frozenset[int], revealed: Mapping[int, Mapping[int, bytes]]) -> None:
+        """Restore, from revealed shares, the mask seeds of members that remain, and the private keys of those that dropped out.
+
+        Raises:
+            CannotOpen: too-few: not enough members helped; bad-share: their shares restore no key.
+        """
+        group = self.group
+        if len(revealed) < group.threshold:
+            raise CannotOpen(f"{len(revealed)} members helped to unmask the sum, {group.threshold} must", "too-few")
+        helpers = sorted(revealed)[: group.threshold]
+        for member_id in self.commitments:
+            pieces = {group.point(helper): revealed[helper][member_id] for helper in helpers}
+            secret = combine(pieces)
+            if member_id in survivors:
+                self._take_seeds(member_id, secret, survivors)
+            else:
+                self._take_key(member_id, secret)
+
+    def _take_seeds(self, member_id: int, secret: bytes, survivors: frozenset[int]) -> None:
+        cells, self._own[member_id] = self.coverage.cells_in(member_id), {}
+        for number, place in enumerate(open_positions(self.coverage, member_id, survivors, self.group.min_cover)):
+            seed = secret[number * SEED_BYTES : (number + 1) * SEED_BYTES]
+            said = self.commitments[member_id][place * COMMITMENT_BYTES : (place + 1) * COMMITMENT_BYTES]
+            if commitment(seed) != said:
+                raise CannotOpen(f"the revealed shares give a wrong seed for member {member_id}", "bad-share")
+            self._own[member_id][cells[place]] = seed
+
+    def _take_key(self, member_id: int, secret: bytes) -> None:
+        private = X25519PrivateKey.from_private_bytes(secret)
+        if private.public_key().public_bytes_raw() != self.group.by_id[member_id].mask_key:
+            raise CannotOpen(f"the revealed shares give a wrong private key for member {member_id}", "bad-share")
+        self._dropped[member_id] = private
+
+    def unmask_(self, member_id: int, numbers: FlatTensors) -> None:
+        """Remove from a member's update, in place, the masks that would not cancel in the sum over all members.
+
+        Elements that too few members train stay masked, since the server may not learn their sums.
+        """
+        words = buffer_of(numbers).numpy().view(np.uint32)
+        for cell, seed in self._own[member_id].items():
+            add_mask_(words, self.coverage.elements_in(member_id, cell), seed, -1)
+        for other, private in self._dropped.items():
+            seed = mask_seed(private, self.group.by_id[member_id].mask_key, self.group.id, member_id, other)
+            add_mask_(words, self.coverage.shared_elements(member_id, other), seed, -pair_sign(member_id, other))
+
+
+def mask_and_open_(
+    numbers: Mapping[int, FlatTensors],
+    specs: Mapping[int, Spec],
+    layouts: IntegerLayouts,
+    min_cover: int,
+    threshold: float,
+    dropped: Collection[int] = (),
+) -> None:
+    """Run the whole secure aggregation of one group in this process: mask every member's update, then unmask their sum.
+
+    Afterwards ``numbers`` contains what the server would have in a real run.
+
+    Raises:
+        CannotOpen: too few members are left.
+    """
+    members = {number: Member(min_cover, threshold) for number in sorted(numbers)}
+    group = Group(
+        secrets.token_hex(16),
+        tuple(GroupMember(number, *member.public, specs[number]) for number, member in members.items()),
+        threshold_of(len(members), threshold),
+        min_cover,
+    )
+    opening = Opening(group, layouts)
+    encrypted = {}
+    for number, member in members.items():
+        encrypted[number], opening.commitments[number] = member.join(group, number, layouts)
+    masked = {}
+    for number, member in members.items():
+        pieces = {sender: texts[number] for sender, texts in encrypted.items() if sender != number}
+        masked[number] = member.mask_(numbers[number], pieces)
+    survivors = frozenset(members) - frozenset(dropped)
+    left = {number: masked[number] for number in sorted(survivors)}
+    signed = {number: members[number].sign(left) for number in left}
+    opening.restore(survivors, {number: members[number].reveal(signed) for number in left})
+    for number in survivors:
+        opening.unmask_(number, numbers[number])

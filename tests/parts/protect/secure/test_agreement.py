@@ -6,11 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from raafl.parts.protect.secure.agreement import is_signed, lists_text, senders_text
-from raafl.parts.protect.secure.coverage import IntegerLayouts
-from raafl.parts.protect.secure.group import CannotOpen, Group, GroupMember, threshold_of
-from raafl.parts.protect.secure.member import Member
-from raafl.parts.protect.secure.shamir import combine
+from raafl.parts.protect.secure.group import CannotOpen, Group, GroupMember, IntegerLayouts, threshold_of
+from raafl.parts.protect.secure.member import Member, combine, is_signed, lists_text, senders_text
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.coordinators import EXAMPLE, Line
 

@@ -16,12 +16,18 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from raafl.parts.protect.secure import agreement, member
-from raafl.parts.protect.secure.agreement import lists_text, senders_text
-from raafl.parts.protect.secure.coverage import IntegerLayouts, buffer_of
-from raafl.parts.protect.secure.group import SEED_BYTES, CannotOpen, Group, GroupMember, open_positions, threshold_of
-from raafl.parts.protect.secure.member import Member
-from raafl.parts.protect.secure.shamir import combine
+from raafl.parts.protect.secure import member as secure_member
+from raafl.parts.protect.secure.group import (
+    SEED_BYTES,
+    CannotOpen,
+    Group,
+    GroupMember,
+    IntegerLayouts,
+    buffer_of,
+    open_positions,
+    threshold_of,
+)
+from raafl.parts.protect.secure.member import Member, combine, lists_text, senders_text
 from raafl.sites.secure_client import SiteKeys
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.certificates import CertifiedSites
@@ -427,8 +433,8 @@ def test_an_honest_server_opens_what_it_may(world):
 
 def test_without_signatures_the_same_servers_read_single_clients(world, monkeypatch):
     """The search sees what members would lose without the round in which they agree."""
-    monkeypatch.setattr(member, "is_signed", lambda *args: True)
+    monkeypatch.setattr(secure_member, "is_signed", lambda *args: True)
     for seed in (1, 19, 24):  # the first two lie about senders, the third about survivors
         problems, _, lies = attacked(world, [seed], collude=False)
         assert problems and lies == {"survivors" if seed == 24 else "senders": 1}
-    assert agreement.is_signed(b"", b"", b"") is False
+    assert secure_member.is_signed(b"", b"", b"") is False

@@ -11,12 +11,20 @@ from torch import nn
 
 from raafl.errors import BadInput
 from raafl.parts.protect.secure import member as members
-from raafl.parts.protect.secure.coverage import Coverage, IntegerLayouts, buffer_of
-from raafl.parts.protect.secure.fixed_point import FixedPoint, OutOfRange, add_
-from raafl.parts.protect.secure.group import CannotOpen, Group, GroupMember, expand, threshold_of
-from raafl.parts.protect.secure.member import Member
-from raafl.parts.protect.secure.rehearsal import mask_and_open_
-from raafl.parts.protect.secure.shamir import combine, share
+from raafl.parts.protect.secure.group import (
+    CannotOpen,
+    Coverage,
+    FixedPoint,
+    Group,
+    GroupMember,
+    IntegerLayouts,
+    OutOfRange,
+    add_,
+    buffer_of,
+    expand,
+    threshold_of,
+)
+from raafl.parts.protect.secure.member import Member, combine, mask_and_open_, share
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import EXAMPLE, Line
 

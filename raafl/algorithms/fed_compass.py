@@ -356,6 +356,7 @@ class GroupDeltas(Deltas):
     """
 
     by_client: ClassVar[bool] = True
+    merges_some: ClassVar[bool] = True
 
     pace: Pace = field(default_factory=Pace)
 

@@ -27,6 +27,7 @@ from raafl.core.sample import Sample
 from raafl.core.select import OwnTests, Select, SelectContext
 from raafl.core.state import GlobalState, Memory, PendingUpdate
 from raafl.core.types import Adjusted, Assignment, Part, Update, Warn
+from raafl.errors import BadInput
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.spec import Spec
 
@@ -101,7 +102,7 @@ class Trigger(Part, ABC):
         """Decide whether to merge now; called after each event while at least one update waits."""
 
     def merged_now(self, waiting: TriggerContext) -> Collection[int] | None:
-        """Return the assignment ids of the updates to merge now; None = all that wait. `Merge.apply` must take the same ones."""
+        """Return the assignment ids of the updates to merge now; None = all that wait. It needs a merge that `merges_some`."""
         return None
 
     def client_waits(self, assignment: Assignment, memory: Memory) -> bool:
@@ -157,11 +158,14 @@ class Merge(Part, ABC):
         sends: content of an update: trained "values", or their "delta", the difference from the received values.
         by_client: whether the merge must see each client's update by itself, so that updates may not be summed
             beforehand.
+        merges_some: whether `apply` merges the updates of `GlobalState.waiting` alone, so that a trigger may choose some
+            of those that have been received (`Trigger.merged_now`); False = it merges all.
         extension: name of the extension of the runtime (`raafl.runtime.extensions`) that this merge needs; None = none.
     """
 
     sends: Literal["values", "delta"] = "values"
     by_client: ClassVar[bool] = False
+    merges_some: ClassVar[bool] = False
     extension: ClassVar[str | None] = None
 
     def check(self, state: GlobalState) -> list[str]:
@@ -330,6 +334,13 @@ class Algorithm:
     trigger: Trigger
     merge: Merge
     chosen: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if type(self.trigger).merged_now is not Trigger.merged_now and not self.merge.innermost.merges_some:
+            raise BadInput(
+                f"algorithm is {self.name}, whose trigger {type(self.trigger).__name__} merges some of the waiting updates, but "
+                f"its merge {type(self.merge.innermost).__name__} all of them: give a merge that has merges_some"
+            )
 
     def describe(self) -> dict[str, str]:
         """Return the algorithm's name, its paper, and its five parts in words."""

@@ -7,6 +7,9 @@ from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.submodel import FlatTensors, Layout, Spec
 from raafl.submodel.tensor_files import PayloadRoom
 
+_MOST_FREE = 16
+"""Layouts of which freed storage is kept for the next snapshot."""
+
 
 class Snapshots:
     """Copies of the global values that clients receive. Tasks with the same version and submodel share one copy.
@@ -97,4 +100,7 @@ class Snapshots:
     def _recycle(self, snapshot: FlatTensors) -> None:
         if self._users[id(snapshot)] == 0:
             del self._users[id(snapshot)]
-            self._free.setdefault(snapshot.layout, []).append(snapshot)
+            # the layout that was freed last is last, so that those of rare submodels go first
+            self._free[snapshot.layout] = [*self._free.pop(snapshot.layout, ()), snapshot]
+            if len(self._free) > _MOST_FREE:
+                del self._free[next(iter(self._free))]

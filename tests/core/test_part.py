@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from raafl.algorithms import fed_avg, fed_compass
 from raafl.core.algorithm import Hook, Local, Merge, Select, Trigger
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
@@ -48,3 +49,13 @@ def test_a_dataclass_with_slots_may_override():
             return False
 
     assert not Never().due(None)
+
+
+def test_a_trigger_that_merges_some_needs_a_merge_that_does():
+    """A merge that sums what it receives would merge the rest, too, and the coordinator would count it as waiting."""
+    compass, average = fed_compass(), fed_avg()
+    message = "its merge Mean all of them: give a merge that has merges_some"
+    with pytest.raises(BadInput, match=message):
+        replace(compass, merge=average.merge)
+    assert replace(compass, name="mine").merge is compass.merge
+    assert replace(average, merge=compass.merge).trigger is average.trigger

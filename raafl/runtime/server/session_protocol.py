@@ -325,10 +325,11 @@ class SessionProtocol:
         info, hello = yield from self._greet()
         self._num_samples = info.num_samples
         self.report(Joined(info))
-        # a result that was lost with the client's earlier connection; it is recorded as refused
+        # A result that was lost with the client's earlier connection is recorded as refused. It counts as one of that
+        # connection: the client says the number, which may be that of the task that this one is about to be sent.
         if hello.unsent is not None:
             nothing = FlatTensors.empty(Layout(()))
-            self.report(Arrived(Update(hello.unsent, self.client, self.incarnation, nothing, 0, refusal="late")))
+            self.report(Arrived(Update(hello.unsent, self.client, self.incarnation - 1, nothing, 0, refusal="late")))
         while (task := (yield NextTask())) is not None:
             steps = self._plain_task
             for extension in reversed(self.extensions):

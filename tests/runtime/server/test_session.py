@@ -207,6 +207,7 @@ def test_an_answer_from_a_broken_connection_is_reported_and_refused_by_its_id(ta
     late = table.event()
     assert isinstance(late, Arrived)
     assert (late.update.assignment, late.update.client, late.update.refusal) == (7, 4, "late")
+    assert late.update.incarnation == -1  # of an earlier connection than this one, the first
     assert late.update.tensors.num_bytes == 0  # nothing of it has been sent
 
 

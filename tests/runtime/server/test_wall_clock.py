@@ -11,8 +11,9 @@ import pytest
 
 from raafl.algorithms import fed_avg
 from raafl.core.coordinator import TIME_UP
-from raafl.core.types import Lost
+from raafl.core.types import Arrived, Lost, Update
 from raafl.runtime.server.wall_clock import Server
+from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.tensor_files import NoRoom
 from raafl.transport import Refused
 
@@ -51,6 +52,22 @@ def test_a_task_for_which_there_is_no_room_goes_to_its_session_as_an_error():
     house.sessions[1] = SimpleNamespace(fail=lambda error: heard.append(str(error)))
     house._deliver(SimpleNamespace(id=1, client=1, incarnation=0))
     assert heard == ["recorded", "no room"] and house._sent == {}
+
+
+def test_an_answer_of_an_earlier_connection_frees_no_values_that_this_one_is_being_sent():
+    """A client says which answer it could not send; it may guess the number of the task that it has just been given."""
+    house, freed = server(), []
+    house._snapshots = SimpleNamespace(give_back=freed.append)
+    house.coordinator.roster.active = {8: SimpleNamespace(assigned_s=0.0)}
+    house._sent[1, 3] = {8: "values"}
+
+    def arrived(incarnation):
+        return Arrived(Update(8, 1, incarnation, FlatTensors.empty(Layout(())), 0, refusal="late"))
+
+    house._admit(arrived(2), 1.0)
+    assert freed == [] and house._sent == {(1, 3): {8: "values"}}
+    house._admit(arrived(3), 1.0)
+    assert freed == ["values"] and house._sent == {}
 
 
 def test_the_log_says_who_joined_and_left_and_how_many_the_run_waits_for():

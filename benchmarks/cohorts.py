@@ -201,7 +201,7 @@ def task_rows(work: Workload) -> list[Row]:
         for size in sizes:
             before = forget_peak()
             found[size] = cohort_s(size)
-            grown[size] = status_bytes("VmHWM") - before
+            grown[size] = max(status_bytes("VmHWM") - before, 0)  # the kernel counts pages in batches
         if repeat:  # the first of each warms up
             least = {size: min(seconds, least.get(size, seconds)) for size, seconds in found.items()}
     return [

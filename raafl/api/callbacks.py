@@ -303,6 +303,6 @@ def current_module(run: Run, *, anew: bool) -> nn.Module:
         # remove raafl's stand-in for the Trainer from a LightningModule, which the user now owns
         if "_trainer" in vars(part):
             part.__dict__["_trainer"] = None
-    with run.statistics.filled(parts.coordinator.state.values, anew=anew):
+    with run.norms.filled(parts.coordinator.state.values, anew=anew):
         parts.submodels.load_(module, parts.coordinator.state.values)
     return module

@@ -22,7 +22,7 @@ from raafl.runtime.lifecycle.signals import sigterm_interrupts
 
 if TYPE_CHECKING:
     from raafl.runtime.client.setup import ClientSetup
-    from raafl.runtime.lifecycle.signals import ServiceManager
+    from raafl.runtime.lifecycle.service_manager import ServiceManager
     from raafl.sites.gate import SiteGate
     from raafl.transport.tcp.credentials import Credentials
 
@@ -49,7 +49,7 @@ def command(argv: list[str]) -> int:
         from raafl.runtime.client.multiprocess import together
         from raafl.runtime.client.setup import ClientSetup
         from raafl.runtime.client.worker import TaskRefused
-        from raafl.runtime.lifecycle.signals import ServiceManager
+        from raafl.runtime.lifecycle.service_manager import ServiceManager
         from raafl.runtime.protocol import DRY_RUN
 
         say = _said_to(service := ServiceManager.here(), own.client)

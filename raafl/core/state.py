@@ -225,7 +225,7 @@ class PendingUpdate:
 
 @dataclass(slots=True)
 class GlobalState:
-    """The server's model and all state of a merge. Only merges change it, in place.
+    """The server's model and all state of a merge. Merges change the values, in place; the coordinator counts and lists.
 
     What waits for a merge is listed here alone: a merge, and each wrapper of it, reads `waiting`, and stores only what
     it has computed from the updates' tensors, in the same order.

@@ -31,7 +31,7 @@ _HOME = {
     "FPB": "text",
     "FederatedData": "federated",
     "FineTuning": "fine_tuning",
-    "GaussianClusters": "clusters",
+    "GaussianClusters": "sources",
     "HuggingFace": "sources",
     "HuggingFaceText": "text",
     "Iid": "partition",

@@ -9,8 +9,8 @@ summary.json    written once, at the end
 seals.jsonl     signed digests of all of these, see raafl.runfolder.seals
 
 Each row is one write to the operating system (about a microsecond), so a run that crashes leaves whole lines and loses
-none that were appended. What cannot be written never ends a run: see raafl.runfolder.append_file. One writer at a time: nothing
-here is safe to call from several threads.
+none that were appended. What cannot be written never ends a run: see raafl.runfolder.append_file. One writer at a time: the
+run's loop writes all but checkpoints and their seals, which come one after the other from the checkpointer's thread.
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ class RunFolder:
     def seal(
         self, sealed: Sealed, version: int, names: Iterable[str], *, final: bool = False, altered: Iterable[str] = ()
     ) -> None:
-        """Write a seal: an entry, signed if there is a signer, with hashes of the run's files. Callable from any thread."""
+        """Write a seal: an entry, signed if there is a signer, with hashes of the run's files; one call at a time."""
         if final:
             names = [SUMMARY, CONFIG, MODEL, *self._checkpoints()]
         files = digests(self.path, (name for name in names if not final or name not in self._sealed_files))

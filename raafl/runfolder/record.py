@@ -33,7 +33,7 @@ from raafl.submodel import FlatTensors
 
 
 class RunRecord:
-    """Counters of a run and writer of its folder; used by one thread only.
+    """Counters of a run and writer of its folder, for the run's loop; methods that other threads may call say so.
 
     Without a folder it only counts, as in benchmarks.
     """

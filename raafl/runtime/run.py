@@ -56,7 +56,7 @@ class Run:
         signer: Signer | None = None,
         num_queued: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Open the run folder, without computing anything; ``saved``: continue the run that this checkpoint belongs to.
+        """Open the run folder, after a trial step and an evaluation; ``saved``: continue the run that this checkpoint belongs to.
 
         `num_queued`: returns how many events wait for the run's loop.
         """
@@ -64,12 +64,12 @@ class Run:
         self.parts, self.runtime, self.config_yaml = parts, runtime, config_yaml
         self.num_queued, self.resumed = num_queued, saved is not None
         submodels, data, device = parts.submodels, parts.data, parts.coordinator.state.values.device
-        self.statistics = _form_of(parts)
+        self.norms = _form_of(parts)
         self.evaluator = Evaluator(
             submodels,
             data.test_batches,
             device,
-            self.statistics.fill_,
+            self.norms.fill_,
             seed=evaluation_seed(experiment),
             metrics_live=Rules(experiment.rules).metrics_live,
         )
@@ -105,7 +105,7 @@ class Run:
                 warn=self.progress.warn,
                 written=lambda: self.hooks.saved(),
             )
-            self.hooks = self.statistics.hooks(*self.observers, self.saver)
+            self.hooks = self.norms.hooks(*self.observers, self.saver)
             self.hooks.opened()
             unless_begun.pop_all()
         self._interrupt = Interrupt(on_insist=self.progress.abandon)
@@ -154,7 +154,7 @@ class Run:
         except OSError as error:
             raise BadInput(f"resume is '{self.folder}', where writing fails ({error}): make it writable") from error
         self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
-        with resume.restoring(saved), self.statistics.untouched(coordinator.state.values):
+        with resume.restoring(saved), self.norms.untouched(coordinator.state.values):
             resume.resume(saved, mended, coordinator, self.record)
             self.evaluator.revive(section.get("metrics", {}))  # checkpoints of earlier versions have no "metrics"
         if altered:
@@ -275,7 +275,7 @@ class Run:
             summary["axes"] = axis_rows(self.parts.submodels)
         summary["kept_whole"] = self.parts.submodels.reasons
         self.saver.close()
-        with self.statistics.filled(coordinator.state.values, anew=False):
+        with self.norms.filled(coordinator.state.values, anew=False):
             where = save_final(self.folder, self.saver, self.parts, self.saved_form, self.progress, summary)
         summary["model"], summary["model_copy"] = where
         told = cast(dict[str, Any], summary)

@@ -15,7 +15,7 @@ from raafl.core.algorithm import Trigger
 from raafl.core.hooks import HookList, RunHooks
 from raafl.parts.trigger import AllReported
 from raafl.runtime.extensions import extensions_of
-from raafl.runtime.lifecycle.signals import ServiceManager
+from raafl.runtime.lifecycle.service_manager import ServiceManager
 from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run, opened
 from raafl.runtime.server.link import Inbox

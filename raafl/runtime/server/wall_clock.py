@@ -1,7 +1,8 @@
 """Run on the wall clock: the server coordinates clients in processes of their own, one connection for each.
 
 One thread per client sends and receives; the loop below takes what they report, in order, and is the only one to touch
-the global state. Evaluation and checkpoints work on snapshots in a thread of their own, so that neither delays a merge.
+the global state. Evaluation and checkpoints work on snapshots in threads of their own; a merge waits for their copy
+alone, and for a checkpoint that is still being written when the next is due.
 """
 
 from __future__ import annotations

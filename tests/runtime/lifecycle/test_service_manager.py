@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raafl.runfolder import checkpoints
-from raafl.runtime.lifecycle.signals import ServiceManager
+from raafl.runtime.lifecycle.service_manager import ServiceManager
 from tests.helpers.certificates import federation
 from tests.helpers.forked_command import command, wait_for
 

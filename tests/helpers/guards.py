@@ -112,7 +112,7 @@ def _processes(before: set[int]) -> list[str]:
         for pid in sorted(_descendants() - before):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child = psutil.Process(pid)
-                if child.status() != psutil.STATUS_ZOMBIE and not _is_helper(child):
+                if child.status() != psutil.STATUS_ZOMBIE and not is_tracker(child):
                     new.append(child)
         return new
 
@@ -136,7 +136,7 @@ def _descendants(pid: int | str = "self") -> set[int]:
     return found.union(*map(_descendants, found))
 
 
-def _is_helper(process: psutil.Process) -> bool:
+def is_tracker(process: psutil.Process) -> bool:
     """multiprocessing keeps one tracker for the life of the interpreter."""
     return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
 

@@ -23,6 +23,7 @@ from raafl.local import failure
 from raafl.runtime.executors import ranks as ranks_module
 from tests.conformance.executors import WAIT_S, Slow, clients, one_by_one, pool, ranks, tasks_of, told
 from tests.helpers.forked_command import command, wait_for
+from tests.helpers.guards import is_tracker
 from tests.helpers.small_runs import experiment, finish
 from tests.local.bench import Bench, Net
 
@@ -57,7 +58,8 @@ def of(make, **sizes):
 
 
 def children():
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    found = psutil.Process().children(recursive=True)
+    return [p for p in found if p.status() != psutil.STATUS_ZOMBIE and not is_tracker(p)]
 
 
 def open_files():

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from raafl.lab.compare.comparison import read
-from raafl.lab.compare.grid_result import anew, overall
+from raafl.lab.compare.grid_result import add_rows, anew, load_grid, overall
 from raafl.lab.compare.report import Cells, cells, p_value, quoted, short, time_cell, warnings
 from raafl.lab.compare.results import with_holm
 from raafl.lab.compare.runs import machine_name
@@ -35,6 +35,7 @@ _COLUMN = re.compile(r"(?P<key>[^\s:]+)(?::(?P<format>\S+))?(?: as (?P<title>.+)
 
 # Columns of a comparison that a page shows; a marker adds others (`; also: MB, utilisation`).
 _SHOWN = ("row", "settings", "published")
+_SMALL = ROOT / "benchmarks" / "results" / "unequal-small.json"
 _RULES = ROOT / "benchmarks" / "results" / "rules.json"
 
 
@@ -130,6 +131,13 @@ def _file_of(name: str) -> str:
 
 def task_of(result: dict[str, Any], task: str) -> str:
     """Return the times to the first target of a task of a grid, methods by fleets, and what the intervals show of each fleet."""
+    beside = ""
+    if len(result["methods"]) == 1:  # a row that was added to the grid
+        small = load_grid(_SMALL)
+        beside = (
+            f"\nThe rows beside {', '.join(result['methods'])}: {_measured('benchmarks/unequal/small.yaml', small)}"
+        )
+        result = add_rows(result, _SMALL) | {"methods": result["methods"] | small["methods"]}
     cells = {cell["fleet"]: cell for cell in result["cells"] if cell["task"] == task}
     rows = {(fleet, row["row"]): row for fleet, cell in cells.items() for row in cell["rows"]}
     target = f"{result['tasks'][task]['targets'][0]:g}"
@@ -141,7 +149,7 @@ def task_of(result: dict[str, Any], task: str) -> str:
     missing = sum(len(seeds) for cell in cells.values() for seeds in cell["not_run"].values())
     verdicts = [row["accepted"] for row in rows.values()]
     grid = f"benchmarks/unequal/{result['name'].removeprefix('unequal-')}.yaml"
-    source = f"{_measured(grid, result)}\nEach time is the median over {len(result['seeds'])} seeds."
+    source = f"{_measured(grid, result)}{beside}\nEach time is the median over {len(result['seeds'])} seeds."
     source += f"\nNot run yet: {missing} of the runs." if missing else ""
     source += f"\n{verdicts.count(True)} of {len(verdicts)} rows were accepted (runs that were repeated gave the same results)"
     source += f", {verdicts.count(False)} refused."

@@ -1,6 +1,6 @@
 """Write docs/claims.md, the verdict on each claim of the papers: python -m benchmarks.claims [--check].
 
-Claims are in configs/papers/claims.yaml, by hand; verdicts are computed from the runs of committed results. Differences (of times,
+Claims are in benchmarks/claims.yaml, by hand; verdicts are computed from the runs of committed results. Differences (of times,
 the logarithm of their ratio) are paired by seed, with Student's t; p-values are corrected by Holm's method for all claims that one
 result decides. A run that did not reach a target counts as if it had reached it at its end, which understates a difference.
 """
@@ -24,7 +24,7 @@ from raafl.commands.reproduce import Exhibit, Paper, paper
 from raafl.lab.compare.statistics import ALPHA, Interval, holm, paired
 from raafl.rules import CURRENT, recorded_revision
 
-CLAIMS = ROOT / "configs" / "papers" / "claims.yaml"
+CLAIMS = ROOT / "benchmarks" / "claims.yaml"
 PAGE = ROOT / "docs" / "claims.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -194,7 +194,7 @@ With this page you can look up which of {total} claims of the papers hold here, 
 
 {sentences}
 
-`python -m benchmarks.claims` writes this page: claims are in `configs/papers/claims.yaml`, and each verdict is computed
+`python -m benchmarks.claims` writes this page: claims are in `benchmarks/claims.yaml`, and each verdict is computed
 from the runs of a committed result.
 
 | verdict | means |

@@ -15,7 +15,7 @@ def test_the_numbers_are_saved_before_anything_is_drawn(tmp_path, monkeypatch):
     def broken(*_):
         raise OSError("no fonts")
 
-    monkeypatch.setattr(report, "_groups", broken)
+    monkeypatch.setattr(report, "groups_of", broken)
     with pytest.raises(OSError, match="no fonts"):
         report.write(RESULT, tmp_path)
     assert json.loads((tmp_path / "result.json").read_text()) == RESULT

@@ -18,6 +18,7 @@ from typing import Any
 from raafl.lab.compare.runs import processor
 
 Row = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 3600.0
 _NVIDIA_SMI = ["nvidia-smi", "--id=0", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--loop-ms=200"]
 
@@ -52,6 +53,16 @@ def report(rows: Sequence[Row], **more: Any) -> dict[str, Any]:
     """Return the object that a benchmark prints."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"hardware": hardware(), "date": date, "versions": versions(), "rows": list(rows), **more}
+
+
+def paper_file(name: str) -> tuple[str, str | None]:
+    """Return the comparison file of a result, from the root, and its variant where the name is FILE-VARIANT."""
+    folder, words = "configs/papers", name.split("-")
+    for place in range(len(words), 0, -1):
+        file = f"{folder}/{'-'.join(words[:place])}.yaml"
+        if (ROOT / file).is_file():
+            return file, "-".join(words[place:]) or None
+    return f"{folder}/{name}.yaml", None
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Row, main
+from benchmarks.common import ROOT, Row, main, paper_file
 from raafl.config.bundled import with_paths
 from raafl.config.parse import parse
 from raafl.core.types import Work
@@ -26,7 +26,6 @@ from raafl.rules import CURRENT, recorded_revision
 from raafl.runtime.setup import build
 
 RESULTS = Path(__file__).parent / "results"
-PAPERS = Path(__file__).resolve().parents[1] / "configs" / "papers"
 
 
 def older() -> Iterator[tuple[str, int, Path, str | None]]:
@@ -35,13 +34,9 @@ def older() -> Iterator[tuple[str, int, Path, str | None]]:
         result = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(result, dict) or not {"rows", "config"} <= {*result}:
             continue
-        rules = recorded_revision(result)
-        parts = path.stem.split("-")
-        for place in range(len(parts), 0, -1):
-            file = PAPERS / f"{'-'.join(parts[:place])}.yaml"
-            if rules < CURRENT and file.is_file():
-                yield path.stem, rules, file, "-".join(parts[place:]) or None
-                break
+        rules, (file, variant) = recorded_revision(result), paper_file(path.stem)
+        if rules < CURRENT and (ROOT / file).is_file():
+            yield path.stem, rules, ROOT / file, variant
 
 
 def seconds(run: Run, rules: int) -> tuple[str, list[float]]:
@@ -56,7 +51,7 @@ def seconds(run: Run, rules: int) -> tuple[str, list[float]]:
 
 def rows(only: str | None = None) -> list[Row]:
     """Compare the first row of each method of each result; those whose data are not there are named."""
-    return [row for name, *rest in older() if only in (None, name) for row in _rows_of(name, *rest)]
+    return [row for one in older() if only in (None, one[0]) for row in _rows_of(*one)]
 
 
 def _rows_of(name: str, rules: int, file: Path, variant: str | None) -> Iterator[Row]:

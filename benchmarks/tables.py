@@ -21,8 +21,10 @@ from typing import Any
 
 import yaml
 
+from benchmarks.common import paper_file
+from benchmarks.unequal_picture import RESULT, beside_grid
 from raafl.lab.compare.comparison import read
-from raafl.lab.compare.grid_result import add_rows, anew, load_grid, overall
+from raafl.lab.compare.grid_result import anew, load_grid, overall
 from raafl.lab.compare.report import Cells, cells, p_value, quoted, short, time_cell, warnings
 from raafl.lab.compare.results import with_holm
 from raafl.lab.compare.runs import machine_name
@@ -35,7 +37,6 @@ _COLUMN = re.compile(r"(?P<key>[^\s:]+)(?::(?P<format>\S+))?(?: as (?P<title>.+)
 
 # Columns of a comparison that a page shows; a marker adds others (`; also: MB, utilisation`).
 _SHOWN = ("row", "settings", "published")
-_SMALL = ROOT / "benchmarks" / "results" / "unequal-small.json"
 _RULES = ROOT / "benchmarks" / "results" / "rules.json"
 
 
@@ -71,10 +72,10 @@ def written(result: dict[str, Any], source: str, also: str = "") -> str:
 
 def _since(result: dict[str, Any]) -> list[str]:
     """Return a sentence on the distance of evaluations that the comparison's file has now, if the result is from before."""
-    file, _, variant = _file_of(result["name"]).partition(" --variant ")
+    file, variant = paper_file(result["name"])
     if result.get("eval_every") is not None or not (ROOT / file).is_file():
         return []
-    every = read(ROOT / file, variant or None).eval_every
+    every = read(ROOT / file, variant).eval_every
     return [] if every is None else [f"This result is from before the file had `eval_every: {every}`."]
 
 
@@ -120,24 +121,20 @@ def _moved(name: str, rules: int) -> str:
 
 
 def _file_of(name: str) -> str:
-    """Return a result's comparison file, and the variant of it where the name is FILE-VARIANT."""
-    folder = Path("configs/papers")
-    for place in [len(name), *(found.start() for found in reversed(list(re.finditer("-", name))))]:
-        if (ROOT / folder / f"{name[:place]}.yaml").is_file():
-            variant = name[place + 1 :]
-            return f"{folder}/{name[:place]}.yaml" + (f" --variant {variant}" if variant else "")
-    return f"{folder}/{name}.yaml"
+    """Return a result's comparison file, and the option that names its variant."""
+    file, variant = paper_file(name)
+    return file + (f" --variant {variant}" if variant else "")
 
 
 def task_of(result: dict[str, Any], task: str) -> str:
     """Return the times to the first target of a task of a grid, methods by fleets, and what the intervals show of each fleet."""
     beside = ""
     if len(result["methods"]) == 1:  # a row that was added to the grid
-        small = load_grid(_SMALL)
+        small = load_grid(RESULT)
         beside = (
             f"\nThe rows beside {', '.join(result['methods'])}: {_measured('benchmarks/unequal/small.yaml', small)}"
         )
-        result = add_rows(result, _SMALL) | {"methods": result["methods"] | small["methods"]}
+        result = beside_grid(result)
     cells = {cell["fleet"]: cell for cell in result["cells"] if cell["task"] == task}
     rows = {(fleet, row["row"]): row for fleet, cell in cells.items() for row in cell["rows"]}
     target = f"{result['tasks'][task]['targets'][0]:g}"

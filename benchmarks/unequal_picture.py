@@ -89,10 +89,14 @@ def _bar(picture: Picture, x: float, y: float, room: float, label: str, row: Map
     picture.text(x + room * length + 6, y + ROW * 0.66, text, size=12.5, bold=best, fill=fill)
 
 
+def beside_grid(added: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result of a row that was added to the grid, with the rows of the committed result below it."""
+    return add_rows(added, RESULT) | {"methods": added["methods"] | load_grid(RESULT)["methods"]}
+
+
 def whole() -> dict[str, Any]:
     """Return the committed result with the row that was added to it."""
-    added = load_grid(ADDED)
-    return add_rows(added, RESULT) | {"methods": added["methods"] | load_grid(RESULT)["methods"]}
+    return beside_grid(load_grid(ADDED))
 
 
 def main() -> None:

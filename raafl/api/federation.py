@@ -210,9 +210,9 @@ class Federation:
         """
         from raafl.runtime.run import simulate
 
-        module, data, fields = self._given(module, data)
-        spec = ModuleSpec(module, loss, optimizer, metrics)
-        source = as_datamodule(data, module, batch_size=batch_size, collate_fn=collate_fn)
+        how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "metrics": metrics}
+        how |= {"batch_size": batch_size, "collate_fn": collate_fn}
+        spec, source, fields = self._given(module, data, how)
         wanted = self.devices if devices is None else devices_of(devices)
         num_clients = self.clients if self.clients is not None else count_of(wanted) or 10
         return self._run(simulate, spec, source, wanted, num_clients, resume, fields)  # type: ignore[return-value]
@@ -260,9 +260,9 @@ class Federation:
             raise BadInput(
                 f"local is {local}, but the federation has clients={self.clients}: give one of them, or the same"
             )
-        module, data, fields = self._given(module, data, processes=True)
-        spec = ModuleSpec(module, loss, optimizer, metrics)
-        source = as_datamodule(data, module, batch_size=batch_size, collate_fn=collate_fn)
+        how: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "metrics": metrics}
+        how |= {"batch_size": batch_size, "collate_fn": collate_fn}
+        spec, source, fields = self._given(module, data, how, processes=True)
         with local_clients(local) as starting:
             if "WORLD_SIZE" not in os.environ:
                 raise BadInput(
@@ -304,10 +304,7 @@ class Federation:
         """
         from raafl.runtime.replay import replay
 
-        loading = {name: how.pop(name, None) for name in ("batch_size", "collate_fn")}
-        module, data, _ = self._given(module, data)
-        spec = ModuleSpec(module, **how)
-        source = as_datamodule(data, module, **loading)
+        spec, source, _ = self._given(module, data, how)
         given: dict[str, Any] = {"algorithm": copy.deepcopy(self.algorithm)}
         if "partition" in self._fields:
             given["partition"] = self._fields["partition"]
@@ -359,23 +356,26 @@ class Federation:
 
     def _looked_at(self, module: Any, data: Any, how: dict[str, Any]) -> Experiment:
         """Return the experiment of a simulation that is predicted and not run; `auto` is replaced by the chosen method."""
-        loading = {name: how.pop(name, None) for name in ("batch_size", "collate_fn")}
-        module, data, fields = self._given(module, data)
-        spec = ModuleSpec(module, **how)
-        source = as_datamodule(data, module, **loading)
+        spec, source, fields = self._given(module, data, how)
         num_clients = self.clients if self.clients is not None else count_of(self.devices) or 10
         return self._experiment(spec, source, self.devices, num_clients, None, fields)
 
-    def _given(self, module: Any, data: Any, *, processes: bool = False) -> tuple[Any, Any, Mapping[str, Any]]:
-        """Return module and data, and the fields of the run's config; those of a Trainer are from `raafl.from_trainer`."""
-        of_trainer = getattr(type(module), "for_federation", None)
+    def _given(
+        self, module: Any, data: Any, how: Mapping[str, Any], *, processes: bool = False
+    ) -> tuple[ModuleSpec, Any, Mapping[str, Any]]:
+        """Return module and data in the form of a run, and the fields of its config.
+
+        `how`: arguments loss, optimizer, metrics, batch_size and collate_fn of the caller.
+        """
+        of_trainer, fields = getattr(type(module), "for_federation", None), self._fields
         if of_trainer is None and data is None:
             raise BadInput("data is missing: give a LightningDataModule, or a pair (train, test) of data sets")
-        if of_trainer is None:
-            return module, data, self._fields
-        if data is not None:
-            raise BadInput("data is given, but the Trainer in from_trainer has data of its own: leave it out")
-        return of_trainer(module, self._fields, processes=processes)  # type: ignore[no-any-return]
+        if of_trainer is not None:
+            if data is not None:
+                raise BadInput("data is given, but the Trainer in from_trainer has data of its own: leave it out")
+            module, data, fields = of_trainer(module, self._fields, processes=processes)
+        spec = ModuleSpec(module, **{name: value for name, value in how.items() if name not in _LOADING})
+        return spec, as_datamodule(data, module, **{name: how.get(name) for name in _LOADING}), fields
 
     def _run(
         self,
@@ -473,6 +473,7 @@ def _left_as_it_was() -> Iterator[None]:
         yield
 
 
+_LOADING: Final = ("batch_size", "collate_fn")  # how data sets that are no data module are loaded
 _MARK: Final = "RAAFL_LOCAL_CLIENT"
 _SHOWN_LINES: Final = 20  # number of lines shown from the output of a client that ended before it joined
 _END_S: Final = 1.0

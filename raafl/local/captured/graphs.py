@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raafl.local.captured.limits import NotCapturable, Rates, problems_of_built, problems_of_optimizer
-from raafl.local.evaluation.record import attach_log, widened
+from raafl.local.evaluation.record import attach_log, reduction_of, widened
 from raafl.local.train import LocalTrainer, PreparedTask, TaskSteps
 from raafl.local.trainable import TrainableSubmodel
 from raafl.rng import generators, same_generators
@@ -263,7 +263,7 @@ class _Logged:
         **kwargs: Any,
     ) -> None:
         """Record one logged value; see `Recorder.log`."""
-        how = getattr(reduce_fx, "__name__", str(reduce_fx))
+        how = reduction_of(reduce_fx)
         if not isinstance(value, Tensor) or how not in _START or name not in self._sums:
             raise NotCapturable(f"training_step logs '{name}' in a form, or at a time, that a graph would freeze")
         own, value = self._sums[name], widened(value)

@@ -16,7 +16,7 @@ from raafl.core.types import derive_seed
 from raafl.data.federated import Sized
 from raafl.errors import BadInput
 from raafl.local.evaluation.metrics import begin, end, step
-from raafl.local.evaluation.record import Recorder, logged_value
+from raafl.local.evaluation.record import Recorder, logged_value, reduction_of
 from raafl.local.trainable import Buffers
 from raafl.module_hooks import overrides
 from raafl.rng import RngStream, generators, same_generators
@@ -254,7 +254,7 @@ class PartialRecorder(Recorder):
         """Record one logged value; see `Recorder.log`."""
         super().log(name, value, reduce_fx=reduce_fx, batch_size=batch_size)
         if not callable(getattr(value, "compute", None)):
-            how = getattr(reduce_fx, "__name__", str(reduce_fx))
+            how = reduction_of(reduce_fx)
             weight = self.weight if batch_size is None else float(batch_size)
             self._numbers.append((name, logged_value(name, value), how, weight))
 

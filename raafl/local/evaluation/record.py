@@ -104,7 +104,7 @@ class Recorder:
             self._metrics[name] = value
             return
         total, count = self._sums.get(name, (None, 0.0))
-        how = self._how[name] = getattr(reduce_fx, "__name__", str(reduce_fx))
+        how = self._how[name] = reduction_of(reduce_fx)
         if how == "mean":
             self._sums[name] = (value * weight if total is None else total + value * weight, count + weight)
         elif how in _REDUCE:
@@ -217,6 +217,11 @@ def attach_log(module: nn.Module, log: Callable[..., None], log_dict: Callable[.
         if part is module or callable(getattr(type(part), "log_dict", None)):
             part.log = log  # type: ignore[assignment]
             part.log_dict = log_dict  # type: ignore[assignment]
+
+
+def reduction_of(reduce_fx: str | Callable[..., Any]) -> str:
+    """Return the name of a reduction, which Lightning takes as a name or as a function such as `torch.mean`."""
+    return getattr(reduce_fx, "__name__", str(reduce_fx))
 
 
 def widened(value: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_unflatten
 
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
-from raafl.local.evaluation.record import Recorder, attach_log, widened
+from raafl.local.evaluation.record import Recorder, attach_log, reduction_of, widened
 from raafl.local.lightning_hooks import reads_index
 from raafl.local.proximal import ProximalTerm
 from raafl.local.stacked.mode import Batch, Stacked, batches
@@ -336,7 +336,7 @@ class Logged:
         **kwargs: object,
     ) -> None:
         """Record a value that the clients' common step logs, called inside vmap; see `Recorder.log`."""
-        how = getattr(reduce_fx, "__name__", str(reduce_fx))
+        how = reduction_of(reduce_fx)
         if callable(getattr(value, "compute", None)):
             raise Unstackable(
                 f"the training step logs '{name}', an object of {type(value).__name__}: log a number to train clients as one batch"

@@ -1,4 +1,4 @@
-"""Train and evaluate on a rank what rank 0 sends."""
+"""Train and evaluate on a rank what rank 0 sends, and read there what the rank answers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from raafl.core.types import OUT_OF_MEMORY, Assignment
+from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.errors import USER_ERRORS, GpuLost, TaskFailed, format_error
 from raafl.local.context import TaskContext
 from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.failure import unanswered
 from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.executors.base import Executor
@@ -57,7 +58,7 @@ def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Ca
             continue
         with suppress(Stopped):  # the receiving thread's last item follows
             for assignment in out:
-                pair.send(_answer(inner, assignment, context))
+                pair.send(answer_of(inner, assignment, context))
         out.clear()
         give_back()  # return memory to the system, since the next task may come late
 
@@ -104,8 +105,12 @@ def _measured(made: Callable[[], Evaluator], asked: Measure, values: FlatTensors
         return Message(Kind.FAILED, meta=Failed(error=format_error(error)).to_meta())
 
 
-def _answer(inner: Executor, assignment: Assignment, context: TaskContext) -> Message:
-    """Train a task, and others batched with it, and send the result."""
+def answer_of(inner: Executor, assignment: Assignment, context: TaskContext) -> Message:
+    """Train a task, and others batched with it; return the message with its result.
+
+    Raises:
+        GpuLost: the GPU of this process has failed.
+    """
     try:
         update = inner.result(assignment.id, context)
     except GpuLost:
@@ -114,7 +119,7 @@ def _answer(inner: Executor, assignment: Assignment, context: TaskContext) -> Me
         return Message(Kind.FAILED, assignment.id, meta=Failed.of(failed, private=False).to_meta())
     if update.refusal == OUT_OF_MEMORY:
         return Message(Kind.FAILED, update.assignment, meta=Failed(OUT_OF_MEMORY).to_meta())
-    answer = Answer(
+    fields = Answer(
         update.num_samples,
         update.num_steps,
         update.metrics,
@@ -122,4 +127,25 @@ def _answer(inner: Executor, assignment: Assignment, context: TaskContext) -> Me
         refusal=update.refusal,
         counted=inner.counted(),
     )
-    return Message(Kind.UPDATE, update.assignment, 0, answer.to_meta(exact=True), update.tensors)
+    return Message(Kind.UPDATE, update.assignment, 0, fields.to_meta(exact=True), update.tensors)
+
+
+def failure_of(assignment: Assignment, meta: dict[str, Any]) -> Update | TaskFailed:
+    """Convert the fields of a message without tensors to the failure of a task, or to an update that is refused."""
+    failed = Failed.from_meta(meta)
+    return failed.to_error(assignment.client) if failed.refusal is None else unanswered(assignment, failed.refusal)
+
+
+def update_of(assignment: Assignment, fields: Answer, tensors: FlatTensors) -> Update:
+    """Convert the fields and tensors of an answer to the update of a task."""
+    return Update(
+        assignment.id,
+        assignment.client,
+        assignment.incarnation,
+        tensors,
+        fields.num_samples,
+        fields.num_steps,
+        dict(fields.metrics),
+        extra=dict(fields.extra),
+        refusal=fields.refusal,
+    )

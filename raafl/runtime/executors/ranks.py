@@ -19,12 +19,11 @@ from raafl.core.types import Assignment, Update
 from raafl.errors import TaskFailed
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluation.evaluate import Evaluator
-from raafl.local.failure import unanswered
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor, Like, kind_of, summed
-from raafl.runtime.executors.rank_worker import FOR_EVER_S
+from raafl.runtime.executors.rank_worker import FOR_EVER_S, failure_of, update_of
 from raafl.runtime.identity import Identity, agree
-from raafl.runtime.protocol import Answer, Assign, Failed, Hello, Measure, Reason, Welcome, no_tensors
+from raafl.runtime.protocol import Answer, Assign, Hello, Measure, Reason, Welcome, no_tensors
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors
 from raafl.transport import Connection, Expect, Kind, Message, PeerLost, PeerTimeout, Refused
@@ -382,23 +381,11 @@ class RankExecutor(Executor):
     def _found(self, name: str, assignment: Assignment, message: Message) -> Update | TaskFailed:
         """Convert a rank's reply to the update, or the failure, of a task."""
         if message.tensors is None:
-            failed = Failed.from_meta(message.meta)
-            refusal = failed.refusal
-            return failed.to_error(assignment.client) if refusal is None else unanswered(assignment, refusal)
+            return failure_of(assignment, message.meta)
         answer = Answer.from_rank(message.meta)
         if answer.counted:
             self._counted[name] = dict(answer.counted)
-        return Update(
-            assignment.id,
-            assignment.client,
-            assignment.incarnation,
-            message.tensors,
-            answer.num_samples,
-            answer.num_steps,
-            dict(answer.metrics),
-            extra=dict(answer.extra),
-            refusal=answer.refusal,
-        )
+        return update_of(assignment, answer, message.tensors)
 
     def _lose(self, out: list[_Task]) -> bool:
         """Continue without a rank, whose tasks are trained again with equal results; return whether the run is still going."""

@@ -21,14 +21,14 @@ import torch
 
 from raafl.config.experiment import Experiment
 from raafl.core.saving import assignment_from_json, assignment_to_json
-from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
+from raafl.core.types import Assignment, Update
 from raafl.errors import BadInput, GpuLost, RunFailed, TaskFailed, installing
 from raafl.local.context import ALONE, TaskContext
-from raafl.local.failure import unanswered
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor
+from raafl.runtime.executors.rank_worker import answer_of, failure_of, update_of
 from raafl.runtime.identity import Identity, agree
-from raafl.runtime.protocol import Answer, Failed, Welcome
+from raafl.runtime.protocol import Answer, Welcome
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors
 
@@ -129,7 +129,7 @@ class RayExecutor(Executor):
             self._note_ended(timeout_s=None)
             self._fill()
         try:
-            kind, meta, arrays = ray.get(task.answer)
+            meta, arrays = ray.get(task.answer)
         except ray.exceptions.RayTaskError as failed:  # an error of raafl itself, or a worker that does not fit
             raise RunFailed(f"a worker of Ray has failed: {sanitize_text(failed.cause, 400)}") from failed
         except ray.exceptions.RayError as lost:
@@ -138,7 +138,7 @@ class RayExecutor(Executor):
         if self.needed is not None:  # its owner sets it again with the next event
             self.needed -= 1
         self._fill()
-        return self._found(task.assignment, kind, meta, arrays)
+        return self._found(task.assignment, meta, arrays)
 
     def cancel(self, assignment_id: int) -> None:
         """Remove a task; one that a worker has begun is ended there."""
@@ -207,26 +207,15 @@ class RayExecutor(Executor):
             self._slots = min((int(there.get(name, 0.0) / share) for name, share in asked.items() if share), default=1)
         return self._slots
 
-    def _found(self, assignment: Assignment, kind: str, meta: dict[str, Any], arrays: list[np.ndarray]) -> Update:
-        if kind == "failed":
-            failed = Failed.from_meta(meta)
-            if failed.refusal is None:
-                raise failed.to_error(assignment.client)
-            return unanswered(assignment, failed.refusal)
-        answer = Answer.from_rank(meta)
+    def _found(self, assignment: Assignment, meta: dict[str, Any], arrays: list[np.ndarray] | None) -> Update:
+        if arrays is None:
+            found = failure_of(assignment, meta)
+            if isinstance(found, TaskFailed):
+                raise found
+            return found
         tensors = FlatTensors.empty(self._payload.layout(assignment.spec, "trained"), self._device)
         _fill_from(tensors, arrays)
-        return Update(
-            assignment.id,
-            assignment.client,
-            assignment.incarnation,
-            tensors,
-            answer.num_samples,
-            answer.num_steps,
-            dict(answer.metrics),
-            extra=dict(answer.extra),
-            refusal=answer.refusal,
-        )
+        return update_of(assignment, Answer.from_rank(meta), tensors)
 
 
 def _connect(experiment: Experiment) -> None:
@@ -254,23 +243,18 @@ def _resources() -> str:
 # ---- in a worker ----
 
 
-def _train(setup: list[Any], task: dict[str, Any], values: list[np.ndarray]) -> tuple[str, dict[str, Any], list[Any]]:
-    """Train one task in a worker; return what kind of answer it is, its fields and its tensors."""
+def _train(setup: list[Any], task: dict[str, Any], values: list[np.ndarray]) -> tuple[dict[str, Any], list[Any] | None]:
+    """Train one task in a worker; return the answer's fields and its tensors, None if it has failed."""
     trainer, inner = _built(setup[0])
     assignment = assignment_from_json(task)
     snapshot = FlatTensors.empty(trainer.payload.layout(assignment.spec, "sent"), trainer.fabric.device)
     _fill_from(snapshot, values)
     inner.submit(assignment, snapshot, 0.0)
     try:
-        update = inner.result(assignment.id)
+        message = answer_of(inner, assignment, ALONE)
     except GpuLost:
         os._exit(1)  # this process can use its GPU no more; Ray trains the task in another
-    except TaskFailed as failed:
-        return "failed", Failed.of(failed, private=False).to_meta(), []
-    if update.refusal == OUT_OF_MEMORY:
-        return "failed", Failed(OUT_OF_MEMORY).to_meta(), []
-    answer = Answer(update.num_samples, update.num_steps, update.metrics, update.extra, refusal=update.refusal)
-    return "update", answer.to_meta(exact=True), _to_arrays(update.tensors)
+    return message.meta, None if message.tensors is None else _to_arrays(message.tensors)
 
 
 @lru_cache(maxsize=1)

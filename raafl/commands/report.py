@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from raafl.lab.report import overview
 from raafl.lab.report.clients import Classes, classes_of, participation_chart, partition
 from raafl.lab.report.curves import curves
 from raafl.lab.report.groups import Group, algorithm_of, group_runs, names_of
+from raafl.lab.report.notebook import curve_svg
 from raafl.lab.report.overview import check_figure, draw
 from raafl.lab.report.page import (
     MAX_ROWS,
@@ -71,7 +73,7 @@ def report(argv: Sequence[str]) -> str:
     """Write a report page or a figure; return a line with the path of each file written.
 
     Raises:
-        BadInput: a path is not a run folder, an option is unknown, plotly is missing, or the page cannot be written.
+        BadInput: a path is not a run folder, an option is unknown, or the page cannot be written.
     """
     if not argv:
         raise BadInput("raafl report needs a run folder: raafl report RUN [RUN ...] --output PAGE.html")
@@ -114,7 +116,7 @@ def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = 
     if labels:
         classes = {id(run): classes_of(run, partial(_deal_out, trusted=trusted)) for _, run in apart}
     charts = [
-        curves(groups),
+        replace(curves(groups), still=curve_svg(groups)),
         timeline(apart, left_out),
         time_spent(apart, left_out),
         participation_chart(groups),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,8 +62,17 @@ def summary_lines(summary: Summary, folder: Path) -> list[str]:
     lines.append(f"run folder: {folder}")
     if mirror := summary.get("mirror"):
         lines.append(f"copy in {mirror['url']}" + ("" if mirror["whole"] else f", not whole: {mirror['error']}"))
-    lines.append(f"next: raafl report {folder}")
+    lines.append(f"next: {program()} report {folder}")
     return lines
+
+
+def program() -> str:
+    """Return what starts raafl in the user's shell: its name where the shell would find it, else this Python with ``-m``."""
+    if shutil.which("raafl"):
+        return "raafl"
+    python = Path(sys.executable)
+    here = Path.cwd()
+    return f"{python.relative_to(here) if python.is_relative_to(here) else python} -m raafl"
 
 
 def _participation(participation: dict[str, int]) -> list[str]:

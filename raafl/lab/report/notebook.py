@@ -17,6 +17,7 @@ from raafl.lab.report.curves import TIME, TITLES, band, curve, metric_names
 from raafl.lab.report.groups import Group, group_runs
 from raafl.lab.report.overview import notes_of, runs_table
 from raafl.lab.report.page import Cell, Table, escaped, shown, table_html
+from raafl.runfolder.outcome import program
 from raafl.runfolder.reading import Numbers, read
 
 _WIDTH, _HEIGHT = 620, 260
@@ -62,7 +63,7 @@ def run_html(folder: Path, summary: Mapping[str, Any]) -> str:
     head = [name for name, _ in facts]
     values = table_html(Table(head, [[value for _, value in facts]]))
     title = f"{summary.get('algorithm', 'run')} in {folder}"
-    return fragment(title, values, drawn, notes=notes, code=f"raafl report {folder}")
+    return fragment(title, values, drawn, notes=notes, code=f"{program()} report {folder}")
 
 
 def curve_svg(groups: Sequence[Group], metric: str | None = None, against: str = TIME) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raafl.errors import BadInput, installing
+from raafl.errors import installing
 from raafl.runfolder.reading import Numbers
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -77,10 +77,15 @@ def collapsible(title: str, inner: str) -> str:
     return f'<details><summary>{escaped(title)}</summary><div class="inner">{inner}</div></details>'
 
 
-def chart_html(chart: Chart) -> str:
-    """Return the HTML section of a chart: title, note, selectors, empty space for the chart, tables."""
+def chart_html(chart: Chart, *, still: bool = False) -> str:
+    """Return the HTML section of a chart: title, note, selectors, empty space for the chart, tables.
+
+    `still`: without scripts: the chart's own SVG, if it has one, in place of selectors and space.
+    """
     parts = [f'<section id="{chart.name}"><h2>{escaped(chart.title)}</h2><p class="soft">{escaped(chart.note)}</p>']
-    if chart.views:
+    if still:
+        parts.append(chart.still)
+    elif chart.views:
         selects = []
         for name, options in chart.choices.items():
             items = "".join(f'<option value="{escaped(o)}">{escaped(o)}</option>' for o in options)
@@ -129,26 +134,35 @@ def _plain(value: object) -> object:
     return escaped(value) if isinstance(value, str) else value
 
 
-def plotly_js() -> str:
-    """Return the source of plotly.js, compressed and in base64.
-
-    Raises:
-        BadInput: plotly is not installed.
-    """
+def plotly_js() -> str | None:
+    """Return the source of plotly.js, compressed and in base64; None where plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise BadInput(f"raafl report draws with plotly, which is not installed: {installing('report')}") from None
+        return None
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
 
 
 def page(title: str, subtitle: str, top: str, charts: Sequence[Chart], bottom: str, links: Mapping[str, str]) -> str:
-    """Return the complete HTML of the report page."""
+    """Return the complete HTML of the report page; without plotly one with tables and the charts' own SVG, without scripts."""
+    plotly = plotly_js()
     files = resources.files("raafl.lab.report")
     style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     links = {chart.name: chart.title for chart in charts} | dict(links)
     nav = "".join(f'<a href="#{name}">{escaped(text)}</a>' for name, text in links.items())
-    body = "\n".join(map(chart_html, charts))
+    body = "\n".join(chart_html(chart, still=plotly is None) for chart in charts)
+    if plotly is None:
+        note = f"The other charts are tables here, since plotly, which draws them, is not installed: {installing('report')}"
+        notice = f'<div class="notes"><p>{escaped(note)}</p></div>'
+        scripts = ""
+    else:
+        notice = '<noscript><p class="notes">The charts need JavaScript; the table of each is below its title.</p></noscript>'
+        scripts = f"""<script type="application/json" id="charts">{data_json(charts)}</script>
+<!-- plotly.js, https://plotly.com/javascript, Copyright Plotly, Inc., MIT license; gzip in base64 -->
+<script type="text/plain" id="plotly">{plotly}</script>
+<script>
+{script}</script>
+"""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -165,16 +179,11 @@ def page(title: str, subtitle: str, top: str, charts: Sequence[Chart], bottom: s
 <h1>{escaped(title)}</h1>
 <p class="soft">{escaped(subtitle)}</p>
 <nav>{nav}</nav>
-<noscript><p class="notes">The charts need JavaScript; the table of each is below its title.</p></noscript>
+{notice}
 {top}
 {body}
 {bottom}
-<script type="application/json" id="charts">{data_json(charts)}</script>
-<!-- plotly.js, https://plotly.com/javascript, Copyright Plotly, Inc., MIT license; gzip in base64 -->
-<script type="text/plain" id="plotly">{plotly_js()}</script>
-<script>
-{script}</script>
-</body>
+{scripts}</body>
 </html>
 """
 
@@ -216,6 +225,7 @@ class Chart:
     # options of each selector above the chart, by the selector's name; may be empty
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
     height: int = 380  # height of the chart in pixels
+    still: str = ""  # SVG that shows the chart where plotly is missing; empty: its tables alone do
 
 
 def rounded(values: Sequence[float] | Numbers | npt.NDArray[Any], digits: int = 5) -> list[float | None]:

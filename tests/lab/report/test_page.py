@@ -223,10 +223,18 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, op
     assert error.count("\n") == 1
 
 
-def test_without_plotly_the_remedy_is_named(tmp_path, monkeypatch, capsys):
+def test_without_plotly_the_page_has_tables_and_the_curve_and_names_the_remedy(tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    assert main(["report", str(write(tmp_path / "run")), "--output", str(tmp_path / "page.html")]) == 2
-    assert "pip install '.[report]'" in capsys.readouterr().err
-    assert not (tmp_path / "page.html").exists()
+    file = tmp_path / "page.html"
+    assert (
+        main(["report", str(write(tmp_path / "run")), str(hostile_run(tmp_path / "bad")), "--output", str(file)]) == 0
+    )
+    text = file.read_text()
+    parsed = Elements(text)
+    assert "pip install" in text and "[report]" in text
+    assert not parsed.scripts and "<figure" not in text and not {"b", "img"} & set(parsed.tags)
+    (section,) = re.findall(r'<section id="curves">.*?</section>', text, re.S)
+    assert "<polyline" in section and "<table>" in section
+    assert len(file.read_bytes()) < 100_000

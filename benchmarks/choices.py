@@ -28,8 +28,7 @@ from raafl.config.parse import parse
 from raafl.lab.compare.grid_result import tested_by_holm
 from raafl.lab.compare.report import p_value
 from raafl.lab.compare.statistics import censored_median, geometric, rank_test
-from raafl.lab.plan.auto import auto
-from raafl.lab.plan.choose import NOT_REACHED, TABLE, Candidate, Cell, FleetSummary, Table, choose
+from raafl.lab.plan.choose import NOT_REACHED, TABLE, Candidate, Cell, FleetSummary, Table, auto, choose
 from raafl.lab.plan.dry import World
 from raafl.runfolder.schema import JOURNAL
 

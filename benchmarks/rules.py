@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, Row, main, paper_file
-from raafl.config.bundled import with_paths
+from raafl.config.argv import with_paths
 from raafl.config.parse import parse
 from raafl.core.types import Work
 from raafl.errors import BadInput

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from raafl.config.experiment import Experiment
     from raafl.errors import BadInput, RunFailed
     from raafl.lab.compare.compared import compare
-    from raafl.lab.plan.auto import auto
+    from raafl.lab.plan.choose import auto
     from raafl.local.from_trainer import from_trainer
     from raafl.runtime.fit import fit
     from raafl.runtime.run import simulate
@@ -37,7 +37,7 @@ _HOME = {
     "Printing": "raafl.api.callbacks",
     "Result": "raafl.api.federation",
     "RunFailed": "raafl.errors",
-    "auto": "raafl.lab.plan.auto",
+    "auto": "raafl.lab.plan.choose",
     "compare": "raafl.lab.compare.compared",
     "fit": "raafl.runtime.fit",
     "from_trainer": "raafl.local.from_trainer",

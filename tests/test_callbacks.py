@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import raafl
-from raafl.api.callback_hooks import CallbackHooks
+from raafl.api.callbacks import CallbackHooks
 from raafl.errors import BadInput, RunFailed
 from raafl.runtime.run import simulate
 from raafl.submodel.nested_batch import to_device

@@ -12,7 +12,7 @@ from torch import nn
 
 from model_zoo import MLP
 from raafl.algorithms import ca2fl, fadas, fed_async, fed_avg, fed_buff, fed_raa, hetero_fl
-from raafl.compression.compressors import Compress
+from raafl.compression.plan import Compress
 from raafl.config.experiment import SubmodelOptions
 from raafl.core.algorithm import Training
 from raafl.core.options import Guard

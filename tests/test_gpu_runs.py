@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raafl.algorithms import ALGORITHMS, fed_buff
-from raafl.compression.compressors import Compress
+from raafl.compression.plan import Compress
 from raafl.local.train import FabricOptions
 from raafl.runfolder.checkpoints import load
 from raafl.runtime.replay import replay

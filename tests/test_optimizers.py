@@ -7,18 +7,18 @@ from torch import nn
 from torch.optim import SGD, AdamW, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from raafl import optimizers
-from raafl.optimizers import zero_grad
+from raafl import module_hooks
+from raafl.module_hooks import zero_grad
 
 STRATEGY = Fabric(accelerator="cpu", devices=1).strategy
 
 
 def backward(loss):
-    optimizers.backward(loss, STRATEGY)
+    module_hooks.backward(loss, STRATEGY)
 
 
 def step(optimizer):
-    optimizers.step(optimizer, STRATEGY)
+    module_hooks.step(optimizer, STRATEGY)
 
 
 def two(kind, **options):

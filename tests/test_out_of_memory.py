@@ -7,7 +7,7 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import fed_raa
-from raafl.compression.compressors import Compress
+from raafl.compression.plan import Compress
 from raafl.core.algorithm import Training
 from raafl.core.types import OUT_OF_MEMORY
 from raafl.local.failure import is_out_of_memory

@@ -35,8 +35,8 @@ from raafl.errors import at_least, positive, refuse_unused
 from raafl.parts.local.distilled import ByExits, Exit, TrainsExits, counted, knowledge_loss
 from raafl.parts.merge.mean import Mean, averaging
 from raafl.parts.merge.variates import Variates
-from raafl.parts.select.leading_blocks import LeadingBlocks
 from raafl.parts.select.rate_select import Rates
+from raafl.parts.select.windows import LeadingBlocks
 
 DEPTHS = [0.25, 0.5, 0.75, 1.0]
 """Shares of the blocks of the paper's four kinds of clients."""

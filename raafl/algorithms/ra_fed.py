@@ -27,7 +27,7 @@ Choices that the paper leaves open:
   a client that has memory for one region cannot do that.
 - The mean is over clients, not samples, as in eq. (1).
 - C(.), which compresses the broadcast, is the config's ``compress.down`` (bf16, int8 or top_k), which every algorithm has, in
-  both directions; see `raafl.compression.compressors`.
+  both directions; see `raafl.compression.plan`.
 """
 
 from __future__ import annotations

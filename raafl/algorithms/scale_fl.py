@@ -33,8 +33,8 @@ from raafl.core.sample import Sample
 from raafl.errors import at_least, positive, refuse_unused
 from raafl.parts.local.distilled import ByExits, Exit, TrainsExits, counted, knowledge_loss
 from raafl.parts.merge.mean import averaging
-from raafl.parts.select.leading_blocks import LeadingBlocks
 from raafl.parts.select.rate_select import Rates
+from raafl.parts.select.windows import LeadingBlocks
 
 DEPTHS = [0.25, 0.5, 0.75, 1.0]
 WIDTHS = [0.65, 0.7, 0.8, 1.0]

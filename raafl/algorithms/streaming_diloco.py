@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from raafl.algorithms.diloco import MOMENTS, MOST_STEPS, STEPS, adam_of, count_of
+from raafl.algorithms.diloco import MOMENTS, MOST_STEPS, STEPS, BySpeed, adam_of, count_of
 from raafl.core.algorithm import Algorithm, Hook, Local, SelectContext, Task
 from raafl.core.local import Traits, value_of
 from raafl.core.payload import Way
@@ -38,7 +38,6 @@ from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.errors import at_least, fraction, one_of, positive, refuse_unused
 from raafl.parts.merge.nesterov import DelayedNesterov, Nesterov
 from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
-from raafl.parts.select.by_speed import BySpeed
 from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import all_or_each
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, SpecError, Submodels

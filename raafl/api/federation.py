@@ -23,9 +23,8 @@ import yaml
 from torch import nn
 
 from raafl.algorithms import AUTO
-from raafl.api.callback_hooks import CallbackHooks
-from raafl.api.callbacks import Callback, callbacks_of, current_module
-from raafl.api.modules import Loss, MakeOptimizer, Metrics, ModuleSpec, as_datamodule
+from raafl.api.callbacks import Callback, CallbackHooks, callbacks_of, current_module
+from raafl.api.modules import Loss, MakeOptimizer, Metrics, ModuleSpec, as_datamodule, check_types
 from raafl.api.python_objects import objects
 from raafl.api.settings import (
     Settings,
@@ -41,18 +40,16 @@ from raafl.api.settings import (
     without_addresses,
 )
 from raafl.config.experiment import Experiment
-from raafl.config.value_types import check_types
 from raafl.core.algorithm import Algorithm
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import RunHooks
 from raafl.core.types import Event, Joined
 from raafl.errors import BadInput, CodeFailed, RunFailed, one_line
 from raafl.local.numerics import numerics_left
-from raafl.local.preparation.prepare import in_eval_mode
+from raafl.local.prepare import in_eval_mode
 from raafl.log import console, in_notebook
 from raafl.rng import undisturbed
-from raafl.runtime.local.ranks import local_ranks
-from raafl.runtime.local.supervisor import exit_in_words
+from raafl.runtime.supervisor import exit_in_words, local_ranks
 from raafl.units import quantity
 
 if TYPE_CHECKING:

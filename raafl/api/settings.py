@@ -12,12 +12,11 @@ from typing import Any, Literal, TypedDict, get_type_hints
 import yaml
 
 from raafl.algorithms import ALGORITHMS, AUTO
-from raafl.api.modules import ModuleSpec, qualified_name
+from raafl.api.modules import ModuleSpec, check_types, qualified_name
 from raafl.api.python_objects import digest
 from raafl.config.experiment import SECTIONS, Experiment, field_types, marked
 from raafl.config.messages import unknown
 from raafl.config.options import Engine, Samples, SubmodelOptions, Timeouts
-from raafl.config.value_types import check_types
 from raafl.core.algorithm import Algorithm, Training
 from raafl.core.options import Compress, FabricOptions, Guard, Privacy, Rounds, SecureAggregation
 from raafl.devices.catalog import FIGURES
@@ -162,7 +161,7 @@ def algorithm_of(algorithm: Any) -> Algorithm:
         one_of("algorithm", algorithm, [*ALGORITHMS, AUTO])
         if algorithm != AUTO:
             return ALGORITHMS[algorithm]()
-        from raafl.lab.plan.auto import auto
+        from raafl.lab.plan.choose import auto
 
         return auto()
     if not isinstance(algorithm, Algorithm):

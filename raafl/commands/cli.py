@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from raafl import log
-from raafl.config.argv import name_of, options_of, values, without
-from raafl.config.bundled import with_paths
+from raafl.config.argv import name_of, options_of, values, with_paths, without
 from raafl.errors import BadInput, Replaced, RunFailed, at_least, nearest, resolves
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import summary_lines
@@ -187,7 +186,7 @@ def _with_local_resume(argv: list[str]) -> list[str]:
 def _check_first(command: str, argv: Sequence[str]) -> None:
     """Check plain values before torch is imported, on the rank that reports for all."""
     if log.reports_for_all():
-        from raafl.config.plain import check_plain
+        from raafl.config.parse import check_plain
 
         check_plain(command, argv)
 

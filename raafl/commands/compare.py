@@ -16,7 +16,7 @@ from raafl.lab.compare.grid import Grid, is_grid, read_grid
 from raafl.units import quantity
 
 if TYPE_CHECKING:
-    from raafl.lab.compare.clusters import Cluster
+    from raafl.lab.compare.processes import Cluster
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _cluster(options: Namespace) -> Cluster | None:
         return None
     if options.ranks > 1:
         raise BadInput(f"ranks is {options.ranks}, but on a cluster each run has one process: leave it out")
-    from raafl.lab.compare.clusters import Cluster
+    from raafl.lab.compare.processes import Cluster
 
     return Cluster.of(options.engine, options.engine_options)
 

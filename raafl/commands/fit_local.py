@@ -1,7 +1,7 @@
 """Run a server and N clients on this machine by one command, without torchrun (`raafl fit --local N`).
 
 It starts `raafl serve` on a loopback socket and N times `raafl join`, with a token made for this run, and leaves the rest to
-`raafl.runtime.local.supervisor`. It imports no torch: the server reports errors of the config.
+`raafl.runtime.supervisor`. It imports no torch: the server reports errors of the config.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Final
 from raafl.config.argv import names_section, values, whole_number, without
 from raafl.errors import BadInput
 from raafl.runfolder.schema import JOURNAL
-from raafl.runtime.local.supervisor import Child, RestartPolicy, Supervisor
+from raafl.runtime.supervisor import Child, RestartPolicy, Supervisor
 
 NOTE: Final = "RAAFL_FOLDER_NOTE"
 """Environment variable with the file into which `raafl.commands.serve` writes the path of its run folder."""

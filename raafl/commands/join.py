@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raafl.config.argv import name_of, names_section
-from raafl.config.plain import check_plain
+from raafl.config.parse import check_plain
 from raafl.config.remote_options import split
 from raafl.errors import resolves
 from raafl.lean_import import quick_imports

@@ -16,8 +16,7 @@ from raafl.config.argv import options_of
 from raafl.errors import BadInput
 from raafl.lab.report import overview
 from raafl.lab.report.clients import Classes, classes_of, participation_chart, partition
-from raafl.lab.report.curves import curves
-from raafl.lab.report.groups import Group, algorithm_of, group_runs, names_of
+from raafl.lab.report.groups import Group, algorithm_of, curves, group_runs, names_of
 from raafl.lab.report.notebook import curve_svg
 from raafl.lab.report.overview import check_figure, draw
 from raafl.lab.report.page import (

@@ -12,7 +12,7 @@ from typing import Literal
 import yaml
 
 from raafl.commands.compare import options_in, run, with_common
-from raafl.config.bundled import folder
+from raafl.config.argv import folder
 from raafl.errors import BadInput, nearest
 from raafl.lab.compare.comparison import Comparison, read
 

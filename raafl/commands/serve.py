@@ -61,8 +61,8 @@ def allow_list(own: Namespace, credentials: Credentials) -> Sites | None:
     """
     if not credentials.certified:
         return None
+    from raafl.sites.certificates import Revocations
     from raafl.sites.credentials import TlsFiles
-    from raafl.sites.revocations import Revocations
     from raafl.sites.server import Sites
 
     assert isinstance(credentials, TlsFiles)

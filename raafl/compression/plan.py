@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from raafl.compression.compressors import Compressor, compressor, up_name
-from raafl.core.options import Compress
+import torch
+from torch import Tensor
+
+from raafl.core.options import NAMES, Compress
 from raafl.core.payload import MAX_CACHED, Payload, Way
-from raafl.errors import BadInput
+from raafl.errors import BadInput, InvalidPayload, nearest
 from raafl.submodel.extract import CopyPlan
+from raafl.submodel.flat import FlatTensors, Layout, TensorEntry, is_merged, reals
 from raafl.submodel.spec import FULL, Spec
 from raafl.units import quantity
 
@@ -19,7 +24,6 @@ if TYPE_CHECKING:
     from raafl.core.coordinator import Coordinator
     from raafl.core.local import Local
     from raafl.submodel.cost import Cost
-    from raafl.submodel.flat import Layout, TensorEntry
     from raafl.submodel.submodels import Submodels
 
 WAYS: tuple[Way, Way] = ("sent", "trained")
@@ -171,3 +175,274 @@ class CompressionPlan:
         if held:
             words += f"; the server holds up to {num_clients * held:,} bytes more, for {quantity(num_clients, 'client')} at work"
         return [words]
+
+
+ROW = 32
+"""Elements that a row of a tensor must have to get an int8 scale of its own."""
+
+
+@dataclass(frozen=True)
+class Compressor(ABC):
+    """Encoder and decoder that convert tensors to a smaller layout for the wire, and back."""
+
+    only: frozenset[str] | None = None  # names of the floating-point tensors to compress; None = all of them
+    draws: ClassVar[bool] = False  # whether encoding uses random numbers
+    # whether the error of compression is added to the tensors of the next message (error feedback)
+    feeds_back: ClassVar[bool] = False
+    # whether a client must send trained minus received values with this compressor, even where the merge needs
+    # the trained values themselves (the server then adds the received ones again)
+    differences: ClassVar[bool] = True
+
+    def takes(self, entry: TensorEntry) -> bool:
+        """Check whether this compressor compresses the tensor ``entry``."""
+        return is_merged(entry.dtype) and entry.numel > 0 and (self.only is None or entry.name in self.only)
+
+    def taken(self, layout: Layout) -> tuple[TensorEntry, ...]:
+        """Return the tensors of ``layout`` that this compressor compresses."""
+        return _split(self, layout)[0]
+
+    def layout(self, layout: Layout) -> Layout:
+        """Return the layout of what is sent for ``layout``: compressed tensors first, then all others unchanged."""
+        return _wire(self, layout)
+
+    def encode(self, values: FlatTensors, out: FlatTensors, seed: int = 0) -> None:
+        """Compress ``values`` into ``out``, in place. Values that are not finite make ``out`` not finite, too."""
+        taken, others = _split(self, values.layout)
+        for entry in others:
+            out[entry.name].copy_(values.view(entry))
+        self._encode(_as_reals(taken), values, out, seed)
+
+    def decode(self, wire: FlatTensors, out: FlatTensors, *, finite: bool = True) -> None:
+        """Decompress ``wire`` into ``out``, in place.
+
+        Raises:
+            InvalidPayload: ``wire`` cannot be the result of `encode` for finite tensors; ``out`` may be partly
+                overwritten.
+        """
+        if finite and not wire.is_finite():
+            raise InvalidPayload("non-finite")
+        taken, others = _split(self, out.layout)
+        for entry in others:
+            out.view(entry).copy_(wire[entry.name])
+        self._decode(_as_reals(taken), wire, out)
+
+    @abstractmethod
+    def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Yield name, shape and dtype of the wire tensors for ``taken``."""
+
+    @abstractmethod
+    def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None: ...
+
+    @abstractmethod
+    def _decode(self, taken: Sequence[TensorEntry], wire: FlatTensors, out: FlatTensors) -> None: ...
+
+
+@lru_cache(maxsize=1024)
+def _split(compressor: Compressor, layout: Layout) -> tuple[tuple[TensorEntry, ...], tuple[TensorEntry, ...]]:
+    taken = tuple(entry for entry in layout.entries if compressor.takes(entry))
+    return taken, tuple(entry for entry in layout.entries if not compressor.takes(entry))
+
+
+@lru_cache(maxsize=1024)
+def _wire(compressor: Compressor, layout: Layout) -> Layout:
+    taken, others = _split(compressor, layout)
+    return Layout.pack([*compressor._packed(_as_reals(taken)), *((e.name, e.shape, e.dtype) for e in others)])
+
+
+def _as_reals(taken: Sequence[TensorEntry]) -> list[TensorEntry]:
+    """Return entries of complex tensors with the shape and dtype of pairs of reals; see `_reals_of`."""
+    return [replace(e, shape=(*e.shape, 2), dtype=e.dtype.to_real()) if e.dtype.is_complex else e for e in taken]
+
+
+def _reals_of(values: FlatTensors, entry: TensorEntry) -> Tensor:
+    return reals(values[entry.name])
+
+
+@dataclass(frozen=True)
+class BFloat16(Compressor):
+    """Compressor that rounds to bfloat16, which has 8 bits of precision and the range of float32."""
+
+    def takes(self, entry: TensorEntry) -> bool:
+        """Check whether this compressor compresses the tensor ``entry``: yes if its elements have more than 16 bits."""
+        return super().takes(entry) and entry.dtype.itemsize > 2
+
+    def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        return ((entry.name, entry.shape, torch.bfloat16) for entry in taken)
+
+    def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
+        for entry in taken:
+            out[entry.name].copy_(_reals_of(values, entry))
+
+    def _decode(self, taken: Sequence[TensorEntry], wire: FlatTensors, out: FlatTensors) -> None:
+        for entry in taken:
+            _reals_of(out, entry).copy_(wire[entry.name])
+
+
+@dataclass(frozen=True)
+class Int8(Compressor):
+    """Compressor to 8-bit integers with random rounding, whose expected error is 0.
+
+    An element x is sent as the integer ``q = floor(x / s + u)`` and restored as ``s * q``. Here ``s = max|x| / 127`` is a
+    scale, and u is drawn uniformly from [0, 1), so that E[s q] = x. This is QSGD's stochastic rounding (Alistarh et al.
+    2017, section 3.1) with 127 levels and the maximum as the norm. Each row of a matrix or kernel (an output neuron or
+    channel) has a float32 scale of its own if rows have at least `ROW` elements; other tensors have one scale.
+    """
+
+    draws: ClassVar[bool] = True
+
+    def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        for entry in taken:
+            yield entry.name, entry.shape, torch.int8
+        for entry in taken:
+            yield _scales(entry), (num_rows(entry.shape),), torch.float32
+
+    def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
+        # always the CPU's generator, so that every device gets the same random bits
+        generator = torch.Generator().manual_seed(seed)
+        for entry in taken:
+            rows = _reals_of(values, entry).reshape(num_rows(entry.shape), -1)
+            rows = rows.float() if entry.dtype.itemsize < 4 else rows
+            scales = (rows.abs().amax(dim=1) / 127).float()
+            out[_scales(entry)].copy_(scales)
+            step = torch.where(scales.isfinite() & (scales > 0), scales, 1.0).to(rows.dtype).unsqueeze(1)
+            drawn = torch.rand(rows.shape, generator=generator).to(rows)
+            # With y = x / s, floor(y + u) is floor(y) + 1 where u >= 1 - (y - floor(y)), so with probability y - floor(y), else
+            # floor(y): E = y. |y| <= 127 but for the rounding of s to float32, which alone the clamp is for.
+            levels = drawn.add_(rows / step).floor_().clamp_(-127, 127).nan_to_num_(0.0)
+            out[entry.name].copy_(levels.view(entry.shape))
+
+    def _decode(self, taken: Sequence[TensorEntry], wire: FlatTensors, out: FlatTensors) -> None:
+        for entry in taken:
+            scales = wire[_scales(entry)]
+            if bool((scales < 0).any()):
+                raise InvalidPayload("bad-scale", f"a scale of '{entry.name}' is below 0")
+            levels = wire[entry.name].reshape(len(scales), -1).to(torch.promote_types(entry.dtype, torch.float32))
+            _reals_of(out, entry).copy_((levels * scales.unsqueeze(1)).view(entry.shape))
+
+
+def num_rows(shape: tuple[int, ...]) -> int:
+    """Return the number of scales for a tensor of this shape: one per row of a large matrix, else 1."""
+    return shape[0] if len(shape) > 1 and math.prod(shape[1:]) >= ROW else 1
+
+
+def _scales(entry: TensorEntry) -> str:
+    return f"{entry.name} scales"
+
+
+@dataclass(frozen=True)
+class TopK(Compressor):
+    """Compressor that sends only the elements of largest magnitude, over all tensors of one dtype, with their positions.
+
+    Of n elements ``max(1, round(share * n))`` are sent (Stich et al. 2018, definition 2.1). The receiver gets 0 for all
+    others; the sender adds them to its next message (error feedback, algorithm 1). Positions are ascending, int32, or
+    int64 from 2^31 elements on.
+    """
+
+    share: float = 0.1  # share of the elements that are sent
+    feeds_back: ClassVar[bool] = True
+
+    def count(self, numel: int) -> int:
+        """Return the number of elements to send if the tensors have ``numel`` elements."""
+        return min(numel, max(1, round(self.share * numel)))
+
+    def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        for dtype, entries in _by_dtype(taken).items():
+            numel = sum(entry.numel for entry in entries)
+            count = self.count(numel)
+            yield f"{dtype} places", (count,), torch.int32 if numel < 2**31 else torch.int64
+            yield f"{dtype} elements", (count,), dtype
+
+    def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
+        for dtype, entries in _by_dtype(taken).items():
+            flat = torch.cat([_reals_of(values, entry).reshape(-1) for entry in entries])
+            count = self.count(flat.numel())
+            # topk ranks NaN highest, so that NaN is sent and the receiver can detect it
+            chosen = flat.abs().topk(count, sorted=False).indices.sort().values
+            out[f"{dtype} places"].copy_(chosen)
+            out[f"{dtype} elements"].copy_(flat[chosen])
+
+    def _decode(self, taken: Sequence[TensorEntry], wire: FlatTensors, out: FlatTensors) -> None:
+        for dtype, entries in _by_dtype(taken).items():
+            chosen, numel = wire[f"{dtype} places"].long(), sum(entry.numel for entry in entries)
+            if int(chosen[0]) < 0 or int(chosen[-1]) >= numel or not bool((chosen[1:] > chosen[:-1]).all()):
+                raise InvalidPayload("bad-indices", f"not {len(chosen)} ascending places below {numel}")
+            flat = torch.zeros(numel, dtype=dtype, device=chosen.device)
+            flat[chosen] = wire[f"{dtype} elements"]
+            for entry, part in zip(entries, torch.split(flat, [entry.numel for entry in entries]), strict=True):
+                _reals_of(out, entry).copy_(part.view(entry.shape))
+
+
+def _by_dtype(entries: Sequence[TensorEntry]) -> dict[torch.dtype, list[TensorEntry]]:
+    found: dict[torch.dtype, list[TensorEntry]] = {}
+    for entry in entries:
+        found.setdefault(entry.dtype, []).append(entry)
+    return found
+
+
+@dataclass(frozen=True)
+class Bits(Compressor):
+    """Lossless compressor for tensors of zeros and ones: eight elements per byte, the first one in the lowest bit."""
+
+    differences: ClassVar[bool] = False
+
+    def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        return ((entry.name, (-(-entry.numel // 8),), torch.uint8) for entry in taken)
+
+    def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
+        for entry in taken:
+            flat, wire = _reals_of(values, entry).reshape(-1), out[entry.name]
+            ones = flat == 1
+            if not bool((ones | (flat == 0)).all()):
+                raise BadInput(f"tensor '{entry.name}' has elements other than 0 and 1: only masks can be sent as bits")
+            bits = torch.zeros(8 * len(wire), dtype=torch.uint8, device=wire.device)
+            bits[: entry.numel] = ones
+            torch.sum(bits.view(-1, 8) << _places(wire), dim=1, dtype=torch.uint8, out=wire)
+
+    def _decode(self, taken: Sequence[TensorEntry], wire: FlatTensors, out: FlatTensors) -> None:
+        for entry in taken:
+            packed = wire[entry.name]
+            bits = ((packed.unsqueeze(1) >> _places(packed)) & 1).view(-1)
+            if bool(bits[entry.numel :].any()):
+                raise InvalidPayload("bad-bits", f"'{entry.name}' has more than {entry.numel}")
+            _reals_of(out, entry).copy_(bits[: entry.numel].view(entry.shape))
+
+
+def _places(like: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)
+
+
+def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None) -> Compressor | None:
+    """Return the compressor with the given name; None for "none", and for "scalars", which sends no tensors.
+
+    `only`: names of the tensors to compress; None = all.
+
+    Raises:
+        BadInput: there is no compressor of that name.
+    """
+    match name:
+        case "none" | "scalars":
+            return None
+        case "bf16":
+            return BFloat16(only)
+        case "int8":
+            return Int8(only)
+        case "top_k":
+            return TopK(only, share)
+        case "bits":
+            return Bits(only)
+    raise BadInput(f"compressor is '{name}': {nearest(name, (*NAMES, 'bits'))}")
+
+
+def up_name(compress: Compress, fixed: str | None) -> str:
+    """Return the name of the compressor for updates: the one that the method requires, or else ``compress.up``.
+
+    `fixed`: compressor that the method requires (`Traits.up_as`); None = none.
+
+    Raises:
+        BadInput: both are given, and they differ.
+    """
+    if fixed is not None and compress.up not in ("none", fixed):
+        raise BadInput(
+            f"compress.up is '{compress.up}', but this algorithm's updates travel as {fixed}: leave compress.up out"
+        )
+    return compress.up if fixed is None else fixed

@@ -653,7 +653,7 @@ class Experiment:
 
     def _compression(self) -> None:
         if (fixed := self.algorithm.local.traits.up_as) is not None:
-            from raafl.compression.compressors import up_name
+            from raafl.compression.plan import up_name
 
             up_name(self.compress, fixed)
 

@@ -323,7 +323,7 @@ class ErrorCollector(Check):
 
 
 class PlainErrors(ErrorCollector):
-    """Messages about plain fields alone, for a check before torch is imported (`raafl.config.plain`)."""
+    """Messages about plain fields alone, for a check before torch is imported (`raafl.config.parse`)."""
 
     def __init__(self, parser: ArgumentParser, *, whole: bool) -> None:
         super().__init__(parser)

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from raafl.config.argv import expand_algorithm, names_section, values
+from raafl.config.argv import expand_algorithm, name_of, names_section, values
 from raafl.config.check import MADE, OF_TRAINER, with_class_path
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
 from raafl.config.options import GROUPS
@@ -421,3 +421,78 @@ def _other_configs(path: Path) -> str:
     folders = [path.parent, Path("configs")]
     known = {relative(str(file)) for folder in folders for file in folder.glob("[!.]*.y*ml") if folder.is_dir()}
     return nearest(relative(str(path)), known) if known else "give the path of a YAML file"
+
+
+# Check the plain values of a command line (numbers, texts, names of fields) before torch is imported.
+#
+# Model, data, algorithm and partition are left to the full parsing in `raafl.config.parse`, whose parser and messages it uses.
+
+_PRINTS = ("--help", "-h", "--print_config")
+
+
+def check_plain(command: str, argv: Sequence[str], *, whole: bool = True) -> None:
+    """Raise an error for invalid YAML, unknown names and plain values out of range; print the help if the arguments ask for it.
+
+    Raises:
+        BadInput: a value is wrong; the message has a line for every error.
+        SystemExit: `--help` was given.
+    """
+    if any(item in ("--help", "-h") for item in argv):
+        make_parser(command, plain=True).parse_args(["--help"])
+    argv = expand_strict([item for item in argv if item != TRUST])
+    if any(name_of(item) in _PRINTS or name_of(item).endswith(".help") for item in argv):
+        return
+    if not argv and whole:
+        raise BadInput(NEEDS_CONFIG.format(command))
+    argv = config_first(argv)
+    whole = whole and not (values(argv, "--resume") and not values(argv, "--config"))
+    parser = make_parser(command, plain=True)
+    made = _made(parser, argv)
+    lines = _refused(parser, argv, whole) if made is None else _out_of_range(made, whole)
+    if lines:
+        raise BadInput("\n".join(lines))
+
+
+def _refused(parser: ArgumentParser, argv: Sequence[str], whole: bool) -> list[str]:
+    from raafl.config.messages import PlainErrors
+
+    return PlainErrors(parser, whole=whole).lines(argv)
+
+
+def _made(parser: ArgumentParser, argv: Sequence[str]) -> Namespace | None:
+    """Parse the plain fields and create the option records; return None if the parser rejects something.
+
+    Raises BadInput if a record rejects its values.
+    """
+    from argparse import ArgumentError
+
+    try:
+        made: Namespace = parser.instantiate(parser.parse_args(_without_parts(argv)))
+        return made
+    except BadInput:
+        raise
+    except (ArgumentError, ValueError, TypeError):
+        return None
+
+
+def _without_parts(argv: Sequence[str]) -> list[str]:
+    """Return ``argv`` without the options for model, data, algorithm and partition, and without their values."""
+    kept: list[str] = []
+    items = list(argv)
+    while items:
+        item = items.pop(0)
+        if name_of(item).removeprefix("--").partition(".")[0] not in MADE:
+            kept.append(item)
+        elif "=" not in item and items and not items[0].startswith("--"):
+            items.pop(0)
+    return kept
+
+
+def _out_of_range(namespace: Namespace, whole: bool) -> list[str]:
+    experiment = Experiment(**{field.name: namespace[field.name] for field in fields(Experiment)})
+    if not whole:  # the run folder belongs to the server, which may have created it already
+        experiment.output = experiment.resume = None
+    try:
+        return list(dict.fromkeys(experiment.plain_problems(needs_end=whole)))
+    except TypeError:  # a value of the wrong type, which the full parser reports
+        return []

@@ -379,7 +379,7 @@ def _note(config_yaml: str) -> Path:
 
 # List the names that an untrusted config may use; each names one of raafl's own objects. Allowing every name that
 # starts with "raafl." would be unsafe, since raafl's modules have other modules as attributes
-# (`raafl.runtime.local.supervisor.subprocess`).
+# (`raafl.runtime.supervisor.subprocess`).
 
 DATA: Final = (
     "AGNews",

@@ -18,18 +18,21 @@ import torch
 from torch.utils.data import Subset, default_collate
 
 from raafl.data.epochs import batches_of_epoch
-from raafl.data.labels import Columns, classes_in, labels_of, trained_labels
 from raafl.data.loaders import (
     Collate,
+    Columns,
     Fetch,
     InOrder,
     Loader,
     check_transfer,
+    classes_in,
     fetcher,
+    labels_of,
     overrides,
     read_loader,
     reading,
     select_from,
+    trained_labels,
 )
 from raafl.errors import BadInput, at_least
 from raafl.rng import owned_generators, reseed

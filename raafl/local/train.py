@@ -22,20 +22,19 @@ from raafl.core.types import Assignment, Update, derive_seed
 from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
 from raafl.local.context import ALONE, TaskContext
-from raafl.local.evaluation.metrics import LOSS, MAX_LOGGED, measure_part
-from raafl.local.evaluation.record import widened
+from raafl.local.evaluate import LOSS, MAX_LOGGED, measure_part
+from raafl.local.gradients import ProximalTerm, backward_of
 from raafl.local.malloc import give_back
-from raafl.local.proximal import ProximalTerm
-from raafl.local.sparse_gradients import backward_of
+from raafl.local.record import widened
 from raafl.local.trainable import TrainableSubmodel
-from raafl.optimizers import backward, step, step_scheduler, zero_grad
+from raafl.module_hooks import backward, step, step_scheduler, zero_grad
 from raafl.rng import RngStream, current, seed_everything
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
 from raafl.submodel.frozen import FrozenBase
 
 if TYPE_CHECKING:
-    from raafl.local.sharded import Shards
+    from raafl.local.client_group import Shards
 
 __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
 

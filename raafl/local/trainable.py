@@ -12,14 +12,13 @@ from torch.optim import Optimizer
 from raafl.core.local import Local
 from raafl.core.payload import Payload
 from raafl.errors import BadInput
-from raafl.local.evaluation.record import Recorder
 from raafl.local.lightning_hooks import TaskHooks, Transfer
-from raafl.optimizers import Schedule, configure
+from raafl.local.record import Recorder
+from raafl.module_hooks import Schedule, attach, configure
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import counts_in_eval_mode
 from raafl.submodel.cut.shrink import Shrunk
 from raafl.submodel.module_state import ModuleState
-from raafl.trainer_stand_in import attach
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric

@@ -10,7 +10,7 @@ from typing import Any
 
 from raafl.core.payload import Payload
 from raafl.core.types import NUM_TESTED, Assignment, Settled, Update
-from raafl.local.evaluation.metrics import LOSS, MAX_LOGGED, MAX_METRIC, PEAK, TEST
+from raafl.local.evaluate import LOSS, MAX_LOGGED, MAX_METRIC, PEAK, TEST
 from raafl.runfolder.schema import CLIENT, MERGED, TESTED, TRAIN
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels

@@ -36,7 +36,7 @@ from raafl.core.types import (
     Update,
 )
 from raafl.errors import CodeFailed
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.runfolder.record import RunRecord
 from raafl.units import duration
 from raafl.watch.progress import Progress

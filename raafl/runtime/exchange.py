@@ -24,8 +24,7 @@ from raafl.local.context import TaskContext
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.rng import RngStream
 from raafl.runtime.client.worker import Client, ClientExtension
-from raafl.runtime.fields import Meta
-from raafl.runtime.protocol import Assign, Question
+from raafl.runtime.protocol import Assign, Meta, Question
 from raafl.runtime.server.session_protocol import Conversation, Sent, SessionExtension, SessionProtocol, Steps, Work
 from raafl.runtime.server.session_protocol import Task as ServerTask
 from raafl.submodel import FlatTensors, Layout, SpecError

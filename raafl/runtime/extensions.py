@@ -36,8 +36,8 @@ EXTENSIONS: dict[str, dict[End, str]] = {
         "session": "raafl.sites.secure_server.MaskedSession",
         "loop": "raafl.sites.secure_server.SecureLoop",
         "client": "raafl.sites.secure_client.MaskedClient",
-        "clock": "raafl.sites.secure_groups.SimulatedSums",
-        "replay": "raafl.sites.secure_groups.ReplayedSums",
+        "clock": "raafl.sites.secure_messages.SimulatedSums",
+        "replay": "raafl.sites.secure_messages.ReplayedSums",
     },
     "overlap": {
         "session": "raafl.runtime.server.overlapped.OverlappedSession",

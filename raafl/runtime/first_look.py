@@ -9,13 +9,11 @@ from raafl.config.experiment import Experiment
 from raafl.config.options import ranking
 from raafl.core.types import Warn
 from raafl.errors import BadInput
-from raafl.local.evaluation.evaluate import Evaluator
-from raafl.local.evaluation.metrics import MAX_LOGGED
+from raafl.local.evaluate import MAX_LOGGED, Evaluator
+from raafl.local.gradients import check_optimizer
 from raafl.local.lightning_hooks import uncalled
-from raafl.local.preparation.prepare import eval_mode_note
-from raafl.local.preparation.trial import explained, try_single_samples, try_training
-from raafl.local.sparse_gradients import check_optimizer
-from raafl.optimizers import configure
+from raafl.local.prepare import eval_mode_note, explained, try_single_samples, try_training
+from raafl.module_hooks import configure
 from raafl.runfolder.schema import CLIENT
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.setup import ServerSetup, data_notes

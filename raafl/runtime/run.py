@@ -12,8 +12,7 @@ from raafl.config.trust import remember
 from raafl.core.hooks import HookList, RunHooks
 from raafl.core.types import Warn
 from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
-from raafl.local.evaluation.evaluate import Evaluator
-from raafl.local.evaluation.metrics import MAX_LOGGED
+from raafl.local.evaluate import MAX_LOGGED, Evaluator
 from raafl.local.failure import leave_traceback
 from raafl.rules import Rules
 from raafl.runfolder.journal import RunFolder, default_run_folder

@@ -25,8 +25,7 @@ from raafl.data.loaders import reading
 from raafl.devices.gpus import Place
 from raafl.errors import USER_ERRORS, BadInput, briefly, format_error
 from raafl.local.numerics import device_problem, set_numerics
-from raafl.local.preparation.prepare import call_own_train, prepare
-from raafl.local.preparation.trial import start_observers
+from raafl.local.prepare import call_own_train, prepare, start_observers
 from raafl.local.train import LocalTrainer
 from raafl.parts.protect.assembly import sound, with_options
 from raafl.rng import generators, same_generators, seeded
@@ -437,7 +436,7 @@ def make_executor(
         return RayExecutor(parts.experiment, trainer, build_worker)
     inner = within_process(parts.experiment, trainer, data_of)
     if workers > 1:
-        from raafl.local.evaluation.evaluate import Evaluator
+        from raafl.local.evaluate import Evaluator
         from raafl.runtime.executors.pool import Pool
 
         submodels, batches, device = parts.submodels, parts.data.test_batches, trainer.fabric.device

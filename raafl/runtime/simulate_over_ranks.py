@@ -11,7 +11,7 @@ from typing import Any
 from raafl.config.experiment import Experiment
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput, GpuLost, RunFailed
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.local.numerics import set_numerics
 from raafl.runtime.executors.rank_worker import work
 from raafl.runtime.run import simulate

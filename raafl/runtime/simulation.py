@@ -35,7 +35,7 @@ from raafl.core.types import (
 )
 from raafl.devices.profiles import TaskTime
 from raafl.errors import USER_ERRORS, BadInput, CodeFailed, TaskFailed
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.local.failure import measuring, of_server
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver, snapshots_of

@@ -22,8 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from raafl.errors import BadInput
 from raafl.sites import certificates as files
-from raafl.sites.certificates import Holder, check_name, holder_of
-from raafl.sites.revocations import RevocationList, parse_list
+from raafl.sites.certificates import Holder, RevocationList, check_name, holder_of, parse_list
 
 DAYS = 30
 """Validity of a certificate unless asked otherwise."""

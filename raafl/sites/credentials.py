@@ -20,8 +20,7 @@ from cryptography import x509
 
 from raafl.errors import BadInput
 from raafl.sites.authority import is_for, uris_of
-from raafl.sites.certificates import RESERVED, Holder, holder_of, is_file
-from raafl.sites.revocations import Revocations, is_missing
+from raafl.sites.certificates import RESERVED, Holder, Revocations, holder_of, is_file, is_missing
 from raafl.transport.codec import Refused
 from raafl.transport.tcp.credentials import TOKEN_BYTES, ClientLogin, Credentials, Proof, ServerLogin
 from raafl.transport.tcp.stream import SocketStream

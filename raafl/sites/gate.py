@@ -30,11 +30,20 @@ from raafl.data.federated import ClientData
 from raafl.errors import BadInput, TaskFailed
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.worker import Client, ClientExtension, Gate, TaskRefused, Work
-from raafl.runtime.fields import MAX_LOG_LINES, MAX_LOG_TEXT, LogLine, level_of
-from raafl.runtime.protocol import Answer, Failed
+from raafl.runtime.protocol import MAX_LOG_LINES, MAX_LOG_TEXT, Answer, Failed, LogLine, level_of
 from raafl.sanitize import sanitize_text
-from raafl.sites.budget import BudgetSpent, SiteBooks, privatise, problem
-from raafl.sites.policy import KINDS, Consent, SiteLogs, SitePolicy, opens_at, same_part
+from raafl.sites.policy import (
+    KINDS,
+    BudgetSpent,
+    Consent,
+    SiteBooks,
+    SiteLogs,
+    SitePolicy,
+    opens_at,
+    privatise,
+    problem,
+    same_part,
+)
 from raafl.submodel import FlatTensors, Submodels
 from raafl.transport import Connection, Kind, Message
 from raafl.transport.codec import Expect

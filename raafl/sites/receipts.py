@@ -37,8 +37,8 @@ from raafl.runfolder.schema import CONFIG, JournalRow
 from raafl.runfolder.seals import Signer, is_signed
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.client.worker import Client, ClientExtension, Work
-from raafl.runtime.fields import SignedHead
 from raafl.runtime.lifecycle.environment import conditions, differences
+from raafl.runtime.protocol import SignedHead
 from raafl.submodel import FlatTensors, Layout, SpecError
 from raafl.transport import Refused
 

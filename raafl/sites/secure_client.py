@@ -38,13 +38,13 @@ from raafl.runtime.exchange import Questions
 from raafl.runtime.identity import Identity
 from raafl.runtime.protocol import Answer, Failed
 from raafl.sites.authority import fingerprint, is_for, uris_of
-from raafl.sites.certificates import Holder, holder_of
+from raafl.sites.certificates import Holder, Revocations, holder_of
 from raafl.sites.credentials import TlsFiles
 from raafl.sites.gate import policy_of
-from raafl.sites.revocations import Revocations
-from raafl.sites.secure_groups import NOT_OPENED, UNCERTIFIED
 from raafl.sites.secure_messages import (
     MAX_PROOF_CHARACTERS,
+    NOT_OPENED,
+    UNCERTIFIED,
     Claim,
     Formed,
     KeyProof,

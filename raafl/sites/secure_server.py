@@ -20,17 +20,18 @@ from raafl.log import warn_once
 from raafl.parts.protect.privacy import Private
 from raafl.parts.protect.secure.group import OUT_OF_RANGE, CannotOpen, Group, IntegerLayouts, threshold_of
 from raafl.parts.protect.secure.member import Opening, is_signed, lists_text, senders_text
-from raafl.runtime.fields import Meta
-from raafl.runtime.protocol import Answer, Failed
+from raafl.runtime.protocol import Answer, Failed, Meta
 from raafl.runtime.server.link import ForExtension
 from raafl.runtime.server.session_protocol import Await, Confirm, Sent, SessionExtension, Steps
 from raafl.runtime.server.wall_clock import LoopExtension
-from raafl.sites.secure_groups import NOT_OPENED, UNCERTIFIED, SecureGroups
 from raafl.sites.secure_messages import (
     KEY_BYTES,
+    NOT_OPENED,
+    UNCERTIFIED,
     Claim,
     Formed,
     Members,
+    SecureGroups,
     Signatures,
     Signed,
     layout_of,

@@ -28,8 +28,7 @@ from raafl.plain_yaml import load_yaml, yaml_problem
 from raafl.runfolder.append_file import AppendFile
 from raafl.runfolder.schema import CLIENT_LOGS
 from raafl.runfolder.seals import Signer
-from raafl.runtime.fields import LogLine, SignedHead
-from raafl.runtime.protocol import Answer, Assign, Failed
+from raafl.runtime.protocol import Answer, Assign, Failed, LogLine, SignedHead
 from raafl.runtime.server.session_protocol import SessionExtension, SessionProtocol, Task
 from raafl.sanitize import load_untrusted_yaml
 from raafl.sites.credentials import stamp_of
@@ -40,7 +39,7 @@ from raafl.units import quantity
 
 if TYPE_CHECKING:
     from raafl.runtime.run import Run
-    from raafl.transport.tcp.opening import Peer
+    from raafl.transport.tcp.listener import Peer
 
 _LOOK_S = 0.25
 _LARGEST_BYTES = 1 << 20

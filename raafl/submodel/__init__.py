@@ -21,14 +21,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from raafl.submodel.axes import Axis, Member
 from raafl.submodel.batch_norm import collect_statistics
 from raafl.submodel.cost import Cost
 from raafl.submodel.cut.shrink import Shrunk, skeleton
 from raafl.submodel.declared import Exit, Stack
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout, TensorEntry
-from raafl.submodel.spec import FULL, Spec, SpecError
+from raafl.submodel.spec import FULL, Axis, Member, Spec, SpecError
 from raafl.submodel.submodels import Submodels
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from raafl.errors import BadInput
-from raafl.submodel.axes import Runs
 from raafl.submodel.flat import FlatTensors, Layout, TensorEntry
-from raafl.submodel.spec import Spec
+from raafl.submodel.spec import Runs, Spec
 
 MAX_VIEWS = 8
 """A tensor kept in at most this many rectangles is reached through strided views; one in more through index lists."""

@@ -12,10 +12,9 @@ import xxhash
 from torch import Tensor, nn
 
 from raafl.errors import nearest
-from raafl.submodel.axes import Runs
 from raafl.submodel.cut.layers import copy_structure, on_meta
 from raafl.submodel.flat import Layout
-from raafl.submodel.spec import SpecError
+from raafl.submodel.spec import Runs, SpecError
 
 Selections = Mapping[str, Mapping[int, Runs]]
 """Runs kept, by tensor and dimension, of the tensors that are cut."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from raafl.submodel.axes import Axis, Member
 from raafl.submodel.cut.layers import resizes, type_names
+from raafl.submodel.spec import Axis, Member
 
 _LORA = "peft.tuners.lora.layer.LoraLayer"
 

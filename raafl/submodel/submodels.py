@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from raafl.errors import BadInput, nearest
 from raafl.rules import Rules
-from raafl.submodel.axes import Axis, AxisTable, Runs, declared_axes, without_overlaps
 from raafl.submodel.batch_norm import BatchNorm, keep_static, still_buffers
 from raafl.submodel.cut.layers import persistent_buffers, without_values
 from raafl.submodel.cut.shrink import Shrunk, Structure, build
@@ -21,7 +20,7 @@ from raafl.submodel.declared import Exit, Stack, absent, check_names, find_exits
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout, is_merged
 from raafl.submodel.frozen import Bases, FrozenBase
-from raafl.submodel.spec import FULL, Spec, SpecError
+from raafl.submodel.spec import FULL, Axis, AxisTable, Runs, Spec, SpecError, declared_axes, without_overlaps
 
 if TYPE_CHECKING:
     from raafl.submodel.cost.predicted import Cost, Method

@@ -18,7 +18,7 @@ from raafl.transport.connection import Connection
 
 if TYPE_CHECKING:
     from raafl.transport.tcp.credentials import Credentials
-    from raafl.transport.tcp.opening import Peer
+    from raafl.transport.tcp.listener import Peer
 
 Admit = Callable[[int, str, Callable[[], Connection]], None]
 """Function that admits a connection, given the client's id, its address and what makes the connection; raises

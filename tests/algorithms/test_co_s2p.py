@@ -10,8 +10,7 @@ from model_zoo import CNN
 from raafl.algorithms import co_s2p
 from raafl.algorithms.co_s2p import MaskedAndDistilled
 from raafl.algorithms.co_s2p.merge import ImportanceMerge
-from raafl.compression.compressors import Compress
-from raafl.compression.plan import CompressionPlan
+from raafl.compression.plan import Compress, CompressionPlan
 from raafl.config.parse import load_experiment
 from raafl.core.algorithm import SelectContext, Training
 from raafl.core.sample import Sample

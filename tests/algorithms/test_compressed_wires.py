@@ -7,7 +7,7 @@ from itertools import groupby
 import pytest
 
 from raafl.algorithms import ALGORITHMS
-from raafl.compression.compressors import Compress
+from raafl.compression.plan import Compress
 from raafl.errors import BadInput
 from raafl.submodel import Spec, Submodels
 from tests.helpers.methods import each_method

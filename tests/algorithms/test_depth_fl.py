@@ -18,8 +18,8 @@ from raafl.algorithms.scale_fl import WeighedByDepth, WeighedExits
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.leading_blocks import LeadingBlocks
 from raafl.parts.select.rate_select import RateSelect
+from raafl.parts.select.windows import LeadingBlocks
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FULL, Submodels, depth_window
 from tests.parts.local.test_distilled import batch, filled, task_for, three_blocks

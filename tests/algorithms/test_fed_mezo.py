@@ -24,8 +24,7 @@ from raafl.algorithms.fed_mezo import (
     parameters_of,
     unpack,
 )
-from raafl.compression.compressors import Compress
-from raafl.compression.plan import CompressionPlan
+from raafl.compression.plan import Compress, CompressionPlan
 from raafl.core.algorithm import SelectContext, Task, Training
 from raafl.core.local import SkippedBatch
 from raafl.core.state import GlobalState

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raafl.algorithms import scaffold
-from raafl.compression.compressors import Compress
+from raafl.compression.plan import Compress
 from raafl.core import saving
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import Arrived, Update

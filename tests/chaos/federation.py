@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from raafl.commands.fit_local import NOTE, TOKEN, ServerCommand, child_environment
-from raafl.runtime.local.supervisor import Child, RestartPolicy, Supervisor
+from raafl.runtime.supervisor import Child, RestartPolicy, Supervisor
 from tests.chaos.faults import Fault
 from tests.chaos.proxy import FaultProxy, Link
 from tests.helpers.certificates import CertifiedSites

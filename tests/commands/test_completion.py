@@ -9,7 +9,7 @@ import pytest
 
 from raafl.algorithms import ALGORITHMS
 from raafl.commands.cli import main
-from raafl.config.bundled import shipped, with_paths
+from raafl.config.argv import shipped, with_paths
 from raafl.errors import BadInput
 from tests.habits.source import ROOT
 

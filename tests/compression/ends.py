@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from model_zoo import MLP
-from raafl.compression.compressors import Compress
-from raafl.compression.plan import CompressionPlan
+from raafl.compression.plan import Compress, CompressionPlan
 from raafl.core.local import Local
 from raafl.core.types import Assignment
 from raafl.parts.merge.mean import Mean

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from raafl.compression.compressors import (
+from raafl.compression.plan import (
     BFloat16,
     Bits,
     Compress,

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from raafl.algorithms import fed_avg, fed_buff
-from raafl.compression.compressors import Compress, TopK
-from raafl.compression.plan import CompressionPlan
+from raafl.compression.plan import Compress, CompressionPlan, TopK
 from raafl.compression.streams import UplinkCodec
 from raafl.config.options import Timeouts
 from raafl.core.local import Local, Traits

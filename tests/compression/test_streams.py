@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from raafl.algorithms import fed_avg
-from raafl.compression.compressors import Compress, InvalidPayload
-from raafl.compression.plan import CompressionPlan
+from raafl.compression.plan import Compress, CompressionPlan, InvalidPayload
 from raafl.compression.streams import COPY, RESIDUAL, CompressedSnapshots, DownlinkCodec, LastSent, UplinkCodec
 from raafl.core import saving
 from raafl.core.local import Local

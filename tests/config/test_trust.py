@@ -11,7 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 import yaml
 
-from raafl.config.bundled import shipped
+from raafl.config.argv import shipped
 from raafl.config.experiment import marked
 from raafl.config.parse import load_run, parse
 from raafl.config.shared import sections
@@ -60,7 +60,7 @@ HOSTILE = {
         submodel={"class_path": "raafl.parts.Rated", "init_args": {"rates": {"class_path": 1}}}
     ),
     "re-exported by raafl": {
-        "model": {"class_path": "raafl.runtime.local.supervisor.subprocess.Popen", "init_args": {"args": ["id"]}}
+        "model": {"class_path": "raafl.runtime.supervisor.subprocess.Popen", "init_args": {"args": ["id"]}}
     },
     "re-exported by the cli": {"model": {"class_path": "raafl.commands.cli.os.system", "init_args": {"command": "id"}}},
     "re-exported by the zoo": {"model": {"class_path": "model_zoo.hub.os.system", "init_args": {"command": "id"}}},

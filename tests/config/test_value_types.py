@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from raafl.config.value_types import check_types, fits
+from raafl.api.modules import check_types, fits
 from raafl.core.options import Training
 from raafl.errors import BadInput
 from tests.helpers.small_federations import federation

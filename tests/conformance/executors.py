@@ -17,7 +17,7 @@ import torch
 from raafl.config.experiment import Experiment
 from raafl.core.types import Assignment, derive_seed
 from raafl.data.federated import ClientData
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.runtime.executors import Executor, Inline
 from raafl.runtime.executors.batched import BatchedExecutor
 from raafl.runtime.executors.pool import Pool

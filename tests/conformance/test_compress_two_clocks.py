@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_rolex, ram_fed
-from raafl.compression.compressors import Compress
+from raafl.compression.plan import Compress
 from raafl.runtime.replay import Replay
 from raafl.runtime.server.session_protocol import SessionProtocol
 from raafl.runtime.setup import build, make_executor

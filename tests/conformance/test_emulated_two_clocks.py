@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raafl.algorithms import fed_async, fed_buff, fed_raa, split_fed
-from raafl.compression.compressors import Compress
+from raafl.compression.plan import Compress
 from raafl.core.algorithm import Training
 from raafl.core.options import Guard
 from raafl.local.train import FabricOptions

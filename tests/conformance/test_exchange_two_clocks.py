@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from model_zoo import MLP
 from raafl.algorithms import split_fed
 from raafl.algorithms.split_fed.exchange import Batches
-from raafl.compression.compressors import Compress
+from raafl.compression.plan import Compress
 from raafl.core.algorithm import Training
 from raafl.data import Digits
 from raafl.errors import InvalidPayload

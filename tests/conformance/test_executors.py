@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from model_zoo.metrics import MacroF1, Perplexity
 from raafl.algorithms import ALGORITHMS
 from raafl.errors import TaskFailed
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.runtime.executors import batched as cohorts_module
 from raafl.runtime.executors.ranks import RankExecutor, Shared
 from raafl.runtime.run import simulate

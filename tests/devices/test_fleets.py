@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from raafl.devices import assign, catalog, fleets, flhetbench, load_devices
+from raafl.devices import assign, catalog, fleets, load_devices
 
 
 def speeds(text, num=4):
@@ -128,5 +128,5 @@ def test_files_of_another_form_are_refused(tmp_path, changes, message):
 
 
 def test_digests_are_of_all_sixteen_environments():
-    named = {path.as_posix() for d in "1234" for s in "1234" for path in flhetbench.files(flhetbench.Path(), d, s)}
-    assert named == set(flhetbench.DIGESTS) and all(len(digest) == 64 for digest in flhetbench.DIGESTS.values())
+    named = {path.as_posix() for d in "1234" for s in "1234" for path in fleets.benchmark_files(fleets.Path(), d, s)}
+    assert named == set(fleets.DIGESTS) and all(len(digest) == 64 for digest in fleets.DIGESTS.values())

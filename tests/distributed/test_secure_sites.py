@@ -10,7 +10,7 @@ import pytest
 from raafl.core.types import Arrived
 from raafl.runtime.replay import replay
 from raafl.sites.policy import SitePolicy, SitePrivacy
-from raafl.sites.secure_groups import UNCERTIFIED
+from raafl.sites.secure_messages import UNCERTIFIED
 from raafl.sites.secure_server import SecureAggregator
 from tests.distributed.test_come_and_go import SEEN, On, parsed, settled
 from tests.helpers.certificates import federation

@@ -12,8 +12,7 @@ import pytest
 
 from model_zoo import MLP
 from raafl.core.types import Arrived
-from raafl.sites.budget import spent
-from raafl.sites.policy import SiteLogs, SitePolicy, SitePrivacy
+from raafl.sites.policy import SiteLogs, SitePolicy, SitePrivacy, spent
 from tests.distributed.test_come_and_go import ENDLESS, On, after, arrived, joined, nothing, parsed, settled
 from tests.helpers.joining_clients import remote
 

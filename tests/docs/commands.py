@@ -15,8 +15,7 @@ from pathlib import Path
 import yaml
 
 from raafl.commands.cli import USAGE, main
-from raafl.config.argv import values, without
-from raafl.config.bundled import with_paths
+from raafl.config.argv import values, with_paths, without
 from raafl.config.parse import parse
 from raafl.config.remote_options import split
 from raafl.lab.compare.comparison import read

@@ -56,7 +56,7 @@ def supervisor(folder: Path, plan: dict[str, Any], say: Any) -> Any:
         plan: code of each process.
         say: called with each message.
     """
-    from raafl.runtime.local.supervisor import Child, RestartPolicy, Supervisor
+    from raafl.runtime.supervisor import Child, RestartPolicy, Supervisor
 
     def child(name: str, code: str, log: Path | None) -> Child:
         return Child(name, partial(command, code, folder, name.replace(" ", "-")), {"PATH": "/usr/bin:/bin"}, log)

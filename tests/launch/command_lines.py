@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raafl.config.argv import name_of
-from raafl.config.bundled import with_paths
+from raafl.config.argv import name_of, with_paths
 from raafl.config.experiment import ABOUT, SECTIONS
 from raafl.config.remote_options import split
 

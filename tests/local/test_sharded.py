@@ -10,7 +10,7 @@ from raafl.algorithms import diloco, fed_avg, fed_prox, scaffold
 from raafl.core.algorithm import Local
 from raafl.core.options import FabricOptions
 from raafl.errors import BadInput
-from raafl.local.sharded import problem, room_bytes
+from raafl.local.client_group import problem, room_bytes
 from raafl.submodel import Submodels
 
 PLAIN = Submodels(nn.Linear(4, 2))

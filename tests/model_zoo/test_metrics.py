@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from model_zoo.classifier import Classifier
 from model_zoo.language import IGNORED, LanguageModel
 from model_zoo.metrics import ExactMatch, MacroF1
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.submodel import Submodels
 
 NUM_CLASSES = 8

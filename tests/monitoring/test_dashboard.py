@@ -12,14 +12,14 @@ import pytest
 import yaml
 
 from raafl.core.types import Settled, Update
-from raafl.monitoring.endpoint import Health
+from raafl.monitoring.monitor import Health
 from raafl.runfolder.record import RunRecord
 from raafl.submodel import FlatTensors, Layout
 from tests.habits.source import ROOT
 from tests.runtime.server.sessions import task
 
 pytest.importorskip("prometheus_client", reason="needs the extra monitoring")
-from raafl.monitoring.metrics import RunMetrics
+from raafl.monitoring.monitor import RunMetrics
 
 FOLDER = ROOT / "launch" / "monitoring"
 DASHBOARD = json.loads((FOLDER / "grafana-dashboard.json").read_text())

@@ -12,8 +12,8 @@ from http import HTTPStatus
 import pytest
 
 from raafl.errors import BadInput
-from raafl.monitoring import endpoint as endpoints
-from raafl.monitoring.endpoint import MAX_CALLERS, MAX_REQUEST_BYTES, Endpoint, Reply, listening_socket
+from raafl.monitoring import monitor as endpoints
+from raafl.monitoring.monitor import MAX_CALLERS, MAX_REQUEST_BYTES, Endpoint, Reply, listening_socket
 
 
 def broken():

@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 
 from raafl.core.types import Stop
-from raafl.monitoring.endpoint import Health
+from raafl.monitoring.monitor import Health
 
 
 def look(health):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raafl.core.types import Settled, Update
-from raafl.monitoring.endpoint import Health
+from raafl.monitoring.monitor import Health
 from raafl.runfolder.record import RunRecord
 from raafl.submodel import FlatTensors, Layout
 from tests.runtime.server.sessions import task
@@ -20,7 +20,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra monitoring")
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from raafl.monitoring.metrics import MAX_REASONS, LabelValues, RunMetrics
+from raafl.monitoring.monitor import MAX_REASONS, LabelValues, RunMetrics
 
 
 def metrics_of(record=None, **more):

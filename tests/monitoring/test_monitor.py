@@ -12,8 +12,7 @@ import pytest
 
 from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
-from raafl.monitoring.endpoint import MAX_CALLERS
-from raafl.monitoring.monitor import Monitor
+from raafl.monitoring.monitor import MAX_CALLERS, Monitor
 from raafl.runtime.run import simulate
 from tests.helpers.forked_command import in_fork
 from tests.helpers.small_runs import experiment, finish
@@ -129,7 +128,7 @@ def test_a_wrong_field_is_bad_input(tmp_path, field, problem):
 
 def what_a_run_imports(folder):
     """Run without a monitor, as if neither library had been imported; return what of them is there afterwards."""
-    names = ("prometheus_client", "opentelemetry", "asyncio.streams", "raafl.monitoring.metrics")
+    names = ("prometheus_client", "opentelemetry", "asyncio.streams", "raafl.monitoring.monitor")
     for name in [name for name in sys.modules if name.startswith(names)]:
         del sys.modules[name]
     simulate(experiment(folder, max_updates=1, clients=1))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff, fed_mezo, fed_opt, fed_raa, hetero_fl, scaffold
-from raafl.compression.compressors import Compress
+from raafl.compression.plan import Compress
 from raafl.core.algorithm import Training
 from raafl.core.options import Guard
 from raafl.data.partition import Dirichlet

@@ -12,7 +12,7 @@ from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg, fed_buff
 from raafl.core.types import Update
 from raafl.data import Dirichlet
-from raafl.local.evaluation.metrics import MAX_LOGGED
+from raafl.local.evaluate import MAX_LOGGED
 from raafl.runfolder.statistics import MAX_OF_ONE, MAX_OTHERS, LoggedMeans, column_of, logged_values
 from raafl.runtime.run import simulate
 from raafl.submodel import FlatTensors, Layout

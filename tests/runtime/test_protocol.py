@@ -13,19 +13,24 @@ from hypothesis import strategies as st
 from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import GpuLost, TaskFailed
-from raafl.runtime.fields import MAX_LOG_LINES, MAX_LOG_TEXT, LogLine, SignedHead, count_of, log_lines_of
 from raafl.runtime.identity import Identity, agree, client_info
 from raafl.runtime.protocol import (
+    MAX_LOG_LINES,
+    MAX_LOG_TEXT,
     MAX_METRIC,
     Answer,
     Assign,
     Config,
     Failed,
     Hello,
+    LogLine,
     Measure,
     Question,
     Reason,
+    SignedHead,
     Welcome,
+    count_of,
+    log_lines_of,
 )
 from raafl.submodel import FULL
 from raafl.transport import Refused

@@ -12,8 +12,7 @@ import pytest
 from raafl.errors import BadInput
 from raafl.sites.server import SiteRules, Sites, read_sites
 from raafl.transport import PeerLost, Refused
-from raafl.transport.tcp.listener import connect
-from raafl.transport.tcp.opening import Peer
+from raafl.transport.tcp.listener import Peer, connect
 from raafl.transport.tcp.transport import TcpTransport
 from raafl.transport.transport import ConnectOptions
 from tests.helpers.certificates import federation

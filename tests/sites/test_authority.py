@@ -14,7 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from raafl.errors import BadInput
 from raafl.sites import certificates as files
 from raafl.sites.authority import Authority, fingerprint, is_for, read_request, request, uris_of
-from raafl.sites.revocations import read_list
+from raafl.sites.certificates import read_list
 
 
 @pytest.fixture

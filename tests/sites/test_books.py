@@ -10,8 +10,7 @@ from datetime import date
 import pytest
 
 from raafl.errors import BadInput
-from raafl.sites.budget import BudgetSpent, SiteBooks, spent
-from raafl.sites.policy import SitePrivacy
+from raafl.sites.policy import BudgetSpent, SiteBooks, SitePrivacy, spent
 
 DAY, NEXT = date(2026, 11, 26), date(2026, 11, 27)
 

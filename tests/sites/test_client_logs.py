@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from raafl.runtime.fields import LogLine
+from raafl.runtime.protocol import LogLine
 from raafl.sites import server as client_logs
 from raafl.sites.server import ClientLogs
 from raafl.transport.tcp.listener import TokenBucket

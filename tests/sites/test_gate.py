@@ -16,9 +16,8 @@ from raafl.algorithms import fed_avg
 from raafl.errors import TaskFailed
 from raafl.runtime.client.worker import Gate
 from raafl.runtime.protocol import Failed
-from raafl.sites.budget import SiteBooks
 from raafl.sites.gate import PolicyRefusal, SiteGate, model_digest, policy_of
-from raafl.sites.policy import Consent, SitePolicy, SitePrivacy
+from raafl.sites.policy import Consent, SiteBooks, SitePolicy, SitePrivacy
 from raafl.submodel import FlatTensors
 from raafl.transport import Connection, Kind, Message
 from raafl.transport.tcp.connection import TcpConnection

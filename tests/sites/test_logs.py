@@ -10,7 +10,7 @@ from raafl.algorithms import fed_avg
 from raafl.errors import BadInput
 from raafl.log import warn_once
 from raafl.runtime.client.worker import Gate
-from raafl.runtime.fields import MAX_LOG_LINES, MAX_LOG_TEXT, LogLine
+from raafl.runtime.protocol import MAX_LOG_LINES, MAX_LOG_TEXT, LogLine
 from raafl.sites.gate import LogBuffer
 from raafl.sites.policy import SiteLogs
 from tests.helpers.site_gates import site_gate

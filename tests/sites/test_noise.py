@@ -11,8 +11,7 @@ from torch import nn
 from raafl.algorithms import ALGORITHMS, co_s2p, fed_avg, fed_buff
 from raafl.core.algorithm import Training
 from raafl.local.train import LocalTrainer
-from raafl.sites.budget import privatise, problem, spent
-from raafl.sites.policy import SitePrivacy
+from raafl.sites.policy import SitePrivacy, privatise, problem, spent
 from raafl.submodel import FULL, FlatTensors, Submodels
 from tests.helpers.single_task import Slope
 

@@ -10,7 +10,7 @@ import torch
 from raafl.core.types import Assignment
 from raafl.runfolder.append_file import AppendFile
 from raafl.runfolder.seals import Signer
-from raafl.runtime.fields import SignedHead
+from raafl.runtime.protocol import SignedHead
 from raafl.sites import receipts as module
 from raafl.sites.receipts import Receipts, SiteReceipts, receipt_of
 from raafl.submodel import FULL, FlatTensors

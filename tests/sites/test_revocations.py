@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes
 from raafl.errors import BadInput
 from raafl.sites import certificates as files
 from raafl.sites.authority import Authority, request
-from raafl.sites.revocations import Revocations, parse_list, read_list
+from raafl.sites.certificates import Revocations, parse_list, read_list
 
 DAY = datetime.timedelta(days=1)
 
@@ -172,7 +172,7 @@ def test_a_list_whose_next_update_is_overdue_is_refused(authority, monkeypatch):
         def now(cls, zone=None):
             return until + DAY
 
-    monkeypatch.setattr("raafl.sites.revocations.datetime.datetime", Later)
+    monkeypatch.setattr("raafl.sites.certificates.datetime.datetime", Later)
     with pytest.raises(BadInput, match=f"is out of date since {until:%Y-%m-%d}"):
         of(authority).read()
 

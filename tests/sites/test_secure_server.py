@@ -17,10 +17,11 @@ from raafl.parts.protect.secure.group import IntegerLayouts
 from raafl.parts.protect.secure.member import Member
 from raafl.parts.protect.secure.merge import secured
 from raafl.runtime.protocol import Answer
-from raafl.sites.secure_groups import UNCERTIFIED, SecureGroups
 from raafl.sites.secure_messages import (
+    UNCERTIFIED,
     Formed,
     Members,
+    SecureGroups,
     Signatures,
     sizes_for,
     sizes_from,

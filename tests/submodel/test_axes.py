@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from raafl.submodel import Axis, Member, Spec, SpecError, Submodels
-from raafl.submodel.axes import AxisTable, declared_axes, without_overlaps
+from raafl.submodel.spec import AxisTable, declared_axes, without_overlaps
 from tests.helpers.refusals import refuses
 from tests.submodel.models import FusedAttention, Tied
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from raafl.submodel import results
+from raafl.submodel.cost import kernels
+from raafl.submodel.cost.kernels import result_of
 from raafl.submodel.cost.ledger import Ledger
-from raafl.submodel.results import result_of
 
 aten = torch.ops.aten
 
@@ -16,8 +16,8 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
     """What is remembered, nothing at first."""
-    monkeypatch.setattr(results, "_known", {})
-    return results._known
+    monkeypatch.setattr(kernels, "_known", {})
+    return kernels._known
 
 
 def empty(*shape, **options):
@@ -104,7 +104,7 @@ def test_modes_of_torchs_functions_see_nothing_of_the_ledgers_looks():
 
 
 def test_no_more_are_remembered_than_there_is_room_for(known, monkeypatch):
-    monkeypatch.setattr(results, "_MOST", 2)
+    monkeypatch.setattr(kernels, "_MOST", 2)
     for size in range(1, 4):
         result_of(aten.relu.default, (empty(size),), {})
     assert len(known) == 1

@@ -16,7 +16,7 @@ from raafl.lab.compare.search import Trial, run_trials, trials_of
 from raafl.log import console
 
 if TYPE_CHECKING:
-    from raafl.lab.compare.clusters import Cluster
+    from raafl.lab.compare.processes import Cluster
 
 _log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def run_comparison(
     runner = Runner(folder / "runs", jobs, any_code, tell, ranks, cluster)
     best: dict[str, Trial] = {}
     if search is not None and studies:
-        from raafl.lab.compare.optuna_search import run_studies
+        from raafl.lab.compare.search import run_studies
 
         trials, best = run_studies(comparison, search, runner, folder, jobs)
     elif search is not None:

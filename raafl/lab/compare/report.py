@@ -24,8 +24,7 @@ from raafl.lab.compare.results import differences, gains, measure, summarize
 from raafl.lab.compare.runs import Outcome, machine_name, parsed, provenance
 from raafl.lab.compare.search import Trial, rungs
 from raafl.lab.plan.dry import Prediction, World, predict
-from raafl.lab.report.curves import curves
-from raafl.lab.report.groups import COLOURS, Group
+from raafl.lab.report.groups import COLOURS, Group, curves
 from raafl.lab.report.overview import check_figure, draw
 from raafl.lab.report.page import Table, escaped, page, plotly_js, table_html
 from raafl.runfolder.reading import read

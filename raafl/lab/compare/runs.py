@@ -27,7 +27,7 @@ import yaml
 
 import raafl
 from raafl.atomic_file import atomic_file
-from raafl.config.bundled import with_paths
+from raafl.config.argv import with_paths
 from raafl.devices import fleets
 from raafl.errors import BadInput, nearest
 from raafl.lab.compare.comparison import Options
@@ -42,7 +42,7 @@ from raafl.units import duration, quantity
 
 if TYPE_CHECKING:
     from raafl.config.parse import Parsed
-    from raafl.lab.compare.clusters import Cluster
+    from raafl.lab.compare.processes import Cluster
 
 _FAILED = 1  # exit code of a run that failed by itself, such as one that diverged
 _OF_RAAFL = ("raafl", "model_zoo")  # modules that the code's digest covers already

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from raafl.errors import BadInput, RunFailed
-from raafl.lab.compare.comparison import Comparison, Halving, Options, Search
+from raafl.errors import BadInput, RunFailed, installing
+from raafl.lab.compare.comparison import Comparison, Halving, Options, Range, Search
 from raafl.lab.compare.results import curve_of
 from raafl.lab.compare.runs import Outcome, Run, Runner, resolve
 
@@ -125,3 +128,157 @@ def scores_of(trial: Trial, outcomes: Mapping[Run, Outcome], comparison: Compari
             if curve:
                 scores[run.seed] = curve[-1][1]
     return scores
+
+
+# Search the settings of each row by an Optuna study: ranges, samplers, pruners by virtual time, and a storage that resumes.
+#
+# Each row has a study of its own in the comparison's folder, `search.journal`, which Optuna's dashboard reads. Settings are
+# asked for and told, so that trials run as all runs do: several at a time, on a cluster, and reused where they have ended. A
+# sampler is seeded anew for each batch of trials by their number, so that a search that was killed goes on as it would have
+# gone.
+
+STORAGE = "search.journal"
+_FRACTIONS = {1: 0.25, 2: 0.5, 4: 1.0}  # share of a trial's budget by the step that a pruner sees
+_ENDED = "ended"  # user attribute of a trial that counts: it was run, whatever came of it
+_SETTINGS = "settings"
+
+
+def run_studies(
+    comparison: Comparison, search: Search, runner: Runner, folder: Path, jobs: int
+) -> tuple[dict[str, list[Trial]], dict[str, Trial]]:
+    """Run the trials of all rows, equally many for each; return them, and the best of each row.
+
+    `folder`: folder of the comparison, which gets the studies.
+    `jobs`: number of runs at a time; as many trials are asked for at once.
+
+    Raises:
+        BadInput: Optuna is not installed, or settings are wrong.
+        RunFailed: a run was interrupted from outside, or all trials of a row failed.
+    """
+    try:
+        import optuna
+        from optuna.storages.journal import JournalFileBackend
+    except ImportError:
+        raise BadInput(f"search.sampler needs Optuna, which is not installed: {installing('tune')}") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    folder.mkdir(parents=True, exist_ok=True)
+    storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / STORAGE)))
+    trials, best = {}, {}
+    for label in comparison.rows:
+        study = optuna.create_study(
+            storage=storage,
+            study_name=label,
+            direction="maximize" if comparison.maximize else "minimize",
+            pruner=_pruner(search),
+            load_if_exists=True,
+        )
+        _renew_killed(study)
+        while (num := len(_ended(study))) < (search.trials or 0):
+            study.sampler = _sampler(search, label, num)
+            asked = [study.ask() for _ in range(min(max(jobs // len(search.seeds), 1), (search.trials or 0) - num))]
+            _run(study, asked, comparison, search, label, runner)
+        trials[label] = [
+            _trial(one.user_attrs, _runs(comparison, search, label, tuple(one.user_attrs[_SETTINGS])))
+            for one in _ended(study)
+        ]
+        # a stable choice: among equal trials the first wins
+        best[label] = min(trials[label], key=lambda trial: (trial.fraction < 1, trial.rank(comparison.maximize)))
+        if best[label].rank(comparison.maximize) == float("inf"):
+            raise RunFailed(f"all trials of row '{label}' failed: search other settings")
+    return trials, best
+
+
+def _ended(study: Any) -> list[Any]:
+    return [trial for trial in study.get_trials(deepcopy=False) if _ENDED in trial.user_attrs]
+
+
+def _renew_killed(study: Any) -> None:
+    """Ask again for the settings of trials during which a search was killed; such trials do not count."""
+    from optuna.trial import TrialState
+
+    waiting = {TrialState.RUNNING, TrialState.WAITING}
+    for trial in [one for one in study.get_trials() if one.state in waiting and _ENDED not in one.user_attrs]:
+        if trial.state == TrialState.RUNNING:
+            study.tell(trial.number, state=TrialState.FAIL)
+            if trial.params:
+                study.enqueue_trial(trial.params)
+
+
+def _run(study: Any, asked: Sequence[Any], comparison: Comparison, search: Search, label: str, runner: Runner) -> None:
+    """Run trials side by side, stage by stage where a pruner may end them, and tell the study what came of them."""
+    from optuna.trial import TrialState
+
+    settings = {trial.number: settings_of(trial, search, label) for trial in asked}
+    going = {trial.number: (trial, _runs(comparison, search, label, settings[trial.number])) for trial in asked}
+    for step, fraction in _FRACTIONS.items() if search.pruner else [(4, 1.0)]:
+        runs = [run.part(fraction) for _, some in going.values() for run in some]
+        outcomes = {outcome.run: outcome for outcome in runner.run_all(runs, comparison.metric)}
+        for outcome in outcomes.values():
+            if outcome.summary is None and not outcome.by_itself:
+                raise RunFailed(f"a trial of {label} was interrupted ({outcome.error}): run the same command again")
+        for number, (trial, some) in list(going.items()):
+            made = Trial(settings[number], some, fraction=fraction)
+            made.scores = scores_of(made, outcomes, comparison)
+            failed = made.rank(comparison.maximize) == float("inf")
+            score = None if failed else statistics.fmean(made.scores.values())
+            pruned = False
+            if score is not None and fraction < 1:
+                trial.report(score, step)
+                pruned = trial.should_prune()
+            if failed or pruned or fraction == 1:
+                _keep(trial, made)
+                state = TrialState.FAIL if failed else TrialState.PRUNED if pruned else None
+                study.tell(trial, None if failed or pruned else score, state=state)
+                del going[number]
+
+
+def _keep(trial: Any, made: Trial) -> None:
+    trial.set_user_attr(_SETTINGS, list(made.settings))
+    trial.set_user_attr("scores", {str(seed): score for seed, score in made.scores.items()})
+    trial.set_user_attr("fraction", made.fraction)
+    trial.set_user_attr(_ENDED, True)
+
+
+def _trial(kept: Mapping[str, Any], runs: list[Run]) -> Trial:
+    scores = {int(seed): score for seed, score in kept["scores"].items()}
+    return Trial(tuple(kept[_SETTINGS]), runs, scores, kept["fraction"])
+
+
+@lru_cache(1000)
+def _resolved(config: str, label: str, options: Options, seeds: tuple[int, ...]) -> list[Run]:
+    return resolve(config, label, options, seeds)
+
+
+def _runs(comparison: Comparison, search: Search, label: str, settings: Options) -> list[Run]:
+    extra = (*search.options, "--partition.validation_share", str(search.validation_share), *settings)
+    return _resolved(comparison.config, f"{label} (search)", comparison.options_of(label, extra), search.seeds)
+
+
+def settings_of(trial: Any, search: Search, label: str) -> Options:
+    """Return the options of a trial: a value for each entry of the row's grid, as the study's sampler suggests it."""
+    words: list[str] = []
+    for option, values in search.rows.get(label, search.grid).items():
+        if isinstance(values, list):
+            words += [option, str(trial.suggest_categorical(option, values))]
+            continue
+        space = Range.of(option, values)
+        suggest = trial.suggest_int if space.whole else trial.suggest_float
+        words += [option, str(suggest(option, space.low, space.high, log=space.log))]
+    return tuple(words)
+
+
+def _sampler(search: Search, label: str, num: int) -> Any:
+    from optuna import samplers
+
+    seed = zlib.crc32(f"raafl compare {label} {num}".encode())
+    if search.sampler == "tpe":
+        return samplers.TPESampler(seed=seed, n_startup_trials=min(10, max(1, (search.trials or 1) // 3)))
+    return {"random": samplers.RandomSampler, "gp": samplers.GPSampler}[str(search.sampler)](seed=seed)
+
+
+def _pruner(search: Search) -> Any:
+    from optuna import pruners
+
+    if search.pruner == "halving":
+        return pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
+    return pruners.MedianPruner(n_startup_trials=3) if search.pruner == "median" else pruners.NopPruner()

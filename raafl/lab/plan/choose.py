@@ -16,14 +16,16 @@ from pathlib import Path
 from statistics import fmean, median_low
 from typing import Any
 
-from raafl.algorithms import ALGORITHMS
+from raafl.algorithms import ALGORITHMS, AUTO
+from raafl.algorithms.fed_buff import fed_buff
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm
+from raafl.core.select import SelectContext
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, nearest
-from raafl.lab.plan.auto import NAME, Unchosen
 from raafl.lab.plan.dry import Prediction, World, predict
 from raafl.parts.select.rate_select import RateSelect
+from raafl.parts.select.submodels import Full
 
 TABLE = Path(__file__).with_name("choices.json")
 TASK_S = "{task_s}"
@@ -400,3 +402,34 @@ def _present(client: ClientInfo, task_s: float) -> float:
     """Return the share of time, 0 to 1, in which a client is available, over its period or its next tasks."""
     horizon_s = client.profile.period_s or _TASKS_AHEAD * task_s
     return fmean(client.profile.available((i + 0.5) / _MOMENTS * horizon_s) for i in range(_MOMENTS))
+
+
+NAME = AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class Unchosen(Full):
+    """Placeholder for the select part (choice of submodels), until `auto` has chosen a method."""
+
+    # names of the methods among which to choose; None = all that raafl has measurements of
+    methods: tuple[str, ...] | None = None
+
+    def check(self, fleet: SelectContext) -> list[str]:
+        """Return an error that no method has been chosen, so that no run starts with the placeholder."""
+        return [
+            "algorithm is auto, but no method has been chosen yet: start the run by a command of raafl, or name a "
+            "method"
+        ]
+
+    def __str__(self) -> str:
+        return "chosen before the run"
+
+
+def auto(methods: list[str] | None = None) -> Algorithm:
+    """Choose the method automatically before the run starts, from the clients' devices, the model and the data.
+
+    Args:
+        methods: names of the methods among which to choose; None = all that raafl has measurements of.
+    """
+    select = Unchosen(None if methods is None else tuple(methods))
+    return replace(fed_buff(), name=NAME, paper="none", select=select)

@@ -19,7 +19,7 @@ from raafl.lab.plan.dry import Prediction, World, predict
 from raafl.local.captured.limits import problems, problems_of_module, problems_of_optimizer
 from raafl.local.numerics import device_type
 from raafl.local.stacked import refusal_of, refusal_of_optimizer
-from raafl.optimizers import configure
+from raafl.module_hooks import configure
 from raafl.parts.select.axis_report import RATES as AXIS_RATES
 from raafl.parts.select.axis_report import facts
 from raafl.parts.select.submodels import TABLE_4, OneOf, fragment_specs

@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from raafl.lab.report.page import Chart, Table, View, axis, rounded, thin_rows, thinned
 from raafl.runfolder.outcome import REASONS
-from raafl.runfolder.reading import RecordedRun
+from raafl.runfolder.reading import Numbers, RecordedRun
+from raafl.runfolder.schema import MERGED, TIME_TO
 from raafl.watch.state import Goals
 
 NOT_THE_EXPERIMENT = (
@@ -164,3 +168,190 @@ def names_of(groups: Sequence[Group]) -> dict[int, str]:
             if all_names.count(called[id(run)]) > 1:
                 called[id(run)] += f" ({run.name})"
     return called
+
+
+TIME, WALL, UPDATES, VERSIONS, BYTES = AXES = ("time", "wall time", "updates", "versions", "bytes")
+TITLES = {
+    TIME: "seconds on the run's clock",
+    WALL: "seconds on the wall clock",
+    UPDATES: "merged updates",
+    VERSIONS: "versions",
+    BYTES: "MB down and up",
+}
+_NOT_METRICS = ("version", "time_s", "wall_s")
+_FIRST = ("accuracy", "loss")
+_MAX_METRICS = 24
+_MAX_POINTS, _LEAST_POINTS, _MAX_NUMBERS = 300, 40, 250_000
+_TABLE_ROWS = 30
+
+
+def curves(groups: Sequence[Group], first: str | None = None) -> Chart:
+    """Return a chart of every metric against time, updates, versions or bytes, as the reader selects.
+
+    `first`: metric that the chart shows at first; None = the most important by its name.
+    """
+    metrics = metric_names(groups, first)
+    choices = {"Metric": metrics, "Against": list(AXES)}
+    tables = [_table(run, metrics) for group in groups for run in group.runs]
+    lines = sum(3 if len(group.runs) > 1 else 1 for group in groups)
+    points = int(np.clip(_MAX_NUMBERS / max(len(AXES) * (len(metrics) + 1) * lines, 1), _LEAST_POINTS, _MAX_POINTS))
+    views: dict[tuple[str, ...], View] = {
+        (metric, against): View(
+            [trace for group in groups for trace in _traces(group, metric, against, points)],
+            {"xaxis": axis(TITLES[against], rangemode="tozero"), "yaxis": axis(metric), "hovermode": "x unified"},
+        )
+        for metric in metrics
+        for against in AXES
+    }
+    note = "Each evaluation of the global model on the held-out data."
+    if any(len(group.runs) > 1 for group in groups):
+        note += (
+            " Runs that differ only by their seed are one line: their mean, in a band from the least to the most, as far as"
+            " the shortest of them goes."
+        )
+        note += "".join(f" {text}" for text in map(_hidden, groups) if text)
+    if any(len(run.metrics.get("version", ())) > points for group in groups for run in group.runs):
+        note += f" Lines have {points} points at most, evenly picked."
+    views = {key: view for key, view in views.items() if view.data}
+    if not views:
+        return Chart("curves", "Learning curves", "No run has an evaluation of its model yet.", {}, tables)
+    shown = {
+        name: [option for option in options if any(option in key for key in views)] for name, options in choices.items()
+    }
+    return Chart("curves", "Learning curves", note, views, tables, shown, height=420)
+
+
+def _hidden(group: Group) -> str:
+    """Return a note if a group's shortest run hides a tenth or more of its longer runs, since curves end with the shortest."""
+    ends = {run.name: run.end_s for run in group.runs}
+    shortest = min(ends, key=ends.__getitem__)
+    share = ends[shortest] / max(max(ends.values()), 1e-9)
+    if share > 0.9:
+        return ""
+    return f"Of {group.label} the shortest, {shortest}, has {share:.0%} of the longest's seconds: the rest is in the tables."
+
+
+def metric_names(groups: Sequence[Group], first: str | None = None) -> list[str]:
+    """Return the names of the metrics that any run has evaluated, ``first`` and then the most important first."""
+    names = list(
+        dict.fromkeys(
+            name
+            for group in groups
+            for run in group.runs
+            for name, values in run.metrics.items()
+            if name not in _NOT_METRICS and not name.startswith(TIME_TO) and np.isfinite(values).any()
+        )
+    )
+    order = [first, *_FIRST]
+    names.sort(key=lambda name: order.index(name) if name in order else len(order))
+    return names[:_MAX_METRICS]
+
+
+def x_values(run: RecordedRun, against: str) -> Numbers:
+    """Return the x values of a run's evaluations; NaN if unknown."""
+    metrics = run.metrics
+    missing = np.full(len(metrics.get("version", ())), np.nan)
+    if against == TIME:
+        return metrics.get("time_s", missing)
+    if against == WALL:
+        return metrics.get("wall_s", missing)
+    if against == VERSIONS:
+        return metrics.get("version", missing)
+    if against == BYTES:
+        both: Numbers = (metrics.get("bytes_up", missing) + metrics.get("bytes_down", missing)) / 1e6
+        return both
+    merged = np.sort(run.tasks["merged_version"][run.tasks.are(MERGED)])
+    return np.searchsorted(merged, metrics.get("version", missing), side="right").astype(np.float64)
+
+
+def curve(run: RecordedRun, metric: str, against: str) -> tuple[Numbers, Numbers]:
+    """Return x (ascending) and y values of a metric in a run; incomplete rows are left out."""
+    if metric not in run.metrics:
+        return np.empty(0), np.empty(0)
+    x, y = x_values(run, against), run.metrics[metric]
+    known = np.isfinite(x) & np.isfinite(y)
+    x, y = x[known], y[known]
+    order = np.argsort(x, kind="stable")
+    return x[order], y[order]
+
+
+def band(lines: Sequence[tuple[Numbers, Numbers]], points: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Return up to ``points`` values of x that all curves cover, and mean, minimum and maximum of the curves there."""
+    lines = [(x, y) for x, y in lines if len(x)]
+    since, until = max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines)
+    places = np.unique(np.concatenate([x for x, _ in lines]))
+    places = places[(places >= since) & (places <= until)]
+    places = places[thinned(len(places), points)]
+    values = np.stack([np.interp(places, x, y) for x, y in lines])
+    return places, values.mean(0), values.min(0), values.max(0)
+
+
+def _traces(group: Group, metric: str, against: str, points: int) -> list[dict[str, object]]:
+    lines = [curve(run, metric, against) for run in group.runs]
+    lines = [line for line in lines if len(line[0])]
+    if not lines:
+        return []
+    name = group.label if len(group.runs) == 1 else f"{group.label} ({len(lines)} runs)"
+    line = {"color": group.colour, "width": 2}
+    if len(lines) == 1:
+        x, y = lines[0]
+        kept = thinned(len(x), points)
+        mode = "lines+markers" if len(kept) <= 40 else "lines"
+        return [
+            {
+                "type": "scatter",
+                "mode": mode,
+                "name": name,
+                "x": rounded(x[kept]),
+                "y": rounded(y[kept]),
+                "line": line,
+                "marker": {"size": 5},
+            }
+        ]
+    x, mean, least, most = band(lines, points)
+    if not len(x):
+        return []
+    places = rounded(x)
+    edge = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": places,
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "legendgroup": name,
+    }
+    return [
+        {**edge, "y": rounded(least), "line": {"width": 0, "color": group.colour}},
+        {
+            **edge,
+            "y": rounded(most),
+            "line": {"width": 0, "color": group.colour},
+            "fill": "tonexty",
+            "fillcolor": _see_through(group.colour),
+        },
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "legendgroup": name,
+            "x": places,
+            "y": rounded(mean),
+            "line": line,
+            "customdata": [[a, b] for a, b in zip(rounded(least), rounded(most), strict=True)],
+            "hovertemplate": "%{y} (%{customdata[0]} to %{customdata[1]})",
+        },
+    ]
+
+
+def _see_through(colour: str) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.2)"
+
+
+def _table(run: RecordedRun, metrics: Sequence[str]) -> Table:
+    names = [name for name in (*_NOT_METRICS, *metrics) if name in run.metrics]
+    updates = rounded(x_values(run, UPDATES), 12)
+    columns = [rounded(run.metrics[name]) for name in names]
+    rows = [[updates[i], *(column[i] for column in columns)] for i in range(len(updates))]
+    kept, said = thin_rows(rows, _TABLE_ROWS)
+    return Table(["updates", *names], kept, f"{run.name}. {said}")

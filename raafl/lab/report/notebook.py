@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from raafl.errors import BadInput
-from raafl.lab.report.curves import TIME, TITLES, band, curve, metric_names
-from raafl.lab.report.groups import Group, group_runs
+from raafl.lab.report.groups import TIME, TITLES, Group, band, curve, group_runs, metric_names
 from raafl.lab.report.overview import notes_of, runs_table
 from raafl.lab.report.page import Cell, Table, escaped, shown, table_html
 from raafl.runfolder.outcome import program
@@ -70,7 +69,7 @@ def curve_svg(groups: Sequence[Group], metric: str | None = None, against: str =
     """Draw the curve of a metric for each group of runs as SVG with a legend; several runs are a mean in a band.
 
     `metric`: name of the metric; None = the most important by its name.
-    `against`: what the x axis shows, one of `raafl.lab.report.curves.AXES`.
+    `against`: what the x axis shows, one of `raafl.lab.report.groups.AXES`.
 
     Returns:
         HTML; empty where no run has measured the metric.

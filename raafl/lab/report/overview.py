@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from raafl.errors import BadInput, installing
-from raafl.lab.report.curves import TIME, band, curve, metric_names
-from raafl.lab.report.groups import Group, algorithm_of
+from raafl.lab.report.groups import TIME, Group, algorithm_of, band, curve, metric_names
 from raafl.lab.report.page import Cell, Table, rounded
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.reading import RecordedRun, number

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raafl.local.captured.limits import NotCapturable, Rates, problems_of_built, problems_of_optimizer
-from raafl.local.evaluation.record import attach_log, reduction_of, widened
+from raafl.local.record import attach_log, reduction_of, widened
 from raafl.local.train import LocalTrainer, PreparedTask, TaskSteps
 from raafl.local.trainable import TrainableSubmodel
 from raafl.rng import generators, same_generators

@@ -18,7 +18,7 @@ from raafl.core.options import FabricOptions
 from raafl.core.payload import Payload
 from raafl.core.types import Update
 from raafl.local.context import ALONE, TaskContext
-from raafl.local.evaluation.metrics import LOSS
+from raafl.local.evaluate import LOSS
 from raafl.local.stacked.stacks import Known, Unstackable, outside
 from raafl.local.stacked.steps import Member, Place, Steps
 from raafl.local.train import LocalTrainer, PreparedTask

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_unflatten
 
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
-from raafl.local.evaluation.record import Recorder, attach_log, reduction_of, widened
+from raafl.local.gradients import ProximalTerm
 from raafl.local.lightning_hooks import reads_index
-from raafl.local.proximal import ProximalTerm
+from raafl.local.record import Recorder, attach_log, reduction_of, widened
 from raafl.local.stacked.mode import Batch, Stacked, batches
 from raafl.local.stacked.stacks import CACHE_LINE_BYTES, Known, Unstackable, product, within
 from raafl.local.train import LocalTrainer

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from raafl.submodel import Axis, Stack, Submodels
-from raafl.submodel.axes import Member
+from raafl.submodel.spec import Member
 
 
 @dataclass(frozen=True, slots=True)

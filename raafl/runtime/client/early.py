@@ -11,7 +11,7 @@ from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput, GpuLost, InvalidPayload, TaskFailed
 from raafl.local.context import TaskContext
-from raafl.local.evaluation.metrics import peak_bytes
+from raafl.local.evaluate import peak_bytes
 from raafl.local.failure import attempt
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.client.worker import Arrival, Client, ClientExtension, Item, Work

@@ -17,8 +17,7 @@ from raafl.errors import Replaced, RunFailed, TaskFailed
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.client.worker import Client, Gate, TaskRefused
 from raafl.runtime.extensions import extension, named_by_config
-from raafl.runtime.protocol import PAUSED, Config, Failed, Reason, no_tensors
-from raafl.runtime.resumption import Resume, ToldToStop
+from raafl.runtime.protocol import PAUSED, Config, Failed, Reason, Resume, ToldToStop, no_tensors
 from raafl.transport import TRANSPORTS, Connection, ConnectOptions, Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.credentials import Credentials

@@ -30,10 +30,9 @@ from torch import distributed as _distributed
 
 from raafl.core.types import Assignment
 from raafl.errors import BadInput, RunFailed
-from raafl.local.client_group import ClientProcesses, num_processes
+from raafl.local.client_group import ClientProcesses, ShardedProcesses, Shards, num_processes, problem
 from raafl.local.context import TaskContext
 from raafl.local.failure import attempt
-from raafl.local.sharded import ShardedProcesses, Shards, problem
 from raafl.local.train import Stopped
 from raafl.runtime.identity import Difference, Identity, agree
 from raafl.runtime.protocol import Assign, Config, Hello, no_tensors

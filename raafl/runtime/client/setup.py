@@ -23,9 +23,8 @@ from raafl.devices.gpus import Place
 from raafl.devices.measure import memory_room
 from raafl.errors import BadInput
 from raafl.local import malloc
-from raafl.local.client_group import ClientProcesses, num_processes
+from raafl.local.client_group import ClientProcesses, num_processes, room_bytes
 from raafl.local.numerics import set_numerics
-from raafl.local.sharded import room_bytes
 from raafl.local.train import LocalTrainer
 from raafl.rules import Rules
 from raafl.runtime.client.worker import Client, ClientExtension, Gate

@@ -13,7 +13,7 @@ from typing import Any
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.local.context import ALONE, TaskContext
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.local.failure import attempt
 from raafl.local.train import LocalTrainer
 from raafl.submodel import FlatTensors, Spec

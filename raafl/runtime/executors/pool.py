@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from raafl.errors import BadInput
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.local.malloc import keep_freed
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor

@@ -12,7 +12,7 @@ from typing import Any
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.errors import USER_ERRORS, GpuLost, TaskFailed, format_error
 from raafl.local.context import TaskContext
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.local.failure import unanswered
 from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped

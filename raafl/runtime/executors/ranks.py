@@ -18,7 +18,7 @@ from typing import Any
 from raafl.core.types import Assignment, Update
 from raafl.errors import TaskFailed
 from raafl.local.context import ALONE, TaskContext
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor, Like, kind_of, summed
 from raafl.runtime.executors.rank_worker import FOR_EVER_S, failure_of, update_of

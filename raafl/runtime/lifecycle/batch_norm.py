@@ -14,16 +14,15 @@ from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import HookList, RunHooks
 from raafl.core.types import derive_seed
 from raafl.data.federated import FederatedData
-from raafl.local.evaluation.record import Recorder
-from raafl.local.preparation.trial import explained
-from raafl.module_hooks import begin, move_batch
+from raafl.local.prepare import explained
+from raafl.local.record import Recorder
+from raafl.module_hooks import begin, move_batch, stage
 from raafl.rng import seed_everything
 from raafl.runtime.lifecycle.saved_form import AsItIs
 from raafl.submodel import FULL, FlatTensors, Submodels, collect_statistics
 from raafl.submodel.batch_norm import Pooling
 from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import to_device
-from raafl.trainer_stand_in import stage
 
 
 class StaticStatistics(AsItIs):

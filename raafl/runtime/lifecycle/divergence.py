@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from raafl.core.hooks import RunHooks
 from raafl.core.types import HUGE_NORM, OVERFLOW, Settled
-from raafl.local.evaluation.metrics import left_out, logged_not_finite
+from raafl.local.evaluate import left_out, logged_not_finite
 
 if TYPE_CHECKING:
     from raafl.runtime.run import Run

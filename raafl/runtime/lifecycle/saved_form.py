@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.core.hooks import HookList, RunHooks
-from raafl.local.evaluation.evaluate import LivingMetrics
+from raafl.local.evaluate import LivingMetrics
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.submodel import FlatTensors
 from raafl.submodel.cut.layers import persistent_buffers

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from raafl.core.types import Event
-from raafl.runtime.resumption import Resume
+from raafl.runtime.protocol import Resume
 from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.resumable import LINK, SUCCEEDED, Position, ResumableConnection

@@ -28,9 +28,20 @@ from raafl.errors import InvalidPayload
 from raafl.local.failure import unanswered
 from raafl.local.train import Stopped
 from raafl.runfolder.seals import Signer
-from raafl.runtime.fields import Meta, SignedHead
 from raafl.runtime.identity import Identity, agree, client_info, in_words
-from raafl.runtime.protocol import DRY_RUN, Answer, Assign, Config, Failed, Hello, Reason, Welcome, no_tensors
+from raafl.runtime.protocol import (
+    DRY_RUN,
+    Answer,
+    Assign,
+    Config,
+    Failed,
+    Hello,
+    Meta,
+    Reason,
+    SignedHead,
+    Welcome,
+    no_tensors,
+)
 from raafl.runtime.server.link import Item
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.tensor_files import PayloadRoom

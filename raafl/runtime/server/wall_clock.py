@@ -21,7 +21,7 @@ from raafl.core.roster import Roster
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import ERROR, RESTART, Arrived, Assignment, Event, Joined, Lost, Stop, Timer
 from raafl.errors import USER_ERRORS, CodeFailed, TaskFailed, format_error
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback, measuring, of_server
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver

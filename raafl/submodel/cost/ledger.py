@@ -20,13 +20,14 @@ from raafl.submodel.cost.kernels import (
     CONVOLUTIONS,
     RECURRENT,
     arithmetic_flops,
+    cached_result,
     product_flops,
     root_times,
+    run,
     traffic,
     workspace_bytes,
 )
 from raafl.submodel.nested_batch import tensors_in
-from raafl.submodel.results import cached_result, run
 
 _aten = torch.ops.aten
 LARGE = 20_000_000

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from raafl.trainer_stand_in import attach
+from raafl.module_hooks import attach
 
 Resize = Callable[[Any], None]
 """``resize(layer)``: the layer has its small tensors and the large attributes; set the attributes."""

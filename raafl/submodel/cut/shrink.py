@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from raafl.errors import BadInput
 from raafl.submodel import lora  # noqa: F401  # the sizes that it registers
-from raafl.submodel.axes import Runs
 from raafl.submodel.cut.layers import adopt, copy_structure, produces, resize, resizes
 from raafl.submodel.cut.sizes import Sizes
 from raafl.submodel.declared import above
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.frozen import select
+from raafl.submodel.spec import Runs
 
 
 @contextmanager

@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from raafl.submodel import lora
-from raafl.submodel.axes import Axis, Member, Shapes, declared_axes
 from raafl.submodel.cut.layers import TORCHVISION, hugging_face, is_packaged, produces, type_names
 from raafl.submodel.cut.sizes import Extent, Sizes
 from raafl.submodel.declared import above, declarations, join, within
 from raafl.submodel.find.labels import Atom, Dim, Reason
 from raafl.submodel.find.trace import TraceResult, trace
+from raafl.submodel.spec import Axis, Member, Shapes, declared_axes
 
 _REMEDY = "declare `submodel_axes` on the model, or train the full model"
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raafl import rng
 from raafl.errors import USER_ERRORS
 from raafl.submodel import isolated_run
+from raafl.submodel.cost.kernels import result_of
 from raafl.submodel.cost.ledger import LARGE, storage_key
 from raafl.submodel.cut.layers import on_meta, remade
 from raafl.submodel.declared import within
@@ -34,7 +35,6 @@ from raafl.submodel.find.operations import MOVING, Call, Dims, follow, rule_of
 from raafl.submodel.find.size_tracker import SizeTracker
 from raafl.submodel.isolated_run import uncached
 from raafl.submodel.nested_batch import meta_batch, tensors_in
-from raafl.submodel.results import result_of
 
 TIMES = 3
 """Number of steps with random values; as many again follow a step that reads new parameters, such as an expert's."""

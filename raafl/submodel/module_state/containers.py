@@ -87,7 +87,7 @@ _RUN_BY_OTHERS = (
     "torch.jit",
     "torch.cuda",
     "torch.distributed",
-    "raafl.trainer_stand_in",
+    "raafl.module_hooks",
     "torch.utils.tensorboard",
     "tensorboard",
     "tensorboardX",

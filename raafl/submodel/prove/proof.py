@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from raafl.errors import USER_ERRORS
 from raafl.rng import seeded, undisturbed
-from raafl.submodel.axes import Axis, Runs
 from raafl.submodel.cut.layers import persistent_buffers
 from raafl.submodel.declared import within
 from raafl.submodel.extract import CopyPlan
@@ -31,7 +30,7 @@ from raafl.submodel.isolated_run import loss_of, one_line, settle, uncached, unw
 from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import mapped
 from raafl.submodel.prove.narrow import narrowed, num_values, random_values, shortened
-from raafl.submodel.spec import FULL, Spec
+from raafl.submodel.spec import FULL, Axis, Runs, Spec
 
 if TYPE_CHECKING:
     from raafl.submodel.submodels import Submodels

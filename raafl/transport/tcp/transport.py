@@ -15,8 +15,7 @@ from raafl.errors import BadInput, parse_address
 from raafl.transport.codec import Refused
 from raafl.transport.connection import Connection
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.listener import Listener, TokenBucket, connect
-from raafl.transport.tcp.opening import Peer
+from raafl.transport.tcp.listener import Listener, Peer, TokenBucket, connect
 from raafl.transport.transport import Admit, ConnectOptions, Transport
 
 

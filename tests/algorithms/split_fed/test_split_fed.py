@@ -7,7 +7,7 @@ import torch
 
 from raafl.algorithms import fed_avg, split_fed
 from raafl.algorithms.split_fed import Halved, Split
-from raafl.compression.compressors import Compress
+from raafl.compression.plan import Compress
 from raafl.compression.streams import RESIDUAL, CompressedSnapshots
 from raafl.core.algorithm import Training
 from raafl.core.sample import Sample

@@ -11,8 +11,8 @@ import pytest
 
 from raafl.commands.cli import main
 from raafl.errors import BadInput
-from raafl.lab.compare import clusters
-from raafl.lab.compare.clusters import Cluster
+from raafl.lab.compare import processes
+from raafl.lab.compare.processes import Cluster
 
 FILE = """
 name: small
@@ -75,7 +75,7 @@ def test_options_are_numbers_or_text_and_need_a_key():
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setattr(clusters, "find_spec", lambda name: None)
+    monkeypatch.setattr(processes, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"engine is 'slurm', which needs submitit: pip install '.\[slurm\]'"):
         Cluster.of("slurm", [])
 

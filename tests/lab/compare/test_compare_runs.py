@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from raafl.commands.compare import compare
-from raafl.config.bundled import with_paths
+from raafl.config.argv import with_paths
 from raafl.config.parse import parse
 from raafl.errors import BadInput, RunFailed
 from raafl.lab.compare import processes, runs

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from raafl.errors import BadInput
-from raafl.lab.compare import optuna_search
+from raafl.lab.compare import search as searches
 from raafl.lab.compare.comparison import Comparison, Range, Search, of_fields
-from raafl.lab.compare.optuna_search import run_studies
+from raafl.lab.compare.search import run_studies
 from tests.helpers.refusals import refuses
 
 pytest.importorskip("optuna")
@@ -40,7 +40,7 @@ def scored(monkeypatch):
     def scores(trial, outcomes, comparison):
         return {run.seed: value(trial.settings) for run in trial.runs}
 
-    monkeypatch.setattr(optuna_search, "scores_of", scores)
+    monkeypatch.setattr(searches, "scores_of", scores)
 
 
 def compared(**search):

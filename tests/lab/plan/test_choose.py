@@ -14,8 +14,7 @@ from raafl.config.parse import load_experiment, parse
 from raafl.core.options import Privacy
 from raafl.devices import Device
 from raafl.errors import BadInput
-from raafl.lab.plan.auto import auto
-from raafl.lab.plan.choose import Candidate, Cell, Features, FleetSummary, Table, choose, chosen, is_open
+from raafl.lab.plan.choose import Candidate, Cell, Features, FleetSummary, Table, auto, choose, chosen, is_open
 from raafl.lab.plan.dry import World
 from raafl.runtime.run import simulate
 from tests.helpers.cached_models import reuse_findings

@@ -26,7 +26,7 @@ from raafl.lab.plan import plan as planning
 from raafl.lab.plan.dry import World, predict
 from raafl.local.train import FabricOptions
 from raafl.runtime.run import simulate
-from raafl.submodel.axes import AxisTable
+from raafl.submodel.spec import AxisTable
 from tests.helpers import small_runs
 from tests.helpers.cached_models import reuse_findings
 from tests.helpers.coordinators import line_state

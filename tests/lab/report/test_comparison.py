@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from raafl.lab.report import overview
-from raafl.lab.report.curves import AXES, band, curve, curves, x_values
-from raafl.lab.report.groups import flat, group_runs, names_of
+from raafl.lab.report.groups import AXES, band, curve, curves, flat, group_runs, names_of, x_values
 from raafl.lab.report.page import Table, briefly, rounded, split_evenly, thin_rows, thinned, transpose_wide
 from raafl.lab.report.submodels import regions, specs, staleness
 from raafl.runfolder.reading import read

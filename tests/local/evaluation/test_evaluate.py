@@ -12,7 +12,7 @@ from raafl.api.modules import Datasets as DataModule
 from raafl.data.federated import FederatedData
 from raafl.data.partition import Iid
 from raafl.errors import BadInput
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.submodel import Submodels
 from tests.local.bench import Net, samples
 

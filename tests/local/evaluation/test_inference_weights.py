@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.submodel import Submodels
 from tests.local.bench import Bench, Net, assignment, plain_loop, same, samples
 

@@ -17,7 +17,7 @@ from raafl.core.algorithm import Training
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.local.context import TaskContext
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.local.train import Stopped
 from raafl.rules import Rules
 from raafl.submodel import FULL, Spec, Submodels

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from raafl.errors import BadInput
-from raafl.local.preparation.prepare import check_tensors
+from raafl.local.prepare import check_tensors
 
 
 class Net(nn.Module):

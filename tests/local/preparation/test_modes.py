@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from raafl.core.types import Warn
 from raafl.data import Digits
 from raafl.errors import BadInput
-from raafl.local.evaluation.evaluate import Evaluator
-from raafl.local.preparation.prepare import call_own_train, eval_mode_note, in_eval_mode, with_modes_of_training
+from raafl.local.evaluate import Evaluator
+from raafl.local.prepare import call_own_train, eval_mode_note, in_eval_mode, with_modes_of_training
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.small_federations import federation
 from tests.local.bench import Bench, Net, Norm, assignment, plain_loop, same

@@ -6,7 +6,7 @@ from lightning import LightningModule
 from torch import nn
 
 from raafl.errors import BadInput
-from raafl.local.preparation.prepare import given_class, prepare
+from raafl.local.prepare import given_class, prepare
 
 
 class Bare(LightningModule):

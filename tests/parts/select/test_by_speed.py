@@ -6,12 +6,12 @@ import random
 
 import pytest
 
+from raafl.algorithms.diloco import BySpeed, SpeedMemory
 from raafl.core.algorithm import SelectContext, Training
 from raafl.core.types import Assignment, ClientInfo, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts import RateSelect
-from raafl.parts.select.by_speed import BySpeed, SpeedMemory
 from raafl.parts.select.submodels import Full
 from tests.helpers.coordinators import line_state
 

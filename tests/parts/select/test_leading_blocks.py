@@ -16,7 +16,7 @@ from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts.local.distilled import with_every_exit
-from raafl.parts.select.leading_blocks import LeadingBlocks
+from raafl.parts.select.windows import LeadingBlocks
 from raafl.submodel import Submodels
 
 

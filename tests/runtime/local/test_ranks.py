@@ -9,7 +9,7 @@ import time
 import pytest
 from torch import distributed
 
-from raafl.runtime.local.ranks import local_ranks
+from raafl.runtime.supervisor import local_ranks
 
 MEET = """
 import os, sys, time
@@ -43,7 +43,7 @@ def test_ranks_meet_and_this_process_is_rank_0_for_the_block_alone():
 
 
 def test_ranks_are_killed_soon_after_a_block_that_fails(monkeypatch):
-    monkeypatch.setattr("raafl.runtime.local.ranks._FAILED_S", 0.2)
+    monkeypatch.setattr("raafl.runtime.supervisor._FAILED_S", 0.2)
     with pytest.raises(RuntimeError, match="of rank 0"), local_ranks(command(100), 3, environment={"OWN": ""}) as ranks:
         begin = time.monotonic()
         raise RuntimeError("of rank 0")

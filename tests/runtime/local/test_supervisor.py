@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raafl.runtime.local.supervisor import exit_in_words
+from raafl.runtime.supervisor import exit_in_words
 from tests.helpers import stand_in_ranks
 
 pytestmark = [
@@ -148,7 +148,7 @@ def test_a_client_that_dies_is_started_again(death, told, run, tmp_path):
 
 
 def test_the_wait_doubles_up_to_the_longest_and_begins_anew_after_a_sound_life(tmp_path):
-    from raafl.runtime.local.supervisor import Child, RestartPolicy
+    from raafl.runtime.supervisor import Child, RestartPolicy
 
     child = Child("client 1", lambda: ["true"], {})
     policy = RestartPolicy(first_s=1.0, longest_s=5.0, sound_s=60.0)

@@ -9,8 +9,7 @@ import pytest
 from raafl.core.saving import client_to_json
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.identity import PROTOCOL
-from raafl.runtime.protocol import Answer, Failed, Question
-from raafl.runtime.resumption import Resume
+from raafl.runtime.protocol import Answer, Failed, Question, Resume
 from raafl.runtime.server.link import Resumption
 from raafl.runtime.server.session_protocol import Terms
 from raafl.sites.secure_messages import KEY_BYTES, Claim, layout_of, to_tensors

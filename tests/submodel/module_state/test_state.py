@@ -15,7 +15,7 @@ from torch import nn
 
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
-from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluate import Evaluator
 from raafl.submodel import FULL
 from raafl.submodel.module_state import ModuleState
 from raafl.submodel.module_state.containers import ClassData, Glance, reach

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import SubmodelOptions
 from raafl.errors import BadInput
-from raafl.local.preparation.prepare import prepare
+from raafl.local.prepare import prepare
 from raafl.runtime.setup import proven_submodels
 from raafl.submodel import FULL, Submodels
 from raafl.submodel.prove.proof import _Proof, _separating, refuted

@@ -15,7 +15,7 @@ import pytest
 from raafl.errors import parse_address
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp import listener as module
-from raafl.transport.tcp.opening import VERSION, client_opening, opening_stream
+from raafl.transport.tcp.listener import VERSION, client_opening, opening_stream
 from tests.helpers.certificates import TOKEN, federation
 from tests.transport.house import WAIT_S, House, all_bytes, nothing, raw
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from raafl.transport import PeerLost, Refused
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.opening import VERSION, client_opening, opening_stream, server_opening
+from raafl.transport.tcp.listener import VERSION, client_opening, opening_stream, server_opening
 from tests.helpers.certificates import TOKEN, federation
 from tests.transport.test_fuzz import (
     DRAIN_BYTES,

@@ -1,29 +1,281 @@
-"""Try a model on the data before a run starts, so that what would fail on a client, or late, fails now with one line."""
+"""Prepare a user's module as a Trainer would: build its layers, add steps that it lacks, undo compilation."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raafl.core.options import Training
+from raafl.core.types import Warn
 from raafl.data.federated import FederatedData
 from raafl.errors import USER_ERRORS, BadInput, user_frame
-from raafl.local.evaluation.record import Recorder
-from raafl.module_hooks import begin, move_batch
-from raafl.optimizers import Schedule, configure
+from raafl.local.record import Recorder
+from raafl.module_hooks import Schedule, TrainerStandIn, attach, begin, configure, move_batch, overrides
 from raafl.rng import seeded, undisturbed
-from raafl.submodel.cut.layers import copy_structure, persistent_buffers
+from raafl.submodel.cut.layers import computed_by, copy_structure, persistent_buffers
 from raafl.submodel.flat import is_finite
 from raafl.submodel.isolated_run import loss_of, settle
 from raafl.submodel.nested_batch import batch_tensors, to_device
-from raafl.trainer_stand_in import TrainerStandIn, attach
+
+STEPS = ("training_step", "validation_step", "test_step")
+_GIVEN = "_raafl_given"
+
+
+def prepare(module: Any) -> Any:
+    """Prepare a LightningModule for training, as a Trainer would, and return it.
+
+    Layers that the module builds in `setup` or `configure_model` are built. Steps without the argument ``batch_idx``
+    are wrapped. `torch.compile` is undone, since submodels have other shapes. A module without a `validation_step` is
+    evaluated by its `test_step`, or else by its training loss.
+
+    Raises:
+        BadInput: the module has no training_step, steps its optimisers itself, has a hook that fails or a parameter
+            without elements, or cannot be copied and sent (`check_tensors`).
+    """
+    module = uncompiled(module)
+    _uncompile_parts(module)
+    kind = type(module).__name__
+    if not overrides(module, "training_step"):
+        raise BadInput(f"{kind} has no training_step: define one that returns the loss")
+    if not getattr(module, "automatic_optimization", True):
+        raise BadInput(
+            f"{kind}.automatic_optimization is False, but raafl calls backward and the optimizer's step itself: leave it True, "
+            "return the loss from training_step, and give one optimizer"
+        )
+    without = {name: _without_index(module, name) for name in STEPS if not _takes_index(module, name)}
+    if without:
+        with_methods(module, **without)
+    if not overrides(module, "validation_step"):
+        how = _as_test(module) if overrides(module, "test_step") else {"validation_step": _training_loss}
+        with_methods(module, **how)
+    attach(module)
+    for hook, args in (("setup", ("fit",)), ("configure_model", ())):  # in the order of Lightning's Trainer
+        if overrides(module, hook):
+            with explained(module, hook):
+                getattr(module, hook)(*args)
+    _uncompile_parts(module)  # some models compile parts of themselves in `setup`
+    check_tensors(module)
+    for name, parameter in module.named_parameters():
+        owner = module.get_submodule(name.rpartition(".")[0])
+        # allowed in a user's own module, which may for example have no register tokens
+        if parameter.numel() == 0 and type(owner).__module__.startswith("torch.nn."):
+            raise BadInput(
+                f"{kind}.{name} is empty, {tuple(parameter.shape)}: give {repr(owner)[:80]} sizes of 1 or more"
+            )
+    for name, buffer in persistent_buffers(module).items():
+        # an expanded buffer, whose elements share memory and cannot be written one by one
+        if 0 in buffer.stride() and not buffer.is_meta:
+            path, _, own = name.rpartition(".")
+            module.get_submodule(path)._buffers[own] = buffer.contiguous()
+    return module
+
+
+def _uncompile_parts(module: nn.Module) -> None:
+    for part in module.modules():
+        for name, child in part._modules.items():
+            part._modules[name] = uncompiled(child)
+
+
+def uncompiled(module: object) -> Any:
+    """Return the original module if ``module`` was made by `torch.compile`; return other modules unchanged."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def with_methods(module: nn.Module, **methods: Any) -> object:
+    """Replace methods of one module, but not of its class; `given_class` still returns the class that it had."""
+    kind = type(module)
+    own = {"__module__": kind.__module__, _GIVEN: given_class(module), **methods}
+    module.__class__ = type(kind.__name__, (kind,), own)
+    return module
+
+
+def given_class(module: nn.Module) -> Any:
+    """Return the original class of a module that `with_methods` may have changed."""
+    return getattr(type(module), _GIVEN, type(module))
+
+
+def _takes_index(module: object, name: str) -> bool:
+    """Return whether a step takes ``batch_idx``, by Lightning's rule: as a second argument of any name."""
+    if not overrides(module, name):
+        return True
+    step = getattr(module, name)
+    spec = inspect.getfullargspec(getattr(step, "__wrapped__", step))
+    return "batch_idx" in spec.args or spec.varargs is not None or len(spec.args) > 2
+
+
+def _without_index(module: object, name: str) -> Callable[[Any, Any, int], Any]:
+    step = getattr(type(module), name)
+    return lambda self, batch, batch_idx: step(self, batch)
+
+
+def _as_test(module: object) -> dict[str, Any]:
+    """Return the module's test hooks under the names of the validation hooks, by which it is evaluated."""
+    kind = type(module)
+    hooks = [f"on_test_{when}" for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")]
+    found = {name: getattr(kind, name) for name in ("test_step", *hooks) if overrides(module, name)}
+    return {name.replace("test", "validation"): hook for name, hook in found.items()}
+
+
+def _training_loss(self: Any, batch: Any, batch_idx: int) -> dict[str, Any]:
+    answer = self.training_step(batch, batch_idx)
+    answer = answer["loss"] if isinstance(answer, Mapping) else answer
+    return {} if answer is None else {"loss": answer}
+
+
+def check_tensors(module: nn.Module) -> None:
+    """Raise `BadInput` if a part of a model cannot be copied, cut or sent.
+
+    Such parts are: a module made by `torch.jit`; a tensor that is not dense, has no fixed size, or was made in inference
+    mode; a parameter that overlaps itself or another in memory; an attribute with a tensor that was computed from
+    parameters.
+    """
+    problem = next(_problems(module), None)
+    if problem is not None:
+        raise BadInput(f"the model cannot be copied, cut and sent: {type(module).__name__}{problem}")
+
+
+def _problems(module: nn.Module) -> Iterator[str]:
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            place = f".{path} is" if path else " is"
+            yield f"{place} made by torch.jit, which has no smaller copies: give the module from which it was made"
+            return
+    state: Mapping[str, Tensor] = dict(module.named_parameters()) | persistent_buffers(module)
+    for name, tensor in state.items():
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            layer = repr(module.get_submodule(name.rpartition(".")[0]))[:80]
+            yield f".{name} has no size before a first batch: give {layer} the size of its input"
+        elif tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            remedy = "make it dense" + ("" if is_parameter else ", or register it with persistent=False")
+            yield f".{name} is {kind}, but all sent tensors must be dense: {remedy}"
+        elif tensor.is_inference():
+            yield f".{name} was made in torch.inference_mode, where no gradients are recorded: make it outside, or clone it there"
+        elif isinstance(tensor, nn.Parameter) and _overlaps_itself(tensor):
+            yield (
+                f".{name} is expanded, {tuple(tensor.shape)} with several elements in one place of memory, so no step can write "
+                "it: give nn.Parameter a .clone(), or expand it in forward"
+            )
+    yield from _shared(module, state)
+    yield from _computed(module)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether a tensor has more elements than memory locations, as after `expand`."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 0 < span < tensor.numel()
+
+
+def _shared(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield an error text for each trained parameter that shares memory with another tensor, as copies of the model would not."""
+    first: dict[int, str] = {}
+    known = {name: tensor for name, tensor in state.items() if tensor.layout == torch.strided}
+    for name, tensor in (*known.items(), *_attributes(module)):
+        if not tensor.numel() or not tensor.data_ptr():  # tensors without values have no memory to share
+            continue
+        other = first.setdefault(tensor.data_ptr(), name)
+        if other == name or known.get(name) is known[other]:
+            continue
+        if known[other].requires_grad or (name in known and tensor.requires_grad):
+            yield (
+                f".{name} shares memory with '{other}', but copies of the model have two separate tensors: assign "
+                "the parameter itself, as in self.b.weight = self.a.weight, or compute one from the other in "
+                "forward"
+            )
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors that are plain attributes of modules, except those that a hook computes before each forward."""
+    for path, part in module.named_modules():
+        hooked = {computed_by(hook) for hook in part._forward_pre_hooks.values()}
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and name not in hooked:
+                yield f"{path}.{name}".removeprefix("."), value
+
+
+def _computed(module: nn.Module) -> Iterator[str]:
+    for name, tensor in _attributes(module):
+        if not tensor.is_leaf:
+            yield (
+                f".{name} was computed from parameters, but copies of the model do not update it: compute it in "
+                "forward, or give a function that makes the model"
+            )
+
+
+# Keep the mode (train or eval) of each part as the model's author left it. As with Lightning's Trainer, each part
+# trains in the mode that it has once the model is built. Copies get these modes, and
+# `raafl.submodel.module_state.ModuleState` restores them before each task, evaluation and trial.
+
+_TRAINING = "_raafl_modes"
+_SHOWN = 3
+T = TypeVar("T", bound=nn.Module)
+
+
+def call_own_train(module: nn.Module) -> None:
+    """Let parts with a method `train` of their own set their modes, as one that keeps a frozen backbone in eval mode.
+
+    What is in eval mode stays so.
+    """
+    for part in module.modules():
+        if type(part).train is not nn.Module.train:
+            in_eval = [inner for inner in part.modules() if not inner.training]
+            part.train(part.training)
+            for inner in in_eval:
+                inner.training = False
+
+
+def eval_mode_note(module: nn.Module) -> list[str]:
+    """Return a line for the start of a run on the parts of its model that are in eval mode; none if there are none.
+
+    A model that is in eval mode as a whole is a warning.
+    """
+    parts = list(module.named_modules())
+    in_eval = [path for path, part in parts if not part.training]
+    kind = type(module).__name__
+    if not in_eval:
+        return []
+    if not module.training:
+        return [
+            Warn(
+                f"{kind} is in eval mode, with {len(in_eval)} of its {len(parts)} layers, and trains so (no dropout, no batch "
+                "statistics): call .train() on it before the run"
+            )
+        ]
+    tops = [path for path in in_eval if path.rpartition(".")[0] not in in_eval]
+    named = ", ".join(tops[:_SHOWN]) + (", ..." if len(tops) > _SHOWN else "")
+    return [
+        f"{len(in_eval)} of {len(parts)} layers of {kind} are in eval mode, as it was built, and train so ({named}): call .train() "
+        "on them for train mode"
+    ]
+
+
+def in_eval_mode(module: T) -> T:
+    """Put a trained module into eval mode for its user, and remember the modes in which it was trained.
+
+    `with_modes_of_training` restores these if the user trains it again.
+    """
+    module.__dict__[_TRAINING] = [part.training for part in module.modules()]
+    return module.eval()
+
+
+def with_modes_of_training(module: T) -> T:
+    """Undo `in_eval_mode` in a module that is still in eval mode as a whole; leave any other as its user left it."""
+    before, parts = module.__dict__.pop(_TRAINING, []), list(module.modules())
+    if len(before) == len(parts) and not any(part.training for part in parts):
+        for part, training in zip(parts, before, strict=True):
+            part.training = training
+    return module
+
 
 _NO_INPUT_GRADIENT = "None of the inputs have requires_grad=True"
 """Prefix of torch's warning about reentrant checkpointing."""

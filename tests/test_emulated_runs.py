@@ -18,6 +18,7 @@ from raafl.core.algorithm import Training
 from raafl.core.options import Guard
 from raafl.local.train import FabricOptions
 from raafl.parts.protect.privacy import Privacy
+from raafl.runtime.executors import batched
 from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from tests.helpers import cached_models
@@ -97,6 +98,19 @@ def test_a_run_with_more_on_two_emulated_gpus_gives_the_cpus_model(tmp_path, req
         assert found.digest == plain.digest
         assert found.summary["final"] == plain.summary["final"]
         assert found.summary["updates_refused"] == plain.summary["updates_refused"]
+
+
+def test_clients_are_one_batch_on_an_emulated_gpu(tmp_path, monkeypatch, request):
+    """Each kind of product is tried there; data lie there once, and each task sends its order."""
+    monkeypatch.setattr(batched, "_TRIALS", (2, 3))
+    more = {**SHORT, "clients": 12, "max_updates": 24, "train": Training(num_epochs=2)}
+    with cached_models.reuse_findings():
+        plain = finish(experiment(tmp_path / "cpu", fed_avg(), **more))
+        request.getfixturevalue("emulated_cuda")
+        found = finish(experiment(tmp_path / "gpu", fed_avg(), **more, batch_clients=4, **ON_GPUS))
+    assert found.digest == plain.digest
+    told = found.summary["batched"]
+    assert told["share"] > 0.5 and told["by_the_loop"] == []
 
 
 def test_a_run_on_two_emulated_gpus_replays(tmp_path, emulated_cuda: Emulated):

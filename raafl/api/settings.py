@@ -54,6 +54,7 @@ class Settings(TypedDict, total=False):
     gradient_clip_val: float | None
     accumulate_grad_batches: int
     capture: str | bool
+    data_on_device: float
     deterministic: bool
     tf32: bool | None
     shard: bool

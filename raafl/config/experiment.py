@@ -539,6 +539,8 @@ class Experiment:
             yield "fabric.precision is 16-mixed, which is for GPUs: use bf16-mixed, or fabric.accelerator cuda"
         if self.fabric.capture not in CAPTURES:
             yield f"fabric.capture is '{self.fabric.capture}': give {', '.join(CAPTURES[:-1])} or {CAPTURES[-1]}"
+        if not 0 <= self.fabric.data_on_device <= 1:
+            yield f"fabric.data_on_device is {self.fabric.data_on_device}: give a share from 0 to 1"
         if self.transport not in TRANSPORTS:
             yield f"transport is '{self.transport}': give {' or '.join(TRANSPORTS)}"
         if not re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", self.server_device):

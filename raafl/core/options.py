@@ -372,6 +372,8 @@ class FabricOptions:
         capture: whether a training step on a GPU is recorded as a CUDA graph and repeated with one launch: auto = where
             eager steps are seen to give the same; on = the same, and log why others are eager; off. auto and on train
             with the fused or capturable form of torch's optimizers, whose last bits differ. No effect on a CPU.
+        data_on_device: largest share of a GPU's free memory that training data may take, which then lie there once for all
+            clients of the process, so that only the order of the samples is sent; 0 = batches are sent. No effect on bits.
         deterministic: whether torch and cuDNN must use deterministic kernels, and fail where there is none.
         shard: whether the processes of one client share parameters, gradients and optimizer state (FSDP2); false = each
             process has all of them. No effect on a client of one process.
@@ -384,6 +386,7 @@ class FabricOptions:
     gradient_clip_val: float | None = None
     accumulate_grad_batches: int = 1
     capture: str | bool = "auto"
+    data_on_device: float = 0.25
     deterministic: bool = False
     tf32: bool | None = None
     shard: bool = False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from raafl.data.epochs import batches_of_epoch
 from raafl.data.loaders import (
@@ -67,8 +67,7 @@ class ClientData:
     `test`: samples on which the client only evaluates its submodel; None = it has none.
     `gathers`: whether samples are gathered fast, so that a batch is a list of tensors.
     `owned`: random generators that the data set owns, which each pass over the samples seeds anew.
-    `source`: data set from which `fetch` gathers rows; None = samples are not gathered fast, or are the client's own
-    copies.
+    `source`: data set from which `fetch` gathers rows; None = samples are not gathered fast.
 
     Raises:
         BadInput: `indices` is empty.
@@ -99,7 +98,8 @@ class ClientData:
         self._classes: frozenset[int] | None = None
         self._looked = False
         if self.gathers and copied and _num_bytes(self._fetch, len(indices)) <= _MOST_COPIED_BYTES:
-            self._fetch, self._indices, self.source = select_from(self._fetch(indices)), None, None
+            self.source = TensorDataset(*self._fetch(indices))
+            self._fetch, self._indices = select_from(self.source.tensors), None
 
     def num_batches(self, batch_size: int | None = None) -> int:
         """Return the number of batches in one epoch of this client."""
@@ -141,19 +141,21 @@ class ClientData:
         batch_size: int | None = None,
         num_epochs: int | None = None,
         num_steps: int | None = None,
+        send: Callable[[torch.Tensor], torch.Tensor] = lambda order: order,
     ) -> Iterator[torch.Tensor]:
         """Yield the indices of each batch's samples, in place of the batches; raise the same errors as `batches`.
 
         `batch_size`: number of samples in a batch; None = that of the data module.
         `num_epochs`: number of passes over the samples; None = use ``num_steps``.
         `num_steps`: number of batches; None = use ``num_epochs``.
+        `send`: function that copies the order of an epoch to where batches are made.
         """
         if (num_epochs is None) == (num_steps is None):
             raise BadInput(f"num_epochs is {num_epochs} and num_steps is {num_steps}: give exactly one of them")
         for name, number in (("num_epochs", num_epochs), ("num_steps", num_steps)):
             at_least(name, number, 1, optional=True)
         epochs = count() if num_epochs is None else range(num_epochs)
-        rows = self._epochs(generator, self._size(batch_size), epochs)
+        rows = self._epochs(generator, self._size(batch_size), epochs, send)
         return rows if num_steps is None else islice(rows, num_steps)
 
     def fetch(self, rows: torch.Tensor) -> Any:
@@ -174,13 +176,19 @@ class ClientData:
         for rows in batches:
             yield self._fetch(rows), len(rows)
 
-    def _epochs(self, generator: torch.Generator, batch_size: int, epochs: Iterable[int]) -> Iterator[torch.Tensor]:
+    def _epochs(
+        self,
+        generator: torch.Generator,
+        batch_size: int,
+        epochs: Iterable[int],
+        send: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Iterator[torch.Tensor]:
         indices = self._indices
         for _ in epochs:
             order = self._order(generator)
             if indices is not None:
                 order = indices.index_select(0, order)
-            yield from torch.split(order, batch_size)[: self.num_batches(batch_size)]
+            yield from torch.split(send(order), batch_size)[: self.num_batches(batch_size)]
 
     def _order(self, generator: torch.Generator) -> torch.Tensor:
         """Draw the order of one epoch."""

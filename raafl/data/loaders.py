@@ -216,6 +216,9 @@ class GatherDataset(Dataset[tuple[torch.Tensor, ...]]):
 
     labels: torch.Tensor
     """`(num_samples,)` int64, the class of each sample."""
+    on_any_device = False
+    """Whether `gather` of this very class only computes with the tensors in the object's attributes, draws nothing, and takes
+    and gives tensors of the device on which these lie, with the same bits."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -240,6 +243,8 @@ class TensorImages(GatherDataset):
     Raises:
         BadInput: shapes or types do not fit each other.
     """
+
+    on_any_device = True
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> None:
         if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != len(labels):
@@ -283,6 +288,20 @@ def _plain(dataset: object, kind: type) -> bool:
     """Check whether a subclass of `kind` inherits its `__getitem__` unchanged."""
     names = ("__getitem__", "__getitems__")
     return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)
+
+
+def plain_parts(dataset: object) -> tuple[Any, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Return the data set under `Subset`s, the rows they select (None = all), and its tensors by name.
+
+    The data set is None if its samples are not known to be plain rows of tensors.
+    """
+    base, rows = unwrap(dataset)
+    if is_tensors(base):
+        return base, rows, {str(number): tensor for number, tensor in enumerate(base.tensors)}
+    owner = next((kind for kind in type(base).__mro__ if "gather" in vars(kind)), object)
+    if not isinstance(base, GatherDataset) or not vars(owner).get("on_any_device"):
+        return None, None, {}
+    return base, rows, {name: value for name, value in vars(base).items() if isinstance(value, torch.Tensor)}
 
 
 def fetcher(dataset: object, collate: Collate) -> tuple[Fetch, bool]:

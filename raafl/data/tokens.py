@@ -45,6 +45,8 @@ class TensorTokens(GatherDataset):
         BadInput: the shapes do not match.
     """
 
+    on_any_device = True
+
     def __init__(self, tokens: torch.Tensor, lengths: torch.Tensor, labels: torch.Tensor) -> None:
         if tokens.ndim != 2 or not len(tokens) == len(lengths) == len(labels):
             raise BadInput(
@@ -70,6 +72,8 @@ class TensorWindows(GatherDataset):
     Raises:
         BadInput: the shapes do not match.
     """
+
+    on_any_device = True
 
     def __init__(self, windows: torch.Tensor, speaker: Sequence[str]) -> None:
         if windows.ndim != 2 or windows.shape[1] < 2 or len(windows) != len(speaker):

@@ -179,7 +179,7 @@ class Recorder:
         finally:
             self.clear()
 
-    def take_over(self, sums: Mapping[str, tuple[float, float]]) -> None:
+    def take_over(self, sums: Mapping[str, tuple[Tensor | float, float]]) -> None:
         """Replace all recorded values by ``sums``, which maps each value's name to its sum and total weight."""
         self.clear()
         self._sums.update(sums)

@@ -61,6 +61,7 @@ class LocalTrainer:
     Attributes:
         shards: processes over which each module is sharded; None = this process holds whole modules.
         capture: `raafl.local.captured.Capture`, which trains tasks with steps that are CUDA graphs; None = eager steps.
+        feed: `raafl.local.device_data.Feed`, which brings batches to a GPU; None = they are moved as they come.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class LocalTrainer:
         self.generator = torch.Generator()
         self._checked: WeakSet[FrozenBase] = WeakSet()
         self.capture: Any = None
+        self.feed: Any = None
 
     def run(
         self, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext = ALONE
@@ -285,8 +287,9 @@ class LocalTrainer:
     def release(self) -> None:
         """Release all modules that are kept for reuse, and return freed memory to the system."""
         self._built.clear()
-        if self.capture is not None:
-            self.capture.clear()
+        for one in (self.capture, self.feed):
+            if one is not None:
+                one.release()
         if self.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
         give_back(0)
@@ -357,7 +360,7 @@ class TaskSteps:
         try:
             self._call("on_fit_start")
             self._call("on_train_start")
-            batches = task.data.batches(
+            batches = (task.data.batches if self._trainer.feed is None else self._trainer.feed.of(task))(
                 self._trainer.generator, self._trainer.training.batch_size, self._epochs, self._steps
             )
             for batch, num_samples in self._by_step(batches):

@@ -375,5 +375,5 @@ def simulate(
         if saved is not None:
             saved.restore_clock(simulation.restore)
         reason = simulation.run()
-        trained = {"batched": executor.report(), "captured": executor.captured()}
+        trained = {"batched": executor.report(), **executor.on_gpu()}
         return run.finish(reason, simulation.now, simulation.error, trained), run.folder

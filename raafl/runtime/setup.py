@@ -387,10 +387,14 @@ def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricO
             f"fabric.accelerator is '{options.accelerator}' and fabric.precision '{options.precision}', which cannot "
             f"be used here: {' '.join(str(error).split())}"
         ) from error
-    if trainer.fabric.device.type == "cuda" and options.capture != "off":
-        from raafl.local.captured import Capture
+    if trainer.fabric.device.type == "cuda":
+        from raafl.local.device_data import Feed
 
-        trainer.capture = Capture(trainer)
+        trainer.feed = Feed(trainer.fabric.device, options.data_on_device)
+        if options.capture != "off":
+            from raafl.local.captured import Capture
+
+            trainer.capture = Capture(trainer)
     return trainer
 
 

@@ -87,6 +87,9 @@ class OnDevice(Tensor):
     def __format__(self, how: str) -> str:
         return format(self.cpu(), how)
 
+    def record_stream(self, stream: Any) -> None:
+        """Do nothing: memory that is freed is not used again before its stream's work."""
+
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it first.")
 

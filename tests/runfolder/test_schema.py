@@ -30,6 +30,7 @@ def test_a_run_writes_what_the_schema_names(tmp_path):
         "traceback",
         "batched",
         "captured",
+        "data_on_device",
     }  # of a failure, of `batch_clients`, and of a GPU
     assert json.loads((folder / "summary.json").read_text()).keys() == summary.keys()
     rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]

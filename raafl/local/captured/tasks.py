@@ -165,7 +165,7 @@ class Capture:
             "eager": list(self._reasons),
         }
 
-    def clear(self) -> None:
+    def release(self) -> None:
         """Release all graphs and their memory."""
         self._of.clear()
         self._used.clear()

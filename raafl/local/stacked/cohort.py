@@ -19,11 +19,11 @@ from raafl.core.payload import Payload
 from raafl.core.types import Update
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluate import LOSS
-from raafl.local.stacked.stacks import Known, Unstackable, outside
+from raafl.local.stacked.stacks import Known, Unstackable, outside, stack_of
 from raafl.local.stacked.steps import Member, Place, Steps
 from raafl.local.train import LocalTrainer, PreparedTask
 from raafl.local.trainable import TrainableSubmodel
-from raafl.rng import generators, same_generators, seed_everything
+from raafl.rng import current, generators, same_generators, seed_everything, set_torch_state
 from raafl.submodel import Spec
 
 OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
@@ -44,13 +44,14 @@ def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: s
     """Explain why tasks of this run cannot be trained together, as one batch of clients; None = they can."""
     if not local.steps_are_plain or type(local).exchange is not Local.exchange or payload.has_bundles:
         return "the algorithm has steps of its own"
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         return f"fabric.accelerator is {device}"
     if options.precision not in ("32-true", "32"):
         return f"fabric.precision is {options.precision}"
     if options.accumulate_grad_batches != 1:
         return f"fabric.accumulate_grad_batches is {options.accumulate_grad_batches}"
-    return f"threads is {torch.get_num_threads()}" if torch.get_num_threads() > 1 else None
+    is_parallel = device == "cpu" and torch.get_num_threads() > 1
+    return f"threads is {torch.get_num_threads()}" if is_parallel else None
 
 
 def refusal_of_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
@@ -111,10 +112,12 @@ class Trained:
             built.load(self._rows.of(place))
         self._logged.hand(place, built.recorder)
         if draws or data.test is not None:  # the evaluation on a test part may draw random numbers
-            seed_everything(assignment.seed, self._trainer.fabric.device)
-            torch.default_generator.set_state(self._states[place])
+            device = self._trainer.fabric.device
+            seed_everything(assignment.seed, device)
+            set_torch_state(device, self._states[place])
         num_steps = self._num_steps[place]
-        loss = float(self._losses[place]) / max(num_steps, 1)
+        total = self._losses[place]
+        loss = (total if total.is_cuda else float(total)) / max(num_steps, 1)  # a GPU is read with all else
         task = PreparedTask(assignment, received, {}, data, context, built)
         if data.test is None:
             classes = self._classes[place]
@@ -125,11 +128,11 @@ class Trained:
 class CohortTrainer:
     """Trainer of several tasks of the same submodel as one batch; its modules are separate from those of `LocalTrainer`."""
 
-    def __init__(self, trainer: LocalTrainer, max_built: int = 16) -> None:
-        """Train like ``trainer``."""
+    def __init__(self, trainer: LocalTrainer, max_built: int = 16, *, fast: bool = False) -> None:
+        """Train like ``trainer``; ``fast``: products of all clients are one call, whose last bits differ."""
         self._trainer, self._max_built = trainer, max_built
         self._built: OrderedDict[Spec, tuple[TrainableSubmodel, list[Place]]] = OrderedDict()
-        self._known: Known = {}
+        self._known: Known | None = None if fast else {}
 
     def refusal(self) -> str | None:
         """Explain why tasks of this run cannot be trained together; None = they can."""
@@ -139,7 +142,7 @@ class CohortTrainer:
     @property
     def num_known(self) -> int:
         """Number of operations for which one call for all clients was compared, bit by bit, with one call per client."""
-        return len(self._known)
+        return len(self._known or ())
 
     def num_bytes(self, spec: Spec) -> int:
         """Estimate the bytes of one client's values, gradients and optimizer state."""
@@ -151,7 +154,11 @@ class CohortTrainer:
         Raises:
             Unstackable: the tasks cannot be trained together.
         """
-        trainer = self._trainer
+        with current(self._trainer.fabric.device):
+            return self._train(tasks)
+
+    def _train(self, tasks: Sequence[Member]) -> Trained:
+        trainer, device = self._trainer, self._trainer.fabric.device
         if tasks[0].data.owned:
             raise Unstackable("the data set has random generators of its own, which each client's task seeds")
         built, places = self._get(tasks[0].assignment.spec)
@@ -167,10 +174,10 @@ class CohortTrainer:
         versions = [p._version for _, p in built.frozen]
         with masked_together(built.module, classes) as masking:
             seed_everything(members[0].assignment.seed, trainer.fabric.device)
-            before = generators()
+            before = generators(device)
             steps = Steps(trainer, built, places, self._known, members, counts, masking.choose)
             steps.run()
-            if not same_generators(before, generators()):
+            if not same_generators(before, generators(device)):
                 raise Unstackable(
                     "training draws random numbers without torch, for example with numpy: draw them with torch to train "
                     "clients as one batch"
@@ -222,6 +229,7 @@ class _Masking:
     def __init__(self, classes: Sequence[Set[int] | None]) -> None:
         self._classes = classes
         self._clients: Sequence[int] = ()
+        self._masks: dict[tuple[tuple[int, ...], int], Tensor] = {}
         self.left: list[list[int]] = [[] for _ in classes]
 
     @contextmanager
@@ -230,18 +238,26 @@ class _Masking:
         self._clients = clients
         yield
 
+    def _absent(self, clients: tuple[int, ...], num: int, device: torch.device) -> Tensor:
+        """Return a mask of shape (clients, num) of the classes without samples; it is sent to a GPU once."""
+        if (clients, num) not in self._masks:
+            absent = torch.zeros(len(clients), num, dtype=torch.bool)
+            for place, client in enumerate(clients):
+                classes = self._classes[client]
+                if classes and min(classes) >= 0 and max(classes) < num and len(classes) < num:
+                    self.left[client] = sorted(classes)
+                    absent[place] = True
+                    absent[place, self.left[client]] = False
+            self._masks[clients, num] = absent.to(device)
+        return self._masks[clients, num]
+
     def __call__(self, module: nn.Module, args: object, output: Tensor | HasLogits) -> object:
         logits = logits_of(output)
         if logits is None:
             return output
-        num = logits.shape[1]
-        absent = torch.zeros(len(self._clients), num, dtype=torch.bool)
-        for place, client in enumerate(self._clients):
-            classes = self._classes[client]
-            if classes and min(classes) >= 0 and max(classes) < num and len(classes) < num:
-                self.left[client] = sorted(classes)
-                absent[place] = True
-                absent[place, self.left[client]] = False
+        stack = stack_of(logits)
+        device = logits.device if stack is None else stack.device
+        absent = self._absent(tuple(self._clients), logits.shape[1], device)
         with outside() as inside:
             mask = inside(absent)
         zeroed = logits.masked_fill(mask, 0.0)

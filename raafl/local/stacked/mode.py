@@ -19,8 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure
 
 from raafl.data.federated import ClientData
+from raafl.data.loaders import Fetch
 from raafl.local.stacked.stacks import (
     CACHE_LINE_BYTES,
+    CPU,
     Known,
     Parted,
     Unstackable,
@@ -91,6 +93,9 @@ _BY_SLICES: frozenset[Any] = frozenset(
     )
 )
 
+_WITHOUT_RULE: frozenset[Any] = frozenset((F.embedding_bag, F.bilinear, F.local_response_norm))
+"""Those of them for which torch's vmap has no rule of its own, so that it would loop, and warn."""
+
 _REDUCTIONS: frozenset[Any] = frozenset(
     (
         torch.sum,
@@ -154,11 +159,15 @@ _DROPOUTS: frozenset[Any] = frozenset(
 
 
 class Stacked(TorchFunctionMode):
-    """Context inside vmap over clients, in which torch functions give exactly the bits of separate calls for each client."""
+    """Context inside vmap over clients, in which torch functions give exactly the bits of separate calls for each client.
 
-    def __init__(self, num: int, states: list[Tensor], known: Known) -> None:
+    Where `known` is None, products, norms and sums are one call for all clients, whose last bits differ; random numbers
+    are each client's own all the same.
+    """
+
+    def __init__(self, num: int, states: list[Tensor], known: Known | None, device: torch.device = CPU) -> None:
         super().__init__()
-        self._num, self._states, self._known = num, states, known
+        self._num, self._states, self._known, self._device = num, states, known, device
 
     def __torch_function__(
         self,
@@ -173,19 +182,20 @@ class Stacked(TorchFunctionMode):
                 linear(self._known, self._num, *args, **kwargs) if _has_stack(args, kwargs) else func(*args, **kwargs)
             )
         if func is F.cross_entropy and _has_stack(args, kwargs):
-            return cross_entropy(self._num, args, kwargs)
+            return cross_entropy(self._known, self._num, args, kwargs)
         if func is F.embedding:
             return embedding(self._num, args, kwargs) if _has_stack(args, kwargs) else func(*args, **kwargs)
         if func in _BRANCHES:
             return self._agreed(func, *args) if _has_stack(args, kwargs) else func(*args, **kwargs)
-        if (func in _BY_SLICES or func in _REDUCTIONS) and _has_stack(args, kwargs):
+        is_exact = self._known is not None or func in _WITHOUT_RULE
+        if is_exact and (func in _BY_SLICES or func in _REDUCTIONS) and _has_stack(args, kwargs):
             return by_slices(func, args, kwargs, self._num)
         if func in _MAY_DRAW or (func in _DROPOUTS and _trains(*args, **kwargs)):
             if kwargs.get("generator") is not None:
                 raise Unstackable(
                     "the training step uses a random generator of its own: use torch's global one to train clients as one batch"
                 )
-            return by_slices(func, args, kwargs, self._num, self._states)
+            return by_slices(func, args, kwargs, self._num, self._states, self._device)
         return func(*args, **kwargs)
 
     def _agreed(self, function: Callable[..., Any], value: Tensor) -> object:
@@ -226,7 +236,7 @@ _USUAL = {
 }
 
 
-def cross_entropy(num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+def cross_entropy(known: Known | None, num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Compute `F.cross_entropy` for all clients' stacked logits, inside vmap.
 
     The mean loss of logits (batch, classes), with labels that are class indices, is computed for all clients at once.
@@ -236,28 +246,38 @@ def cross_entropy(num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> o
     logits, labels = (stack_of(one) for one in args[:2]) if usual else (None, None)
     if logits is None or labels is None or logits.dim() != 3 or labels.dim() != 2 or labels.is_floating_point():
         return by_slices(F.cross_entropy, args, kwargs, num)
-    if bool(labels.eq(_IGNORED).any()):
+    # a GPU would be waited for: its labels are not looked at, and those that are ignored are masked
+    if labels.device.type == "cpu" and bool(labels.eq(_IGNORED).any()):
         return by_slices(F.cross_entropy, args, kwargs, num)
     with outside() as inside:
-        return inside(_CrossEntropy.apply(logits, labels))
+        return inside(_CrossEntropy.apply(known, logits, labels))
 
 
 class _CrossEntropy(torch.autograd.Function):
     """Mean cross entropy of logits (clients, n, classes) and labels (clients, n), equal in bits to autograd for each client."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, known: Known | None, logits: Tensor, labels: Tensor) -> Tensor:
         logs = torch.log_softmax(logits, -1)
         ctx.save_for_backward(logs, labels)
+        if known is None:
+            is_used = labels.ne(_IGNORED)
+            chosen = logs.gather(2, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            return -(chosen * is_used).sum(1) / is_used.sum(1)
         # vmap, or a mean over the stack, would add in another order and change bits
         return torch.stack([F.nll_loss(*own) for own in zip(logs.unbind(0), labels.unbind(0), strict=True)])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         logs, labels = ctx.saved_tensors
-        each = -(g / labels.shape[1]).view(-1, 1, 1).expand(*labels.shape, 1)
+        if labels.device.type == "cpu":
+            each = -(g / labels.shape[1]).view(-1, 1, 1).expand(*labels.shape, 1)
+        else:
+            is_used = labels.ne(_IGNORED)
+            each = -(g / is_used.sum(1)).view(-1, 1, 1).expand(*labels.shape, 1)
+            each, labels = each.masked_fill(~is_used.unsqueeze(-1), 0.0), labels.clamp(min=0)
         of_logs = torch.zeros_like(logs).scatter_(2, labels.unsqueeze(-1), each)
-        return torch.ops.aten._log_softmax_backward_data(of_logs, logs, -1, logs.dtype), None
+        return None, torch.ops.aten._log_softmax_backward_data(of_logs, logs, -1, logs.dtype), None
 
 
 _AHEAD_BYTES = 1 << 24  # bytes of batches that are gathered at a time
@@ -309,7 +329,7 @@ class Stack(Batch):
         if len(clients) == self.num:
             return self._stacks, form
         rows = torch.tensor(clients)
-        return [stack.index_select(0, rows) for stack in self._stacks], form
+        return [stack.index_select(0, rows.to(stack.device)) for stack in self._stacks], form
 
 
 def _aligned(one: Tensor) -> Tensor:
@@ -318,15 +338,20 @@ def _aligned(one: Tensor) -> Tensor:
 
 
 def batches(
-    clients: Sequence[ClientData], rows: Sequence[Rows], counts: Sequence[int], batch_size: int | None
+    clients: Sequence[ClientData],
+    rows: Sequence[Rows],
+    counts: Sequence[int],
+    batch_size: int | None,
+    fetch_of: Callable[[ClientData], Fetch] = lambda data: data.fetch,
 ) -> Iterator[Batch]:
     """Yield the joint batch of all clients for each step.
 
     `batch_size`: local batch size; None = that of the data.
+    `fetch_of`: function that returns how batches of a client are made from the numbers of their samples.
     """
     first = clients[0]
     if not first.gathers:
-        yield from _one_by_one(clients, rows, counts)
+        yield from _one_by_one([fetch_of(client) for client in clients], rows, counts)
         return
     sample = first.fetch(torch.zeros(1, dtype=torch.int64))
     form = tree_structure(sample)
@@ -335,9 +360,9 @@ def batches(
     ahead = max(_AHEAD_BYTES // max(num_bytes, 1), 1)
     one_source = first.source is not None and all(client.source is first.source for client in clients)
     if one_source:
-        yield from _of_one_source(first.fetch, rows, counts, ahead, forms)
+        yield from _of_one_source(fetch_of(first), rows, counts, ahead, forms)
         return
-    feeds = [_ahead(client.fetch, own, ahead) for client, own in zip(clients, rows, strict=True)]
+    feeds = [_ahead(fetch_of(client), own, ahead) for client, own in zip(clients, rows, strict=True)]
     for going in _going(counts):
         found = [next(feed) for feed in feeds[:going]]
         sizes = [size for size, _ in found]
@@ -381,14 +406,14 @@ def _ahead(
         yield from zip(sizes, leaves, strict=True)
 
 
-def _one_by_one(clients: Sequence[ClientData], rows: Sequence[Rows], counts: Sequence[int]) -> Iterator[Batch]:
+def _one_by_one(fetches: Sequence[Fetch], rows: Sequence[Rows], counts: Sequence[int]) -> Iterator[Batch]:
     """Yield batches of any structure, fetching one at a time."""
     forms: dict[Any, TreeSpec] = {}
     for going in _going(counts):
         kinds, every, sizes = [], [], []
-        for client, own in zip(clients[:going], rows, strict=False):
+        for fetch, own in zip(fetches[:going], rows, strict=False):
             numbers = next(own)
-            leaves, form = tree_flatten(client.fetch(numbers))
+            leaves, form = tree_flatten(fetch(numbers))
             strange = [one for one in leaves if not isinstance(one, Tensor) and batch_tensors(one)]
             if strange:
                 raise Unstackable(

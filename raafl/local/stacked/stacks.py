@@ -21,7 +21,10 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from raafl.rng import set_torch_state, torch_state
+
 _ALIGN_BYTES = 16
+CPU = torch.device("cpu")
 
 
 class Unstackable(Exception):
@@ -133,27 +136,28 @@ def by_slices(
     kwargs: Mapping[str, Any],
     num: int,
     states: list[Tensor] | None = None,
+    device: torch.device = CPU,
 ) -> object:
     """Call a torch function once for each client, inside vmap; return its results as stacked tensors.
 
     `states`: state of torch's generator for each client, which the call advances; None = the function draws no random
     numbers.
+    `device`: device of that generator.
     """
     leaves, form = tree_flatten((tuple(args), dict(kwargs)))
-    generator = torch.default_generator
     with outside() as inside:
         columns = [None if (stack := stack_of(leaf)) is None else apart(stack) for leaf in leaves]
-        results, before = [], None if states is None else generator.get_state()
+        results, before = [], None if states is None else torch_state(device)
         for client in range(num):
             mine = [leaf if column is None else column[client] for leaf, column in zip(leaves, columns, strict=True)]
             own_args, own_kwargs = tree_unflatten(mine, form)
             if states is not None:
-                generator.set_state(states[client])
+                set_torch_state(device, states[client])
             results.append(function(*own_args, **own_kwargs))
             if states is not None:
-                states[client] = generator.get_state()
+                states[client] = torch_state(device)
         if before is not None:
-            generator.set_state(before)
+            set_torch_state(device, before)
         flat = [tree_flatten(result) for result in results]
         together = [
             inside(joined(parts)) if isinstance(parts[0], Tensor) else parts[0]
@@ -174,11 +178,11 @@ Known = dict[Hashable, bool]
 """Whether a batched product has the bits of the clients' own, by shapes and places."""
 
 
-def linear(known: Known, num: int, x: object, weight: object, bias: object = None) -> object:
+def linear(known: Known | None, num: int, x: object, weight: object, bias: object = None) -> object:
     """Compute `F.linear` for all clients' stacked tensors, inside vmap.
 
     `known`: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
-    and shapes.
+    and shapes; None = one call is made whatever its bits.
     `weight`: stacked weights, (clients, out, in).
     `bias`: stacked biases, (clients, out); None = no bias.
     """
@@ -200,7 +204,7 @@ class _Linear(Function):
     """x W^T + b for x (clients, n, in), W (clients, out, in), b (clients, out); both passes use autograd's own products."""
 
     @staticmethod
-    def forward(ctx: Any, known: Known, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, known: Known | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.known, ctx.has_bias = known, bias is not None
         ctx.save_for_backward(x, weight)
         if bias is None:
@@ -229,18 +233,22 @@ class _Linear(Function):
 
 
 def product(
-    known: Known, name: str, together: Callable[..., Tensor], alone: Callable[..., Tensor], *operands: Tensor
+    known: Known | None, name: str, together: Callable[..., Tensor], alone: Callable[..., Tensor], *operands: Tensor
 ) -> Tensor:
     """Compute an operation for all clients at once if that gives the same bits as one by one, else one by one.
 
     The first use with given shapes compares both on random numbers.
 
     `known`: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
-    and shapes; changed in place.
+    and shapes; changed in place. None = one call is made whatever its bits.
     `operands`: stacked tensors of shape (clients, ...).
     """
+    if known is None:
+        return together(*operands)
     places = ((*one.shape[1:], *one.stride(), one.data_ptr() % CACHE_LINE_BYTES) for one in operands)
-    key = (name, len(operands[0]).bit_length(), *places)
+    num, device = len(operands[0]), operands[0].device
+    # a GPU's library may choose another kernel for each number of products
+    key = (name, num.bit_length() if device.type == "cpu" else (num, device), *places)
     equal = known.get(key)
     if equal is None:
         equal = known[key] = _is_equal(together, alone, operands)
@@ -267,7 +275,8 @@ def _drawn_like(one: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a tensor with the same shape, strides and offset in a cache line."""
     start = one.data_ptr() % CACHE_LINE_BYTES // one.itemsize
     length = start + 1 + sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True))
-    return torch.randn(length, dtype=one.dtype, generator=generator).as_strided(one.shape, one.stride(), start)
+    drawn = torch.randn(length, dtype=one.dtype, generator=generator).to(one.device)
+    return drawn.as_strided(one.shape, one.stride(), start)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -312,13 +321,14 @@ class _Embedding(Function):
         num = tables.shape[0]
         ctx.save_for_backward(ids)
         ctx.shape, ctx.padding = tables.shape, padding
-        clients = torch.arange(num).view(num, *(1,) * (ids.dim() - 1))
+        clients = torch.arange(num, device=ids.device).view(num, *(1,) * (ids.dim() - 1))
         return tables[clients, ids]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (ids,), (num, length, width) = ctx.saved_tensors, ctx.shape
-        rows = (ids.reshape(num, -1) + torch.arange(0, num * length, length).unsqueeze(1)).flatten()
+        starts = torch.arange(0, num * length, length, device=ids.device)
+        rows = (ids.reshape(num, -1) + starts.unsqueeze(1)).flatten()
         # -1 = no padding row: each client's table has one, and they are cleared below
         found = torch.ops.aten.embedding_dense_backward(g.reshape(-1, width), rows, num * length, -1, False)
         found = found.view(num, length, width)

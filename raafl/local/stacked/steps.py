@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_unflatten
 
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
+from raafl.data.loaders import Fetch
 from raafl.local.gradients import ProximalTerm
 from raafl.local.lightning_hooks import reads_index
 from raafl.local.record import Recorder, attach_log, reduction_of, widened
@@ -26,6 +27,7 @@ from raafl.local.train import LocalTrainer
 from raafl.local.trainable import TrainableSubmodel
 from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.flat import TensorEntry
+from raafl.submodel.nested_batch import to_device
 
 Place = tuple[dict[str, Any], str, str]
 """Where a tensor of a module is: the dictionary that holds it, its key there, its name in the layout."""
@@ -40,17 +42,44 @@ class Member(NamedTuple):
 
 
 class Rows:
-    """Values of several clients' submodels as a matrix, with one row per client."""
+    """Values of several clients' submodels as a matrix, with one row per client.
 
-    def __init__(self, layout: Layout, num: int) -> None:
+    On a GPU each tensor of all clients lies apart while they train, without gaps, as fused optimizers want it.
+    """
+
+    def __init__(self, layout: Layout, num: int, device: torch.device) -> None:
         """Allocate rows for ``num`` clients."""
         self.layout = layout
         self.buffers = {
             dtype: torch.empty(
-                num, -(-numel * dtype.itemsize // CACHE_LINE_BYTES) * CACHE_LINE_BYTES // dtype.itemsize, dtype=dtype
+                num,
+                -(-numel * dtype.itemsize // CACHE_LINE_BYTES) * CACHE_LINE_BYTES // dtype.itemsize,
+                dtype=dtype,
+                device=device,
             )
             for dtype, numel in layout.numel.items()
         }
+        self._apart: dict[str, Tensor] = {}
+
+    def fill(self, received: Sequence[FlatTensors]) -> None:
+        """Copy the clients' values into their rows; values that several clients share are sent to a GPU once."""
+        for dtype, buffer in self.buffers.items():
+            num, sent = self.layout.numel[dtype], dict[int, Tensor]()
+            for client, values in enumerate(received):
+                row = buffer[client, :num]
+                row.copy_(sent.get(id(values), values.buffers[dtype]))
+                sent[id(values)] = row
+        if any(buffer.is_cuda for buffer in self.buffers.values()):
+            self._apart = {
+                entry.name: self._view(entry, self.buffers[entry.dtype]).contiguous() for entry in self.layout.entries
+            }
+
+    def settle(self) -> None:
+        """Copy tensors that lie apart back into the rows."""
+        for name, tensor in self._apart.items():
+            entry = self.layout.by_name[name]
+            self._view(entry, self.buffers[entry.dtype]).copy_(tensor)
+        self._apart.clear()
 
     def of(self, client: int) -> FlatTensors:
         """Return the values of one client, as views of its row of the matrix."""
@@ -63,8 +92,12 @@ class Rows:
             entry: shape and position of the tensor in a row.
             chosen: rows of the clients; a slice gives a view, indices give a copy, aligned in memory like the view.
         """
-        rows = self.buffers[entry.dtype]
+        own = self._apart.get(entry.name)
+        rows = self.buffers[entry.dtype] if own is None else own
         rows = rows[chosen] if isinstance(chosen, slice) else rows.index_select(0, chosen)
+        return rows if own is not None else self._view(entry, rows)
+
+    def _view(self, entry: TensorEntry, rows: Tensor) -> Tensor:
         return rows.as_strided(
             (len(rows), *entry.shape), (rows.stride(0), *entry.stride), rows.storage_offset() + entry.offset
         )
@@ -89,7 +122,7 @@ class Steps:
         trainer: LocalTrainer,
         built: TrainableSubmodel,
         places: list[Place],
-        known: Known,
+        known: Known | None,
         members: Sequence[Member],
         counts: Sequence[int],
         choose: Callable[[Sequence[int]], AbstractContextManager[None]],
@@ -97,15 +130,16 @@ class Steps:
         """Load the values of all tasks, a row for each client."""
         self.trainer, self.built, self.places, self.known = trainer, built, places, known
         self.members, self.counts, self.choose = members, counts, choose
-        num = len(members)
-        self.rows = Rows(built.present.layout, num)
-        for client, member in enumerate(members):
-            for dtype, buffer in self.rows.buffers.items():
-                buffer[client, : built.present.layout.numel[dtype]].copy_(member.received.buffers[dtype])
-        self.losses = torch.zeros(num, dtype=torch.float64)
+        num, self.device = len(members), trainer.fabric.device
+        self.rows = Rows(built.present.layout, num, self.device)
+        self.rows.fill([member.received for member in members])
+        self.losses = torch.zeros(num, dtype=torch.float64, device=self.device)
         self.logged = Logged(num)
         self.seen: defaultdict[Any, set[int]] = defaultdict(set)
-        self.states = [torch.Generator().manual_seed(member.assignment.seed).get_state() for member in members]
+        seeds = [member.assignment.seed for member in members]
+        self.states = [torch.Generator(self.device).manual_seed(seed).get_state() for seed in seeds]
+        self._indices: dict[tuple[int, ...], slice | Tensor] = {}
+        self._rates = _rates_of(trainer, built.optimizer)
         trains = {id(p): name for name, p in built.module.named_parameters()}
         self.groups = [(group, [trains[id(p)] for p in group["params"]]) for group in built.optimizer.param_groups]
         self.trained = [name for _, names in self.groups for name in names]
@@ -146,6 +180,16 @@ class Steps:
             optimizer.zero_grad()
             if self.built.schedulers:
                 self._schedule(optimizer, index + 1)
+        self.rows.settle()
+
+    def places_of(self, clients: Sequence[int]) -> slice | Tensor:
+        """Return the rows of these clients, ascending; a list of them is sent to a GPU once."""
+        key = tuple(clients)
+        if key not in self._indices:
+            first, end = key[0], key[-1] + 1
+            listed = slice(first, end) if end - first == len(key) else torch.tensor(key).to(self.device)
+            self._indices[key] = listed
+        return self._indices[key]
 
     def _schedule(self, optimizer: torch.optim.Optimizer, num_done: int) -> None:
         """Step the schedulers that are due after ``num_done`` batches, and copy their settings to the optimizer."""
@@ -157,13 +201,22 @@ class Steps:
                 schedule.scheduler.step()
         for (group, _), ours in zip(self.groups, optimizer.param_groups, strict=True):
             ours.update({key: value for key, value in group.items() if key != "params"})
+        if self._rates is not None:
+            self._rates.prepare(optimizer)
 
     def _batches(self) -> Iterator[Batch]:
         training, rows = self.trainer.training, []
         for assignment, _, data in self.members:
             generator = torch.Generator().manual_seed(assignment.seed)
             rows.append(data.rows(generator, training.batch_size, *self.trainer.length(assignment)))
-        return batches([member.data for member in self.members], rows, self.counts, training.batch_size)
+        return batches([member.data for member in self.members], rows, self.counts, training.batch_size, self._fetch_of)
+
+    def _fetch_of(self, data: ClientData) -> Fetch:
+        """Return what makes a client's batches on the device from the numbers of their samples."""
+        if self.trainer.feed is not None:
+            found: Fetch = self.trainer.feed.fetch_of(data)
+            return found
+        return data.fetch if self.device.type == "cpu" else lambda rows: to_device(data.fetch(rows), self.device)
 
     def _optimizer(self, num: int, last: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         """Create the optimizer for the first ``num`` clients, with their part of the state of the ``last`` one."""
@@ -173,6 +226,8 @@ class Steps:
             stacks = [nn.Parameter(self.rows.stack(layout.by_name[name], slice(0, num))) for name in names]
             groups.append({**group, "params": stacks})
         made = type(self.built.optimizer)(groups)  # type: ignore[call-arg]
+        if self._rates is not None:
+            self._rates.prepare(made)
         if last is not None:
             for old, new in zip(last.param_groups, made.param_groups, strict=True):
                 for was, now in zip(old["params"], new["params"], strict=True):
@@ -189,20 +244,19 @@ class Steps:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         groups = self._groups(batch, index)
         if len(groups) == 1:
-            self._backward(parameters, slice(0, batch.num), batch, groups[0][0])
+            self._backward(parameters, range(batch.num), batch, groups[0][0])
             return
         gradients = []
         for own_index, clients in groups:
-            chosen: slice | Tensor = slice(clients[0], clients[-1] + 1)
-            if clients[-1] + 1 - clients[0] != len(clients):
-                chosen = torch.tensor(clients)
+            chosen = self.places_of(clients)
             stacks = [
                 self.rows.stack(self.built.present.layout.by_name[name], chosen).detach().requires_grad_()
                 for name in self.trained
             ]
-            self._backward(stacks, chosen, batch, own_index)
+            self._backward(stacks, clients, batch, own_index)
             gradients.append([stack.grad for stack in stacks])
-        places = torch.argsort(torch.tensor([client for _, clients in groups for client in clients]))
+        order = [client for _, clients in groups for client in clients]
+        places = torch.tensor(sorted(range(len(order)), key=order.__getitem__)).to(self.device)
         for parameter, parts in zip(parameters, zip(*gradients, strict=True), strict=True):
             found = [part for part in parts if part is not None]
             if len(found) not in (0, len(parts)):
@@ -222,10 +276,9 @@ class Steps:
                 groups[kind, index % self.epochs[client]].append(client)
         return [(own_index, clients) for (_, own_index), clients in groups.items()]
 
-    def _backward(self, stacks: Sequence[Tensor], chosen: slice | Tensor, batch: Batch, index: int) -> None:
+    def _backward(self, stacks: Sequence[Tensor], clients: Sequence[int], batch: Batch, index: int) -> None:
         """Compute the losses of the chosen clients, and the gradients of ``stacks``."""
-        clients = range(*chosen.indices(len(self.members))) if isinstance(chosen, slice) else chosen.tolist()
-        layout = self.built.present.layout
+        layout, chosen = self.built.present.layout, self.places_of(clients)
         tensors = dict(zip(self.trained, stacks, strict=True))
         others = {name for _, _, name in self.places} - set(self.trained)
         tensors |= {name: self.rows.stack(layout.by_name[name], chosen) for name in others}
@@ -237,7 +290,7 @@ class Steps:
         def one(inside: Callable[[Tensor], Tensor]) -> tuple[Any, list[Any]]:
             values = {name: inside(stack) for name, stack in tensors.items()}
             leaves = [inside(one) if isinstance(one, Tensor) else one for one in columns]
-            mode = Stacked(len(clients), states, self.known)
+            mode = Stacked(len(clients), states, self.known, self.device)
             with _Placed(self.places, values), self.choose(clients), mode:
                 answer = module.training_step(tree_unflatten(leaves, form), index)
             return answer["loss"] if isinstance(answer, dict) else answer, self.logged.take()
@@ -251,11 +304,21 @@ class Steps:
 
     def _note(self, clients: Sequence[int], losses: Tensor, values: list[Tensor], states: list[Tensor]) -> None:
         """Store a step's losses, logged values and random states."""
-        where = torch.tensor(clients)
+        where = self.places_of(clients)
         self.losses[where] += widened(losses)
-        self.logged.add(clients, values)
+        self.logged.add(clients, values, where)
         for client, state in zip(clients, states, strict=True):
             self.states[client] = state
+
+
+def _rates_of(trainer: LocalTrainer, optimizer: torch.optim.Optimizer) -> Any:
+    """Return what gives optimizers the form that captured steps need, which eager tasks on a GPU have as well; None = none."""
+    if trainer.capture is None:
+        return None
+    from raafl.local.captured.limits import Rates, problems_of_optimizer
+
+    is_plain = bool(problems_of_optimizer(optimizer))
+    return None if is_plain else Rates(len(optimizer.param_groups), trainer.fabric.device)
 
 
 class _Placed:
@@ -283,7 +346,7 @@ class _Placed:
 _LEAST_NORM = 1e-6  # the constant of torch's own gradient clipping
 
 
-def clip_(known: Known, gradients: Sequence[Tensor], most: float) -> None:
+def clip_(known: Known | None, gradients: Sequence[Tensor], most: float) -> None:
     """Scale gradients in place so that no client's total norm exceeds a bound.
 
     `known`: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
@@ -297,7 +360,7 @@ def clip_(known: Known, gradients: Sequence[Tensor], most: float) -> None:
             one.mul_(factors.view(-1, *(1,) * (one.dim() - 1)))
 
 
-def _norms(known: Known, stack: Tensor) -> Tensor:
+def _norms(known: Known | None, stack: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm
     return product(known, "norm", lambda all: norm(all.reshape(len(all), -1), dim=1), norm, stack)
 
@@ -358,19 +421,19 @@ class Logged:
         self._said, self._step = self._step, []
         return [value for _, value, _, _ in self._said]
 
-    def add(self, clients: Sequence[int], values: Sequence[Tensor]) -> None:
+    def add(self, clients: Sequence[int], values: Sequence[Tensor], where: slice | Tensor) -> None:
         """Add the values that clients have logged in a step.
 
         Args:
             clients: positions of the clients.
             values: logged values, each with one number per client.
+            where: the same positions, in the form that chooses these rows of a tensor.
         """
-        where = torch.tensor(clients)
         for (name, _, weight, how), value in zip(self._said, values, strict=True):
             value = value.reshape(len(clients))
             value = value * weight if how == "mean" else value
             if name not in self._sums:
-                start = torch.full((self._num,), _START[how], dtype=torch.float64)
+                start = torch.full((self._num,), _START[how], dtype=torch.float64, device=value.device)
                 self._sums[name], self._counts[name] = start, [0.0] * self._num
             sums, counts = self._sums[name], self._counts[name]
             if how in ("mean", "sum"):
@@ -389,7 +452,7 @@ class Logged:
         """
         recorder.take_over(
             {
-                name: (float(sums[client]), self._counts[name][client])
+                name: (sums[client] if sums.is_cuda else float(sums[client]), self._counts[name][client])
                 for name, sums in self._sums.items()
                 if self._counts[name][client]
             }

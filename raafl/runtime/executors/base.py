@@ -76,8 +76,8 @@ class Executor(ABC):
         """Return an entry for the run's summary about how tasks were trained; empty if they are trained one by one."""
         return summed([self.counted()])
 
-    def captured(self) -> dict[str, Any]:
-        """Return an entry for the run's summary about steps captured as CUDA graphs; empty on a CPU."""
+    def on_gpu(self) -> dict[str, Any]:
+        """Return entries for the run's summary about captured steps, and data that lie on the GPU; empty on a CPU."""
         return {}
 
     def close(self) -> None:
@@ -106,9 +106,15 @@ class Inline(Executor):
         """Remove the stored task; see `Executor.cancel`."""
         self._tasks.pop(assignment_id, None)
 
-    def captured(self) -> dict[str, Any]:
-        """Return how many tasks had captured steps, and why others were eager."""
-        return {} if self._trainer.capture is None else self._trainer.capture.counted()
+    def on_gpu(self) -> dict[str, Any]:
+        """Return how many tasks had captured steps, and data on the GPU; see `Executor.on_gpu`."""
+        return entries_of(self._trainer)
+
+
+def entries_of(trainer: LocalTrainer) -> dict[str, Any]:
+    """Return what the run's summary has of a trainer that uses a GPU."""
+    found = {"captured": trainer.capture, "data_on_device": trainer.feed}
+    return {name: one.counted() for name, one in found.items() if one is not None}
 
 
 def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:

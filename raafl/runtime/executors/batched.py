@@ -26,7 +26,7 @@ from raafl.local.failure import attempt, is_out_of_memory
 from raafl.local.stacked import CohortTrainer, Member, Parted, Trained, Unstackable
 from raafl.local.train import LocalTrainer
 from raafl.rng import generators, same_generators
-from raafl.runtime.executors.base import Executor, Like, kind_of
+from raafl.runtime.executors.base import Executor, Like, entries_of, kind_of
 from raafl.submodel import FULL, FlatTensors, Spec
 
 MOST = 64
@@ -160,9 +160,9 @@ class BatchedExecutor(Executor):
             "not_tried": self._not_tried,
         }
 
-    def captured(self) -> dict[str, Any]:
-        """Return how many tasks that were trained one by one had captured steps, and why others were eager."""
-        return {} if self._trainer.capture is None else self._trainer.capture.counted()
+    def on_gpu(self) -> dict[str, Any]:
+        """Return how many tasks that were trained one by one had captured steps, and data on the GPU; see `Executor.on_gpu`."""
+        return entries_of(self._trainer)
 
     # ---- as one batch, or one by one ----
 
@@ -291,11 +291,12 @@ class BatchedExecutor(Executor):
             seconds += time.thread_time() - begun
             if isinstance(update, Update):
                 update.tensors = update.tensors.clone()  # copied, since the trainer reuses its tensors
-                drawn, begun = generators(), time.thread_time()
+                device = self._trainer.fabric.device
+                drawn, begun = generators(device), time.thread_time()
                 try:
                     other = trained.update(member.assignment.id, context, draws=True)
                     asked_s += time.thread_time() - begun
-                    drawn_alike = same_generators(drawn, generators())
+                    drawn_alike = same_generators(drawn, generators(device))
                     other_draws = "" if drawn_alike else "other random numbers are drawn"
                     different = different or update.difference(other) or other_draws
                 except USER_ERRORS as error:

@@ -193,9 +193,9 @@ class RankExecutor(Executor):
             there = list(self._counted.values())
         return summed([here, *there, {"in_vain": self._num_in_vain + kept}]) if here else {}
 
-    def captured(self) -> dict[str, Any]:
-        """Return how many tasks of this process had captured steps, and why others were eager."""
-        return self._inner.captured()
+    def on_gpu(self) -> dict[str, Any]:
+        """Return what this process's own tasks did on the GPU; see `Executor.on_gpu`."""
+        return self._inner.on_gpu()
 
     def close(self) -> None:
         """End the work of all other ranks, even in the middle of a task."""

@@ -125,19 +125,26 @@ def forget_peak() -> int:
     return status_bytes("VmRSS")
 
 
-def main(name: str, rows_fn: Callable[[], Sequence[Row]], argv: Sequence[str] | None = None) -> None:
+def main(
+    name: str, rows_fn: Callable[[], Sequence[Row]], argv: Sequence[str] | None = None, of: Path | None = None
+) -> None:
     """Run a benchmark from the command line: ``--json`` prints one object and nothing else, ``--out FILE`` saves it.
 
     Args:
         name: name of the benchmark.
         rows_fn: measures.
         argv: arguments; None = those of the process.
+        of: a report whose measurements the rows are about, so that its hardware, date and versions are theirs; None = this
+            machine's.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--out", type=Path, help="also write the JSON object to this file")
     options = parser.parse_args(argv)
     result = report(rows_fn())
+    if of is not None:
+        before = json.loads(of.read_text(encoding="utf-8"))
+        result |= {field: before[field] for field in ("hardware", "date", "versions")}
     text = json.dumps(result, indent=2)
     if options.out is not None:
         options.out.write_text(text + "\n")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-CURRENT: Final = 3
+CURRENT: Final = 4
 """Revision of a new run."""
 
 _BEFORE_NUMBERS: Final = 1
@@ -115,6 +115,11 @@ class Rules:
     def captures_steps(self) -> bool:
         """Whether tasks on a GPU train with fused or capturable optimizers, and captured steps, as `fabric.capture` says."""
         return self.revision >= 3
+
+    @property
+    def times_by_launches(self) -> bool:
+        """Whether a step on a GPU takes the longer of its launches by the host and its kernels on the device, not their sum."""
+        return self.revision >= 4
 
 
 def recorded_revision(config: Mapping[str, Any]) -> Any:

@@ -309,6 +309,7 @@ class ZerothOrder(Local):
             moved_bytes_per_sample=2 * cost.moved_bytes_per_sample + 2.0 * PASSES * 4 * perturbed / samples,
             padding_flops_per_sample=2 * cost.padding_flops_per_sample,
             kernels_per_sample=2 * cost.kernels_per_sample,
+            launches=None if cost.launches is None else cost.launches.times(2.0),
         )
 
     def notes(self, submodels: Submodels) -> list[str]:

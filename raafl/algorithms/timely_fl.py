@@ -234,6 +234,7 @@ class ShareOfTime(Local):
             moved_bytes_per_sample=whole.moved_bytes_per_sample * share,
             padding_flops_per_sample=whole.padding_flops_per_sample * share,
             kernels_per_sample=whole.kernels_per_sample * share,
+            launches=None if whole.launches is None else whole.launches.times(share),
             down_bytes=round(whole.down_bytes * share),
             up_bytes=round(whole.up_bytes * share),
         )

@@ -187,12 +187,8 @@ def client_to_json(client: ClientInfo) -> dict[str, Any]:
     }
 
 
-_ADDED = {
-    one.name: one.default
-    for one in fields(Profile)
-    if one.name
-    in ("launch_s", "link_changes", "repeat_s", "speed_jitter", "link_jitter", "speed_drift", "link_drift", "drift_s")
-}
+_FIRST = "name flops_per_s down_bytes_per_s up_bytes_per_s latency_s memory_bytes availability period_s bytes_per_s speed_changes"
+_ADDED = {one.name: one.default for one in fields(Profile) if one.name not in _FIRST.split()}
 
 
 @lru_cache(maxsize=1024)

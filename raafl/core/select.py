@@ -54,7 +54,7 @@ def time_on(profile: Profile, cost: Cost, samples: float, tested: float = 0.0) -
     A sample to evaluate counts as a third of a training sample, since it needs the forward pass only.
     """
     passes = samples + tested / 3
-    return profile.task_time(
+    time = profile.task_time(
         cost.flops_per_sample * passes,
         cost.down_bytes,
         cost.up_bytes,
@@ -63,6 +63,9 @@ def time_on(profile: Profile, cost: Cost, samples: float, tested: float = 0.0) -
         cost.num_exchanges,
         cost.kernels_per_sample * passes,
     )
+    if cost.launches is None or not profile.host_op_s:
+        return time
+    return replace(time, compute_s=passes * profile.gpu_s(*cost.launches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class SelectContext:
         drop_last: whether an epoch drops its last batch when that is smaller than the others.
         overlap: whether a client trains its next task, or its first steps, while its update travels.
         rules: rules of the run, by which times are predicted.
+        captured: whether steps on a GPU are CUDA graphs, as far as is known, so that each has one launch.
     """
 
     state: GlobalState
@@ -99,6 +103,7 @@ class SelectContext:
     drop_last: bool = False
     overlap: bool = False
     rules: Rules = field(default_factory=Rules)
+    captured: bool = False
     _costs: dict[Spec, Cost] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def of(self, clients: Iterable[ClientInfo]) -> SelectContext:
@@ -133,6 +138,10 @@ class SelectContext:
         predict = self.local.cost if self.rules.follows_methods or is_own else self.local.estimate
         cost = predict(self.state.submodels, spec, self.batch_size, extra)
         cost = cost if self.plan is None else self.plan.cost(cost, spec, extra)
+        if not self.rules.times_by_launches:
+            cost = replace(cost, launches=None)
+        elif self.captured and cost.launches is not None:
+            cost = replace(cost, launches=cost.launches.captured())
         # while an update is being sent, its copy is in memory beside the next task
         return replace(cost, peak_bytes=cost.peak_bytes + cost.up_bytes) if self.overlap else cost
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 FIGURES = ("flops_per_s", "memory_bytes", "down_bytes_per_s", "up_bytes_per_s", "latency_s")
 """Fields of a profile that a shipped one gives."""
+HOST_FIGURES = ("host_op_s", "host_product_s", "bandwidth_bytes_per_s")
+"""Fields that the shipped profiles of some GPUs give, too: those by which their launches are predicted."""
 
 _FILE = Path(__file__).with_name("shipped.yaml")
 
@@ -36,7 +38,9 @@ def figures(name: str) -> dict[str, float]:
     """
     found = catalogue()
     if name in found["devices"]:
-        return {field: float(found["devices"][name][field]["value"]) for field in FIGURES}
+        device = found["devices"][name]
+        given = (*FIGURES, *(field for field in HOST_FIGURES if field in device))
+        return {field: float(device[field]["value"]) for field in given}
     if name in found["generators"]:
         return median(found["generators"][name])
     return {}
@@ -62,7 +66,7 @@ def rows() -> list[dict[str, Any]]:
     """Return a row for each number in the device profiles: device, field, value and source."""
     found = []
     for name, device in catalogue()["devices"].items():
-        for field in (*FIGURES, "bandwidth", *(["watts"] if "watts" in device else [])):
+        for field in (*FIGURES, "bandwidth", *(one for one in (*HOST_FIGURES, "watts") if one in device)):
             found.append(
                 {"device": name, "field": field, "value": device[field]["value"], "source": device[field]["source"]}
             )

@@ -59,7 +59,12 @@ def rate_problems(profile: Any) -> Iterator[str]:
             f"bytes_per_s is {_shown(traffic)}; it must be a number above 0{_BETWEEN} "
             "(leave it out to go by flops_per_s alone)"
         )
-    for field in ("latency_s", "launch_s"):
+    if not _is_rate(profile.bandwidth_bytes_per_s):
+        yield (
+            f"bandwidth_bytes_per_s is {_shown(profile.bandwidth_bytes_per_s)}; it must be a number above 0{_BETWEEN} "
+            "(leave it out to go by flops_per_s alone)"
+        )
+    for field in ("latency_s", "launch_s", "host_op_s", "host_product_s"):
         value = getattr(profile, field)
         if not _is_number(value) or not 0 <= value <= MOST_S:
             yield f"{field} is {_shown(value)}; it must be a finite number of seconds, 0 or more, at most {MOST_S:g}"

@@ -91,6 +91,8 @@ def _slowed(entry: Mapping[str, Any], speed: float, link: float) -> dict[str, An
     known = catalog.figures(name)
     if catalog.is_drawn(name):
         known = catalog.draw(catalog.catalogue()["generators"][name], entry.get("seed", 0), 0)
+    if speed != 1:  # a small model that stands for a large one waits for no launches
+        entry = {**entry, "host_op_s": 0.0, "host_product_s": 0.0, "bandwidth_bytes_per_s": math.inf}
     divisors = {"flops_per_s": speed, "bytes_per_s": speed, "down_bytes_per_s": link, "up_bytes_per_s": link}
     return {
         field: value / divisors[field] if field in divisors else value for field, value in {**known, **entry}.items()

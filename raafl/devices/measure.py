@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput, parse_address
-from raafl.submodel.cost.ledger import Ledger
+from raafl.submodel.cost.ledger import Ledger, launches_of
 
 
 def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) -> tuple[float, float, float]:
@@ -50,9 +51,53 @@ def measure_machine(
     link = {} if address is None else asdict(measure_link(address, duration_s))
     flops_per_s, bytes_per_s, launch_s = measure_speeds(device, duration_s)
     room = memory_room(device).for_task_bytes
+    if torch.device(device).type == "cuda":
+        link |= measure_host(device, duration_s)
     return Profile(
         name=name, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, launch_s=launch_s, memory_bytes=room, **link
     )
+
+
+_CHAIN = 64
+
+
+def measure_host(
+    device: str | torch.device, duration_s: float = 1.0, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Measure what a GPU's host takes to launch an operation and a product, and its bandwidth, as fields of a `Profile`.
+
+    Two chains of layers on a few values, forward and backward, give the host's times, and a layer of elementwise
+    operations on many values the bandwidth. The fastest of several rounds counts.
+    """
+    probes = Probes(device, clock)
+    few = torch.ones(8, 8, device=device, requires_grad=True)
+    chains = [
+        nn.Sequential(*(kind() for _ in range(_CHAIN))).to(device) for kind in (nn.GELU, partial(nn.Linear, 8, 8))
+    ]
+    work = [partial(_pass, chain, few) for chain in chains] + [probes.layer_work]
+    counts = []
+    for probe in work[:2]:
+        with Ledger() as ledger:
+            probe()
+        counts.append(launches_of(ledger.launched, {}))
+    best_s, stop_s = [math.inf] * 3, time.perf_counter() + duration_s
+    while time.perf_counter() < stop_s or best_s[-1] == math.inf:
+        for place, probe in enumerate(work):
+            begin_s = clock()
+            probe()
+            launched_s = clock() - begin_s
+            probes.wait()
+            best_s[place] = min(best_s[place], launched_s if place < 2 else clock() - begin_s)
+    op_s = best_s[0] / counts[0].operations
+    product_s = max(best_s[1] - counts[1].operations * op_s, op_s * counts[1].products) / counts[1].products
+    moved = sum(number * num_bytes for (_, _, num_bytes), number in probes.layer.launched.items())
+    return {"host_op_s": op_s, "host_product_s": product_s, "bandwidth_bytes_per_s": moved / best_s[2]}
+
+
+def _pass(chain: nn.Module, x: torch.Tensor) -> None:
+    x.grad = None
+    chain.zero_grad()
+    chain(x).backward(x.detach())
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +251,23 @@ class Probes:
 
         return passes
 
+    @property
+    def layer_work(self) -> Callable[[], object]:
+        """Layer of elementwise operations, forward and backward."""
+        return self._work[1]
+
+    def wait(self) -> None:
+        """Wait until the device has done all."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def take(self) -> None:
         """Time each workload once, and keep the shortest time so far."""
         for place, (work, num_calls) in enumerate(zip(self._work, self._calls, strict=True)):
             begin_s = self._clock()
             for _ in range(num_calls):
                 work()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            self.wait()
             self.best_s[place] = min(self.best_s[place], (self._clock() - begin_s) / num_calls)
 
     def speeds(self) -> tuple[float, float, float]:

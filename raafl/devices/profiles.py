@@ -25,10 +25,18 @@ from raafl.devices.checks import (
 from raafl.errors import nearest
 
 Pairs = tuple[tuple[float, float], ...]
+Kernels = tuple[tuple[float, float, float], ...]
+"""Kernels of a GPU: how many there are, with FLOPs and bytes of each."""
 
 _INF = math.inf
 # marks a field that is not given: the bundled profile's value is used, or else the default of `Profile`
 _AS_NAMED = math.nan
+
+PRODUCT, PLAIN, STEP = 2.5, 0.4, 40.0
+"""How many operations' time a host needs for a product, for an operation without autograd, and for what a step has beside its
+operations; by the steps of an H200 in benchmarks/results/gpu.json, see `benchmarks.gpu_times`."""
+KERNEL_S = 2e-6
+"""Least seconds of a kernel on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,11 @@ class Profile:
     next pair; None = no changes. Predicted times do not include this nor the following fields;
     `raafl.devices.variation.real_time` does.
     `link_changes`: pairs of `[seconds, factor]` for the link speed in both directions; None = no changes.
+    `host_op_s`: seconds that the host of a GPU needs to launch an operation with its gradient recorded; 0 = no GPU, or one
+    whose host is not known. A step then takes the longer of its launches by the host and its kernels on the device.
+    `host_product_s`: the same of a matrix product, convolution or attention; 0 = `PRODUCT` times ``host_op_s``.
+    `bandwidth_bytes_per_s`: bytes of operands and results per second that a GPU's kernels reach; infinite = ``flops_per_s``
+    covers them.
     `repeat_s`: seconds after which both lists of changes start again; None = never.
     `drift_s`: seconds after which a slowly changing factor is independent of its earlier value; None = no drift.
 
@@ -84,6 +97,9 @@ class Profile:
     speed_drift: float = 0.0
     link_drift: float = 0.0
     drift_s: float | None = None
+    host_op_s: float = 0.0
+    host_product_s: float = 0.0
+    bandwidth_bytes_per_s: float = _INF
 
     def __post_init__(self) -> None:
         """Check every field; adjacent windows are joined, so that each boundary is a change of availability."""
@@ -114,6 +130,29 @@ class Profile:
             compute_s=flops / self.flops_per_s + more_s + num_kernels * self.launch_s,
             up_s=latency_s + up_bytes / self.up_bytes_per_s,
             latency_s=latency_s,
+        )
+
+    def gpu_s(self, steps: float, operations: float, products: float, plain: float, kernels: Kernels) -> float:
+        """Predict the seconds of steps on a GPU with ``host_op_s``: the longer of the host's and the device's.
+
+        The arguments are those of `host_s` and `device_s`, and the fields of `raafl.submodel.cost.ledger.Launches`.
+        """
+        return max(self.host_s(steps, operations, products, plain), self.device_s(kernels))
+
+    def host_s(self, steps: float, operations: float = 0.0, products: float = 0.0, plain: float = 0.0) -> float:
+        """Predict the seconds in which the host launches so many steps on a GPU.
+
+        `operations`: number of operations with autograd that are no products.
+        `plain`: number of operations without autograd.
+        """
+        product_s = self.host_product_s or PRODUCT * self.host_op_s
+        return self.host_op_s * (STEP * steps + operations + PLAIN * plain) + product_s * products
+
+    def device_s(self, kernels: Kernels) -> float:
+        """Predict the seconds of kernels on a GPU: each takes the longer of its FLOPs and its bytes, and at least `KERNEL_S`."""
+        return sum(
+            number * max(flops / self.flops_per_s, num_bytes / self.bandwidth_bytes_per_s, KERNEL_S)
+            for number, flops, num_bytes in kernels
         )
 
     def available(self, at_s: float) -> bool:
@@ -177,6 +216,9 @@ class Device(Profile):
     up_bytes_per_s: float = _AS_NAMED
     latency_s: float = _AS_NAMED
     memory_bytes: float = _AS_NAMED
+    host_op_s: float = _AS_NAMED
+    host_product_s: float = _AS_NAMED
+    bandwidth_bytes_per_s: float = _AS_NAMED
     count: int = 1
     presence: Presence = "always"
     on_s: float | None = None
@@ -188,7 +230,7 @@ class Device(Profile):
     def __post_init__(self) -> None:
         """Fill in the fields that the name implies; check profile, count and presence."""
         known, unsaid = catalog.figures(self.name), _not_said(self)
-        if not known and len(unsaid) == len(catalog.FIGURES) and self._says_nothing():
+        if not known and set(catalog.FIGURES) <= set(unsaid) and self._says_nothing():
             raise ValueError(
                 f"device {self.name!r} is not in raafl's catalogue, and flops_per_s is missing: give flops_per_s, "
                 f"such as 1.0e9, or a name in the catalogue; {nearest(self.name, catalog.names())}"
@@ -241,7 +283,7 @@ _DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
 def _not_said(device: Device) -> list[str]:
     """Return the fields that are not given, and follow from the device's name."""
-    values = {name: getattr(device, name) for name in catalog.FIGURES}
+    values = {name: getattr(device, name) for name in (*catalog.FIGURES, *catalog.HOST_FIGURES)}
     return [name for name, value in values.items() if isinstance(value, float) and math.isnan(value)]
 
 

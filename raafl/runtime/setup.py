@@ -339,7 +339,7 @@ def coordinator_of(
     pace: bool = False,
 ) -> Coordinator:
     """Build the coordinator of a run."""
-    return Coordinator(
+    coordinator = Coordinator(
         algorithm,
         state,
         limits,
@@ -353,6 +353,18 @@ def coordinator_of(
         overlap=experiment.overlap,
         rules=Rules(experiment.rules),
     )
+    if _captures(experiment):
+        coordinator.fleet = replace(coordinator.fleet, captured=True)
+    return coordinator
+
+
+def _captures(experiment: Experiment) -> bool:
+    """Check whether steps are CUDA graphs, by what the config alone says, so that a replay elsewhere predicts the same times."""
+    if experiment.fabric.accelerator != "cuda" or experiment.fabric.capture == "off":
+        return False
+    from raafl.local.captured.limits import problems
+
+    return not problems(experiment.algorithm.local, experiment.fabric)
 
 
 def batch_size_of(experiment: Experiment, data: FederatedData) -> int:

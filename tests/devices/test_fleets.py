@@ -37,6 +37,13 @@ def test_classes_follow_their_sources():
     assert tail == pytest.approx([1 / (1 - (2 * number + 1) / 16) for number in range(8)], rel=0.01)
 
 
+def test_gpus_wait_for_their_hosts_unless_they_stand_for_a_large_model():
+    assert {profile.host_op_s for profile in assign(load_devices("fleet:gpus"), 4)} == {1.5e-5}
+    slower, linked = (assign(load_devices(f"fleet:gpus/{text}"), 4) for text in ("1000", "1/10"))
+    assert {(one.host_op_s, one.host_product_s, one.bandwidth_bytes_per_s) for one in slower} == {(0.0, 0.0, math.inf)}
+    assert {profile.host_op_s for profile in linked} == {1.5e-5}
+
+
 def test_phones_differ_and_are_there_for_eight_hours_of_a_day():
     phones = assign(load_devices("fleet:phones"), 30)
     assert len({phone.flops_per_s for phone in phones}) == 30

@@ -106,3 +106,15 @@ def test_a_process_under_a_limit_finds_what_it_leaves(rooms, limit):
     assert first == pytest.approx(SPARE, abs=8 * 2**20)
     assert first - second == pytest.approx(HELD, abs=2**20), "what the process holds already is not counted twice"
     assert "allocate memory" in outcome, "more than that is not to be had"
+
+
+def test_prices_of_a_host_come_from_chains_of_layers(monkeypatch):
+    """A GELU is an operation forward and one backward; a linear layer is a product forward, two and a sum backward."""
+    ticks, pairs = iter([0.0, 128e-5, 0.0, 9e-3, 0.0, 9.0, 2.0]), []
+    found = measuring.measure_host("cpu", 0.0, lambda: pairs.append(1) or next(ticks))
+    assert len(pairs) == 7
+    assert found["host_op_s"] == pytest.approx(1e-5)
+    # 64 sums of the bias' gradients, and 3 products of each layer
+    assert found["host_product_s"] == pytest.approx((9e-3 - 64e-5) / (3 * 64))
+    layer = measuring.Probes("cpu").layer.launched
+    assert found["bandwidth_bytes_per_s"] == sum(number * size for (_, _, size), number in layer.items()) / 2.0

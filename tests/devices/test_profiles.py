@@ -30,6 +30,21 @@ def test_memory_bandwidth_takes_time_beside_compute():
     assert Profile(flops_per_s=2.0).task_time(6.0, 0, 0, moved_bytes=8.0, padding_flops=5.0).compute_s == 3.0
 
 
+def test_a_step_on_a_gpu_takes_the_longer_of_host_and_device():
+    profile = Profile(flops_per_s=1e12, host_op_s=1e-5, bandwidth_bytes_per_s=1e9)
+    kernels = ((2.0, 1e9, 1e3), (3.0, 0.0, 5e6), (10.0, 0.0, 10.0))
+    assert profile.device_s(kernels) == pytest.approx(2 * 1e-3 + 3 * 5e-3 + 10 * 2e-6)
+    # what is beside its operations counts as 40 of them, a product as 2.5, an operation without autograd as 0.4
+    assert profile.host_s(1, 100, 20, 50) == pytest.approx(1e-5 * (40 + 100 + 50 + 20))
+    assert profile.gpu_s(1, 100, 20, 50, kernels) == profile.device_s(kernels)
+    assert profile.gpu_s(10, 1000, 200, 500, kernels) == profile.host_s(10, 1000, 200, 500)
+    assert Profile(host_op_s=1e-5, host_product_s=1e-4).host_s(0, 0, 20) == pytest.approx(2e-3)
+    assert Profile(flops_per_s=1e12).device_s(((1.0, 1e9, 1e12),)) == 1e-3, "its speed covers its memory"
+    for field, words in (("host_op_s", "a finite number of seconds"), ("bandwidth_bytes_per_s", "a number above 0")):
+        with pytest.raises(ValueError, match=f"{field} is -1.0; it must be {words}"):
+            Profile(**{field: -1.0})
+
+
 def test_each_operation_takes_a_launch():
     profile = Profile(flops_per_s=2.0, bytes_per_s=4.0, launch_s=0.125)
     assert profile.task_time(6.0, 0, 0, moved_bytes=8.0, num_kernels=40.0).compute_s == 3.0 + 2.0 + 5.0

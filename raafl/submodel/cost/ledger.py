@@ -57,6 +57,7 @@ class Ledger(TorchDispatchMode):
     of an embedding, only the rows read.
     `kernels`: number of operations of each kind, without views.
     `launches`: number of operations, without views, weighted by the time that a launch takes.
+    `launched`: number of operations by kind, FLOPs and bytes, as a GPU runs them: without weights, a dropout as one.
     `live_bytes`: bytes of all tensor storage that was created in this context and is still alive.
     `peak_bytes`: largest number of bytes alive at once, including workspaces (`workspace_bytes`).
     `asked`: whether the code has tested if any element of a tensor is true, as a mixture of experts does to find an
@@ -75,6 +76,8 @@ class Ledger(TorchDispatchMode):
         self.moved_bytes, self.live_bytes, self.peak_bytes = 0, 0, 0
         self.kernels: Counter[Any] = Counter()
         self.launches = 0.0
+        self.launched: Counter[tuple[Any, float, int]] = Counter()
+        self._last: object = None
         self._in_loop = False
         self._zero_share: dict[int, float] = {}
         self.asked = self.some = False
@@ -129,8 +132,17 @@ class Ledger(TorchDispatchMode):
         if work.num_bytes:
             self.kernels[packet] += 1
             self.launches += _LOOP_LAUNCHES if self._in_loop and packet not in RECURRENT else 1.0
+            draws = packet is _aten.bernoulli_ or (packet is _aten.div_ and self._last is _aten.bernoulli_)
+            if not draws:  # a GPU draws the mask of a dropout, scales it and multiplies by it in one kernel
+                self.launched[packet, work.flops, work.num_bytes] += 1
+            self._last = packet
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace)
         return result
+
+    def take_launched(self) -> Counter[tuple[Any, float, int]]:
+        """Return `launched`, and start it anew."""
+        found, self.launched = self.launched, Counter()
+        return found
 
     def __exit__(self, *error: Any) -> None:
         """Leave the context, and any loop in which an error or the end of a backward pass has left it."""
@@ -209,6 +221,55 @@ class Ledger(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, gone)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class Launches(NamedTuple):
+    """Launches of a training step on a GPU; `Profile.gpu_s` gives their time.
+
+    Numbers are per sample in a `Cost`, so that a task's are these times its samples.
+    """
+
+    steps: float = 0.0  # number of steps
+    operations: float = 0.0  # number of operations of forward and backward pass that are no products, without views
+    products: float = 0.0  # number of matrix products, convolutions and attentions of both passes
+    # number of operations without autograd: the optimizer's, one for each tensor
+    plain: float = 0.0
+    # number of kernels, each with its FLOPs and its bytes of operands and results; of the optimizer one for each kind
+    kernels: tuple[tuple[float, float, float], ...] = ()
+
+    def captured(self) -> Launches:
+        """Return the launches of as many steps that are CUDA graphs: one each, with the same kernels."""
+        return Launches(steps=self.steps, kernels=self.kernels)
+
+    def times(self, factor: float) -> Launches:
+        """Return the launches of ``factor`` times as many steps."""
+        kernels = tuple((factor * number, flops, num_bytes) for number, flops, num_bytes in self.kernels)
+        return Launches(
+            factor * self.steps, factor * self.operations, factor * self.products, factor * self.plain, kernels
+        )
+
+
+def launches_of(
+    passes: Mapping[tuple[Any, float, int], int], update: Mapping[tuple[Any, float, int], int], num_passes: float = 1.0
+) -> Launches:
+    """Return the launches of a step, from `Ledger.launched` in its passes and in its optimizer's step.
+
+    `num_passes`: how often ``passes`` count.
+    """
+    products = sum(number for (_, flops, _), number in passes.items() if flops)
+    kernels, moved = Counter[tuple[float, float]](), Counter[object]()
+    for (_, flops, num_bytes), number in passes.items():
+        kernels[flops, num_bytes] += number
+    for (packet, _, num_bytes), number in update.items():
+        moved[packet] += number * num_bytes
+    found = [(num_passes * number, *sizes) for sizes, number in kernels.items()]
+    return Launches(
+        1.0,
+        num_passes * (sum(passes.values()) - products),
+        num_passes * products,
+        float(sum(update.values())),
+        (*found, *((1.0, 0.0, float(num_bytes)) for num_bytes in moved.values())),
+    )
 
 
 def _finds_nothing(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> bool:

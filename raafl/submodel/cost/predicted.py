@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from raafl.errors import USER_ERRORS
 from raafl.rng import seeded, undisturbed
 from raafl.rules import Rules
+from raafl.submodel.cost.ledger import Launches, Ledger, launches_of, storage_key
 from raafl.submodel.cut.layers import persistent_buffers
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.isolated_run import call, draw, loss_of, one_line, settle, uncached
@@ -21,7 +22,6 @@ from raafl.submodel.nested_batch import batch_tensors, meta_batch, num_samples, 
 from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
-    from raafl.submodel.cost.ledger import Ledger
     from raafl.submodel.flat import Layout
 
 Make = Callable[..., Any]
@@ -57,6 +57,8 @@ class Cost:
             operation of each kind, since on a GPU it updates all parameters at once; an operation within torch's own
             loop over positions counts as a part of one.
         guessed: description of what is only estimated, and why the step could not be traced; "" = nothing.
+        launches: launches of a step on a GPU, per sample; None = the step could not be traced.
+        pool_bytes: largest memory of what a step allocates and frees again: activations, gradients and temporaries.
     """
 
     params: int
@@ -69,6 +71,8 @@ class Cost:
     num_exchanges: int = 0
     kernels_per_sample: float = 0.0
     guessed: str = ""
+    launches: Launches | None = None
+    pool_bytes: int = 0
 
 
 _MOST_FLOPS = 2e11
@@ -89,6 +93,8 @@ class Step:
     # operations in the optimiser's step
     num_kernels: float = 0.0
     guessed: str = ""  # description of what is only estimated, and why; "" = nothing
+    launches: Launches | None = None  # launches on a GPU; None = the passes could not be run
+    pool_bytes: int = 0  # largest memory of what the step allocates and frees again
 
 
 def predict(
@@ -157,6 +163,8 @@ def predict(
         step.padding_flops / samples,
         kernels_per_sample=step.num_kernels / samples,
         guessed=step.guessed,
+        launches=None if step.launches is None else step.launches.times(1 / samples),
+        pool_bytes=step.pool_bytes,
     )
 
 
@@ -304,7 +312,6 @@ class _Run:
     def __init__(self, module: Any, batch: object, rules: Rules, known: list[Tensor] | None = None) -> None:
         """Start a ledger that excludes the memory of the module, of the batch and of the tensors ``known``."""
         from raafl.submodel.cost.fused import FusedKernels
-        from raafl.submodel.cost.ledger import Ledger, storage_key
 
         self.module, self.batch = module, batch
         settle(self.module)
@@ -336,7 +343,7 @@ class _Run:
         peak_bytes = self._peak_of(lambda: call(self.module, self.batch)) + self.gradient_bytes
         work = self.ledger
         return self._updated(
-            3.0 * work.task_flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops, 3.0 * work.launches
+            3.0 * work.task_flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops, 3.0 * work.launches, 3.0
         )
 
     def update(self) -> Step:
@@ -354,8 +361,10 @@ class _Run:
         pass_bytes: int,
         padding_flops: float = 0.0,
         num_kernels: float = 0.0,
+        num_passes: float = 1.0,
     ) -> Step:
         """Run the optimizer on the traced step and return the total cost, with the optimizer's state in memory from the start."""
+        passes = self.ledger.take_launched()
         if all(parameter.grad is None for parameter in self.trains):  # there was no backward pass
             self._give_gradients()
         gradients, guessed = self.ledger.live_bytes, ""
@@ -363,6 +372,7 @@ class _Run:
             update_bytes = self._peak_of(self._optimise)
             state, before = self.ledger.live_bytes - gradients, self.ledger.moved_bytes
             self.ledger.kernels.clear()
+            self.ledger.take_launched()
             self._peak_of(self._optimise_again)  # now the optimizer's state exists
             moved_bytes += self.ledger.moved_bytes - before
             num_kernels += len(self.ledger.kernels)
@@ -371,7 +381,9 @@ class _Run:
             update_bytes = gradients + state
             moved_bytes += 3 * self.gradient_bytes + 2 * state
             guessed = _of_optimiser(one_line(error))
-        return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes), padding_flops, num_kernels, guessed)
+        peak_bytes, pool_bytes = max(pass_bytes + state, update_bytes), max(pass_bytes, update_bytes - state)
+        launches = launches_of(passes, self.ledger.take_launched(), num_passes) if passes else None
+        return Step(flops, moved_bytes, peak_bytes, padding_flops, num_kernels, guessed, launches, pool_bytes)
 
     def _give_gradients(self) -> None:
         """Create a gradient for each trained parameter that has none."""
@@ -431,6 +443,7 @@ class _TaskRun(_Run):
         finally:
             steps.close()
         peak_bytes, state_bytes = self.ledger.peak_bytes, _SLOTS * self.gradient_bytes
+        found = replace(found, pool_bytes=peak_bytes)
         if not self.unknown:
             return replace(found, peak_bytes=peak_bytes)
         return replace(
@@ -442,6 +455,7 @@ class _TaskRun(_Run):
 
     def _step(self, steps: MethodSteps, index: int, default: str, every: bool) -> Step:
         ledger = self.ledger
+        ledger.take_launched()
         flops, arithmetic, padding_flops, moved_bytes, launches = (
             ledger.flops,
             ledger.arithmetic,
@@ -456,6 +470,7 @@ class _TaskRun(_Run):
         launches = ledger.launches - launches
         flops = ledger.flops - flops or ledger.arithmetic - arithmetic
         ledger.kernels.clear()
+        passes = ledger.take_launched()
         with ledger, self.fused, torch.device("cpu"):
             steps.update()
             steps.stepped()
@@ -465,6 +480,7 @@ class _TaskRun(_Run):
             0,
             ledger.padding_flops - padding_flops,
             launches + len(ledger.kernels),
+            launches=launches_of(passes, ledger.take_launched()),
         )
 
     def _finish(self, steps: MethodSteps, default: str) -> None:

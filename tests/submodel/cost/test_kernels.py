@@ -146,3 +146,20 @@ def test_the_gradient_of_a_batch_norm_is_there_twice_for_a_moment(revision, time
     with Ledger([x, gradient, channels], Rules(revision)) as ledger:
         torch.ops.aten.native_batch_norm_backward(*known, [True, False, False])
     assert ledger.peak_bytes == times * 4 * 288
+
+
+def test_rules_decide_how_a_gpus_time_is_predicted_and_captured_steps_have_one_launch():
+    submodels = Submodels(CNN(channels=(4, 8), hidden=(8, 8), image_size=8), (torch.zeros(2, 1, 8, 8), LABELS))
+    cost, state = submodels.cost(FULL, 4), GlobalState(submodels, submodels.state(submodels.module))
+    profile = Profile(flops_per_s=1e12, host_op_s=1e-5)
+    client, work = ClientInfo(1, 8, profile), Work(FULL)
+    fleet = SelectContext(state, {1: client}, random.Random(0), Training(num_epochs=1), 4)
+    own = cost.launches.times(8)
+    assert own.steps == 2
+    assert fleet.task_time(client, work).compute_s == pytest.approx(profile.host_s(*own[:-1]))
+    captured = replace(fleet, captured=True).task_time(client, work).compute_s
+    assert captured == pytest.approx(max(2 * 40e-5, profile.device_s(own.kernels)))
+    assert captured < profile.host_s(*own[:-1])
+    older = replace(fleet, rules=Rules(3)).task_time(client, work).compute_s
+    assert older == replace(fleet, rules=Rules(3), captured=True).task_time(client, work).compute_s
+    assert older == pytest.approx(8 * cost.flops_per_sample / 1e12)

@@ -248,3 +248,32 @@ def test_an_exit_that_the_step_does_not_use_has_no_gradient():
     assert with_it.flops_per_sample == without.flops_per_sample
     assert with_it.down_bytes - without.down_bytes == head
     assert with_it.peak_bytes - without.peak_bytes == 2 * head  # as received, and in the module
+
+
+def test_launches_on_a_gpu_by_hand():
+    """Products, other operations, the optimizer's tensor by tensor; a dropout is one kernel forward and one backward."""
+    batch = torch.zeros(8, 3), torch.zeros(8, 2)
+    found = Submodels(Slopes(), batch).cost(FULL, 8).launches.times(8)
+    # products: two forward, two of the second layer and one of the first backward; SGD: an addition for each of 3 tensors
+    assert found[:4] == pytest.approx((1, 4 + 7 - 5, 5, 3))
+    # x (8, 3) by (3, 4), and the gradient of these weights; SGD's additions read two values of 4 bytes and write one
+    product, update = (2, 2 * 8 * 3 * 4, 4 * (8 * 3 + 3 * 4 + 8 * 4)), (1, 0, 12 * (12 + 8 + 2))
+    assert product in [pytest.approx(one) for one in found.kernels] and pytest.approx(update) == found.kernels[-1]
+    assert found.captured() == (found.steps, 0, 0, 0, found.kernels)
+
+    class Drops(Slopes):
+        def training_step(self, batch, index):
+            return super().training_step((nn.functional.dropout(batch[0]), batch[1]), index)
+
+    dropping = Submodels(Drops(), batch).cost(FULL, 8)
+    assert dropping.launches.operations * 8 == pytest.approx(found.operations + 1)
+    assert dropping.kernels_per_sample * 8 == 12 + 3  # on a CPU: drawn, scaled, multiplied
+
+
+def test_only_what_a_step_frees_again_is_in_a_graphs_memory():
+    batch = torch.zeros(8, 3), torch.zeros(8, 2)
+    plain, adam = (Submodels(Slopes(kind), batch).cost(FULL, 8) for kind in (torch.optim.SGD, torch.optim.Adam))
+    # at the end of the backward pass: gradients, the loss, and no less than the activations before
+    assert plain.pool_bytes >= 4 * (12 + 8 + 2) + 4
+    state_bytes = 2 * 4 * (12 + 8 + 2)
+    assert state_bytes <= adam.peak_bytes - plain.peak_bytes and adam.pool_bytes < plain.pool_bytes + state_bytes

@@ -3,7 +3,8 @@
 A capture leaves no trace: what it wrote to is as before, generators are, too, and memory of the graph's pool holds NaN until a
 replay, and again once another graph of that pool was replayed. What CUDA refuses in a capture is refused: waiting for the
 device, copies from or to the host, pinned memory, a generator of one's own. A replay that reads memory which nobody else holds
-any more is refused, where a GPU would read whatever lies there by then. What it does not have: reuse of memory within a pool.
+any more is refused, where a GPU would read whatever lies there by then. Memory is not reused within a pool; `peak_bytes` says
+how much would do.
 """
 
 from __future__ import annotations
@@ -114,6 +115,21 @@ class Graph:
             if tensor.is_floating_point():
                 _raw(lambda tensor=tensor: tensor.fill_(torch.nan))
 
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that the capture's own memory has at once, where each storage is freed after its last use."""
+        first, last = dict[int, int](), dict[int, int]()
+        for place, one in enumerate(self.operations):
+            for leaf in tree_leaves((one.args, one.kwargs, one.answers)):
+                if isinstance(leaf, Tensor) and key(leaf) in self._made:
+                    first.setdefault(key(leaf), place)
+                    last[key(leaf)] = place
+        sizes = {address: self._made[address].untyped_storage().nbytes() for address in first}
+        return max(
+            sum(sizes[address] for address in first if first[address] <= place <= last[address])
+            for place in range(len(self.operations))
+        )
+
     # ---- replay ----
 
     def replay(self) -> None:
@@ -155,6 +171,11 @@ class Pool:
     def __init__(self) -> None:
         self._graphs: list[Graph] = []
         self._last: Graph | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of a pool that holds any one of its graphs, as no two replays run at once."""
+        return max(graph.peak_bytes for graph in self._graphs)
 
     def enter(self, graph: Graph) -> None:
         if graph not in self._graphs:

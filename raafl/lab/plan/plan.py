@@ -12,7 +12,7 @@ from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import SelectContext
 from raafl.core.types import ClientInfo, Work
-from raafl.devices.profiles import Profile
+from raafl.devices.profiles import Device, Profile
 from raafl.devices.variation import description
 from raafl.errors import USER_ERRORS, BadInput, nearest
 from raafl.lab.plan.dry import Prediction, World, predict
@@ -47,6 +47,7 @@ class Plan:
     by_the_loop: str | None = None
     # reasons why training steps cannot be captured as CUDA graphs; empty = they can, as far as is known; None = no GPU
     captured: list[str] | None = None
+    gpu: GpuSteps | None = None  # training steps on a GPU; None = the run is not planned for one
     guessed: str = ""  # part of the model's cost that could only be guessed, with the reason; "" = none
     # explanation of why raafl has chosen the algorithm; None = the user has chosen it
     chosen: Mapping[str, Any] | None = None
@@ -99,6 +100,7 @@ def make_plan(
     for name in ALGORITHMS if every else algorithms or ():
         found += _others(world, name, advice, max_updates)
     cost = submodels.cost(FULL, world.batch_size)
+    on_gpu = on_gpu or device_type(experiment.fabric) == "cuda"
     axes = facts(world.cut_submodels(), AXIS_RATES, world.batch_size)
     loop = _by_the_loop(experiment, submodels)
     return Plan(
@@ -112,7 +114,8 @@ def make_plan(
         found,
         axes,
         loop,
-        _not_captured(experiment, submodels) if on_gpu or device_type(experiment.fabric) == "cuda" else None,
+        _not_captured(experiment, submodels) if on_gpu else None,
+        gpu_steps(fleet, rows, [*more, *(client.profile for client in world.clients)]) if on_gpu else None,
         cost.guessed,
         own.chosen,
     )
@@ -231,6 +234,55 @@ class Advice:
     buffer_size: int
     deadline_s: float
     participation: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSteps:
+    """Training steps on a GPU, by submodel, and the memory of their graphs.
+
+    Attributes:
+        device: name of the device profile.
+        rows: seconds of a step of each submodel.
+        pool_bytes: memory that all graphs share: what the largest step allocates and frees again.
+        fixed_bytes: memory outside it, of the values, optimizer state and batches of all submodels.
+    """
+
+    device: str
+    rows: list[GpuStep]
+    pool_bytes: int
+    fixed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStep:
+    """Predicted seconds of one training step on a GPU: the host's launches, the device's kernels, and the longer of both."""
+
+    name: str  # name of the submodel
+    host_s: float
+    device_s: float
+    eager_s: float
+    captured_s: float  # of a step that is a CUDA graph
+    pool_bytes: int  # memory of what a step allocates and frees again
+
+
+USUAL_GPU = "h200"
+"""Device of the catalogue by which steps on a GPU are predicted where no device of a run is a GPU whose host is known."""
+
+
+def gpu_steps(fleet: SelectContext, submodels: Sequence[SubmodelRow], profiles: Sequence[Profile]) -> GpuSteps | None:
+    """Predict steps on the first of the ``profiles`` that has times of a host; None = no submodel's step can be followed."""
+    profile = next((one for one in profiles if one.host_op_s), Device(USUAL_GPU).profile)
+    eager, found, fixed_bytes = replace(fleet, captured=False), list[GpuStep](), 0
+    for row in submodels:
+        cost = eager.cost(row.spec)
+        if cost.launches is None:
+            continue
+        launches = cost.launches.times(max(fleet.batch_size, 1))
+        host_s, device_s = profile.host_s(*launches[:4]), profile.device_s(launches.kernels)
+        captured_s = profile.gpu_s(*launches.captured())
+        found.append(GpuStep(row.name, host_s, device_s, max(host_s, device_s), captured_s, cost.pool_bytes))
+        fixed_bytes += cost.peak_bytes - cost.pool_bytes
+    return GpuSteps(profile.name, found, max(row.pool_bytes for row in found), fixed_bytes) if found else None
 
 
 def submodel_rows(fleet: SelectContext, select: object = None) -> list[SubmodelRow]:

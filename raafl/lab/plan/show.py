@@ -31,8 +31,8 @@ Table = tuple[str, list[str], list[list[str]]]
 
 def text(plan: Plan, width: int, *, terminal: bool) -> str:
     """Format a plan (the predictions for a run) as text."""
-    shown = [table(*one, width, terminal=terminal) for one in (_submodels(plan), _devices(plan), _algorithms(plan))]
-    shown.insert(2, "\n".join(_advice(plan)))
+    shown = [table(*one, width, terminal=terminal) for one in _tables(plan)]
+    shown.insert(len(shown) - 1, "\n".join(_advice(plan)))
     shown.insert(0, axes_text(plan.axes, width, terminal=terminal, most=_MOST_AXES))
     shown += [f"{one.name} {one.note}." for one in plan.algorithms if one.note]
     if len(plan.algorithms) == 1 and plan.params > MOST_VALUES:
@@ -111,7 +111,7 @@ class PlanReport:
         return text(self.plan, _NO_END, terminal=False)
 
     def _repr_html_(self) -> str:
-        tables = [_submodels(self.plan), _devices(self.plan), _algorithms(self.plan)]
+        tables = _tables(self.plan)
         notes = [*_advice(self.plan), *(f"{one.name} {one.note}." for one in self.plan.algorithms if one.note)]
         return fragment(_head(self.plan), *(rows_html(*one) for one in tables), notes=notes)
 
@@ -128,6 +128,11 @@ def axes_report(experiment: Experiment, rates: Sequence[float]) -> AxesReport:
     experiment.check()
     world = World(experiment)
     return AxesReport(facts(world.cut_submodels(), rates, world.batch_size))
+
+
+def _tables(plan: Plan) -> list[Table]:
+    on_gpu = [] if plan.gpu is None else [_gpu(plan)]
+    return [_submodels(plan), _devices(plan), *on_gpu, _algorithms(plan)]
 
 
 def _head(plan: Plan) -> str:
@@ -220,6 +225,21 @@ def _devices(plan: Plan) -> Table:
     return "Seconds per task of the middle client of each kind (- does not fit its memory)", names, rows
 
 
+def _gpu(plan: Plan) -> Table:
+    steps = plan.gpu
+    assert steps is not None
+    names = ["submodel", "eager", "captured", "host, eager", "device", "memory of a graph"]
+    rows = [
+        [
+            row.name,
+            *(f"{1e3 * one:.3g}" for one in (row.eager_s, row.captured_s, row.host_s, row.device_s)),
+            size(row.pool_bytes),
+        ]
+        for row in steps.rows[:_MOST_SUBMODELS]
+    ]
+    return f"Milliseconds of a training step on {steps.device}, the longer of host and device", names, rows
+
+
 def _advice(plan: Plan) -> list[str]:
     advice, num = plan.advice, plan.num_clients
     lines = [
@@ -257,6 +277,11 @@ def _advice(plan: Plan) -> list[str]:
     if plan.captured is not None:
         possible = "possible as far as known; auto compares the first tasks with eager ones"
         lines.append(f"fabric.capture: {'no effect: ' + '; '.join(plan.captured) if plan.captured else possible}.")
+    if plan.gpu is not None and not plan.captured:
+        lines.append(
+            f"Graphs of all these submodels: {size(plan.gpu.pool_bytes)}, which they share, and {size(plan.gpu.fixed_bytes)} "
+            "of values, optimizer state and batches."
+        )
     return lines
 
 

@@ -343,6 +343,18 @@ def test_whether_steps_can_be_captured_on_a_gpu():
     assert planning._not_captured(usual, submodels) == []
 
 
+def test_steps_on_a_gpu_by_submodel_are_in_the_plan(capsys):
+    assert main(["plan", *SMALL, "--max_updates", "8", "--algorithms", "", "--device", "cuda", "--json"]) == 0
+    gpu = json.loads(capsys.readouterr().out)["gpu"]
+    assert (gpu["device"], [row["name"] for row in gpu["rows"]][:2]) == ("h200", ["1", "1/2"])
+    for row in gpu["rows"]:
+        assert row["eager_s"] == max(row["host_s"], row["device_s"]) > row["captured_s"] >= 40 * 1.5e-5
+    assert gpu["pool_bytes"] == gpu["rows"][0]["pool_bytes"] > gpu["rows"][1]["pool_bytes"] > 0
+    assert main(["plan", *SMALL, "--max_updates", "8", "--algorithms", "", "--device", "cuda"]) == 0
+    shown = capsys.readouterr().out
+    assert "Milliseconds of a training step on h200" in shown and "Graphs of all these submodels: " in shown
+
+
 def test_json_alone_on_standard_output(capsys):
     assert main(["plan", *SMALL, "--max_updates", "8", "--algorithms", "fed_avg", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -80,7 +80,7 @@ class Settings(TypedDict, total=False):
     transport: str
     workers: int
     engine: Engine | Mapping[str, Any]
-    batch_clients: int | Literal["auto"]
+    batch_clients: int | Literal["auto", "fast"]
     threads: int
     output: str | Path | None
     progress: str

@@ -340,10 +340,11 @@ class Experiment:
             "where the tasks of a simulated run are trained", group="computed", may_change=True, used_by_replay=False
         ),
     )
-    batch_clients: int | Literal["auto"] = field(
+    batch_clients: int | Literal["auto", "fast"] = field(
         default=1,
         metadata=about(
-            "clients of a simulated run that are trained as one batch, to the same bit, at most; auto = as many as are faster",
+            "clients of a simulated run that are trained as one batch, to the same bit, at most; auto = as many as are faster;"
+            " fast = as many as fit, with products whose last bits differ, so that the run has a digest of its own",
             "N",
             group="computed",
             may_change=True,
@@ -493,8 +494,8 @@ class Experiment:
         counts["fabric.accumulate_grad_batches"] = self.fabric.accumulate_grad_batches
         for name, count in counts.items():
             if isinstance(count, str):
-                if count != "auto":
-                    yield f"{name} is '{count}': give auto, or a number from 1"
+                if count not in ("auto", "fast"):
+                    yield f"{name} is '{count}': give auto, fast, or a number from 1"
             elif count is not None and count < least.get(name, 1):
                 yield f"{name} is {count}: give {least.get(name, 1)} or more"
         if self.rules > CURRENT:
@@ -539,6 +540,11 @@ class Experiment:
             yield "fabric.precision is 16-mixed, which is for GPUs: use bf16-mixed, or fabric.accelerator cuda"
         if self.fabric.capture not in CAPTURES:
             yield f"fabric.capture is '{self.fabric.capture}': give {', '.join(CAPTURES[:-1])} or {CAPTURES[-1]}"
+        if self.batch_clients == "fast" and (self.workers > 1 or self.engine.name != "processes"):
+            yield (
+                "batch_clients is fast, which is for one process, so that a replay trains the same clients together: leave "
+                "workers and engine out, or give auto"
+            )
         if not 0 <= self.fabric.data_on_device <= 1:
             yield f"fabric.data_on_device is {self.fabric.data_on_device}: give a share from 0 to 1"
         if self.transport not in TRANSPORTS:

@@ -101,6 +101,11 @@ class RunRecord:
             row = {"time_s": assignment.assigned_s, "event": "assigned", **assignment_to_json(assignment)}
             self.folder.event(cast(JournalRow, row))
 
+    def batch_trained(self, assignments: Sequence[int], now: float) -> None:
+        """Write to the journal which tasks were trained as one batch whose products have bits of their own."""
+        if self.folder is not None:
+            self.folder.event(JournalRow(time_s=now, event="batch", assignments=list(assignments)))
+
     def adjusted(self, adjusted: Adjusted, now: float) -> None:
         """Write to the journal that a part of the method has changed a setting; a replay must make the same change."""
         if self.folder is not None:

@@ -31,6 +31,7 @@ Kind = Literal[
     "run",
     "assigned",
     "adjusted",
+    "batch",
     "gap",
     "resumed",
     "away",
@@ -60,6 +61,7 @@ class JournalRow(TypedDict, total=False):
     - arrived: the update of a task arrived, or a sum of several tasks' updates (``group`` has the tasks' ids);
     - sending: a client sends an update, and may start its next task meanwhile;
     - adjusted: the method changed one of its settings;
+    - batch: ``assignments`` were trained together with ``batch_clients: fast``, so that their bits are this batch's;
     - timer: a timer of the method went off; stop: the run was asked to end;
     - away: the connection of a working client broke; back: it was restored;
     - gap: ``rows`` rows are missing here, since they could not be written;
@@ -80,6 +82,8 @@ class JournalRow(TypedDict, total=False):
     goals: Any
     guard: dict[str, Any]
     chosen: dict[str, Any]
+    batches: str
+    assignments: list[int]
     client: int
     incarnation: Any
     num_samples: int

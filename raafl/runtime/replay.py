@@ -31,7 +31,7 @@ from raafl.runfolder.schema import EVENTS, JournalRow
 from raafl.runtime.driver import snapshots_of
 from raafl.runtime.executors import Executor
 from raafl.runtime.extensions import extensions_of
-from raafl.runtime.lifecycle.environment import conditions, differences
+from raafl.runtime.lifecycle.environment import conditions, differences, same_mode
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.setup import ServerSetup, build, make_executor
 from raafl.submodel import FlatTensors
@@ -68,6 +68,7 @@ def replay(
     experiment = load_run(folder, trusted=trust_config, for_replay=True)
     own = _own_data(folder, rows, client_data or {}, trust_config)
     begun = next((row for row in rows if row.get("event") == "run"), JournalRow())
+    same_mode(experiment, begun, f"'{folder}'")
     parts = build(experiment, pace=False, **_start(folder, begun))
     found = conditions(experiment)
     executor = make_executor(parts, workers, own)
@@ -92,6 +93,19 @@ def replay(
     if until is not None:
         result["checkpoint"] = str(_save(folder / "replay", parts))
     return result
+
+
+def batches_of(rows: Iterable[JournalRow]) -> list[list[int]]:
+    """Return the tasks that a recorded run trained as one batch, batch by batch.
+
+    A batch that a run trained again after a crash, with one task in common at least, takes the place of the first.
+    """
+    found: dict[int, list[int]] = {}
+    for batch in (row["assignments"] for row in rows if row.get("event") == "batch"):
+        undone = {other for number in batch for other in found.get(number, ())}
+        found = {number: other for number, other in found.items() if number not in undone} if undone else found
+        found |= dict.fromkeys(batch, batch)
+    return list({id(batch): batch for batch in found.values()}.values())
 
 
 def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
@@ -210,6 +224,10 @@ class Replay:
             until: number of the last event to replay, from 1; None = all.
         """
         order = {row["assignment"]: place for place, row in enumerate(rows) if row.get("event") == "arrived"}
+        together, never = batches_of(rows), len(order)
+        self.executor.follow(together)
+        # a task without an answer may have been trained in a batch whose others have one
+        order = {**{number: never for batch in together for number in batch}, **order}
         for row in rows:
             if until is not None and self.num_events >= until:
                 return

@@ -15,6 +15,7 @@ from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
 from raafl.local.evaluate import MAX_LOGGED, Evaluator
 from raafl.local.failure import leave_traceback
 from raafl.rules import Rules
+from raafl.runfolder.events import JournalReader
 from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.outcome import method_lines
 from raafl.runfolder.record import RunRecord
@@ -23,7 +24,7 @@ from raafl.runfolder.seals import Signer
 from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime.first_look import check_goals, first_look, notes_before
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
-from raafl.runtime.lifecycle.environment import conditions
+from raafl.runtime.lifecycle.environment import conditions, same_mode
 from raafl.runtime.lifecycle.export import save_final
 from raafl.runtime.lifecycle.saved_form import AsItIs, SavedForm
 from raafl.runtime.lifecycle.signals import Interrupt
@@ -224,6 +225,8 @@ class Run:
         }
         if experiment.algorithm.chosen is not None:
             row["chosen"] = dict(experiment.algorithm.chosen)
+        if experiment.batch_clients == "fast" and self.runtime == "simulated":
+            row["batches"] = "fast"
         self._writer.event(row)
         self._writer.seal(self._writer.sealed(), 0, [CONFIG])
         self.record.restart_clock()
@@ -352,6 +355,10 @@ def simulate(
 
     experiment.check()
     with opened(experiment.resume, "simulated") as saved, ExitStack() as stack:
+        if saved is not None:
+            same_mode(
+                experiment, next(JournalReader(saved.folder).written(), JournalRow()), f"resume: '{saved.folder}'"
+            )
         parts = build(experiment, pace=False)
         executor = make_executor(parts, experiment.workers, ranks=transport is not None)
         stack.callback(executor.close)

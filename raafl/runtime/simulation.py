@@ -127,6 +127,7 @@ class Simulation(Driver):
     ) -> None:
         super().__init__(coordinator, record, evaluator, hooks, progress)
         self.executor = executor
+        executor.batch_trained = lambda assignments: record.batch_trained(assignments, self._now)
         # whether the method raised an error, so that the current event is handled only in part
         self._has_raised = False
         self._now = 0.0
@@ -160,7 +161,8 @@ class Simulation(Driver):
         }
         for extension in self._extensions:
             data |= extension.save()
-        return data
+        trained = self.executor.save()
+        return {**data, "trained": trained} if trained else data
 
     def restore(self, data: dict[str, Any]) -> None:
         """Restore the clock, waiting events and unfinished tasks from the result of `save`, but not the coordinator."""
@@ -185,6 +187,7 @@ class Simulation(Driver):
             for extension in self._extensions:
                 extension.resumed(client, at)
             self.executor.submit(item.assignment, snapshot, at)
+        self.executor.restore(data.get("trained", {}))
 
     def run(self) -> str:
         """Run until the coordinator finishes or no event is left; return the reason for the end."""

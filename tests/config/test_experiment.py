@@ -84,8 +84,14 @@ def test_a_sound_experiment_has_no_problem():
         ({"checkpoint_every": 0}, "checkpoint_every is 0: give 1 or more"),
         ({"keep_checkpoints": 0}, "keep_checkpoints is 0: give 1 or more"),
         ({"workers": 0}, "workers is 0: give 1 or more"),
+        (
+            {"batch_clients": "fast", "workers": 2},
+            "batch_clients is fast, which is for one process, so that a replay trains the same clients together: leave workers "
+            "and engine out, or give auto",
+        ),
+        ({"fabric": FabricOptions(data_on_device=1.5)}, "fabric.data_on_device is 1.5: give a share from 0 to 1"),
         ({"batch_clients": 0}, "batch_clients is 0: give 1 or more"),
-        ({"batch_clients": "all"}, "batch_clients is 'all': give auto, or a number from 1"),
+        ({"batch_clients": "all"}, "batch_clients is 'all': give auto, fast, or a number from 1"),
         ({"threads": 0}, "threads is 0: give 1 or more"),
         ({"seed": -1}, "seed is -1: give 0 or more"),
         ({"train": Training(num_epochs=0)}, "train.num_epochs is 0: give 1 or more"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from torch.nn import functional as F
 from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_buff, fed_raa, hetero_fl, scaffold
 from raafl.data import Dirichlet
+from raafl.errors import BadInput
+from raafl.local.stacked import stacks
 from raafl.runtime.executors import batched
+from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from tests.conformance.executors import over_ranks
-from tests.helpers.crash import crash
+from tests.helpers.crash import crash, simulated
 from tests.helpers.small_runs import equal_replay, experiment, finish
 
 
@@ -127,3 +131,83 @@ def test_a_run_that_crashed_in_mid_cohort_goes_on_with_another_executor_and_repl
         assert resumed.digest == whole.digest and ("batched" in resumed.summary) is (after == "auto")
         assert equal_replay(cut, resumed)
     assert torch.get_num_threads() == 1
+
+
+@pytest.fixture
+def composed(monkeypatch):
+    """Products of all clients in one call have bits that depend on how many clients they are, as a library's may."""
+    real = stacks.product
+
+    def product(known, name, together, alone, *operands):
+        answer = real(known, name, together, alone, *operands)
+        return answer * (1 + 4e-7 * len(operands[0])) if known is None else answer
+
+    monkeypatch.setattr(stacks, "product", product)
+
+
+FAST = {"clients": 12, "max_updates": 60, "partition": Dirichlet(0.6), "batch_clients": "fast"}
+
+
+@pytest.mark.quick_cases("fed_buff")
+@pytest.mark.parametrize("name", ["fed_buff", "fed_raa", "dropout"])
+def test_a_fast_run_has_a_digest_of_its_own_and_replays_to_the_bit(tmp_path, composed, name):
+    algorithm = fed_raa(fragments=3, prox=0.05) if name == "fed_raa" else fed_buff(buffer_size=4)
+    fields = {**FAST, "model": Dropping if name == "dropout" else Plain}
+    loop = finish(experiment(tmp_path / "loop", algorithm, **{**fields, "batch_clients": 1}))
+    made = experiment(tmp_path / "fast", algorithm, **fields)
+    run = finish(made)
+    told = run.summary["batched"]
+    assert told["mode"] == "fast" and told["share"] > 0.4 and told["by_the_loop"] == []
+    assert run.digest != loop.digest and abs(run.summary["final"]["loss"] - loop.summary["final"]["loss"]) < 1e-3
+    trained = [number for row in run.events("batch") for number in row["assignments"]]
+    assert len(trained) == len(set(trained)) and len(trained) >= told["share"] * 60
+    assert run.events("run")[0]["batches"] == "fast"
+    assert equal_replay(made, run)
+    assert finish(experiment(tmp_path / "again", algorithm, **fields)).digest == run.digest
+
+
+def test_a_fast_run_that_crashed_goes_on_as_if_it_had_not_and_replays(tmp_path, composed, monkeypatch):
+    """Results of a batch that nobody had asked for yet are in the checkpoint: alone, or with others, they would be other bits."""
+    whole = finish(experiment(tmp_path / "whole", fed_async(), model=Plain, checkpoint_every=4, **FAST))
+    cut = experiment(tmp_path / "cut", fed_async(), model=Plain, checkpoint_every=4, **FAST)
+    with crash(monkeypatch, 33):
+        simulate(cut)
+    with pytest.raises(
+        BadInput, match=r"batch_clients is auto, but resume: .* was run with fast, which gives other bits"
+    ):
+        simulate(replace(cut, output=None, resume=cut.output, batch_clients="auto"))
+    resumed = finish(replace(cut, output=None, resume=cut.output))
+    assert resumed.digest == whole.digest and resumed.summary["batched"]["mode"] == "fast"
+    assert equal_replay(cut, resumed)
+
+
+def test_a_replay_in_another_mode_is_refused_by_name(tmp_path, composed):
+    options = (
+        f"--config={Path(__file__).parents[2] / 'configs' / 'quickstart.yaml'}",
+        "--clients=8",
+        "--max_updates=8",
+        "--train.num_epochs=null",
+        "--train.num_steps=1",
+    )
+    simulated(*options, "--batch_clients=fast", f"--output={tmp_path / 'run'}")
+    found = replay(tmp_path / "run")
+    assert found["equal"] is True and found["differences"] == []
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("batch_clients: fast", "batch_clients: 1"))
+    with pytest.raises(BadInput, match=r"batch_clients is 1, but '.*run' was run with fast, .*: give fast"):
+        replay(tmp_path / "run")
+
+
+def test_what_differs_by_more_than_rounding_is_left_to_the_loop(tmp_path):
+    class Unlike(Plain):
+        """Sees that it is in a batch of clients."""
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (1.0 if stacks.stack_of(batch[0]) is None else 3.0)
+
+    run = finish(experiment(tmp_path / "run", fed_buff(buffer_size=4), model=Unlike, **FAST))
+    loop = finish(experiment(tmp_path / "loop", fed_buff(buffer_size=4), model=Unlike, **{**FAST, "batch_clients": 1}))
+    assert run.digest == loop.digest and run.events("batch") == []
+    assert run.summary["batched"]["by_the_loop"] == [
+        "clients trained together differ from those alone by more than rounding"
+    ]

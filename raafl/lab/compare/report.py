@@ -258,7 +258,23 @@ def p_value(value: float) -> str:
 
 
 def warnings(result: Mapping[str, Any]) -> list[str]:
-    """Return a warning if the rows of a comparison were not measured alike, such as each by its own versions.
+    """Return warnings if the rows of a comparison were not trained, or not measured, alike."""
+    return [*_mixed_modes(result), *_unlike_evaluations(result)]
+
+
+def _mixed_modes(result: Mapping[str, Any]) -> list[str]:
+    """Return a warning if some rows, not all, had products of clients in one call, whose last bits differ."""
+    is_fast = {row["row"]: any(run.get("batch_clients") == "fast" for run in row["runs"]) for row in result["rows"]}
+    if len(set(is_fast.values())) < 2:
+        return []
+    names = ", ".join(quoted(label) for label, fast in is_fast.items() if fast)
+    return [
+        f"Rows were not trained in one mode: {names} with batch_clients fast, whose last bits differ, the others not."
+    ]
+
+
+def _unlike_evaluations(result: Mapping[str, Any]) -> list[str]:
+    """Return a warning if rows were not measured alike, such as each by its own versions.
 
     Rows are measured alike if their evaluations are as far from each other in virtual time, or in merged updates.
     """

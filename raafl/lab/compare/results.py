@@ -75,6 +75,8 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
         "megabytes_to": {target: _last_before(sent, time_s) for target, time_s in times.items()},
         "curve": [[round(time_s, 6), value] for time_s, value in curve],
     }
+    if (summary.get("batched") or {}).get("mode") == "fast":
+        known["batch_clients"] = "fast"
     return known | _costs(summary) | {"energy_kj": energy_kj(outcome.folder)} | _clients(outcome.folder, comparison)
 
 

@@ -32,7 +32,7 @@ from raafl.devices import fleets
 from raafl.errors import BadInput, nearest
 from raafl.lab.compare.comparison import Options
 from raafl.lab.compare.processes import check_free, in_processes, ranks_log, start
-from raafl.lab.report.groups import NOT_THE_EXPERIMENT
+from raafl.lab.report.groups import of_experiment
 from raafl.rules import CURRENT
 from raafl.runfolder.checkpoints import load, newest
 from raafl.runfolder.events import read_summary
@@ -113,7 +113,7 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
 
     row = parsed(config, label, options, seeds[0])
     fields = yaml.safe_load(row.config_yaml)
-    experiment = {name: value for name, value in fields.items() if name not in NOT_THE_EXPERIMENT}
+    experiment = of_experiment(fields)
     experiment["contents"] = {
         path.name if path == fleets.FILE else str(path): file_digest(path) for path in _named_files(fields)
     }

@@ -105,8 +105,18 @@ def flat(value: object, prefix: str = "") -> dict[str, str]:
     return found
 
 
+def of_experiment(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config that results depend on; ``batch_clients`` is one where it is fast."""
+    is_fast = config.get("batch_clients") == "fast"
+    return {
+        name: value
+        for name, value in config.items()
+        if name not in NOT_THE_EXPERIMENT or (name == "batch_clients" and is_fast)
+    }
+
+
 def _experiment(run: RecordedRun) -> dict[str, Any]:
-    found = {name: value for name, value in run.config.items() if name not in NOT_THE_EXPERIMENT}
+    found = of_experiment(run.config)
     if run.goals:  # a resumed run may have other limits than its config
         goals = Goals.from_json(run.goals)
         targets = list(map(str, goals.targets))

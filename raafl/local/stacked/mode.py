@@ -96,6 +96,11 @@ _BY_SLICES: frozenset[Any] = frozenset(
 _WITHOUT_RULE: frozenset[Any] = frozenset((F.embedding_bag, F.bilinear, F.local_response_norm))
 """Those of them for which torch's vmap has no rule of its own, so that it would loop, and warn."""
 
+_CONVOLUTIONS: frozenset[Any] = frozenset(
+    (torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+)
+"""Those of them for which vmap's rule, one convolution in groups, is slower on a CPU than one call per client."""
+
 _REDUCTIONS: frozenset[Any] = frozenset(
     (
         torch.sum,
@@ -187,7 +192,11 @@ class Stacked(TorchFunctionMode):
             return embedding(self._num, args, kwargs) if _has_stack(args, kwargs) else func(*args, **kwargs)
         if func in _BRANCHES:
             return self._agreed(func, *args) if _has_stack(args, kwargs) else func(*args, **kwargs)
-        is_exact = self._known is not None or func in _WITHOUT_RULE
+        is_cpu = self._device.type == "cpu"
+        is_exact = self._known is not None or func in _WITHOUT_RULE or (is_cpu and func in _CONVOLUTIONS)
+        # vmap has rules for a GPU's attention, none for a CPU's
+        if not (is_exact or is_cpu) and func is F.scaled_dot_product_attention and not _drops(*args, **kwargs):
+            return func(*args, **kwargs)
         if is_exact and (func in _BY_SLICES or func in _REDUCTIONS) and _has_stack(args, kwargs):
             return by_slices(func, args, kwargs, self._num)
         if func in _MAY_DRAW or (func in _DROPOUTS and _trains(*args, **kwargs)):
@@ -223,6 +232,18 @@ def _has_stack(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 def _trains(input: object, p: float = 0.5, training: bool = True, inplace: bool = False, **more: object) -> bool:
     return bool(more.get("train", training)) and p > 0
+
+
+def _drops(
+    query: object,
+    key: object,
+    value: object,
+    attn_mask: object = None,
+    dropout_p: float = 0.0,
+    *_: object,
+    **__: object,
+) -> bool:
+    return dropout_p > 0
 
 
 _IGNORED = -100

@@ -7,7 +7,7 @@ changes nothing but the time. Every process computes with the same number of thr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from raafl.core.types import Assignment, Update
@@ -32,6 +32,8 @@ class Executor(ABC):
 
     note: Callable[[str], None] = staticmethod(lambda text: None)  # function that shows a line to the user
     warn: Callable[[str], None] = staticmethod(lambda text: None)  # function that shows a warning; called on any thread
+    # function that writes to the journal which tasks were trained as one batch whose products have bits of their own
+    batch_trained: Callable[[Sequence[int]], None] = staticmethod(lambda assignments: None)
     # number of results after which the run ends if none is refused, so that more tasks are not trained in
     # advance; None = unknown
     needed: int | None = None
@@ -79,6 +81,18 @@ class Executor(ABC):
     def on_gpu(self) -> dict[str, Any]:
         """Return entries for the run's summary about captured steps, and data that lie on the GPU; empty on a CPU."""
         return {}
+
+    def follow(self, batches: Iterable[Sequence[int]]) -> None:
+        """Train these tasks together, by their assignments' ids, and all others one by one: as a recorded run did."""
+        return
+
+    def save(self) -> dict[str, Any]:
+        """Return what a checkpoint must have of this executor, as plain data and tensors; empty where no bit depends on it."""
+        return {}
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Restore the result of `save`, once the tasks of the checkpoint are submitted."""
+        return
 
     def close(self) -> None:
         """End other processes and release memory; the method can be called again."""
@@ -137,4 +151,5 @@ def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "mean_cohort": in_cohorts / max(cohorts, 1),
         "in_vain": in_vain,
         "by_the_loop": list(reasons),
+        **({"mode": "fast"} if any("mode" in one for one in found) else {}),
     }

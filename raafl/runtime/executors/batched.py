@@ -3,9 +3,13 @@
 In virtual time a result is needed only when it arrives, while values, data and seed of a task are known at assignment. So when a
 result is requested, all waiting tasks of the same spec and length are trained with it, the most urgent first, and stored.
 
-Nothing is assumed: the first batches of a spec, and the first with batches of another shape, are trained both ways and compared,
-including what they log and the state in which they leave the generators. What differs or fails is trained sequentially from then
-on.
+With ``fast`` products of all clients are one call, whatever its bits: which tasks were together is written to the journal, so
+that a replay trains the same ones, and what a later checkpoint needs is saved. Only gross differences from one client alone are
+looked for, once for each kind.
+
+Else nothing is assumed: the first batches of a spec, and the first with batches of another shape, are trained both ways and
+compared, including what they log and the state in which they leave the generators. What differs or fails is trained sequentially
+from then on.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ import heapq
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raafl.core.saving import from_plain, to_plain
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import USER_ERRORS, TaskFailed, format_error
@@ -45,6 +50,10 @@ _FIRST_S = 0.07  # extra seconds of the first trial, which also tests products a
 # number of batches whose clients took different branches, after which tasks of that kind are trained one by one
 _MOST_PARTED = 3
 
+_MOST_ROUNDING = 0.05
+"""Largest distance of a fast client's change from that of the client alone, over the latter's length: rounding grows in steps."""
+_ANSWER = ("tensors", "num_samples", "num_steps", "metrics", "extra", "refusal")
+"""What a checkpoint has of a result; ids and times come from its assignment."""
 _ALONE: Like = (FULL, -1, -1)  # kind of all tasks that are trained one by one
 
 
@@ -86,11 +95,12 @@ class BatchedExecutor(Executor):
     """
 
     def __init__(
-        self, trainer: LocalTrainer, data: Callable[[int], ClientData], most: int | Literal["auto"] = "auto"
+        self, trainer: LocalTrainer, data: Callable[[int], ClientData], most: int | Literal["auto", "fast"] = "auto"
     ) -> None:
-        self._trainer, self._data, self._most = trainer, data, most
+        self._trainer, self._data, self._most, self._is_fast = trainer, data, most, most == "fast"
         self._least = _LEAST_AUTO if most == "auto" else _LEAST
-        self._together = CohortTrainer(trainer)
+        self._together = CohortTrainer(trainer, fast=self._is_fast)
+        self._recorded: dict[int, Sequence[int]] | None = None  # in a replay: by task, those that were trained with it
         self._waiting: defaultdict[Like, dict[int, Member]] = defaultdict(dict)
         # heaps of (time needed, id); some entries are not waiting any more
         self._order: defaultdict[Like, list[tuple[float, int]]] = defaultdict(list)
@@ -158,6 +168,7 @@ class BatchedExecutor(Executor):
             "in_vain": self._num_in_vain + len(self._kept),
             "by_the_loop": list(self._reasons),
             "not_tried": self._not_tried,
+            **({"mode": "fast"} if self._is_fast else {}),
         }
 
     def on_gpu(self) -> dict[str, Any]:
@@ -186,6 +197,9 @@ class BatchedExecutor(Executor):
         standing = self._standing.setdefault(kind, _Standing())
         if kind == _ALONE or standing.reason is not None:
             self._not_tried = "train.lr_schedule gives tasks learning rates of their own"
+            return
+        if self._is_fast:
+            self._train_fast(assignment_id, kind, context)
             return
         most = self._cap(kind[0])
         members = self._due(kind, most if self.needed is None else min(most, self.needed))
@@ -230,6 +244,87 @@ class BatchedExecutor(Executor):
         if self._most == "auto" and standing.is_slow and len(members) >= _TRIALS[-1]:
             self._leave(kind, Unstackable(f"{len(members)} clients are not faster together than one after the other"))
 
+    # ---- fast: bits of their own ----
+
+    def _train_fast(self, assignment_id: int, kind: Like, context: TaskContext) -> None:
+        """Train a task with all similar ones that wait, or in a replay with those that it was trained with."""
+        standing, waiting = self._standing[kind], self._waiting[kind]
+        if self._recorded is not None:
+            members = [waiting[number] for number in self._recorded.get(assignment_id, ()) if number in waiting]
+        else:
+            most = self._cap(kind[0])
+            members = self._due(kind, most if self.needed is None else min(most, self.needed))
+        if len(members) < _LEAST:
+            self._not_tried = f"fewer than {_LEAST} tasks of the same submodel and length wait at a time"
+            return
+        try:
+            trained = self._together.train(members)
+            if self._recorded is None and not standing.seen:
+                self._check_fast(members[:2], trained, context)
+        except USER_ERRORS as error:
+            self._leave(kind, error)
+            return
+        standing.seen |= trained.seen.keys()
+        self._keep(members, [trained] * len(members))
+        self._num_cohorts += 1
+        self._num_in_cohorts += len(members)
+        self.batch_trained([member.assignment.id for member in members])
+
+    def _check_fast(self, members: Sequence[Member], trained: Trained, context: TaskContext) -> None:
+        """Raise `Unstackable` if clients differ by more than rounding from what they are alone."""
+        for member in members:
+            alone = attempt(self._trainer, *member, context)
+            alone.tensors = alone.tensors.clone()
+            found = trained.update(member.assignment.id, context)
+            if alone.refusal != found.refusal or alone.num_steps != found.num_steps or alone.extra != found.extra:
+                raise Unstackable("clients trained together give another answer than alone")
+            gap, length = 0.0, 0.0
+            for dtype, values in alone.tensors.buffers.items():
+                if values.is_floating_point():
+                    start = member.received.buffers[dtype][: len(values)].to(values.device)
+                    change = values if self._trainer.sends == "delta" else values - start
+                    gap += float((found.tensors.buffers[dtype] - values).double().square().sum())
+                    length += float(change.double().square().sum())
+            if gap > _MOST_ROUNDING**2 * length and alone.refusal is None:
+                raise Unstackable("clients trained together differ from those alone by more than rounding")
+
+    def follow(self, batches: Iterable[Sequence[int]]) -> None:
+        """Train the tasks of a recorded run together as it did; see `Executor.follow`."""
+        self._recorded = {number: batch for batch in batches for number in batch}
+
+    def save(self) -> dict[str, Any]:
+        """Return results that nobody has asked for yet, since their bits depend on tasks that are over; see `Executor.save`."""
+        if not self._is_fast:
+            return {}
+        for number, found in self._kept.items():
+            if isinstance(found, Trained):
+                update = found.update(number)
+                update.tensors = update.tensors.clone()
+                self._kept[number] = update
+        answers = [
+            [number, {name: to_plain(getattr(found, name)) for name in _ANSWER}]
+            for number, found in self._kept.items()
+            if isinstance(found, Update)
+        ]
+        tried = [
+            [to_plain(kind), one.reason, one.parted]
+            for kind, one in self._standing.items()
+            if one.seen or one.reason is not None
+        ]
+        return {"answers": answers, "tried": tried}
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Restore the result of `save`; see `Executor.restore`."""
+        device = self._trainer.fabric.device
+        for number, answer in data.get("answers", ()):
+            member = self._waiting[self._kinds[number]].pop(number)
+            ids = member.assignment.id, member.assignment.client, member.assignment.incarnation
+            self._kept[number] = Update(*ids, **{name: from_plain(answer[name], device) for name in _ANSWER})
+        for kind, reason, parted in data.get("tried", ()):
+            self._standing[from_plain(kind)] = _Standing(reason, {None}, parted=parted)
+
+    # ---- to the same bits ----
+
     def _why_not(self, kind: Like, size: int, trial: bool) -> str:
         """Return why ``size`` waiting tasks of a kind are not trained as one batch now; empty if they are."""
         if size < self._least:
@@ -239,7 +334,11 @@ class BatchedExecutor(Executor):
         return "" if self._pays(self._standing[kind], size) else f"{size} clients are not faster as one batch"
 
     def _cap(self, spec: Spec) -> int:
-        return min(MOST, MOST_BYTES // max(self._together.num_bytes(spec), 1)) if self._most == "auto" else self._most
+        return (
+            min(MOST, MOST_BYTES // max(self._together.num_bytes(spec), 1))
+            if isinstance(self._most, str)
+            else self._most
+        )
 
     def _due(self, kind: Like, size: int) -> list[Member]:
         """Return up to ``size`` waiting tasks of a kind, those needed first at the front."""

@@ -27,7 +27,7 @@ def test_rows_in_two_modes_of_batches_have_a_warning():
     fast, plain = {"batch_clients": "fast"}, {}
     rows = [{"row": "A", "runs": [fast, fast]}, {"row": "B", "runs": [plain]}]
     assert report.warnings({"rows": rows, "eval_every": 10}) == [
-        "Rows were not trained in one mode: 'A' with batch_clients fast, whose last bits differ, the others not."
+        "Rows were not trained in one mode: A with batch_clients fast, whose last bits differ, the others not."
     ]
     assert report.warnings({"rows": rows[:1], "eval_every": 10}) == []
 

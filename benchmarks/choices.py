@@ -216,8 +216,8 @@ def left_out(
 
 
 def _beside(mine: MethodRuns, others: Mapping[str, MethodRuns]) -> Row:
-    """Return the ratio of medians to each other method, and of all pairs of runs those in which this method is sooner."""
-    row: Row = {}
+    """Return each run's seconds, the ratio of medians to each other method, and the pairs in which this method is sooner."""
+    row: Row = {"seconds": {"auto": list(mine.seconds), **{name: list(one.seconds) for name, one in others.items()}}}
     for label, other in others.items():
         name, test = label.lower().replace(", ", "-"), rank_test([(mine.seconds, other.seconds)])
         row[f"over_{name}"] = _finite(mine.over(other))
@@ -348,11 +348,15 @@ def unseen(paths: Sequence[Path]) -> list[Row]:
 def by_fleet(name: str, rows: Sequence[Row]) -> Row:
     """Return auto's time over that of FedBuff's defaults, as a geometric mean over fleets, each by the mean over its tasks.
 
+    The ranks are over all runs, compared within each cell, where one that did not reach the target is later than all others.
+
     Args:
         name: name of these fleets.
-        rows: rows of cells, with the fleet and the time over the defaults'; without one where a median run did not reach
-            the target.
+        rows: rows of cells, with the fleet, each run's seconds, and the ratio of medians over the defaults'; that is
+            null or missing where a median run did not reach the target.
     """
+    test = rank_test([(row["seconds"]["auto"], row["seconds"][_defaults(row)]) for row in rows])
+    assert test is not None, f"no cell of the fleets {name} has runs of auto and of FedBuff's defaults"
     logs: dict[str, list[float]] = {}
     for row in rows:
         if row.get("over_fedbuff-defaults"):
@@ -364,7 +368,14 @@ def by_fleet(name: str, rows: Sequence[Row]) -> Row:
         "cells": sum(bool(row.get("over_fedbuff-defaults")) for row in rows),
         **found,
         "slower": sum(fmean(v) > 0 for v in logs.values()),
+        "sooner": f"{test.pairs - test.later:g} of {test.pairs}",
+        "p": test.p,
     }
+
+
+def _defaults(row: Row) -> str:
+    """Return the label of FedBuff with its defaults among a cell's rows."""
+    return next(label for label in row["seconds"] if label in (DEFAULTS, "FedBuff, defaults"))
 
 
 def all_fleets(rows: Sequence[Row], left: Sequence[Row]) -> list[Row]:
@@ -377,6 +388,11 @@ def all_fleets(rows: Sequence[Row], left: Sequence[Row]) -> list[Row]:
     known = [{**row, "over_fedbuff-defaults": row["over_fedbuff-10"]} for row in left]
     groups = {"unknown to the table": rows, "left out of it in turn": known, "all of them": [*rows, *known]}
     return [by_fleet(name, group) for name, group in groups.items()]
+
+
+def _short(row: Row) -> Row:
+    """Return a row as it is printed: without its runs and the methods that are always taken."""
+    return {name: value for name, value in row.items() if name != "seconds" and not name.startswith("always")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -392,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = unseen(options.unseen)
         left = [row for row in json.loads(RESULT.read_text())["rows"] if row["part"] == "cell"]
         groups = all_fleets(rows, left)
-        print(table(rows), table(groups), sep="\n\n")
+        print(table([_short(row) for row in rows]), table(groups), sep="\n\n")
         if not options.check:
             parts = [{"part": "cell", **row} for row in rows] + [{"part": "fleets", **row} for row in groups]
             UNSEEN.write_text(json.dumps(report(parts), indent=2) + "\n")
@@ -405,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 seen[key][DEFAULTS] = one
     rows = left_out(found, seen, lambda key, others: choose(experiments[key], others).candidate.label)
     shown = summary(rows, seen, [one.label for one in found.candidates])
-    print(table([{name: value for name, value in row.items() if not name.startswith("always")} for row in rows]))
+    print(table([_short(row) for row in rows]))
     print(json.dumps(shown, indent=1))
     if options.check:
         return

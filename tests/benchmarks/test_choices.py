@@ -152,6 +152,7 @@ def test_of_a_grid_with_auto_its_choice_and_its_time_are_told(tmp_path):
             "reached": 2,
             "chosen": "fed_avg",
             "adjusted": 1,
+            "seconds": {"auto": [40.0, 50.0], "FedBuff, defaults": [80.0, 100.0]},
             "over_fedbuff-defaults": pytest.approx(0.5),
             "sooner_fedbuff-defaults": "4 of 4",
         }
@@ -159,13 +160,24 @@ def test_of_a_grid_with_auto_its_choice_and_its_time_are_told(tmp_path):
 
 
 def test_a_fleet_counts_once_whatever_its_tasks():
-    """1/2 and 2 on one fleet are 1 together; beside 1/4 of another that is 1/2. The one left out has 4: (1 x 1/4 x 4)^(1/3) = 1."""
+    """1/2 and 2 on one fleet are 1 together; beside 1/4 of another that is 1/2. The one left out has 4: (1 x 1/4 x 4)^(1/3) = 1.
+
+    By runs: auto is sooner in 2.5 of the 4 pairs of the first cell, where one run of each did not arrive and they are level.
+    """
+
+    def cell(fleet, ratio, ours, theirs, label="FedBuff, defaults"):
+        return {"fleet": fleet, "over_fedbuff-defaults": ratio, "seconds": {"auto": ours, label: theirs}}
+
     rows = [
-        {"fleet": "a", "over_fedbuff-defaults": 0.5},
-        {"fleet": "a", "over_fedbuff-defaults": 2.0},
-        {"fleet": "b", "over_fedbuff-defaults": 0.25},
+        cell("a", 0.5, [1.0, None], [2.0, None]),
+        cell("a", 2.0, [2.0], [1.0]),
+        cell("b", 0.25, [1.0], [4.0]),
+        cell("b", None, [None], [None]),
     ]
-    new, left, together = choices.all_fleets(rows, [{"fleet": "c", "over_fedbuff-10": 4.0}])
+    last = {"fleet": "c", "over_fedbuff-10": 4.0, "seconds": {"auto": [4.0], "FedBuff-10": [1.0]}}
+    new, left, together = choices.all_fleets(rows, [last])
     assert new["ratio"] == pytest.approx(0.5) and (new["number"], new["cells"], new["slower"]) == (2, 3, 0)
-    assert left["ratio"] == pytest.approx(4.0) and left["low"] is None
+    assert new["sooner"] == "4 of 7"  # 2.5 of 4, 0, 1, and half of a pair without a difference
+    assert left["ratio"] == pytest.approx(4.0) and left["low"] is None and left["sooner"] == "0 of 1"
     assert together["ratio"] == pytest.approx(1.0) and (together["number"], together["slower"]) == (3, 1)
+    assert together["sooner"] == "4 of 8"

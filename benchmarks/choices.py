@@ -433,7 +433,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     TABLE.write_text(json.dumps({**made, **found.to_json()}, indent=1) + "\n")
     parts = [{"part": "cell", **row} for row in rows] + [{"part": "rule", **row} for row in rules(shown)]
     parts += [{"part": "rate", **row} for row in rates]
-    RESULT.write_text(json.dumps(report(parts, grid=grid["name"], summary=shown), indent=2) + "\n")
+    made_of = {**report(parts, grid=grid["name"], summary=shown), "date": grid["date"]}  # when its runs were made
+    RESULT.write_text(json.dumps(made_of, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -327,7 +327,7 @@ def run_rows(work: Workload, methods: dict[str, Algorithm]) -> list[Row]:
 
 
 def on_device(device: str, folder: Path, short: bool = False) -> list[Row]:
-    """Measure whole runs of three models on a device, client by client and as one batch, each after one to warm up.
+    """Measure whole runs of three models on a device: client by client, as one batch, and as a fast one, each after a warm-up.
 
     Args:
         device: device of the model and of the clients.
@@ -338,7 +338,7 @@ def on_device(device: str, folder: Path, short: bool = False) -> list[Row]:
     for work in (replace(SMALL, clients=8, cohort=4, rounds=1),) if short else (WIDE, CONVOLUTIONS, VIT):
         data, seconds = RandomData(work), dict[Any, float]()
         summaries: dict[Any, dict[str, Any]] = {}
-        for way, name in itertools.product((1, "auto"), ("warm", "measured")):
+        for way, name in itertools.product((1, "auto", "fast"), ("warm", "measured")):
             few = work if name == "measured" else replace(work, rounds=1)
             at = folder / f"{work.name}-{way}-{name}"
             seconds[way], summaries[way] = run(few, data, fed_async(cohort=work.cohort), way, at, device)
@@ -349,6 +349,8 @@ def on_device(device: str, folder: Path, short: bool = False) -> list[Row]:
                 "per_s": work.trainings / seconds["auto"],
                 "over_loop": seconds[1] / seconds["auto"],
                 "mean_cohort": summaries["auto"].get("batched", {}).get("mean_cohort", 1),
+                "fast_over_loop": seconds[1] / seconds["fast"],
+                "fast_cohort": summaries["fast"].get("batched", {}).get("mean_cohort", 1),
             }
         )
     return rows

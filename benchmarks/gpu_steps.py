@@ -347,6 +347,34 @@ def sharing(where: Where) -> list[Row]:
     return rows
 
 
+def ranks(where: Where) -> list[Row]:
+    """Tasks per second of simulate with 1, 2, 4, 8 and 16 ranks on one GPU, which all give one model."""
+    rows: list[Row] = []
+    options = ["--clients", "64", "--algorithm", "fed_async", "--max_updates", "1000", "--eval_every", "100000"]
+    for num in (1, 2, 4, 8, 16):
+        if num > max(os.cpu_count() or 1, 2) and not where.dry:
+            rows.append({"ranks": num, "value": f"only {os.cpu_count()} cores here"})
+            continue
+        summary = _raafl(
+            where, f"ranks-{num}", "simulate", *QUICK, *options, *where.options, ranks=num if num > 1 else 0
+        )
+        if where.dry:
+            summary = {"updates_merged": 0, "wall_s": 1.0, "model_digest": ""}
+        per_s = summary["updates_merged"] / summary["wall_s"]
+        one = rows[0] if rows else {"value": per_s, "digest": summary["model_digest"]}
+        rows.append(
+            {
+                "ranks": num,
+                "value": per_s,
+                "over one": per_s / one["value"] if one["value"] else 0.0,
+                "digest": summary["model_digest"],
+                "goal": "one digest",
+                "met": summary["model_digest"] == one["digest"],
+            }
+        )
+    return rows
+
+
 def two_gpus(where: Where) -> list[Row]:
     """A server and a client on a GPU each: staged, and over NCCL."""
     rows, options = [], [*QUICK, "--clients", "1", "--max_updates", "40", "--emulate", "false", *where.options]
@@ -393,6 +421,7 @@ STEPS = {
         Step(together, 90, timed=True),
         Step(language, 90, timed=True),
         Step(sharing, 90, timed=True),
+        Step(ranks, 180, timed=True),
         Step(two_gpus, 90, timed=True, num_gpus=2),
     )
 }

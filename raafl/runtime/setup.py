@@ -439,8 +439,6 @@ def make_executor(
 
     `own`: data of each client that trains on its own data instead of a share of the run's; None = no such client.
     """
-    if ranks and parts.experiment.batch_clients == "fast":
-        raise BadInput("batch_clients is fast, which is for one process: start simulate without torchrun, or give auto")
     own, max_built = own or {}, min(MAX_BUILT, 2 * len(parts.clients))
     options = parts.experiment.fabric.at(Place.here(None)) if ranks else parts.experiment.fabric
     trainer = _make_trainer(parts.experiment, parts.submodels, options, max_built)

@@ -32,6 +32,11 @@ def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[
         raise BadInput(
             f"engine.name is 'ray', but the run has {num_ranks} ranks that train already: start it without torchrun"
         )
+    if experiment.batch_clients == "fast":
+        raise BadInput(
+            f"batch_clients is fast, which is for one process, but the run has {num_ranks} ranks: start it without torchrun, or "
+            "give auto"
+        )
     transport = TRANSPORTS["ranks"](ConnectOptions(num_ranks - 1, wait_s, wait_s, nccl=experiment.transport == "nccl"))
     if transport.client == 0:
         with transport:

@@ -15,11 +15,12 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import lru_cache
-from typing import Final, Literal, get_args
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
 
 LogFormat = Literal["text", "json"]
 FORMATS: Final[tuple[LogFormat, ...]] = get_args(LogFormat)
@@ -113,3 +114,60 @@ def in_notebook() -> bool:
     """Check whether this process runs a Jupyter notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")
+
+
+_MAX_WARNINGS: Final = 100
+_run_log = logging.getLogger("raafl.run")
+
+
+class Notices:
+    """Log what a run says, and keep its warnings; on the terminal only warnings are printed. `raafl.watch` shows more.
+
+    `warnings`: texts of the warnings logged so far, in order.
+    `stamped`: whether each line of a display begins with date and time.
+    """
+
+    stamped = False
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def follow(self, writer: Any, folder: Path | None = None) -> None:
+        """Show the rows that a run's ``writer`` writes from now on, after those of ``folder`` if it is given."""
+
+    def show_executor(self, executor: Any) -> None:
+        """Let ``executor`` say how it trains."""
+        executor.note, executor.warn = self.note, self.warn
+
+    def start(self, title: str) -> None:
+        """Log the name of the run."""
+        self._say(title, lambda: None)
+
+    def update(self, snapshot: Any = None, evaluated: bool = False) -> None:
+        """Show how far the run is."""
+
+    def note(self, text: str) -> None:
+        """Log a line of text."""
+        self._say(text, lambda: None)
+
+    def warn(self, text: str) -> None:
+        """Log a warning, unless it was logged before, and keep it; callable from any thread."""
+        if text in self.warnings or len(self.warnings) >= _MAX_WARNINGS:
+            return
+        self.warnings.append(text)
+        self._say(text, partial(self._print_warning, text), logging.WARNING)
+
+    def _print_warning(self, text: str) -> None:
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"raafl: warning: {text}\n")
+            sys.stderr.flush()
+
+    def _say(self, text: str, show: Callable[[], None], level: int = logging.INFO) -> None:
+        """Log ``text``, which the console prints by calling ``show``."""
+        _run_log.log(level, text, extra={"show": show})
+
+    def abandon(self) -> None:
+        """Leave the terminal as it was, just before the process exits."""
+
+    def stop(self) -> None:
+        """End the display; a second call does nothing."""

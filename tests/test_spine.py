@@ -18,7 +18,19 @@ import pytest
 from tests.habits.source import ROOT, modules, nodes, tree
 
 PAGE = ROOT / "docs" / "spine.md"
-QUICK_START = ("command line", "data sources", "axes", "proof", "methods")
+QUICK_START = (
+    "command line",
+    "data sources",
+    "axes",
+    "proof",
+    "methods",
+    "costs",
+    "smaller modules",
+    "state of modules",
+    "first look",
+    "divergence",
+    "final model",
+)
 """Rooms that `raafl simulate --config quickstart` names."""
 ARGV = ["simulate", "--config", "quickstart", "--progress", "quiet"]
 

@@ -183,11 +183,11 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
             classes that are not part of raafl, and this user has not run it here.
         SystemExit: `--help` or `--print_config` was given.
     """
-    from raafl.config.trust import SENDS, imports_only, is_trusted, of_folder, paths
-
     trusted = TRUST in argv
     argv = expand_algorithm(expand_strict([item for item in argv if item != TRUST]))
     if config_yaml is None and (folder := _resumed(argv)) is not None:
+        from raafl.config.trust import SENDS, is_trusted, of_folder
+
         trusted = is_trusted(folder, asked=trusted)
         # an untrusted config must not choose where this user's model is uploaded
         config_yaml = of_folder(folder, trusted=trusted, without=() if trusted else SENDS)
@@ -199,6 +199,8 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
     with ExitStack() as stack:
         if config_yaml is not None:
             if not trusted and not _names_own(argv):
+                from raafl.config.trust import imports_only, paths
+
                 stack.enter_context(imports_only(paths()))
             file = Path(stack.enter_context(TemporaryDirectory(prefix="raafl-"))) / "config.yaml"
             file.write_text(config_yaml, encoding="utf-8")
@@ -363,15 +365,15 @@ def _resumed(argv: Sequence[str]) -> Path | None:
 
 def _with_recorded_rules(argv: list[str]) -> list[str]:
     """Add the rules version of the run to be resumed, for a user who gives a config of his own."""
-    import yaml
-
-    from raafl.config.trust import of_folder
-
     resumed = values(argv, "--resume")[-1:]
     if not resumed or not values(argv, "--config") or values(argv, "--rules"):
         return argv
     if not (Path(resumed[0]) / "config.yaml").is_file():
         return argv
+    import yaml
+
+    from raafl.config.trust import of_folder
+
     recorded = yaml.safe_load(of_folder(Path(resumed[0]), trusted=True))
     return [*argv, "--rules", str(recorded["rules"])]
 

@@ -8,12 +8,10 @@ names). `of_folder` is for the config of a run folder.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,13 +21,13 @@ import yaml
 
 from raafl import data, parts
 from raafl.algorithms import ALGORITHMS
-from raafl.atomic_file import state_folder
 from raafl.config.check import MADE, Check
 from raafl.config.experiment import ABOUT, ACCELERATORS, marked
+from raafl.config.own_runs import is_own
 from raafl.core.options import CAPTURES
 from raafl.errors import BadInput, RunFailed
 from raafl.rules import recorded_revision
-from raafl.sanitize import LARGEST, inside, is_url, load_untrusted_yaml, sanitize_text
+from raafl.sanitize import LARGEST, inside, load_untrusted_yaml, sanitize_text
 
 _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.most} | {"Device.count": 1_000_000}
 """Largest value that a server's config may give, by field; larger ones would only use up a client's resources."""
@@ -157,21 +155,6 @@ def is_trusted(folder: Path, *, asked: bool) -> bool:
         return is_own((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return False
-
-
-def remember(config_yaml: str, run_folder: Path) -> None:
-    """Record that this user has run a config, so that `is_trusted` accepts it later.
-
-    Nothing is recorded for a config that needs no trust: one that names only classes of raafl and writes to no URL.
-    """
-    try:
-        tree = _tree(config_yaml)
-        _check_names(tree)
-        named = is_url(tree.get("output")) or tree.get("push_to_hub") is not None
-    except UntrustedValue:
-        named = True
-    if named:
-        record_run(config_yaml, run_folder)
 
 
 def _check_names(tree: Mapping[str, Any]) -> None:
@@ -343,38 +326,6 @@ def _is(pattern: re.Pattern[str], text: str) -> bool:
 def _refuse(where: str, value: object, why: str) -> NoReturn:
     shown = ascii(value)
     raise UntrustedValue(f"{where} is {shown if len(shown) <= 80 else shown[:77] + '...'}, {why}")
-
-
-# Remember which configs this user has run, so that commands on those runs trust them without `--trust_config`. A config
-# may name classes of the current folder. Whoever has run exactly this text there has already run these classes; a
-# changed or foreign config has another digest. The digests are stored outside all run folders, in the user's state
-# folder (`$XDG_STATE_HOME/raafl/runs`).
-
-_KEPT = 1000
-"""Largest number of remembered configs; the oldest are deleted first."""
-
-
-def record_run(config_yaml: str, run_folder: Path) -> None:
-    """Record that this user has run a config in this working folder; do nothing if the record cannot be written."""
-    with suppress(OSError, RuntimeError):  # the folder may be read-only, or the user may have no home
-        note = _note(config_yaml)
-        note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        note.write_text(json.dumps({"run": str(run_folder.absolute()), "working_folder": str(Path.cwd())}) + "\n")
-        notes = sorted(note.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
-        for old in notes[:-_KEPT]:
-            old.unlink(missing_ok=True)
-
-
-def is_own(config_yaml: str) -> bool:
-    """Check whether this user has run exactly this config in this working folder."""
-    with suppress(OSError, RuntimeError):
-        return _note(config_yaml).is_file()
-    return False
-
-
-def _note(config_yaml: str) -> Path:
-    digest = hashlib.sha256(f"{Path.cwd()}\0{config_yaml}".encode()).hexdigest()
-    return state_folder() / "runs" / f"{digest[:32]}.json"
 
 
 # List the names that an untrusted config may use; each names one of raafl's own objects. Allowing every name that

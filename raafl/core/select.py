@@ -16,7 +16,6 @@ from raafl.core.payload import MAX_CACHED, TransferCost
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Part, Work, derive_seed
 from raafl.devices.profiles import Profile, TaskTime
-from raafl.devices.variation import real_time
 from raafl.errors import BadInput
 from raafl.rules import Rules
 from raafl.submodel.cost import Cost
@@ -188,6 +187,10 @@ class SelectContext:
             task: number of tasks that the client had before, as in `Assignment.task`.
             up_from_s: time before which the upload cannot begin, since an earlier one takes the link.
         """
+        if not client.profile.varies:
+            return predicted
+        from raafl.devices.variation import real_time
+
         draw = partial(derive_seed, self.seed, "device", client.id)
         return real_time(client.profile, predicted, now, task, draw, up_from_s)
 

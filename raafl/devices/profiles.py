@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from raafl.devices import catalog, recordings
+from raafl.devices import catalog
 from raafl.devices.catalog import Presence
 from raafl.devices.checks import (
     CHANGES,
@@ -155,6 +155,17 @@ class Profile:
             for number, flops, num_bytes in kernels
         )
 
+    @property
+    def varies(self) -> bool:
+        """Whether the speed of the device or of its links changes over time."""
+        drifts = (self.speed_jitter, self.link_jitter, self.speed_drift, self.link_drift)
+        return any(drifts) or self.speed_changes is not None or self.link_changes is not None
+
+    @property
+    def has_series(self) -> bool:
+        """Whether a field is a series of times, which may be long."""
+        return any(getattr(self, name) is not None for name in ("availability", *CHANGES))
+
     def available(self, at_s: float) -> bool:
         """Check whether the client is available at the time ``at_s``, in seconds."""
         if self.availability is None:
@@ -244,7 +255,10 @@ class Device(Profile):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 problems.append(f"{name} is {number!r}; it must be a whole number, {least} or more")
-        problems += recordings.problems(self)
+        if self.recorded is not None:
+            from raafl.devices.recordings import problems as problems_of_file
+
+            problems += problems_of_file(self)
         if problems:
             raise ValueError(f"device {self.name!r}: " + "; ".join(problems))
 
@@ -273,7 +287,9 @@ class Device(Profile):
             windows, period_s = catalog.presence(self.presence, self.on_s, self.off_s, self.seed, number)
             own |= {"availability": windows, "period_s": period_s}
         if self.recorded is not None:
-            devices = recordings.load(self.recorded)
+            from raafl.devices.recordings import load
+
+            devices = load(self.recorded)
             own |= devices[number % len(devices)].fields(self.repeat_s)
         return Profile(**own)
 

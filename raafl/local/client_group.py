@@ -27,9 +27,9 @@ from raafl.local.record import Recorder
 from raafl.local.trainable import TrainableSubmodel
 from raafl.rng import reseed
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
-from raafl.submodel.cut.shrink import Shrunk
 from raafl.submodel.flat import reals, sum_of_bits, wide_dtype
 from raafl.submodel.module_state import ModuleState
+from raafl.submodel.submodels import Shrunk
 from raafl.units import size
 
 if TYPE_CHECKING:

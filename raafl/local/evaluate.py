@@ -23,7 +23,6 @@ from raafl.module_hooks import move_batch, overrides, stage
 from raafl.rng import RngStream, generators, same_generators
 from raafl.submodel import FULL, FlatTensors, Submodels
 from raafl.submodel.flat import is_merged
-from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import to_device
 
 TURN_S = 0.01
@@ -66,6 +65,8 @@ class Evaluator:
         self.num_batches = 0
         self._recorder = Recorder()
         self._recorder.attach(self.module)
+        from raafl.submodel.module_state import ModuleState
+
         self._state = ModuleState(self.module, submodels)
         self._metrics, self._lives = LivingMetrics(self.module), metrics_live
         self.living: dict[str, dict[str, Any]] = {}

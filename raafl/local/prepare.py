@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from raafl.core.options import Training
-from raafl.core.types import Warn
-from raafl.data.federated import FederatedData
 from raafl.errors import USER_ERRORS, BadInput, user_frame
-from raafl.local.record import Recorder
-from raafl.module_hooks import Schedule, TrainerStandIn, attach, begin, configure, move_batch, overrides
+from raafl.module_hooks import attach, overrides
 from raafl.rng import seeded, undisturbed
 from raafl.submodel.cut.layers import computed_by, copy_structure, persistent_buffers
 from raafl.submodel.flat import is_finite
-from raafl.submodel.isolated_run import loss_of, settle
-from raafl.submodel.nested_batch import batch_tensors, to_device
+from raafl.submodel.nested_batch import batch_tensors
 
 STEPS = ("training_step", "validation_step", "test_step")
 _GIVEN = "_raafl_given"
@@ -217,7 +209,6 @@ def _computed(module: nn.Module) -> Iterator[str]:
 # `raafl.submodel.module_state.ModuleState` restores them before each task, evaluation and trial.
 
 _TRAINING = "_raafl_modes"
-_SHOWN = 3
 T = TypeVar("T", bound=nn.Module)
 
 
@@ -232,31 +223,6 @@ def call_own_train(module: nn.Module) -> None:
             part.train(part.training)
             for inner in in_eval:
                 inner.training = False
-
-
-def eval_mode_note(module: nn.Module) -> list[str]:
-    """Return a line for the start of a run on the parts of its model that are in eval mode; none if there are none.
-
-    A model that is in eval mode as a whole is a warning.
-    """
-    parts = list(module.named_modules())
-    in_eval = [path for path, part in parts if not part.training]
-    kind = type(module).__name__
-    if not in_eval:
-        return []
-    if not module.training:
-        return [
-            Warn(
-                f"{kind} is in eval mode, with {len(in_eval)} of its {len(parts)} layers, and trains so (no dropout, no batch "
-                "statistics): call .train() on it before the run"
-            )
-        ]
-    tops = [path for path in in_eval if path.rpartition(".")[0] not in in_eval]
-    named = ", ".join(tops[:_SHOWN]) + (", ..." if len(tops) > _SHOWN else "")
-    return [
-        f"{len(in_eval)} of {len(parts)} layers of {kind} are in eval mode, as it was built, and train so ({named}): call .train() "
-        "on them for train mode"
-    ]
 
 
 def in_eval_mode(module: T) -> T:
@@ -275,171 +241,6 @@ def with_modes_of_training(module: T) -> T:
         for part, training in zip(parts, before, strict=True):
             part.training = training
     return module
-
-
-_NO_INPUT_GRADIENT = "None of the inputs have requires_grad=True"
-"""Prefix of torch's warning about reentrant checkpointing."""
-
-
-class Tried(NamedTuple):
-    """Result of a training step that was tried before the run."""
-
-    logged: list[str]  # names of the values that the training step logs
-    warnings: list[str]  # warnings for the user, one line each
-    optimizer: Optimizer  # optimizer that `configure_optimizers` returned
-
-
-def try_training(
-    module: nn.Module,
-    batch: object,
-    device: torch.device | str = "cpu",
-    more: Callable[[], Any] | None = None,
-    *,
-    may_skip: bool = False,
-) -> Tried:
-    """Try the training step, backward pass and `configure_optimizers` of ``module`` once, to find errors before the run.
-
-    Parameters and random state stay unchanged, but buffers may change, so pass a copy of the module.
-
-    `more`: function that returns another batch, which is tried if the step skips ``batch`` by returning None.
-
-    Raises:
-        BadInput: a step fails, or returns no scalar loss that depends on the parameters.
-    """
-    kind, recorder, trainer = type(module).__name__, Recorder(), attach(module)
-    trainer.measure(recorder.latest.metrics)
-    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-    logs = [(part, name, vars(part).get(name)) for part in module.modules() for name in ("log", "log_dict")]
-    recorder.attach(module)
-    try:
-        with torch.random.fork_rng(devices):
-            with explained(module, "configure_optimizers"):
-                optimizer, schedules = configure(module)
-                trainer.begin(optimizer, schedules)
-            before = _forms(module)
-            with _reentrant_warnings() as unseen:
-                batch, answer = _first_answer(module, _tries(batch, more), torch.device(device))
-            tried = Tried(recorder.names, _warnings(kind, trainer, recorder, schedules), optimizer)
-            if answer is None and may_skip:
-                return tried
-            with explained(module, "training_step, backward", batch):
-                _checked_loss(kind, answer, is_cut_off=bool(unseen)).backward()  # type: ignore[no-untyped-call]
-            if unseen:
-                _check_reached(module)
-            _check_buffers(module, before)
-            return tried
-    finally:
-        module.zero_grad(set_to_none=True)
-        for part, name, value in logs:
-            if value is not None:
-                setattr(part, name, value)
-            else:
-                vars(part).pop(name, None)
-
-
-def _first_answer(module: nn.Module, tries: Iterable[tuple[object, int]], device: torch.device) -> tuple[object, Any]:
-    """Run training steps until one returns a loss; return the batch on the device and the result, None if there was none."""
-    batch = answer = None
-    for given, index in tries:
-        with explained(module, "hooks before training_step", given):
-            batch = move_batch(module, given, device, to_device)
-            begin(module, batch)
-        with explained(module, "training_step", batch):
-            answer = module.training_step(batch, index)  # type: ignore[operator]
-        if answer is not None:
-            break
-    return batch, answer
-
-
-def _tries(batch: object, more: Callable[[], Any] | None) -> Iterator[tuple[Any, int]]:
-    yield batch, 0
-    yield batch, 1
-    if more is not None:
-        yield more(), 1
-
-
-def _warnings(name: str, trainer: TrainerStandIn, recorder: Recorder, schedules: Sequence[Schedule]) -> list[str]:
-    found, logged = [], recorder.latest.metrics()
-    for schedule in schedules:
-        if schedule.monitor is not None and schedule.monitor not in logged:
-            found.append(
-                f"{name}: {type(schedule.scheduler).__name__} monitors '{schedule.monitor}', which training_step does not log, "
-                f"so that it never changes the learning rate: monitor one of {', '.join(logged) or 'what it logs'}"
-            )
-    if trainer.asked & {"logger", "loggers"}:
-        found.append(f"{name} uses self.logger, which records nothing during a task: use self.log for numbers")
-    return found
-
-
-@contextmanager
-def _reentrant_warnings() -> Iterator[list[str]]:
-    """Collect torch's warnings about checkpointed parts whose input requires no gradient; show all other warnings."""
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as given:
-        warnings.simplefilter("always")
-        yield found
-    for warning in given:
-        if _NO_INPUT_GRADIENT in str(warning.message):
-            found.append(str(warning.message))
-        else:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-
-
-def _check_reached(module: nn.Module) -> None:
-    """Raise `BadInput` if checkpointing cut trained parameters off, so that they get no gradient."""
-    without = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
-    if without:
-        shown = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
-        raise BadInput(_cut_off(type(module).__name__, f"{shown} get none and would not train"))
-
-
-def _cut_off(kind: str, what: str) -> str:
-    return (
-        f"{kind}.training_step checkpoints layers (use_reentrant=True) whose input needs no gradient, so that {what}: "
-        "give use_reentrant=False, or let the input require a gradient (enable_input_require_grads() in transformers)"
-    )
-
-
-def _checked_loss(kind: str, answer: object, *, is_cut_off: bool = False) -> Tensor:
-    loss, given = answer, _shown(answer)
-    if isinstance(answer, Mapping):
-        loss = answer.get("loss")
-        keys = ", ".join(repr(key) for key in answer) or "nothing"
-        given = f"{_shown(loss)} as 'loss'" if "loss" in answer else f"a dict with {keys} and without 'loss'"
-    if is_cut_off and isinstance(loss, Tensor) and not loss.requires_grad:
-        raise BadInput(_cut_off(kind, "the loss has none"))
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise BadInput(
-            f"{kind}.training_step gives {given}: return the loss, one number that depends on the parameters, or a dict "
-            "with it under 'loss'"
-        )
-    return loss
-
-
-def _forms(module: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """Return the shape of each buffer that is sent, and whether its values are finite."""
-    return {name: (tuple(buffer.shape), is_finite(buffer)) for name, buffer in persistent_buffers(module).items()}
-
-
-def _check_buffers(module: nn.Module, before: Mapping[str, tuple[tuple[int, ...], bool]]) -> None:
-    """Raise `BadInput` for a buffer that the server could not merge after a training step.
-
-    The layout has no place for a changed shape. A buffer that stays non-finite, such as a mask of -inf, would make
-    every update refused; one that the step makes finite, such as an observer's range, is accepted.
-    """
-    kind = type(module).__name__
-    for name, (shape, finite) in _forms(module).items():
-        shape_before, finite_before = before.get(name, (shape, finite))
-        if shape != shape_before:
-            raise BadInput(
-                f"{kind}.training_step changes the shape of buffer '{name}' from {shape_before} to {shape}: give it its size in "
-                "__init__, if need be by a forward pass there, or register it with persistent=False"
-            )
-        if not (finite or finite_before):
-            raise BadInput(
-                f"buffer '{name}' of {kind} has infinities or NaN, but all buffers are sent and must be finite: "
-                "register it with persistent=False"
-            )
 
 
 def start_observers(module: nn.Module, example_batch: Callable[[int], Any], build: Callable[[], nn.Module]) -> None:
@@ -466,45 +267,13 @@ def start_observers(module: nn.Module, example_batch: Callable[[int], Any], buil
 
 def _after_a_step(module: nn.Module, batch: object) -> dict[str, Tensor]:
     """Return the persistent buffers of a copy of the module after one training step."""
+    from raafl.submodel.isolated_run import loss_of, settle
+
     copy = copy_structure(module, {})
     settle(copy)
     seeded(0)
     loss_of(copy, batch)
     return {name: buffer.detach() for name, buffer in persistent_buffers(copy).items()}
-
-
-def try_single_samples(
-    module: nn.Module, data: FederatedData, training: Training, device: torch.device | str = "cpu"
-) -> None:
-    """Try a training step on a single sample, if the last batch of some client's epoch has only one.
-
-    Raises:
-        BadInput: the step fails. Batch norm fails, for example, since one value per channel has no variance.
-    """
-    size = training.batch_size or data.batch_size or 1
-    clients = [
-        client for client, num in enumerate(data.sizes, start=1) if _has_single(num, size, data.drop_last, training)
-    ]
-    if not clients:
-        return
-    try:
-        try_training(module, data.example_batch(1), device, may_skip=True)
-    except BadInput as failed:
-        num, more = data.sizes[clients[0] - 1], f" ({len(clients) - 1} more clients too)" if len(clients) > 1 else ""
-        remedy = "set drop_last=True in the training DataLoader, or another train.batch_size"
-        remedy = remedy if 1 < size < num else "give a larger train.batch_size" if num > 1 else "use fewer clients"
-        raise BadInput(
-            f"client {clients[0]}{more} has a batch of one sample, its {num} samples in batches of {size}: {remedy}. {failed}"
-        ) from failed
-
-
-def _has_single(num_samples: int, batch_size: int, drop_last: bool, training: Training) -> bool:
-    """Return whether a task of the run's length includes a batch of one sample."""
-    num_batches = math.ceil(num_samples / batch_size)
-    if training.num_steps is not None and training.num_steps < num_batches and batch_size > 1:
-        return False
-    is_last_single = num_samples % batch_size == 1 and not (drop_last and num_batches > 1)
-    return num_samples == 1 or batch_size == 1 or is_last_single
 
 
 @contextmanager
@@ -555,7 +324,7 @@ def _line(
 
 def shapes(value: object) -> str:
     """Return the types and shapes of the tensors in ``value``, as in ``float32 (2, 64), int64 (2,)``."""
-    return ", ".join(_tensors(value)) or _shown(value)
+    return ", ".join(_tensors(value)) or shown(value)
 
 
 def _tensors(value: object) -> Iterator[str]:
@@ -569,7 +338,8 @@ def _tensors(value: object) -> Iterator[str]:
         yield from (text for x in batch_tensors(value) for text in _tensors(x))
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Describe what a step has returned, for an error."""
     if isinstance(value, Tensor):
         return f"{'' if value.requires_grad else 'detached '}{shapes(value)}"
     return "nothing" if value is None else type(value).__name__

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from raafl.core.algorithm import Hook, Local, Task, Training
 from raafl.core.local import SkippedBatch
-from raafl.core.masked_loss import CLASSES, masked
 from raafl.core.options import FabricOptions
 from raafl.core.payload import Bundles
 from raafl.core.types import Assignment, Update, derive_seed
@@ -31,10 +30,10 @@ from raafl.module_hooks import backward, step, step_scheduler, zero_grad
 from raafl.rng import RngStream, current, seed_everything
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
-from raafl.submodel.frozen import FrozenBase
 
 if TYPE_CHECKING:
     from raafl.local.client_group import Shards
+    from raafl.submodel.frozen import FrozenBase
 
 __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
 
@@ -53,6 +52,13 @@ class PreparedTask:
     data: ClientData  # data of the client, or this process's share of it
     context: TaskContext  # stop event, link to the server, and processes of the task
     built: TrainableSubmodel  # module of the task's submodel, with its optimizer
+
+
+def _masking(built: TrainableSubmodel, data: ClientData) -> AbstractContextManager[list[int]]:
+    """Return the context in which the classes that a client lacks are masked; it yields the others."""
+    from raafl.core.masked_loss import masked
+
+    return masked(built.module, data.classes(), built.masks)
 
 
 class LocalTrainer:
@@ -138,7 +144,7 @@ class LocalTrainer:
         self.announce(built, assignment, data)
         built.reset(received, assignment.lr_scale)
         # before seeding, since reading a client's classes may draw random numbers in the data set's transforms
-        masking = masked(built.module, data.classes() if self.local.masked else None, built.masks)
+        masking = _masking(built, data) if self.local.masked else nullcontext([])
         seed_everything(
             assignment.seed if process_group is None else process_group.seed(assignment.seed), self.fabric.device
         )
@@ -167,7 +173,7 @@ class LocalTrainer:
             classes: classes that a masked loss has kept; empty = nothing was masked.
         """
         built, assignment, data = task.built, task.assignment, task.data
-        extra |= {CLASSES: classes} if classes else {}
+        extra |= {"classes": classes} if classes else {}  # `raafl.core.masked_loss.CLASSES`
         built.gather()
         built.check_fixed_statistics()
         losses, metrics = {} if loss is None else {LOSS: loss}, dict[str, float]()

@@ -17,11 +17,12 @@ from raafl.local.record import Recorder
 from raafl.module_hooks import Schedule, attach, configure
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import counts_in_eval_mode
-from raafl.submodel.cut.shrink import Shrunk
-from raafl.submodel.module_state import ModuleState
+from raafl.submodel.submodels import Shrunk
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
+
+    from raafl.submodel.module_state import ModuleState
 
 
 class TrainableSubmodel:
@@ -60,6 +61,8 @@ class TrainableSubmodel:
         return shrunk
 
     def _state_of(self, submodels: Submodels) -> ModuleState:
+        from raafl.submodel.module_state import ModuleState
+
         return ModuleState(self.module, submodels)
 
     def gather(self) -> None:

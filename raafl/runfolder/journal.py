@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 from weakref import WeakSet
 
 from raafl.atomic_file import atomic_file, remove_leftovers
@@ -62,7 +62,9 @@ from raafl.runfolder.schema import (
     Summary,
 )
 from raafl.runfolder.seals import Sealed, SealFile, Signer, TableDigest, TableSeal, digests
-from raafl.runfolder.tail import Reader
+
+if TYPE_CHECKING:
+    from raafl.runfolder.tail import Reader
 
 
 class JournalFile(AppendFile[bytes]):

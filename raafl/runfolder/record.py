@@ -12,7 +12,6 @@ from typing import Any, cast
 from raafl.config.options import Target
 from raafl.core.saving import assignment_to_json, event_to_json
 from raafl.core.types import Adjusted, Arrived, Assignment, Event, Joined, Sending, Settled
-from raafl.devices.recordings import shortened
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import (
     CLIENT,
@@ -90,7 +89,9 @@ class RunRecord:
         if self.folder is not None:
             row = {"time_s": now, **event_to_json(event)}
             # shorten repeated profiles, so that a client that keeps joining does not fill the disk
-            if isinstance(event, Joined):
+            if isinstance(event, Joined) and event.client.profile.has_series:
+                from raafl.devices.recordings import shortened
+
                 row["profile"] = shortened(row["profile"], self._series)
             self.folder.event(cast(JournalRow, row))
 

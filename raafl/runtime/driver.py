@@ -37,9 +37,9 @@ from raafl.core.types import (
 )
 from raafl.errors import CodeFailed
 from raafl.local.evaluate import Evaluator
+from raafl.log import Notices
 from raafl.runfolder.record import RunRecord
 from raafl.units import duration
-from raafl.watch.progress import Progress
 
 
 class Driver(ABC):
@@ -58,7 +58,7 @@ class Driver(ABC):
         record: RunRecord,
         evaluator: Evaluator | None,
         hooks: RunHooks | None,
-        progress: Progress | None,
+        progress: Notices | None,
     ) -> None:
         """Drive ``coordinator``; ``evaluator`` None = nothing is evaluated."""
         self.coordinator, self.record, self.evaluator = coordinator, record, evaluator

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from raafl.core.hooks import RunHooks
+from raafl.log import Notices
 from raafl.sanitize import is_url
 
 if TYPE_CHECKING:
@@ -74,6 +75,15 @@ def observers_of(run: Any, *own: RunHooks) -> list[RunHooks]:
         return [entry.make(run) for entry in entries if entry.is_wanted(experiment)]
 
     return [*made(BEFORE_CALLER), *own, *made(AFTER_CALLER)]
+
+
+def display_of(experiment: Experiment) -> Notices:
+    """Make what shows a run to a person; a quiet run only logs."""
+    if experiment.progress == "quiet":
+        return Notices()
+    from raafl.watch.progress import Progress
+
+    return Progress(experiment.progress)  # type: ignore[arg-type]
 
 
 def absent() -> dict[str, Any]:

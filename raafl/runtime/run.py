@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from raafl.config.experiment import Experiment, seconds
-from raafl.config.trust import remember
+from raafl.config.options import Goals
+from raafl.config.own_runs import remember
 from raafl.core.hooks import HookList, RunHooks
 from raafl.core.types import Warn
 from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
@@ -22,22 +23,17 @@ from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CONFIG, JournalRow, Summary
 from raafl.runfolder.seals import Signer
 from raafl.runfolder.statistics import Coverage, RunStatistics
-from raafl.runtime.first_look import check_goals, first_look, notes_before
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
 from raafl.runtime.lifecycle.environment import conditions, same_mode
-from raafl.runtime.lifecycle.export import save_final
 from raafl.runtime.lifecycle.saved_form import AsItIs, SavedForm
 from raafl.runtime.lifecycle.signals import Interrupt
-from raafl.runtime.observers import absent, observers_of
+from raafl.runtime.observers import absent, display_of, observers_of
 from raafl.runtime.setup import ServerSetup, build, evaluation_seed, make_executor, max_norm_ratio
 from raafl.sanitize import is_url
 from raafl.submodel import FULL
 from raafl.units import quantity
-from raafl.watch.progress import Progress
-from raafl.watch.state import Goals, RunState, follow
 
 if TYPE_CHECKING:
-    from raafl.runtime.executors import Executor
     from raafl.runtime.executors.ranks import RankExecutor
     from raafl.runtime.lifecycle.resume import SavedRun
     from raafl.transport import Transport
@@ -74,7 +70,7 @@ class Run:
             metrics_live=Rules(experiment.rules).metrics_live,
         )
         self.saved_form = SavedForm(parts.module, lambda: self.evaluator.living)
-        self.progress = Progress(experiment.progress)  # type: ignore[arg-type]
+        self.progress = display_of(experiment)
         self.signer = signer or Signer.own()
         self.folder = self._name_folder(saved)
         self.observer = observer or RunHooks()
@@ -83,6 +79,8 @@ class Run:
             unless_begun.callback(HookList(*self.observers).close)
             HookList(*self.observers).begin(self, saved)
             recorded = {} if saved is None else saved.section["record"]["metrics"]
+            from raafl.runtime.first_look import check_goals, first_look, notes_before
+
             # checked before the folder exists, so that a run that cannot start leaves none
             look = first_look(parts, self.evaluator, recorded)
             self.first_metrics = look.metrics if recorded else self.observer.on_measured(0, 0.0, look.metrics)
@@ -132,7 +130,7 @@ class Run:
             raise BadInput(f"output is '{self.folder}', which cannot be created ({error}): name another") from error
         self._writer.signer = self.signer
         remember(config_yaml, self.folder)
-        self._show(RunState())
+        self.progress.follow(self._writer)
         self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
         self.record.due(0, 0.0, self.parts.coordinator.algorithm.merge.figures(state))
         self.record.evaluated(0, 0.0, metrics)
@@ -175,17 +173,8 @@ class Run:
             "start": self._start(),
         }
         self._writer.event(row)
-        watched = follow(self.folder)
-        watched.look()
-        self._show(watched.state)
+        self.progress.follow(self._writer, self.folder)
         self.progress.note(f"resumed from version {coordinator.state.version}; {mended.num_lost} later tasks are lost")
-
-    def _show(self, state: RunState) -> None:
-        """Connect the progress display to ``state``, which gets each row from now on."""
-        state.say = self.progress.note if self.progress.verbose else None
-        self._state = state
-        if self.progress.mode != "quiet":
-            self._writer.reader, self.progress.source = state, state.snapshot
 
     def _start(self) -> dict[str, Any]:
         limits = self.parts.coordinator.limits
@@ -232,16 +221,6 @@ class Run:
         self.record.restart_clock()
         self.hooks.start()
 
-    def show_executor(self, executor: Executor) -> None:
-        """Show in the progress display how many processes train, and whether they train tasks in batches."""
-        executor.note, executor.warn = self.progress.note, self.progress.warn
-
-        def how() -> tuple[int | None, float | None, float | None]:
-            told = executor.report()
-            return executor.num_processes, told.get("share"), told.get("mean_cohort")
-
-        self._state.how = how
-
     def finish(
         self, reason: str, time_s: float, error: CodeFailed | None = None, trained: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -277,6 +256,8 @@ class Run:
             summary["axes"] = axis_rows(self.parts.submodels)
         summary["kept_whole"] = self.parts.submodels.reasons
         self.saver.close()
+        from raafl.runtime.lifecycle.export import save_final
+
         with self.norms.filled(coordinator.state.values, anew=False):
             where = save_final(self.folder, self.saver, self.parts, self.saved_form, self.progress, summary)
         summary["model"], summary["model_copy"] = where
@@ -365,7 +346,7 @@ def simulate(
         # created after the executor, which forks, because this starts threads
         run = Run(parts, config_yaml, "simulated", saved, observer)
         stack.callback(run.close)
-        run.show_executor(executor)
+        run.progress.show_executor(executor)
         if transport is not None:
             take_on = cast("RankExecutor", executor).take_on  # `make_executor` returns this type for ranks
             transport.listen(lambda client, peer, connect: take_on(peer, connect), run.progress.warn)

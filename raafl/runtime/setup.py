@@ -31,7 +31,6 @@ from raafl.parts.protect.assembly import sound, with_options
 from raafl.rng import generators, same_generators, seeded
 from raafl.rules import Rules
 from raafl.submodel import Submodels, skeleton
-from raafl.submodel.module_state import has_values_beside
 
 if TYPE_CHECKING:
     from lightning import LightningModule
@@ -417,6 +416,8 @@ def client_parts(
     drawn = generators()
     with skeleton():
         module = _prepared(experiment)
+    from raafl.submodel.module_state import has_values_beside
+
     if not same_generators(drawn, generators()) and has_values_beside(module):
         # a skeleton draws values outside the parameters differently than the server's model
         module = make_model(experiment)

@@ -37,13 +37,13 @@ from raafl.devices.profiles import TaskTime
 from raafl.errors import USER_ERRORS, BadInput, CodeFailed, TaskFailed
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import measuring, of_server
+from raafl.log import Notices
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver, snapshots_of
 from raafl.runtime.executors import Executor
 from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.submodel import FlatTensors
-from raafl.watch.progress import Progress
 
 # order of events at the same time: arrivals first, then losses, joins and timers
 ARRIVED, LOST, JOINED, TIMER = range(4)
@@ -123,7 +123,7 @@ class Simulation(Driver):
         evaluator: Evaluator | None,
         *,
         hooks: RunHooks | None = None,
-        progress: Progress | None = None,
+        progress: Notices | None = None,
     ) -> None:
         super().__init__(coordinator, record, evaluator, hooks, progress)
         self.executor = executor

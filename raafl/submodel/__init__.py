@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 
 from raafl.submodel.batch_norm import collect_statistics
 from raafl.submodel.cost import Cost
-from raafl.submodel.cut.shrink import Shrunk, skeleton
 from raafl.submodel.declared import Exit, Stack
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout, TensorEntry
 from raafl.submodel.spec import FULL, Axis, Member, Spec, SpecError
-from raafl.submodel.submodels import Submodels
+from raafl.submodel.submodels import Shrunk, Submodels
 
 if TYPE_CHECKING:
+    from raafl.submodel.cut.shrink import skeleton
     from raafl.submodel.depth import EarlyLogits, add_exits, depth_window, last_fraction
 
 __all__ = [
@@ -60,7 +60,7 @@ _OF_DEPTH = ("EarlyLogits", "add_exits", "depth_window", "last_fraction")
 
 
 def __getattr__(name: str) -> object:
-    """Import what cuts blocks when it is first asked for."""
-    if name not in _OF_DEPTH:
+    """Import what cuts modules when it is first asked for."""
+    if name not in (*_OF_DEPTH, "skeleton"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("raafl.submodel.depth"), name)
+    return getattr(import_module("raafl.submodel.depth" if name in _OF_DEPTH else "raafl.submodel.cut.shrink"), name)

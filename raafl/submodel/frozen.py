@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor, nn
 
 from raafl.errors import nearest
-from raafl.submodel.cut.layers import copy_structure, on_meta
+from raafl.submodel.cut.layers import copy_structure, on_meta, select
 from raafl.submodel.flat import Layout
 from raafl.submodel.spec import Runs, SpecError
 
@@ -76,13 +76,6 @@ class FrozenBase:
 def _digest(tensor: Tensor) -> str:
     data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_128(data).hexdigest()
-
-
-def select(tensor: Tensor, selection: Mapping[int, Runs]) -> Tensor:
-    """Return a copy of the elements of a tensor that ``selection`` keeps."""
-    for dim, runs in selection.items():
-        tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
-    return tensor
 
 
 class Bases:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -15,7 +16,6 @@ from raafl.errors import BadInput, nearest
 from raafl.rules import Rules
 from raafl.submodel.batch_norm import BatchNorm, keep_static, still_buffers
 from raafl.submodel.cut.layers import persistent_buffers, without_values
-from raafl.submodel.cut.shrink import Shrunk, Structure, build
 from raafl.submodel.declared import Exit, Stack, absent, check_names, find_exits, find_stacks, stand_ins, within
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout, is_merged
@@ -23,7 +23,7 @@ from raafl.submodel.frozen import Bases, FrozenBase
 from raafl.submodel.spec import FULL, Axis, AxisTable, Runs, Spec, SpecError, declared_axes, without_overlaps
 
 if TYPE_CHECKING:
-    from raafl.submodel.cost.predicted import Cost, Method
+    from raafl.submodel.cost import Cost, Method
     from raafl.submodel.find.discover import DiscoveredAxes
 
 
@@ -58,6 +58,17 @@ class Caches:
     def clear(self) -> None:
         """Delete all cached results."""
         self._kept.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """A physically smaller module and the storage of its tensors."""
+
+    module: nn.Module  # ordinary module, whose parameters and buffers are views into ``present``
+    # storage of all tensors of the submodel, except frozen ones that are shared with other modules. Fill it
+    # before use; training changes it in place
+    present: FlatTensors
+    trained: FlatTensors  # tensors that are sent back, a view of the beginning of ``present``
 
 
 Part = Literal["present", "sent", "trained"]
@@ -398,6 +409,8 @@ class Submodels:
         elif present.layout.fingerprint != layout.fingerprint:
             raise BadInput("the layout of argument 'present' is not that of this submodel: make it from layout(spec)")
         selections = self.selections(spec)
+        from raafl.submodel.cut.shrink import Structure, build
+
         structure = Structure(
             module=self.module,
             selections=selections,

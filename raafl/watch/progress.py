@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import html
 import io
-import logging
 import math
 import os
 import sys
@@ -19,24 +18,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
 from raafl.config.options import Mode
-from raafl.log import in_notebook, is_printed
+from raafl.log import Notices, in_notebook, is_printed
 from raafl.units import duration, quantity, size
-from raafl.watch.state import ClientProgress, ProgressState
+from raafl.watch.state import ClientProgress, ProgressState, RunState, follow
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import RenderableType
     from rich.live import Live
+
+    from raafl.runfolder.journal import RunFolder
+    from raafl.runtime.executors import Executor
 
 _PERIOD_S = {"live": 0.25, "plain": 2.0, "quiet": float("inf")}
 _EVALUATION_PERIOD_S = {"live": 0.0, "plain": 1.0, "quiet": float("inf")}
 _UNCHANGED_S = 60.0  # seconds before a line without any change is printed again
 _LONGEST_S = 10.0  # longest time in seconds without a progress line, even if evaluations are printed all the time
-_MAX_WARNINGS = 100
 _CELL_LINES = 30  # lines of text that a notebook's cell keeps below the live table
-_log = logging.getLogger(__name__)
 
 
-class Progress:
+class Progress(Notices):
     """Display of a run's progress on the terminal.
 
     Modes: `live` redraws a table four times a second. `plain` writes a line every two seconds, and a line for an
@@ -50,18 +52,17 @@ class Progress:
     lines of `plain`, and nothing is printed.
 
     `file`: stream to write to; None = standard output.
-    `stamped`: whether each line of `plain` begins with date and time.
-    `warnings`: texts of the warnings logged so far, in order.
     `verbose`: whether to pass a line for each task to `note`.
     """
 
     # function that returns a snapshot of the run; called if `update` gets no snapshot
     source: Callable[[], ProgressState] | None = None
-    stamped = False
+    _state: RunState | None = None
 
     def __init__(
         self, mode: Mode = "auto", file: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__()
         self._file = sys.stdout if file is None else file
         self._in_cell = file is None and in_notebook()
         self.verbose = mode == "verbose"
@@ -77,7 +78,28 @@ class Progress:
         self._live: Live | Cell | None = None
         self._title = ""
         self._said: tuple[object, ...] = ()
-        self.warnings: list[str] = []
+
+    def follow(self, writer: RunFolder, folder: Path | None = None) -> None:
+        """Show the rows that a run's ``writer`` writes from now on, after those of ``folder`` if it is given."""
+        state = RunState()
+        if folder is not None:
+            watched = follow(folder)
+            watched.look()
+            state = watched.state
+        state.say = self.note if self.verbose else None
+        self._state = writer.reader = state
+        self.source = state.snapshot
+
+    def show_executor(self, executor: Executor) -> None:
+        """Show how many processes train, and whether they train tasks in batches."""
+        super().show_executor(executor)
+
+        def how() -> tuple[int | None, float | None, float | None]:
+            told = executor.report()
+            return executor.num_processes, told.get("share"), told.get("mean_cohort")
+
+        if self._state is not None:
+            self._state.how = how
 
     def start(self, title: str) -> None:
         """Start the display; `title` is the name of the run. Updates before this call show nothing."""
@@ -146,13 +168,6 @@ class Progress:
             # warnings are not wrapped, so that a search in the output finds them
             self._line(text, wrap=not text.startswith("warning: "))
 
-    def warn(self, text: str) -> None:
-        """Log a warning, unless it was logged before, and store it in `warnings`; callable from any thread."""
-        if text in self.warnings or len(self.warnings) >= _MAX_WARNINGS:
-            return
-        self.warnings.append(text)
-        self._say(text, partial(self._print_warning, text), logging.WARNING)
-
     def _print_warning(self, text: str) -> None:
         alike = (
             self._in_cell or _is_same(self._file, sys.stderr) or (_is_terminal(self._file) and _is_terminal(sys.stderr))
@@ -160,13 +175,7 @@ class Progress:
         if self.mode != "quiet":
             self._print(f"warning: {text}")
         if self.mode == "quiet" or not alike:
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                sys.stderr.write(f"raafl: warning: {text}\n")
-                sys.stderr.flush()
-
-    def _say(self, text: str, show: Callable[[], None], level: int = logging.INFO) -> None:
-        """Log ``text``, which the console prints by calling ``show``."""
-        _log.log(level, text, extra={"show": show})
+            super()._print_warning(text)
 
     def abandon(self) -> None:
         """Make the terminal's cursor visible again without waiting for other threads, just before the process exits."""

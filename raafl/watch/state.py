@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from raafl.config.options import Target
+from raafl.config.options import Goals, Target
 from raafl.runfolder.schema import MERGED, UNUSED, JournalRow, Summary, is_metric, kind_of
 from raafl.runfolder.tail import RunTail
 from raafl.sanitize import sanitize_text
@@ -348,33 +348,6 @@ EVALUATIONS = 10
 """Number of latest evaluations from which a metric is extrapolated and a simulation's speed computed."""
 
 _SECONDS = 10  # seconds over which a simulation's rate of training tasks is measured
-
-
-@dataclass(frozen=True, slots=True)
-class Goals:
-    """Limits of a run: updates, seconds, and targets of metrics. The run ends when the first limit is met."""
-
-    max_updates: int | None = None
-    max_time_s: float | None = None
-    targets: tuple[Target, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the goals as plain data, for the journal."""
-        targets = [{"metric": one.metric, "value": one.value, "at_most": one.at_most} for one in self.targets]
-        return {"max_updates": self.max_updates, "max_time_s": self.max_time_s, "targets": targets}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Goals:
-        """Restore goals from the result of `to_json`; the result has no goals if ``data`` has another form."""
-        try:
-            targets = [
-                Target.of(str(one["metric"]), float(one["value"]), "min" if one["at_most"] else "max")
-                for one in data["targets"]
-            ]
-            updates, time_s = data["max_updates"], data["max_time_s"]
-            return cls(updates and int(updates), time_s and float(time_s), tuple(targets))
-        except (KeyError, TypeError, ValueError, OverflowError):
-            return cls()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from raafl.config import trust
+from raafl.config import own_runs
+from raafl.config.own_runs import remember
 from raafl.config.parse import load_run, parse
-from raafl.config.trust import is_trusted, remember
+from raafl.config.trust import is_trusted
 from raafl.data import Digits as OwnDigits
 from raafl.errors import BadInput
 
@@ -52,9 +53,9 @@ def test_a_config_of_raafls_own_names_leaves_no_note(tmp_path, state):
 
 
 def test_notes_are_few_and_say_whose_they_are(tmp_path, state, monkeypatch):
-    monkeypatch.setattr(trust, "_KEPT", 2)
+    monkeypatch.setattr(own_runs, "_KEPT", 2)
     for number in range(4):
-        trust.record_run(f"clients: {number}", tmp_path / f"run-{number}")
+        own_runs.record_run(f"clients: {number}", tmp_path / f"run-{number}")
     notes = [json.loads(file.read_text())["run"] for file in state.glob("*.json")]
     assert len(notes) == 2 and str(tmp_path / "run-3") in notes
     assert state.stat().st_mode & 0o077 == 0
@@ -62,8 +63,8 @@ def test_notes_are_few_and_say_whose_they_are(tmp_path, state, monkeypatch):
 
 def test_without_a_place_for_notes_nothing_is_trusted(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
-    trust.record_run(FOREIGN, tmp_path)
-    assert not trust.is_own(FOREIGN)
+    own_runs.record_run(FOREIGN, tmp_path)
+    assert not own_runs.is_own(FOREIGN)
 
 
 def test_a_foreign_folder_is_refused_and_ones_own_is_read(tmp_path, state):

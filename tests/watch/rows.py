@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raafl.watch.state import Goals
+from raafl.config.options import Goals
 
 
 class Clock:

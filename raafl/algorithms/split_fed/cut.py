@@ -25,11 +25,11 @@ from raafl.submodel.cost import Cost, Method
 from raafl.submodel.cost.fused import FusedKernels
 from raafl.submodel.cost.ledger import Ledger, storage_key
 from raafl.submodel.cut.layers import copy_structure
-from raafl.submodel.cut.shrink import Shrunk, Structure, build
+from raafl.submodel.cut.shrink import Structure, build
 from raafl.submodel.frozen import FrozenBase
 from raafl.submodel.isolated_run import loss_of
 from raafl.submodel.nested_batch import meta_batch, tensors_in
-from raafl.submodel.submodels import Caches, Part
+from raafl.submodel.submodels import Caches, Part, Shrunk
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shape of each tensor in a batch, in order."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from raafl.config.options import Goals
 from raafl.lab.report.page import Chart, Table, View, axis, rounded, thin_rows, thinned
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.reading import Numbers, RecordedRun
 from raafl.runfolder.schema import MERGED, TIME_TO
-from raafl.watch.state import Goals
 
 NOT_THE_EXPERIMENT = (
     "seed",

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from raafl.core.state import GlobalState
 from raafl.data.federated import FederatedData
+from raafl.log import Notices
 from raafl.runfolder import checkpoints as checkpoint_files
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, cause
 from raafl.runtime.lifecycle.saved_form import SavedForm
-from raafl.watch.progress import Progress
 
 if TYPE_CHECKING:
     from lightning import LightningModule
@@ -40,7 +40,7 @@ def save_final(
     saver: Checkpointer,
     parts: ServerSetup,
     form: SavedForm,
-    progress: Progress,
+    progress: Notices,
     summary: Mapping[str, Any],
 ) -> tuple[str | None, str | None]:
     """Save the final model of a run.
@@ -72,7 +72,7 @@ def _save_model(
     module: LightningModule,
     state: GlobalState,
     data: FederatedData,
-    progress: Progress,
+    progress: Notices,
     card: Callable[[], str],
 ) -> str | None:
     """Save the final model into the run folder; return its path there, or None if it could not be saved.
@@ -98,7 +98,7 @@ def _save_model(
     return str(found.relative_to(run_folder))
 
 
-def _save_copy(run_folder: Path, form: SavedForm, state: GlobalState, progress: Progress) -> str | None:
+def _save_copy(run_folder: Path, form: SavedForm, state: GlobalState, progress: Notices) -> str | None:
     """Save the model to the system's temporary folder; return its path, or None if that fails, too.
 
     Used if the run folder's disk is full, since training may have taken days.
@@ -130,7 +130,7 @@ def _save_pretrained(module: Any, tokenizer: Any, target: Path, card: str) -> Pa
 
 
 def _save_safetensors(
-    run_folder: Path, form: SavedForm, state: GlobalState, progress: Progress, card: Callable[[], str]
+    run_folder: Path, form: SavedForm, state: GlobalState, progress: Notices, card: Callable[[], str]
 ) -> str | None:
     """Save a plain module's state dict and model card to `RUN/model`; return the path, or None if that fails."""
     try:

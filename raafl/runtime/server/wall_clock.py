@@ -23,6 +23,7 @@ from raafl.core.types import ERROR, RESTART, Arrived, Assignment, Event, Joined,
 from raafl.errors import USER_ERRORS, CodeFailed, TaskFailed, format_error
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback, measuring, of_server
+from raafl.log import Notices
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver
 from raafl.runtime.extensions import extensions_of
@@ -34,7 +35,6 @@ from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import NoRoom, PayloadRoom
 from raafl.transport import Refused
 from raafl.units import duration, quantity
-from raafl.watch.progress import Progress
 
 _Life = tuple[int, int]  # client, incarnation
 _MAX_ENTERING = 4
@@ -76,7 +76,7 @@ class Server(Driver):
         *,
         waits: Timeouts | None = None,
         hooks: RunHooks | None = None,
-        progress: Progress | None = None,
+        progress: Notices | None = None,
         announce: Callable[[int | None, str], None] = lambda client, reason: None,
         patience_s: float | None = None,
         max_failures: int | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from raafl.module_hooks import attach
+from raafl.submodel.spec import Runs
 
 Resize = Callable[[Any], None]
 """``resize(layer)``: the layer has its small tensors and the large attributes; set the attributes."""
@@ -259,3 +260,10 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
         for name in part._non_persistent_buffers_set
     }
     return {name: buffer for name, buffer in module.named_buffers() if name not in transient}
+
+
+def select(tensor: Tensor, selection: Mapping[int, Runs]) -> Tensor:
+    """Return a copy of the elements of a tensor that ``selection`` keeps."""
+    for dim, runs in selection.items():
+        tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
+    return tensor

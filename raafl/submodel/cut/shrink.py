@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,12 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raafl.errors import BadInput
-from raafl.submodel import lora  # noqa: F401  # the sizes that it registers
-from raafl.submodel.cut.layers import adopt, copy_structure, produces, resize, resizes
+from raafl.submodel.cut.layers import adopt, copy_structure, produces, resize, resizes, select
 from raafl.submodel.cut.sizes import Sizes
 from raafl.submodel.declared import above
 from raafl.submodel.flat import FlatTensors
-from raafl.submodel.frozen import select
 from raafl.submodel.spec import Runs
 
 
@@ -52,17 +51,6 @@ def skeleton() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shrunk:
-    """A physically smaller module and the storage of its tensors."""
-
-    module: nn.Module  # ordinary module, whose parameters and buffers are views into ``present``
-    # storage of all tensors of the submodel, except frozen ones that are shared with other modules. Fill it
-    # before use; training changes it in place
-    present: FlatTensors
-    trained: FlatTensors  # tensors that are sent back, a view of the beginning of ``present``
-
-
-@dataclass(frozen=True, slots=True)
 class Structure:
     """Instructions for building a submodel's module: the full module, and the units and blocks to keep."""
 
@@ -83,6 +71,8 @@ class Structure:
 
 def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Module:
     """Build a submodel's module, whose tensors are views into the storage ``present``."""
+    if "peft" in sys.modules:
+        from raafl.submodel import lora  # noqa: F401  # registers the sizes of its layers
     full = structure.module
     small = copy_structure(full, _replacements(structure, present))
     for path in structure.absent:

@@ -11,7 +11,8 @@ from raafl.core.types import Warn
 from raafl.data import Digits
 from raafl.errors import BadInput
 from raafl.local.evaluate import Evaluator
-from raafl.local.prepare import call_own_train, eval_mode_note, in_eval_mode, with_modes_of_training
+from raafl.local.prepare import call_own_train, in_eval_mode, with_modes_of_training
+from raafl.runtime.first_look import eval_mode_note
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.small_federations import federation
 from tests.local.bench import Bench, Net, Norm, assignment, plain_loop, same

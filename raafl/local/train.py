@@ -54,13 +54,6 @@ class PreparedTask:
     built: TrainableSubmodel  # module of the task's submodel, with its optimizer
 
 
-def _masking(built: TrainableSubmodel, data: ClientData) -> AbstractContextManager[list[int]]:
-    """Return the context in which the classes that a client lacks are masked; it yields the others."""
-    from raafl.core.masked_loss import masked
-
-    return masked(built.module, data.classes(), built.masks)
-
-
 class LocalTrainer:
     """Trainer that runs the tasks of any clients. It reuses submodels' modules, but no task influences the next one.
 
@@ -144,7 +137,11 @@ class LocalTrainer:
         self.announce(built, assignment, data)
         built.reset(received, assignment.lr_scale)
         # before seeding, since reading a client's classes may draw random numbers in the data set's transforms
-        masking = _masking(built, data) if self.local.masked else nullcontext([])
+        masking: AbstractContextManager[list[int]] = nullcontext([])
+        if self.local.masked:
+            from raafl.core.masked_loss import masked
+
+            masking = masked(built.module, data.classes(), built.masks)
         seed_everything(
             assignment.seed if process_group is None else process_group.seed(assignment.seed), self.fabric.device
         )

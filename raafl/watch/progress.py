@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from raafl.runfolder.journal import RunFolder
-    from raafl.runtime.executors import Executor
 
 _PERIOD_S = {"live": 0.25, "plain": 2.0, "quiet": float("inf")}
 _EVALUATION_PERIOD_S = {"live": 0.0, "plain": 1.0, "quiet": float("inf")}
@@ -90,7 +89,7 @@ class Progress(Notices):
         self._state = writer.reader = state
         self.source = state.snapshot
 
-    def show_executor(self, executor: Executor) -> None:
+    def show_executor(self, executor: Any) -> None:
         """Show how many processes train, and whether they train tasks in batches."""
         super().show_executor(executor)
 

@@ -10,9 +10,8 @@ from torch import nn
 from raafl.errors import USER_ERRORS
 from raafl.submodel import lora
 from raafl.submodel.batch_norm import statistics_of
-from raafl.submodel.cut.layers import persistent_buffers, without_values
+from raafl.submodel.cut.layers import persistent_buffers, select, without_values
 from raafl.submodel.flat import FlatTensors, is_merged
-from raafl.submodel.frozen import select
 from raafl.submodel.isolated_run import draw_, noise_like
 from raafl.submodel.nested_batch import batch_tensors, mapped
 from raafl.submodel.spec import Spec

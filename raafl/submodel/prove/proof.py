@@ -20,12 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from raafl.errors import USER_ERRORS
 from raafl.rng import seeded, undisturbed
-from raafl.submodel.cut.layers import persistent_buffers
+from raafl.submodel.cut.layers import persistent_buffers, select
 from raafl.submodel.declared import within
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.flat import FlatTensors, is_merged
-from raafl.submodel.frozen import select
 from raafl.submodel.isolated_run import loss_of, one_line, settle, uncached, unwrapped, watch_outputs
 from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import mapped

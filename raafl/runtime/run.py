@@ -16,7 +16,6 @@ from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
 from raafl.local.evaluate import MAX_LOGGED, Evaluator
 from raafl.local.failure import leave_traceback
 from raafl.rules import Rules
-from raafl.runfolder.events import JournalReader
 from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.outcome import method_lines
 from raafl.runfolder.record import RunRecord
@@ -24,7 +23,7 @@ from raafl.runfolder.schema import CONFIG, JournalRow, Summary
 from raafl.runfolder.seals import Signer
 from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
-from raafl.runtime.lifecycle.environment import conditions, same_mode
+from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.lifecycle.saved_form import AsItIs, SavedForm
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.observers import absent, display_of, observers_of
@@ -337,6 +336,9 @@ def simulate(
     experiment.check()
     with opened(experiment.resume, "simulated") as saved, ExitStack() as stack:
         if saved is not None:
+            from raafl.runfolder.events import JournalReader
+            from raafl.runtime.lifecycle.environment import same_mode
+
             same_mode(
                 experiment, next(JournalReader(saved.folder).written(), JournalRow()), f"resume: '{saved.folder}'"
             )

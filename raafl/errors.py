@@ -6,7 +6,7 @@ import difflib
 import socket
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -89,6 +89,15 @@ def format_error(error: BaseException) -> str:
 def cause(error: BaseException) -> str:
     """Describe an error in one line: type (left out for a `BadInput`), message, and the line of the user's code that raised it."""
     return f"{' '.join(str(error).split())}{user_frame(error)}" if isinstance(error, BadInput) else format_error(error)
+
+
+def raises(call: Callable[[], object]) -> bool:
+    """Check whether a call raises an exception."""
+    try:
+        call()
+    except Exception:
+        return True
+    return False
 
 
 def one_line(text: str, longest: int = LONGEST) -> str:

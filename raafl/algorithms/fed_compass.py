@@ -355,6 +355,8 @@ class GroupDeltas(Deltas):
         pace: settings of the grouping.
     """
 
+    merges_means: ClassVar[bool] = False
+
     by_client: ClassVar[bool] = True
     merges_some: ClassVar[bool] = True
 

@@ -340,6 +340,8 @@ class ScoredMean(Mean):
         groups: largest number of scores for a layer, as in `Sensitivity`.
     """
 
+    merges_means: ClassVar[bool] = False
+
     groups: int = 64
     by_client: ClassVar[bool] = True
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -131,6 +132,8 @@ class ChosenMean(Mean):
         every: number of rounds between two choices.
         prunable: share of a layer's units in use that one choice may drop; those with the smallest weights come first.
     """
+
+    merges_means: ClassVar[bool] = False
 
     every: int = 50
     prunable: float = 0.3

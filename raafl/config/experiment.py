@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from raafl.config.options import MODES, About, Engine, Samples, SubmodelOptions, Target, Timeouts, about
-from raafl.core.options import CAPTURES, Compress, FabricOptions, Guard, Privacy, Rounds, SecureAggregation, Training
+from raafl.core.options import (
+    CAPTURES,
+    Compress,
+    FabricOptions,
+    Guard,
+    Privacy,
+    Rounds,
+    SecureAggregation,
+    Subfederation,
+    Training,
+)
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, installing, nearest, parse_address, positive
 from raafl.rules import CURRENT
@@ -191,6 +201,10 @@ class Experiment:
     rounds: Rounds = field(default_factory=Rounds, metadata=about("when a round closes without its last clients"))
     privacy: Privacy = field(
         default_factory=Privacy, metadata=about("client-level differential privacy of the global model")
+    )
+    subfederation: Subfederation = field(
+        default_factory=Subfederation,
+        metadata=about("how long a task of the server above lasts, which `raafl join --subfederation` has joined"),
     )
     secure_aggregation: SecureAggregation = field(
         default_factory=SecureAggregation,
@@ -502,6 +516,7 @@ class Experiment:
             yield f"rules is {self.rules}: give at most {CURRENT}, or use the later version of raafl that made this config"
         if self.train.num_epochs is None and self.train.num_steps is None:
             yield "train.num_epochs and train.num_steps are both null: give one of them"
+        needs_end = needs_end and not self.subfederation.is_on  # the server above ends it
         if needs_end and self.max_updates is None and self.max_time is None and self.target is None:
             yield "max_updates, max_time and target are all null: give at least one, or the run would never end"
         if self.progress not in MODES:

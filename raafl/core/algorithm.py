@@ -160,12 +160,15 @@ class Merge(Part, ABC):
             beforehand.
         merges_some: whether `apply` merges the updates of `GlobalState.waiting` alone, so that a trigger may choose some
             of those that have been received (`Trigger.merged_now`); False = it merges all.
+        merges_means: whether an update may be the mean of several clients' (`Update.contributions`), each element of which
+            weighs as much as those that have trained it.
         extension: name of the extension of the runtime (`raafl.runtime.extensions`) that this merge needs; None = none.
     """
 
     sends: Literal["values", "delta"] = "values"
     by_client: ClassVar[bool] = False
     merges_some: ClassVar[bool] = False
+    merges_means: ClassVar[bool] = False
     extension: ClassVar[str | None] = None
 
     def check(self, state: GlobalState) -> list[str]:

@@ -16,6 +16,7 @@ from raafl.core.algorithm import Algorithm, OwnTests, SelectContext, Training, T
 from raafl.core.payload import TransferCost
 from raafl.core.roster import DAMAGED, RefusalBackoff, Roster
 from raafl.core.state import ArrivalTimes, GlobalState, PendingUpdate, is_ruined
+from raafl.core.subfederation import TasksAbove
 from raafl.core.types import (
     DIVERGED,
     ENDS,
@@ -40,6 +41,7 @@ from raafl.core.types import (
     Joined,
     Limits,
     Lost,
+    Received,
     Sending,
     SetTimer,
     Settled,
@@ -50,7 +52,7 @@ from raafl.core.types import (
     Work,
     derive_seed,
 )
-from raafl.errors import BadInput, format_error
+from raafl.errors import BadInput, format_error, raises
 from raafl.rules import Rules
 
 TIME_UP = 0  # id of the timer that ends the run; a suspended client's timer has minus the client's id
@@ -105,6 +107,7 @@ class Coordinator:
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
         self.is_merging = False
         self.finished: str | None = None
+        self.above = TasksAbove.of(limits, algorithm, state, self.roster, self.drop_waiting)
         self.payload = algorithm.local.payload(state.submodels)
         state.num_clients = limits.num_clients
         self.rng = random.Random(derive_seed(seed, "coordinator"))
@@ -131,6 +134,7 @@ class Coordinator:
             Lost: self._lost,
             Timer: self._timer,
             Stop: lambda event, now: self._finish(event.reason),
+            **({} if self.above is None else {Received: self.above.begin}),
         }
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -158,6 +162,8 @@ class Coordinator:
         """Restart admission after a server restart: wait for ``limits.min_clients`` clients again before assigning work."""
         self.started = False
         self.backoff.forgive()
+        if self.above is not None:
+            self.above.waits = True
         self.absent.clear()
 
     # ---- events ----
@@ -276,6 +282,8 @@ class Coordinator:
 
     def _after_merge(self, now: float) -> None:
         limits, version = self.limits, self.state.version
+        if self.above is not None:
+            self.above.merged(now)
         if limits.max_updates is not None and self.merged >= limits.max_updates:
             self._finish("max_updates")
             return
@@ -297,13 +305,15 @@ class Coordinator:
     def _hand_out(self, now: float) -> bool:
         """Sample idle clients and assign work to as many as may work at once; return whether a client was dismissed."""
         sample, rolling = self.algorithm.sample, self.algorithm.trigger.restart == "arrival"
-        if len(self.roster.idle) and (rolling or not self.state.waiting):
+        waits_above = self.above is not None and self.above.waits
+        if len(self.roster.idle) and not waits_above and (rolling or not self.state.waiting):
             if not (self.roster.num_out or self.state.waiting):
                 self.opened_s = now
             if self.roster.draw(sample, self.rng, rolling=rolling) and not rolling:
                 self._open_round(now)
         dismissed = False
-        while (client := self.roster.next_to_start(sample.concurrency)) is not None:
+        starts = self.roster.next_to_start if self.above is None else self.above.next_to_start
+        while (client := starts(sample.concurrency)) is not None:
             try:
                 work = self._work_for(client)
                 pace_s = self._pace_s(client, work, now)
@@ -328,17 +338,20 @@ class Coordinator:
         folds = self.algorithm.trigger.folds_rest and reason in ENDS
         if self.state.waiting and folds and self.algorithm.merge.ends_run(self.state) is None:
             self._merge()
-        for item in self.state.waiting:
-            self._settle(item.assignment, item.update.client, "unused", item.staleness, item.update)
+        self.drop_waiting()
         for assignment in self.roster.active.values():
             self._settle(assignment, assignment.client, "unused", 0, None)
-        self.state.waiting.clear()
-        self.roster.active.clear()
-        self.roster.late.clear()
-        self.roster.sending.clear()
+        for book in (self.roster.active, self.roster.late, self.roster.sending):
+            book.clear()
         self._evaluate()
         self.finished = reason
         self._actions += [Checkpoint(self.state.version), Finish(reason)]
+
+    def drop_waiting(self) -> None:
+        """Settle the updates that wait for a merge as unused."""
+        for item in self.state.waiting:
+            self._settle(item.assignment, item.update.client, "unused", item.staleness, item.update)
+        self.state.waiting.clear()
 
     # ---- which clients may take part, and which updates count ----
 
@@ -384,8 +397,8 @@ class Coordinator:
         if assignment is not None:
             self.roster.release(assignment, back=True)
         self._settle(assignment, update.client, f"refused:{problem}", 0, update)
-        if assignment is None or problem in DAMAGED:
-            return
+        if assignment is None or problem in DAMAGED or (problem == LATE and self.above is not None):
+            return  # that a task of the server above is over is not the client's fault
         client = self.roster.clients[assignment.client]
         if error is not None:
             self._turn_away(client, error, now)
@@ -428,25 +441,22 @@ class Coordinator:
         """Return the limit on the samples that a client with its own data counts as; None = no limit."""
         if not client.own_data or self.limits.max_weight is None:
             return None
-        return max(int(self.limits.max_weight * self.roster.middle), 1)
+        return max(int(self.limits.max_weight * self.roster.middle * client.stands_for), 1)
 
     def counted_samples(self, client: ClientInfo, num_samples: int) -> int:
-        """Return the weight of an update, in samples: the ``num_samples`` that its client reports, up to a limit.
-
-        Only clients with their own data have a limit: ``limits.max_weight`` times the median client's samples.
-        """
+        """Return how many of the samples that a client reports count; `_max_samples` limits those with data of their own."""
         most = self._max_samples(client)
         return num_samples if most is None else min(num_samples, most)
 
     def _clip(self, client: ClientInfo, assignment: Assignment, update: Update) -> None:
         """Limit the steps and samples that a client reports, for training and for its own test, to plausible numbers."""
         # an epoch has at most one step for each sample
-        steps = self.fleet.training.nominal_samples(assignment, client.num_samples, 1)
+        steps = self.fleet.training.nominal_samples(assignment, client.num_samples, 1) * client.stands_for
         update.num_steps = min(update.num_steps, max(steps, 1))
         most = self._max_samples(client)
         if most is not None and update.num_samples > most:
             self.clipped[client.id] += 1
-            update.num_samples = most
+            update.limit_samples(most)
         tested = self.fleet.own_tests.most(
             client if most is None else replace(client, num_samples=min(client.num_samples, most))
         )
@@ -454,10 +464,7 @@ class Coordinator:
             update.metrics = {**update.metrics, NUM_TESTED: float(tested)}
 
     def _count_unanswered(self, client: int, now: float, *, always: bool = False) -> None:
-        """Count a task that its client never answered as a refusal if ``always`` is set, or if its round was closed without it.
-
-        So a client that takes tasks and never answers is soon suspended.
-        """
+        """Count a task that its client never answered as a refusal if ``always`` is set, or if its round was closed without it."""
         number = self.roster.busy.get(client, self.roster.sending.get(client))
         if number is None or not (always or number in self.roster.late):
             return
@@ -509,7 +516,7 @@ class Coordinator:
                 select.on_round_start(out, self.fleet)
                 return
             except Exception as error:
-                guilty = [client for client in out if _raises(partial(select.on_round_start, [client], self.fleet))]
+                guilty = [client for client in out if raises(partial(select.on_round_start, [client], self.fleet))]
                 if not guilty or (len(guilty) == len(out) > 1):
                     raise
                 for client in guilty:
@@ -527,6 +534,8 @@ class Coordinator:
     def _selected(self, client: ClientInfo) -> Work:
         """Choose a client's work, and the precision in which it holds the frozen base."""
         work = self.algorithm.select(client, self.fleet)
+        if self.above is not None:
+            work = self.above.within(work)
         spec = self.fleet.choose_base(client, work.spec, work.extra)
         return work if spec is work.spec else replace(work, spec=spec)
 
@@ -588,11 +597,3 @@ class Coordinator:
             return 0.0
         predicted, task = self.fleet.task_time(client, work), self.roster.tasks[client.id]
         return self.fleet.real_time(client, predicted, now, task).total_s
-
-
-def _raises(call: Callable[[], None]) -> bool:
-    try:
-        call()
-    except Exception:
-        return True
-    return False

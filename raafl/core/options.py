@@ -168,6 +168,8 @@ class Guard:
         trim: share that trimmed_mean drops at each end, from 0 to below 0.5.
         radius: distance from the last result beyond which centred_clip clips an update, as an L2 norm; null = the median
             distance of the updates.
+        max_below: largest number of clients that one client may stand for, as a subfederation (`raafl join
+            --subfederation`, docs/sites-and-regions.md); its updates weigh as much as theirs. null = 1, no subfederations.
     """
 
     clip_norm: float | None = None
@@ -179,8 +181,10 @@ class Guard:
     max_norm_ratio: float | None = 1e4
     own_data: bool = True
     radius: float | None = None
+    max_below: int | None = None
 
     def __post_init__(self) -> None:
+        positive("guard.max_below", self.max_below, optional=True)
         positive("guard.clip_norm", self.clip_norm, optional=True)
         if self.outlier is not None and not self.outlier > 1:
             raise BadInput(f"guard.outlier is {self.outlier}: give a number above 1, a multiple of the median norm")
@@ -257,6 +261,34 @@ class Privacy:
     def is_on(self) -> bool:
         """Whether differential privacy is on."""
         return self.clip_norm is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Subfederation:
+    """How long the clients of this run work on a task of the server above, which `raafl join --subfederation` has joined.
+
+    Attributes:
+        merges: number of merges of a task; null = 1, or as many as `seconds` take.
+        seconds: seconds on this run's clock after which the next merge ends a task; null = `merges` ends it.
+    """
+
+    merges: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        positive("subfederation.merges", self.merges, optional=True)
+        positive("subfederation.seconds", self.seconds, optional=True)
+        if self.merges is not None and self.seconds is not None:
+            raise BadInput("subfederation.merges and subfederation.seconds are both given: one of them ends a task")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this run is a subfederation, which trains only on tasks of a server above."""
+        return self.merges is not None or self.seconds is not None
+
+    def ends(self, num_merges: int, seconds: float) -> bool:
+        """Check whether a task ends, which has had so many merges and lasts for so long."""
+        return num_merges >= self.merges if self.merges is not None else seconds >= (self.seconds or 0.0)
 
 
 @dataclass(frozen=True, slots=True)

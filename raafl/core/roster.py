@@ -145,9 +145,13 @@ class Roster:
 
     @property
     def middle(self) -> int:
-        """Number of training samples of the median client; of two clients in the middle, the smaller number."""
+        """Number of training samples of the median client; of two clients in the middle, the smaller number.
+
+        A subfederation counts as its clients, each with an equal share of its samples.
+        """
         if self._middle is None:
-            self._middle = statistics.median_low(client.num_samples for client in self.clients.values())
+            counts = [(client.num_samples // client.stands_for, client.stands_for) for client in self.clients.values()]
+            self._middle = statistics.median_low(num for num, times in counts for _ in range(times))
         return self._middle
 
     def find(self, client: int) -> ClientInfo | None:

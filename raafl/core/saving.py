@@ -24,6 +24,7 @@ from raafl.core.types import (
     Event,
     Joined,
     Lost,
+    Received,
     Sending,
     Stop,
     SumGroup,
@@ -163,7 +164,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
 def _waiting_to_plain(item: PendingUpdate) -> list[Any]:
     """Convert a waiting update to plain data without its tensors, which the merge has copied already."""
     assert item.assignment is not None
-    without = ("tensors", "extra", "bundles", "refusal", "group")
+    without = ("tensors", "extra", "bundles", "refusal", "group", "contributions", "journal")
     data = {one.name: getattr(item.update, one.name) for one in fields(item.update) if one.name not in without}
     data["metrics"] = [[name, value] for name, value in item.update.metrics.items()]
     return [assignment_to_json(item.assignment), data, item.staleness]
@@ -184,6 +185,7 @@ def client_to_json(client: ClientInfo) -> dict[str, Any]:
         "num_samples": client.num_samples,
         "own_data": client.own_data,
         "profile": _profile_to_json(client.profile),
+        **({"below": client.below} if client.below else {}),
     }
 
 
@@ -211,7 +213,12 @@ def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
     if (windows := profile.get("availability")) and windows[-1][1] is None:
         profile["availability"] = [*windows[:-1], (windows[-1][0], math.inf)]
     return ClientInfo(
-        data["client"], data["num_samples"], Profile(**profile), data["incarnation"], data["own_data"] is True
+        data["client"],
+        data["num_samples"],
+        Profile(**profile),
+        data["incarnation"],
+        data["own_data"] is True,
+        data.get("below", 0),
     )
 
 
@@ -233,6 +240,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
                 "refusal": update.refusal,
                 "fingerprint": update.fingerprint,
                 **_group_to_json(update.group),
+                **_below_to_json(update),
             }
         case Sending(client, incarnation, assignment):
             return {"event": "sending", "client": client, "incarnation": incarnation, "assignment": assignment}
@@ -243,6 +251,23 @@ def event_to_json(event: Event) -> dict[str, Any]:
             return {"event": "timer", "id": id}
         case Stop(reason):
             return {"event": "stop", "reason": reason}
+        case Received():
+            return {
+                "event": "received",
+                "task": event.task,
+                "version": event.version,
+                "spec": event.spec.to_json(),
+                "fingerprint": event.fingerprint,
+            }
+
+
+def _below_to_json(update: Update) -> dict[str, Any]:
+    """Convert what a subfederation says of its update to fields of the journal row; empty for other clients."""
+    if not update.contributions:
+        return {}
+    from raafl.core.subfederation import to_json
+
+    return {"num_steps": update.num_steps, "contributions": to_json(update.contributions), "journal": update.journal}
 
 
 def _group_to_json(group: SumGroup | None) -> dict[str, Any]:

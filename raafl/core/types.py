@@ -8,9 +8,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from raafl.core.options import Subfederation
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput, TaskFailed
 from raafl.submodel.flat import FlatTensors
@@ -83,6 +84,7 @@ class ClientInfo:
         incarnation: number of times that the client had joined before, which distinguishes the present visit from
             earlier ones.
         own_data: whether the client trains on its own data instead of its share of the run's data.
+        below: number of clients of a subfederation, a client whose local training is a federation; 0 = a plain client.
     """
 
     id: int
@@ -90,6 +92,12 @@ class ClientInfo:
     profile: Profile = field(default_factory=Profile)
     incarnation: int = 0
     own_data: bool = False
+    below: int = 0
+
+    @property
+    def stands_for(self) -> int:
+        """Number of clients that this one stands for: those below it, or 1."""
+        return max(self.below, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +171,19 @@ class SumGroup:
     masked: bool = False  # whether random masks hide the update's tensors, so that a digest of them is useless
 
 
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What clients with one submodel have added to the update of a subfederation; numbers are sums over these clients.
+
+    Where a task had several merges below, they are divided by their number.
+    """
+
+    spec: Spec
+    num_updates: float
+    num_samples: int
+    num_steps: int
+
+
 @dataclass(slots=True)
 class Update:
     """A client's answer to an assignment.
@@ -183,6 +204,9 @@ class Update:
             ``tensors``.
         group: group of updates that the server can read only as a sum; None = the server reads this update by itself.
         work: plain data of the task that the update answers, `Assignment.extra`, as the coordinator has it.
+        contributions: what the update of a subfederation is the mean of: an element weighs as much as the clients that
+            have trained it. Empty = the update of one client.
+        journal: head of the journal of a subfederation's run, when this update was made; empty from other clients.
     """
 
     assignment: int
@@ -202,8 +226,18 @@ class Update:
     bundles: Mapping[str, FlatTensors] = field(default_factory=dict)
     group: SumGroup | None = None
     work: Mapping[str, Any] = field(default_factory=dict)
+    contributions: tuple[Contribution, ...] = ()
+    journal: str = ""
     # reason set by the transport if the content must not be merged (non-finite, wrong layout)
     refusal: str | None = None
+
+    def limit_samples(self, most: int) -> None:
+        """Let this update count as ``most`` samples, where it has more."""
+        parts = self.contributions
+        self.contributions = tuple(
+            replace(one, num_samples=max(one.num_samples * most // self.num_samples, 1)) for one in parts
+        )
+        self.num_samples = most
 
     def difference(self, other: Update) -> str:
         """Describe the first difference from another update of the same task; empty = they are equal to the bit."""
@@ -213,6 +247,11 @@ class Update:
             return f"other metrics ({self.metrics} and {other.metrics})"
         one, two = ((update.num_samples, update.num_steps, update.extra, update.refusal) for update in (self, other))
         return "" if one == two else "another answer"
+
+    @property
+    def num_updates(self) -> float:
+        """Number of clients' updates in this one: 1, or as many as a subfederation has merged."""
+        return sum(one.num_updates for one in self.contributions) if self.contributions else 1.0
 
     @property
     def needs_fingerprint(self) -> bool:
@@ -279,7 +318,26 @@ class Stop:
     reason: str
 
 
-Event = Joined | Arrived | Sending | Lost | Timer | Stop
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Event: the server above has sent a subfederation its next task, and the values that it starts from.
+
+    Attributes:
+        task: id of the task's assignment, as the server above counts.
+        version: version of the model above.
+        spec: submodel that was sent, within which clients train.
+        tensors: its values, in the layout that is sent.
+        fingerprint: hex digest of the tensors' bytes, for the journal.
+    """
+
+    task: int
+    version: int
+    spec: Spec
+    tensors: FlatTensors = field(compare=False)
+    fingerprint: str = ""
+
+
+Event = Joined | Arrived | Sending | Lost | Timer | Stop | Received
 
 
 # ---- actions: returned by the coordinator, for the runtime to perform ----
@@ -439,6 +497,7 @@ class Limits:
             clients' numbers of samples; None = no bound. Other clients cannot claim more samples than their share has.
         max_refused: number of refusals in a row after which a client is suspended.
         suspends_by_time: whether a client that leaves tasks unanswered is suspended for as long as these tasks took.
+        subfederation: length of a task of the server above, without which nobody trains; None = there is no such server.
     """
 
     min_clients: int = 1
@@ -452,6 +511,7 @@ class Limits:
     max_weight: float | None = None
     max_refused: int = 3
     suspends_by_time: bool = True
+    subfederation: Subfederation | None = None
 
 
 def derive_seed(*parts: int | str) -> int:

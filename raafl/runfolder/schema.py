@@ -42,8 +42,9 @@ Kind = Literal[
     "lost",
     "timer",
     "stop",
+    "received",
 ]
-EVENTS: Final[tuple[Kind, ...]] = ("joined", "arrived", "sending", "lost", "timer", "stop")
+EVENTS: Final[tuple[Kind, ...]] = ("joined", "arrived", "sending", "lost", "timer", "stop", "received")
 """Types of rows that are events for the coordinator; the other rows have its decisions, or how the run began and went on."""
 
 EXCHANGES: Final = ("split", "batches")
@@ -58,7 +59,9 @@ class JournalRow(TypedDict, total=False):
     - run: the run began; the row has its package versions, hardware and limits;
     - joined: a client connected; lost: it disconnected, or did not answer a task in time (``counts`` is then True);
     - assigned: a client got a task, with the fields of `Assignment`;
-    - arrived: the update of a task arrived, or a sum of several tasks' updates (``group`` has the tasks' ids);
+    - arrived: the update of a task arrived, or a sum of several tasks' updates (``group`` has the tasks' ids); that of a
+      subfederation has ``contributions`` of its clients, and the head of its own ``journal``;
+    - received: the server above has sent a subfederation a task; its values are in the run folder;
     - sending: a client sends an update, and may start its next task meanwhile;
     - adjusted: the method changed one of its settings;
     - batch: ``assignments`` were trained together with ``batch_clients: fast``, so that their bits are this batch's;
@@ -108,6 +111,9 @@ class JournalRow(TypedDict, total=False):
     group: list[int]
     scale: float
     masked: bool
+    below: int
+    contributions: list[Any]
+    journal: str
     setting: str
     before: float
     after: float

@@ -248,6 +248,12 @@ def build(
     coordinator = coordinator_of(experiment, data, algorithm, state, limits, pace=pace)
     fleet = coordinator.fleet.of(clients)
     problems = list(dict.fromkeys(algorithm.merge.check(state) + algorithm.select.check(fleet)))
+    if experiment.guard.max_below is not None or experiment.subfederation.is_on:
+        from raafl.core.subfederation import config_problems
+
+        hides = [name for name in ("privacy", "secure_aggregation") if getattr(experiment, name).is_on]
+        is_below = experiment.subfederation.is_on
+        problems += config_problems(experiment.algorithm, algorithm.merge, experiment.guard, is_below, hides)
     if problems:
         raise BadInput(
             "\n".join(problems[:10] + ([f"... and {len(problems) - 10} more clients"] if len(problems) > 10 else []))
@@ -292,6 +298,7 @@ def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True)
         eval_unit=every.unit,
         checkpoint_every=experiment.checkpoint_every,
         suspends_by_time=Rules(experiment.rules).suspends_by_time,
+        subfederation=experiment.subfederation if experiment.subfederation.is_on else None,
     )
 
 

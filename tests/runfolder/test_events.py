@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from raafl.core.types import Arrived, Joined, Lost, Sending, Stop, Timer
+from raafl.core.types import Arrived, Joined, Lost, Received, Sending, Stop, Timer
 from raafl.errors import BadInput
 from raafl.runfolder.events import JournalReader, read_run, read_summary
 from raafl.runfolder.schema import EVENTS
@@ -55,7 +55,7 @@ def test_rows_that_a_resumed_run_has_gone_back_behind_do_not_count(tmp_path, kin
 
 
 def test_the_events_are_those_that_the_coordinator_is_told_of():
-    assert set(EVENTS) == {kind.__name__.lower() for kind in (Joined, Arrived, Sending, Lost, Timer, Stop)}
+    assert set(EVENTS) == {kind.__name__.lower() for kind in (Joined, Arrived, Sending, Lost, Timer, Stop, Received)}
 
 
 def folder(tmp_path, *rows, summary=None):

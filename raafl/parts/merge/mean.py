@@ -11,9 +11,9 @@ that of its submodel, and a `CopyPlan` maps between the two.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -125,6 +125,27 @@ class Accumulator:
             plan.add_(self.total, tensors, scale)
         self.updates.append((spec, weight))
 
+    def add_shares(
+        self, tensors: FlatTensors, spec: Spec, shares: Sequence[tuple[Spec, float]], factor: float = 1.0
+    ) -> None:
+        """Add an update that is the mean of others, times ``factor``: on each element it weighs as much as those that cover it.
+
+        `shares`: submodel and weight of the others, as returned by `shares_of`.
+        """
+        if len(shares) == 1 and shares[0][0] == spec:
+            self.add(tensors, spec, shares[0][1], factor)
+            return
+        submodels, count = self.state.submodels, zeros_like(self.state.values)
+        for share, weight in shares:
+            submodels.plan(share).cover_(count, weight)
+        weighted = submodels.plan(spec).gather(count)
+        for dtype, buffer in weighted.buffers.items():
+            buffer.mul_(tensors.buffers[dtype])
+        if not self.updates:
+            self.memory.sum = self._storage("sum")
+        submodels.plan(spec).add_(self.total, weighted, factor)
+        self.updates.extend(shares)
+
     def _storage(self, name: str, *, zero: bool = True) -> FlatTensors:
         """Return storage of the model's size, reused from an earlier merge; with ``zero``, the trained elements are 0."""
         flat: FlatTensors | None = self.state.scratch.pop(name, None)
@@ -169,6 +190,20 @@ class Accumulator:
         """Remove all updates; the storage of the sum is reused."""
         self.updates.clear()
         self.state.scratch["sum"], self.memory.sum = self.total, None
+
+
+def shares_of(update: Update, spec: Spec, weigh: Callable[[Update], float]) -> list[tuple[Spec, float]]:
+    """Return submodel and weight of each client's update that ``update`` consists of: itself, unless it is a subfederation's.
+
+    `spec`: submodel of the update. `weigh`: returns the weight of an update.
+    """
+    if not update.contributions:
+        return [(spec, weigh(update))]
+    parts = [
+        replace(update, num_samples=one.num_samples, num_steps=one.num_steps, contributions=(one,))
+        for one in update.contributions
+    ]
+    return [(one.spec, weigh(part)) for one, part in zip(update.contributions, parts, strict=True)]
 
 
 def trained_values(state: GlobalState) -> FlatTensors:
@@ -221,24 +256,32 @@ class Mean(Merge):
     staleness: Staleness = field(default_factory=Staleness)
     by_samples: bool = True
     sends: Literal["values", "delta"] = "values"
+    merges_means: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         fraction("alpha", self.alpha)
 
     def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
         """Return an update's weight in the mean, and the factor on its change: alpha times the staleness factor s, at most 1."""
-        return float(update.num_samples) if self.by_samples else 1.0, self.alpha * self.staleness(staleness)
+        weight = float(update.num_samples) if self.by_samples else update.num_updates
+        return weight, self.alpha * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add an update to the mean; the first one is not copied yet, since `apply` can mix a single one in directly."""
         memory = state.memory.of(_MeanMemory)
         weight, factor = self.weigh(update, staleness)
-        memory.received.append((weight, factor))
-        if len(memory.received) == 1 and memory.lone is None:
-            memory.lone = (update.tensors, spec)
+        if not update.contributions or [one.spec for one in update.contributions] == [spec]:
+            memory.received.append((weight, factor))
+            if len(memory.received) == 1 and memory.lone is None:
+                memory.lone = (update.tensors, spec)
+                return
+            self.detach(state)
+            Accumulator(state, memory).add(update.tensors, spec, weight, factor)
             return
         self.detach(state)
-        Accumulator(state, memory).add(update.tensors, spec, weight, factor)
+        shares = shares_of(update, spec, lambda one: self.weigh(one, staleness)[0])
+        memory.received += [(weight, factor) for _, weight in shares]
+        Accumulator(state, memory).add_shares(update.tensors, spec, shares, factor)
 
     def detach(self, state: GlobalState) -> None:
         """Add the waiting update to the sum if there is just one, before its tensors are overwritten."""
@@ -361,19 +404,21 @@ class Deltas(Merge):
     staleness: Staleness = field(default_factory=lambda: Staleness("polynomial", a=0.5))
     sends: Literal["values", "delta"] = "delta"
     by_samples: bool = False
+    merges_means: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         positive("server_lr", self.server_lr)
 
     def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
         """Return an update's weight in the mean, and the factor on its change: server learning rate times staleness factor."""
-        return float(update.num_samples) if self.by_samples else 1.0, self.server_lr * self.staleness(staleness)
+        weight = float(update.num_samples) if self.by_samples else update.num_updates
+        return weight, self.server_lr * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add the update's change, times its weight and staleness factor, to the sum."""
-        weight, _ = self.weigh(update, staleness)
+        shares = shares_of(update, spec, lambda one: self.weigh(one, staleness)[0])
         accumulator = Accumulator(state, state.memory.of(DeltasMemory))
-        accumulator.add(update.tensors, spec, weight, self.staleness(staleness))
+        accumulator.add_shares(update.tensors, spec, shares, self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
         """Move the model by the mean change in the buffer."""

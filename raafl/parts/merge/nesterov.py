@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,16 @@ from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, one_of, positive
-from raafl.parts.merge.mean import Accumulator, Staleness, SumMemory, chunks, trained_pieces, trained_values, zeros_like
+from raafl.parts.merge.mean import (
+    Accumulator,
+    Staleness,
+    SumMemory,
+    chunks,
+    shares_of,
+    trained_pieces,
+    trained_values,
+    zeros_like,
+)
 from raafl.submodel import FlatTensors, Spec
 
 Weights = Literal["equal", "samples", "tokens"]
@@ -62,6 +71,7 @@ class Nesterov(Merge):
     weights: Weights = "equal"
     staleness: Staleness = field(default_factory=Staleness)
     sends: Literal["values", "delta"] = "delta"
+    merges_means: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         positive("outer_lr", self.lr)
@@ -71,7 +81,9 @@ class Nesterov(Merge):
 
     def weigh(self, update: Update) -> float:
         """Return an update's weight in the mean change, by `weights`: 1, its number of samples, or its number of steps."""
-        return float({"equal": 1, "samples": update.num_samples, "tokens": update.num_steps}[self.weights])
+        return float(
+            {"equal": update.num_updates, "samples": update.num_samples, "tokens": update.num_steps}[self.weights]
+        )
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return "no-steps" if updates are weighted by their steps and this one made none."""
@@ -80,7 +92,7 @@ class Nesterov(Merge):
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add the update's change, times its weight and staleness factor, to the sum."""
         sums = Accumulator(state, state.memory.of(NesterovMemory))
-        sums.add(update.tensors, spec, self.weigh(update), self.staleness(staleness))
+        sums.add_shares(update.tensors, spec, shares_of(update, spec, self.weigh), self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
         """Make one server step along the mean change."""
@@ -131,6 +143,7 @@ class DelayedNesterov(Nesterov):
     """
 
     every: int | None = None
+    merges_means: ClassVar[bool] = False  # N counts updates one by one
 
     def __post_init__(self) -> None:
         super().__post_init__()

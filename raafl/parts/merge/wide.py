@@ -8,7 +8,7 @@ imaginary parts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -95,6 +95,8 @@ class WideMerge(Wrapped):
     Attributes:
         submodels: submodels of the model with wide tensors.
     """
+
+    merges_means: ClassVar[bool] = True
 
     submodels: WideSubmodels = field(repr=False)
 

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -231,6 +231,8 @@ class Bounded(Wrapped):
         max_norm_ratio: multiple of the usual norm above which an update is refused; None = no bound.
     """
 
+    merges_means: ClassVar[bool] = True
+
     max_norm_ratio: float | None
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
@@ -441,6 +443,8 @@ class Pooled(Wrapped):
     Attributes:
         pooling: the model's running statistics, with the conversion between variances and second moments.
     """
+
+    merges_means: ClassVar[bool] = True
 
     pooling: Pooling = field(repr=False)
 

@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -104,6 +104,8 @@ class NormFilter(Wrapped):
         outlier: multiple of the median above which an update is refused; None = refuse none.
         warm_up: number of accepted updates of a size class before others are refused.
     """
+
+    merges_means: ClassVar[bool] = True
 
     clip_norm: float | None
     outlier: float | None

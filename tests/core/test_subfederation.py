@@ -1,0 +1,156 @@
+"""A subfederation is a client whose local training is a federation: exact where sums are, refused or noted elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from model_zoo import MLP
+from raafl.algorithms import diloco, fed_avg, fed_buff, fed_prox
+from raafl.core.options import Guard, Subfederation
+from raafl.core.subfederation import check_contributions, from_json, to_json
+from raafl.core.types import Assignment, ClientInfo, Received
+from raafl.data import Dirichlet
+from raafl.parts import RateSelect
+from raafl.runtime.setup import build
+from raafl.submodel import FULL, FlatTensors, Spec, SpecError, Submodels
+from tests.helpers.levels import Level
+from tests.helpers.refusals import refuses
+from tests.helpers.small_runs import experiment
+
+HALVES = {1: (1, 2, 3), 2: (4, 5, 6)}
+ONE = Subfederation(merges=1)
+RATES = (1.0, 0.5, 0.25, 0.5, 0.25, 0.25)
+
+
+def levels(tmp_path, above, below=None, groups=HALVES, subfederation=ONE, **fields):
+    """Return a server over subfederations, whose clients have the ids, data and seeds that they have in a flat federation."""
+    settings = {"partition": Dirichlet(0.5), "clients": 6, "max_updates": None, **fields}
+    regions = {
+        region: Level(
+            experiment(tmp_path, (below or above)(len(clients)), **settings, subfederation=subfederation),
+            dict.fromkeys(clients),
+        )
+        for region, clients in groups.items()
+    }
+    settings |= {"max_updates": 3 * len(groups), "guard": Guard(max_below=6, max_weight=None)}
+    return Level(experiment(tmp_path, above(len(groups)), **settings), regions)
+
+
+def flat(tmp_path, algorithm, **fields):
+    settings = {"partition": Dirichlet(0.5), "clients": 6, "max_updates": 18, **fields}
+    level = Level(experiment(tmp_path, algorithm(6), **settings), dict.fromkeys(range(1, 7)))
+    return level.start_together(HALVES.values())
+
+
+def largest_gap(one, other):
+    buffers = zip(one.values.buffers.values(), other.values.buffers.values(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in buffers)
+
+
+def rates(num):
+    return RateSelect(rates=list(RATES))
+
+
+METHODS = {
+    "fed_avg": (lambda num: fed_avg(), None),
+    "fed_avg, equal weights": (lambda num: fed_avg(by_samples=False), None),
+    "fed_avg, submodels": (lambda num: fed_avg(submodel=rates(num)), None),
+    "fed_prox": (lambda num: fed_prox(0.1), None),
+    "fed_buff": (lambda num: fed_buff(num), None),
+    "fed_buff, submodels": (
+        lambda num: fed_buff(num, 0.5, submodel=rates(num)),
+        lambda num: fed_buff(num, submodel=rates(num)),
+    ),
+    "diloco": (lambda num: diloco(), lambda num: diloco(1.0, 0.0)),
+    "diloco, by samples": (lambda num: diloco(weights="samples"), lambda num: diloco(1.0, 0.0, weights="samples")),
+    "diloco, submodels": (lambda num: diloco(submodel=rates(num)), lambda num: diloco(1.0, 0.0, submodel=rates(num))),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_subfederations_equal_the_flat_federation(tmp_path, name):
+    above, below = METHODS[name]
+    hierarchy = levels(tmp_path, above, below).run()
+    wanted = flat(tmp_path, above)
+    assert hierarchy.coordinator.state.version == wanted.coordinator.state.version == 3
+    assert largest_gap(hierarchy, wanted) < 1e-6
+
+
+def test_three_levels_equal_the_flat_federation(tmp_path):
+    settings = {"partition": Dirichlet(0.5), "clients": 6, "max_updates": None}
+    guard = Guard(max_below=6, max_weight=None)
+
+    def below(clients):
+        made = experiment(tmp_path, fed_avg(submodel=rates(1)), **settings, subfederation=ONE, guard=guard)
+        return Level(made, clients)
+
+    middle = below({1: below(dict.fromkeys((1, 2))), 3: below(dict.fromkeys((3,)))})
+    top = experiment(tmp_path, fed_avg(submodel=rates(1)), **{**settings, "max_updates": 6, "guard": guard})
+    hierarchy = Level(top, {1: middle, 2: below(dict.fromkeys((4, 5, 6)))}).run()
+    assert largest_gap(hierarchy, flat(tmp_path, lambda num: fed_avg(submodel=rates(num)))) < 1e-6
+
+
+def test_a_subfederation_weighs_at_most_as_much_as_its_clients_may(tmp_path):
+    # six clients of 100 samples above, of which three stand below client 1: the median of six is 100
+    made = experiment(tmp_path, fed_avg(), clients=4, guard=Guard(max_below=3, max_weight=2.0))
+    coordinator = build(made, pace=False, min_clients=4).coordinator
+    for client in (2, 3, 4):
+        coordinator.roster.join(ClientInfo(client, 100, own_data=True))
+    region = ClientInfo(1, 100_000, own_data=True, below=3)
+    coordinator.roster.join(region)
+    assert coordinator.counted_samples(region, 100_000) == 2 * 100 * 3
+
+
+def test_between_two_tasks_of_the_server_above_nobody_trains(tmp_path):
+    level = Level(experiment(tmp_path, fed_avg(), max_updates=None, subfederation=ONE), dict.fromkeys((1, 2, 3, 4)))
+    assert not level.run().settled
+    values = FlatTensors.from_named({name: value + 1 for name, value in level.values.items()}, level.values.layout)
+    assignment = Assignment(5, 1, 0, 0, 7, FULL, 0, None, None, 1, 0.0)
+    update = level.train(assignment, values, "delta")
+    assert [one.num_updates for one in update.contributions] == [4.0]
+    assert level.coordinator.state.version == 1 and level.coordinator.above.waits
+    assert largest_gap(level, level) == 0.0 and not level._due
+
+
+def _subfederation_and_server(tmp_path):
+    level = Level(experiment(tmp_path, fed_buff(2), max_updates=None, subfederation=ONE), dict.fromkeys((1, 2, 3, 4)))
+    return level, level.coordinator
+
+
+def test_what_clients_began_for_an_earlier_task_does_not_count(tmp_path):
+    level, coordinator = _subfederation_and_server(tmp_path)
+    level.tell(Received(1, 0, FULL, level.values.clone()))
+    assert len(level._due) == 2  # as many as the last merge of the task needs
+    level._work()  # one of two has reported as the server above loses this task and gives another
+    level.tell(Received(2, 0, FULL, level.values.clone()))
+    assert [one.outcome for one in level.settled] == ["unused"]
+    level.run()
+    assert [one.outcome for one in level.settled] == ["unused", "refused:late", "merged", "merged"]
+    assert not coordinator.backoff.refused  # a late answer is not the client's fault
+
+
+def _checked(data, spec=None):
+    submodels = Submodels(MLP(64, (24,), 10))
+    return check_contributions(from_json(data), submodels, spec or FULL, 3)
+
+
+HALF = Spec.select({"layers.1": range(12)})
+
+test_what_a_subfederation_says_is_checked = refuses(
+    _checked,
+    ({"data": "few"}, "contributions is no list"),
+    ({"data": [[{}, 1.0, 5]]}, "a contribution has other fields"),
+    ({"data": [[{}, 0, 5, 1]]}, "a contribution has no number of updates"),
+    ({"data": [[{}, float("nan"), 5, 1]]}, "a contribution has no number of updates"),
+    ({"data": [[{}, 1.0, 0, 1]]}, "a contribution has no number of samples or steps"),
+    ({"data": [[{}, 1.0, 2.5, 1]]}, "a contribution has no number of samples or steps"),
+    ({"data": [[{}, 4.0, 5, 1]]}, "4 updates of 3 clients"),
+    ({"data": [[7, 1.0, 5, 1]]}, "spec is '7'"),
+    ({"data": [[{}, 1.0, 5, 1]], "spec": HALF}, "is no part of"),
+    error=(ValueError, SpecError),
+)
+
+
+def test_contributions_of_one_submodel_are_one():
+    data = [[HALF.to_json(), 1, 5, 2], [{}, 1, 7, 2], [HALF.to_json(), 1, 6, 3]]
+    assert to_json(_checked(data)) == [[HALF.to_json(), 2.0, 11, 5], [{}, 1.0, 7, 2]]

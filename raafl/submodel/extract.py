@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -117,6 +118,7 @@ class CopyPlan:
                 self._indexed.append(_Indexed(full, small, selection))
             else:
                 self._add_rectangles(full, small, selection)
+        self._views = _repeated(self._views)
         # On a GPU one kernel serves a list of contiguous views of one dtype; in a mixed list each view takes a kernel.
         lists = [list(views) for _, views in groupby(sorted(self._views, key=_kind), _kind)]
         self._full_side = [[(view.dtype, view.size, *view.full) for view in views] for views in lists]
@@ -232,6 +234,42 @@ def _call(fn: Callable[..., object], lists: Callable[..., object] | None, *views
         return
     for each in zip(*views, strict=True):
         fn(*each)
+
+
+def _repeated(views: list[_Views]) -> list[_Views]:
+    """Join strided views that repeat at equal distances in both storages, as of a transformer's blocks, with one more dimension.
+
+    One kernel then serves all of them, where a list of strided views takes one for each.
+    """
+    joined = [view for view in views if view.is_flat]
+    alike: defaultdict[tuple[object, ...], list[_Views]] = defaultdict(list)
+    for view in views:
+        if not view.is_flat:
+            alike[view.dtype, view.size, view.full[0], view.small[0]].append(view)
+    for some in alike.values():
+        run: list[_Views] = []
+        for view in sorted(some, key=lambda one: one.full[1]):
+            if len(run) > 1 and _distance(run[-1], view) != _distance(run[0], run[1]):
+                joined.append(_with_repeats(run))
+                run = []
+            run.append(view)
+        joined.append(_with_repeats(run))
+    return joined
+
+
+def _distance(one: _Views, other: _Views) -> tuple[int, int]:
+    return other.full[1] - one.full[1], other.small[1] - one.small[1]
+
+
+def _with_repeats(run: list[_Views]) -> _Views:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    full, small = _distance(first, run[1])
+    size = len(run), *first.size
+    return _Views(
+        first.dtype, size, ((full, *first.full[0]), first.full[1]), ((small, *first.small[0]), first.small[1])
+    )
 
 
 def _kind(view: _Views) -> tuple[bool, str]:

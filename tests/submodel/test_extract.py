@@ -156,3 +156,24 @@ def test_a_plan_needs_only_layouts_and_runs():
     _, _, full = built("mlp1")
     plan = CopyPlan(FULL, full.layout, full.layout, {})
     assert plan.gather(full).fingerprint() == full.fingerprint()
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3, 3), (3, 3, 5, 5, 5), (3, 5, 3, 3), (3,)])
+def test_strided_ranges_that_repeat_at_equal_distances_are_one_view(sizes):
+    """Blocks of one width repeat; those between others do not. The columns of each second layer are the strided ranges."""
+    parts = [torch.nn.Sequential(torch.nn.Linear(4, n), torch.nn.ReLU(), torch.nn.Linear(n, 4)) for n in sizes]
+    module = torch.nn.Sequential(*parts)
+    submodels = Submodels(module)
+    full = numbered(submodels.layout())
+    spec = Spec.select({f"{place}.0": (1, 2) for place in range(len(sizes))})
+    plan = submodels.plan(spec)
+    small = plan.gather(full)
+    for place in range(len(sizes)):
+        assert torch.equal(small[f"{place}.2.weight"], full[f"{place}.2.weight"][:, 1:3])
+    expected = {name: tensor.clone() for name, tensor in full.items()}
+    for place in range(len(sizes)):
+        expected[f"{place}.2.weight"][:, 1:3] *= 2
+    plan.add_(full, small)
+    assert all(torch.equal(full[name], expected[name]) for name in expected if name.endswith("2.weight"))
+    strided = [view for view in views_of(plan, full) if view.dim() > 1]
+    assert len(strided) == {(3, 3, 3, 3): 1, (3, 3, 5, 5, 5): 2, (3, 5, 3, 3): 3, (3,): 1}[sizes]

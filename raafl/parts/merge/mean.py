@@ -336,8 +336,8 @@ class Mean(Merge):
             for old, total, weight, share in chunks(*flats):
                 keep = 1.0 - factors[0] if alike else 1.0 - share / weight
                 # 0 / 0 = NaN on elements that no update covers, which the next line leaves out
-                new = torch.addcdiv(old * keep, total, weight)
-                old.copy_(torch.where(weight > 0, new, old))
+                new = (old * keep).addcdiv_(total, weight)
+                torch.where(weight > 0, new, old, out=old)
 
     def too_stale(self, staleness: float) -> str | None:
         """Return a warning if late updates undo most of the clients' work; docs/methods/fed-raa.md derives the rule.
@@ -431,7 +431,7 @@ class Deltas(Merge):
                 for old, total, count in chunks(*flats):
                     # an element that no update covers adds 0 / tiny = 0, so that theta keeps its bits
                     tiny = torch.finfo(old.dtype).tiny
-                    old.addcdiv_(total, count.clamp_min(tiny), value=self.server_lr if is_parameter else 1.0)
+                    old.addcdiv_(total, count.clamp_min_(tiny), value=self.server_lr if is_parameter else 1.0)
         sums.clear()
 
     def __str__(self) -> str:

@@ -111,6 +111,11 @@ class ServerOptimizer(Merge):
 
     def _step(self, theta: Tensor, delta: Tensor, moments: Sequence[Tensor], where: Tensor | None) -> None:
         m, v = moments
+        if where is None and self.kind == "adam":  # the same operations in place: half the passes over memory
+            m.mul_(self.beta1).add_(delta, alpha=1 - self.beta1)
+            v.mul_(self.beta2).add_(delta.mul_(delta), alpha=1 - self.beta2)
+            theta.addcdiv_(m, torch.sqrt(v, out=delta).add_(self.tau), value=self.server_lr)
+            return
         square = delta * delta
         new_m = torch.add(m * self.beta1, delta, alpha=1 - self.beta1)
         if self.kind == "adagrad":

@@ -50,13 +50,20 @@ class Feed:
             return task.data.batches
         return partial(self._batches, task.data)
 
-    def _batches(self, data: ClientData, *draws: Any) -> Iterator[Sized]:
+    def _batches(
+        self,
+        data: ClientData,
+        generator: torch.Generator,
+        batch_size: int | None,
+        num_epochs: int | None,
+        num_steps: int | None,
+    ) -> Iterator[Sized]:
         gather = self._gather_of(data)
         if gather is None:
-            for batch, num_samples in data.batches(*draws):
+            for batch, num_samples in data.batches(generator, batch_size, num_epochs, num_steps):
                 yield self.sent(batch), num_samples
             return
-        for rows in data.rows(*draws, self._sent):
+        for rows in data.rows(generator, batch_size, num_epochs, num_steps, self._sent):
             yield gather(rows), len(rows)
 
     def fetch_of(self, data: ClientData) -> Fetch:

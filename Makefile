@@ -14,7 +14,7 @@ VERSIONS ?= "2.6.*" "2.14.*"
 PRIVATE = tests/submodel/find tests/submodel/cut tests/submodel/prove tests/submodel/cost tests/local tests/transport/test_gloo.py
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or each process of each test compiles raafl anew: three seconds
-BENCHMARKS = $(filter-out common against rules workloads pictures drawing unequal_picture architecture reference gpu gpu_steps,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
+BENCHMARKS = $(filter-out common against rules workloads pictures drawing unequal_picture architecture reference gpu gpu_steps gpu_rows,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 
 .PHONY: help setup demo test test-long chaos coverage torch-versions lint format bench gpu pictures docs release clean
 
@@ -61,7 +61,7 @@ bench: .venv/.full  ## run every benchmark; results go to build/bench/NAME.json
 	@set -e; for name in $(BENCHMARKS); do \
 	    echo "[raafl] benchmark $$name"; $(BIN)/python -m benchmarks.$$name --out build/bench/$$name.json; done
 
-gpu:  ## the acceptance on a GPU, ten minutes, without network; report in build/gpu/report.json; without a GPU a dry run
+gpu:  ## the acceptance on a GPU, ten minutes and again with ARGS=--resume until all is there, without network; report in build/gpu/report.json; without a GPU a dry run
 	@HF_HUB_OFFLINE=1 WANDB_MODE=offline $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 pictures: .venv/.full  ## draw the pictures of README and docs anew, into docs/images (runs are kept in build/pictures)

@@ -7,16 +7,19 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Row, main
 from benchmarks.workloads import WORKLOADS, client_of, spec_of, submodels_of, values_of
 
+BARE = ("eager", "callables", "graph")
+"""Kinds of bare loops."""
 PROOFS = 5
 """Tasks until all graphs are made and compared."""
 
@@ -28,32 +31,45 @@ def on_device(
     device: str,
     num_steps: int,
     least_s: float,
-) -> list[Row]:
-    """Measure seconds of a step, eager and captured, for each model, rate and precision.
+) -> dict[str, Callable[[], Row]]:
+    """Return rows that measure seconds of a step, eager and captured, for each model, precision and rate.
 
-    Eager steps have the plain form of the optimizer (``fabric.capture off``); captured ones its fused form. Of the whole model
-    in float32 there is also a bare loop of PyTorch, eager and as one CUDA graph of its own.
+    Eager steps have the plain form of the optimizer (``fabric.capture off``); captured ones its fused form. Bare loops of PyTorch
+    with the whole model come last: eager, with graphed passes (`make_graphed_callables`), and as one CUDA graph of the whole step.
 
     Args:
         models: names of workloads.
-        rates: rates of the submodels.
+        rates: rates of the submodels, that of the whole model first.
         precisions: values of ``fabric.precision``.
         device: that computes; without a GPU nothing is captured.
         num_steps: steps of a measured task.
         least_s: seconds of each measurement at least; 0 = one task, without those that capture and compare.
     """
-    rows: list[Row] = []
-    for model in models:
-        work, submodels = WORKLOADS[model], submodels_of(WORKLOADS[model])
-        for precision in precisions:
-            whole: Row = {}
-            for rate in rates:
-                row = _beside(work, submodels, rate, precision, device, num_steps, least_s)
-                whole = whole or row
-                row |= {f"{name} over whole": row[name] / whole[name] for name in ("eager_s", "captured_s")}
-                bare = _bare(work, device, num_steps, least_s) if rate == 1 and precision == "32-true" else {}
-                rows.append({"model": model, "rate": rate, "precision": precision, **row, **bare})
-    return rows
+    whole: dict[tuple[str, str], Row] = {}
+
+    @cache
+    def submodels(model: str) -> Any:
+        return submodels_of(WORKLOADS[model])
+
+    def case(model: str, precision: str, rate: float) -> Row:
+        row = _beside(WORKLOADS[model], submodels(model), rate, precision, device, num_steps, least_s)
+        if rate == 1:
+            whole[model, precision] = row
+        beside = whole.get((model, precision), {})
+        shares = {f"{name} over whole": row[name] / beside[name] for name in ("eager_s", "captured_s") if beside}
+        return {"model": model, "rate": rate, "precision": precision, **row, **shares}
+
+    both = list(itertools.product(models, precisions))
+    cases: dict[str, Callable[[], Row]] = {
+        f"{model}, {precision}, {rate:g}": partial(case, model, precision, rate)
+        for model, precision in both
+        for rate in rates
+    }
+    for kind in BARE:
+        for model, precision in both:
+            bare = partial(_bare, model, precision, device, num_steps, least_s, kind)
+            cases[f"{model}, {precision}, bare {kind}"] = bare
+    return cases
 
 
 def _beside(work: Any, submodels: Any, rate: float, precision: str, device: str, num_steps: int, least_s: float) -> Row:
@@ -87,33 +103,47 @@ def _seconds(task: Any, least_s: float) -> float:
     return (time.perf_counter() - begun) / num
 
 
-def _bare(work: Any, device: str, num_steps: int, least_s: float) -> Row:
-    """Measure a loop of PyTorch alone on one batch: eager, and as a CUDA graph."""
+def _bare(model: str, precision: str, device: str, num_steps: int, least_s: float, kind: str) -> Row:
+    """Measure seconds of a step of a loop of PyTorch alone on one batch; without a GPU each kind is eager."""
     import torch
 
-    module = work.make(False).to(device)
+    from benchmarks.gpu_rows import Loss
+
+    work, on_gpu = WORKLOADS[model], torch.device(device).type == "cuda"
+    loss_of: Any = Loss(work.make(False)).to(device)
     batch = [x.to(device) for x in work.batch(work.batch_size)]
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    optimizer, mixed = torch.optim.SGD(loss_of.parameters(), lr=0.01), precision == "bf16-mixed"
+
+    def autocast() -> Any:
+        return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mixed, cache_enabled=kind == "eager")
+
+    if on_gpu and kind == "callables":
+        with autocast():
+            loss_of = torch.cuda.make_graphed_callables(loss_of, tuple(batch))
 
     def step() -> None:
-        loss = module.training_step(batch, 0)
+        with autocast():
+            loss = loss_of(*batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def timed(function: Any) -> float:
-        def task() -> None:
-            for _ in range(num_steps):
-                function()
-            if torch.device(device).type == "cuda":
-                torch.cuda.synchronize(device)
+    once = _whole_graph(step) if on_gpu and kind == "graph" else step
 
-        return _seconds(task, least_s) / num_steps
+    def task() -> None:
+        for _ in range(num_steps):
+            once()
+        if on_gpu:
+            torch.cuda.synchronize(device)
 
-    module.log = module.log_dict = lambda *args, **kwargs: None
-    row: Row = {"bare_eager_s": timed(step)}
-    if torch.device(device).type != "cuda":
-        return row
+    seconds = _seconds(task, least_s) / num_steps
+    return {"model": model, "rate": 1.0, "precision": precision, f"bare_{kind}_s": seconds}
+
+
+def _whole_graph(step: Callable[[], None]) -> Any:
+    """Return the replay of one CUDA graph of the whole step."""
+    import torch
+
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -121,12 +151,9 @@ def _bare(work: Any, device: str, num_steps: int, least_s: float) -> Row:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            step()
-    except RuntimeError as error:
-        return {**row, "bare_graph": str(error).splitlines()[0]}
-    return {**row, "bare_graph_s": timed(graph.replay)}
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 # ---- waits, on an emulated GPU ----

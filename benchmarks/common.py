@@ -9,6 +9,8 @@ import os
 import platform
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -96,19 +98,32 @@ def in_process(name: str, arguments: list[str], threads: int) -> Any:
 
 
 @contextmanager
-def gpu_busy(*command: str) -> Iterator[list[float]]:
-    """Look each 0.2 s how much of the time the first GPU runs a kernel, in per cent; nothing is found without nvidia-smi."""
-    seen: list[float] = []
+def gpu_busy(*command: str) -> Iterator[list[tuple[float, float]]]:
+    """Look each 0.2 s how much of the time the first GPU runs a kernel; yield the moments (`time.monotonic`) with the per cent.
+
+    Without nvidia-smi nothing is found.
+    """
+    seen: list[tuple[float, float]] = []
     try:
         looking = subprocess.Popen(command or _NVIDIA_SMI, stdout=subprocess.PIPE, text=True)
     except OSError:
         yield seen
         return
+    assert looking.stdout is not None
+    lines = looking.stdout
+
+    def read() -> None:
+        seen.extend((time.monotonic(), float(line)) for line in lines if line.strip().isdecimal())
+
+    reader = threading.Thread(target=read)
+    reader.start()
     try:
         yield seen
     finally:
         looking.terminate()
-        seen += [float(word) for word in looking.communicate()[0].split() if word.isdecimal()]
+        looking.wait()
+        reader.join()
+        lines.close()
 
 
 def status_bytes(field: str) -> int:

@@ -1,8 +1,10 @@
-"""The acceptance on a GPU, `make gpu`: what nobody can show without one, in the order of value, in at most ten minutes.
+"""The acceptance on a GPU, `make gpu`: what nobody can show without one, in the order of value, by commands of ten minutes.
 
 Each step runs in a process of its own, with a limit; what one does ends no other. Steps that measure no time run beside each
-other, before those that do. The report, build/gpu/report.json, is written after each. Nothing is fetched. Where there is no GPU,
-each step is begun on the CPU in a size that shows only that it can.
+other, before those that do. The report, build/gpu/report.json, is written after each. A step that consists of rows writes each
+as it comes: a row that fails is a row with its error, one in which the process dies too, and `--resume` runs the others. All
+steps take some 25 minutes: `make gpu`, then twice `make gpu ARGS=--resume`. Nothing is fetched. Where there is no GPU, each step
+is begun on the CPU in a size that shows only that it can.
 
     python -m benchmarks.gpu [--out FOLDER] [--only STEP ...] [--skip STEP ...] [--resume [REPORT]] [--seconds S]
 """
@@ -27,10 +29,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.common import Row, report, table
-from benchmarks.gpu_steps import ROOT, STEPS, Where, run
+from benchmarks.gpu_steps import ROOT, STEPS, Cases, Where, run
 
 TOTAL_S = 570.0  # of the ten minutes, some are for starting and ending
 GRACE_S = 5.0
+ENDED = ("ok", "missed")
+"""Outcomes of steps that are not run again."""
+AGAIN = "failed: a process must run the rows that are left"
+"""Outcome of a step's process after an error that may have left its GPU context of no use."""
 BESIDE = 4  # steps at once, of those that measure no time
 WHEELS = {
     "torch": "torch",
@@ -47,21 +53,59 @@ WHEELS = {
     "psutil": "psutil",
     "pytest": "pytest",
     "pytest_timeout": "pytest-timeout",
+    "torchmetrics": "torchmetrics",
 }
 """Modules that the steps need, and what brings them."""
 TWO_NODES = "HEAD=ADDRESS NODES=2 RANKS_PER_NODE=9 launch/multi-node.sh CONFIG --clients 17 --fabric.accelerator cuda"
 
 
-def begin(name: str, device: str, limit_s: float) -> Row:
-    """Run a step in a process of its own and return its record.
+def begin(name: str, device: str, limit_s: float, rows: Path | None = None) -> Row:
+    """Run a step in a process of its own and return its record; where the process dies in a row, another runs those that are left.
 
     Args:
         name: name of the step.
         device: on which it runs.
         limit_s: seconds after which it is ended.
+        rows: file of the rows that the step has written, and goes on with; None = it writes none.
     """
     began = time.monotonic()
+    while True:
+        record = _attempt(name, device, limit_s - (time.monotonic() - began), rows)
+        died = record["outcome"].startswith("died") and rows is not None and _mark_dead(rows, record["outcome"])
+        if not (died or record["outcome"] == AGAIN) or time.monotonic() - began > limit_s - 5:
+            break
+    if rows is not None and not record["rows"]:
+        record["rows"] = rows_of(rows)
+    return {**record, "took_s": time.monotonic() - began}
+
+
+def rows_of(path: Path) -> list[Row]:
+    """Return the rows that a step has written, without those that have only begun."""
+    if not path.is_file():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if "begun" not in line]
+
+
+def _mark_dead(path: Path, outcome: str) -> bool:
+    """Write an error for the row that had begun when a process died; return whether there was one."""
+    if not path.is_file():
+        return False
+    last = json.loads(path.read_text().splitlines()[-1])
+    if "begun" in last:
+        _write_row(path, {"row": last["begun"], "error": f"the process {outcome}"})
+    return "begun" in last
+
+
+def _write_row(path: Path | None, row: Row) -> None:
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(row, default=str) + "\n")
+
+
+def _attempt(name: str, device: str, limit_s: float, rows: Path | None) -> Row:
     command = [sys.executable, "-m", "benchmarks.gpu", "--step", name, "--device", device]
+    command += [] if rows is None else ["--rows", str(rows)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         words, _ = process.communicate(timeout=limit_s)
@@ -72,7 +116,7 @@ def begin(name: str, device: str, limit_s: float) -> Row:
         record = {"outcome": f"not done within {limit_s:.0f} s", "rows": []}
     finally:
         _end(process)
-    return {**record, "took_s": time.monotonic() - began}
+    return record
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -84,16 +128,55 @@ def _end(process: subprocess.Popen[str]) -> None:
             process.wait(GRACE_S)
 
 
-def within(name: str, device: str) -> Row:
-    """Run a step in this process and return its record; nothing that goes wrong in it leaves it."""
+def within(name: str, device: str, written: Path | None = None) -> Row:
+    """Run a step in this process and return its record; nothing that goes wrong in it leaves it.
+
+    Args:
+        name: name of the step.
+        device: on which it runs.
+        written: file of its rows, of which those without an error are not run again; None = it writes none.
+    """
     with tempfile.TemporaryDirectory(prefix="raafl-gpu-") as folder:
         try:
             rows = STEPS[name].run(Where(device, Path(folder)))
+            if isinstance(rows, dict):
+                rows = _cases(rows, written)
+        except Broken:
+            return {"outcome": AGAIN, "rows": []}
         except BaseException as error:
             outcome = f"failed: {type(error).__name__}: {error}"[:3000]
             return {"outcome": outcome, "rows": [], "traceback": traceback.format_exc()}
+    wrong = [row["row"] for row in rows if "error" in row]
+    if wrong:
+        return {"outcome": f"failed in {len(wrong)} of {len(rows)} rows: {', '.join(wrong)}", "rows": rows}
     failed = device != "cpu" and any(row.get("met") is False for row in rows)
     return {"outcome": "missed" if failed else "ok", "rows": rows}
+
+
+class Broken(Exception):
+    """A row has failed in the GPU, whose context may be of no use for the rows after it."""
+
+
+def _cases(cases: Cases, written: Path | None) -> list[Row]:
+    """Run the rows of a step, but for those that are written; one that fails is a row with its error."""
+    known = {row["row"]: row for row in ([] if written is None else rows_of(written))}
+    for name, case in cases.items():
+        if name in known:
+            continue
+        _write_row(written, {"begun": name})
+        try:
+            row = {"row": name, **case()}
+        except Exception as error:
+            row = {
+                "row": name,
+                "error": f"{type(error).__name__}: {error}"[:1000],
+                "at": traceback.format_exc()[-2000:],
+            }
+        known[name] = row
+        _write_row(written, row)
+        if written is not None and "CUDA" in row.get("error", ""):
+            raise Broken(name)
+    return [known[name] for name in cases]
 
 
 def accept(
@@ -105,14 +188,14 @@ def accept(
         out: folder of the report.
         names: names of the steps.
         num_gpus: number of GPUs of this machine; 0 = a dry run.
-        known: rows of steps from an earlier report, which are not run again; None = none.
+        known: steps of an earlier report, of which what has ended is not run again; None = none.
         total_s: seconds for all steps.
     """
     out.mkdir(parents=True, exist_ok=True)
     stop_s, records, head = time.monotonic() + total_s, dict[str, Row](), _head(num_gpus)
 
     def take(name: str) -> tuple[str, Row]:
-        return name, _record(name, num_gpus, known or {}, stop_s)
+        return name, _record(name, num_gpus, known or {}, stop_s, out)
 
     timed = [name for name in names if STEPS[name].timed]
     with ThreadPoolExecutor(BESIDE) as pool:
@@ -131,18 +214,23 @@ def accept(
     return int(any(row["outcome"].startswith(("failed", "missed", "died", "not done")) for row in records.values()))
 
 
-def _record(name: str, num_gpus: int, known: Mapping[str, Row], stop_s: float) -> Row:
+def _record(name: str, num_gpus: int, known: Mapping[str, Row], stop_s: float, out: Path) -> Row:
     """Run a step, where its machine and the time that is left allow it, or take what is known of it."""
-    step, left_s = STEPS[name], stop_s - time.monotonic()
-    if name in known:
-        return {**known[name], "before": True}
+    step, left_s, written = STEPS[name], stop_s - time.monotonic(), out / f"{name}.rows"
+    before = known.get(name, {"outcome": "", "rows": []})
+    if before["outcome"] in ENDED:
+        return {**before, "before": True}
+    written.unlink(missing_ok=True)
+    for row in before["rows"]:
+        if "row" in row and "error" not in row:
+            _write_row(written, row)
     if not num_gpus:
         return within(name, "cpu")
     if num_gpus < step.num_gpus:
         return {"outcome": f"needs {step.num_gpus} GPUs", "rows": []}
     if left_s < 5:
-        return {"outcome": "no time was left", "rows": []}
-    return begin(name, "cuda:0", min(step.limit_s, left_s))
+        return {"outcome": "no time was left", "rows": before["rows"]}
+    return begin(name, "cuda:0", min(step.limit_s, left_s), written)
 
 
 def _head(num_gpus: int) -> Row:
@@ -157,9 +245,9 @@ def _head(num_gpus: int) -> Row:
 
 
 def known_of(path: Path) -> dict[str, Row]:
-    """Read what a report of a run on a GPU knows of its steps: those that came to an end."""
+    """Read what a report of a run on a GPU knows of its steps: those that came to an end, and the rows of others."""
     told = json.loads(path.read_text()) if path.is_file() else {"rows": []}
-    return {} if told.get("dry") else {row["step"]: row for row in told["rows"] if row["outcome"] in ("ok", "missed")}
+    return {} if told.get("dry") else {row["step"]: row for row in told["rows"]}
 
 
 def missing_wheels() -> str:
@@ -189,13 +277,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for all steps")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--device", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     for name, value in (("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1"), ("WANDB_MODE", "offline")):
         os.environ.setdefault(name, value)
     if options.step:
         told = os.dup(1)
         os.dup2(2, 1)  # what a step's own processes print is no part of its record
-        record = within(options.step, options.device)
+        record = within(options.step, options.device, options.rows)
         with os.fdopen(told, "w") as out:
             print(json.dumps(record, default=str), file=out)
         return 0

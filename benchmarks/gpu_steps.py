@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Row, gpu_busy
+from benchmarks.common import Row
 
 ROOT = Path(__file__).resolve().parents[1]
+Cases = dict[str, Callable[[], Row]]
 QUICK = ("--config", str(ROOT / "configs" / "quickstart.yaml"))
 
 
@@ -235,38 +236,38 @@ def submodels(where: Where) -> list[Row]:
 
     if where.dry:
         return on_device(("cnn",), (1.0, 0.25), where.device, 2)
-    return on_device(("vit-tiny", "bert-small"), (1.0, 0.25, 0.0625), where.device, 30)
+    return on_device(("vit-tiny", "bert-small"), (1.0, 0.25, 0.0625), where.device, 100)
 
 
-def captured(where: Where) -> list[Row]:
+def captured(where: Where) -> Cases:
     """Seconds of a step, eager and captured as a CUDA graph, of six models whole and cut, beside bare loops of PyTorch."""
     from benchmarks.captured import on_device
     from benchmarks.workloads import WORKLOADS
 
     if where.dry:
-        return on_device(("cnn",), (1.0, 0.25), ("32-true",), where.device, 1, 0.0)
-    return on_device(list(WORKLOADS), (1.0, 0.25, 0.0625), ("32-true", "bf16-mixed"), where.device, 20, 0.5)
+        return on_device(("cnn",), (1.0, 0.25), ("32-true", "bf16-mixed"), where.device, 1, 0.0)
+    return on_device(list(WORKLOADS), (1.0, 0.25, 0.0625), ("32-true", "bf16-mixed"), where.device, 20, 1.0)
 
 
-def throughput(where: Where) -> list[Row]:
-    """Tasks per second of simulate, against the CPU's, and how much of the time the GPU is busy."""
-    from benchmarks.overhead import CNN_CIFAR, MLP_MNIST, RandomData, raafl_seconds
-    from raafl import fed_avg
+def small_clients(where: Where) -> Cases:
+    """Tasks per second and how busy the GPU is: an MLP and a CNN, 1, 100 and 1,000 clients, eager, captured, batched, fast."""
+    from benchmarks import gpu_rows
 
-    rows: list[Row] = []
-    for work in (MLP_MNIST, CNN_CIFAR):
-        work = replace(work, clients=4, cohort=4, rounds=1, samples=32) if where.dry else work
-        data, method = RandomData(work), fed_avg(cohort=None if work.cohort == work.clients else work.cohort)
+    return gpu_rows.small_clients(where.device, where.folder, where.dry)
 
-        def per_s(device: str, name: str, work: Any = work, data: Any = data, method: Any = method) -> float:
-            return work.trainings / raafl_seconds(work, data, method, 1, where.folder / f"{work.name}-{name}", device)
 
-        found = on_cpu = per_s(where.device, "warm")
-        with gpu_busy() as seen:
-            found = found if where.dry else per_s(where.device, "gpu")
-        on_cpu = on_cpu if where.dry else per_s("cpu", "cpu")
-        rows.append({"workload": work.name, "value": found, "cpu": on_cpu, "busy %": sum(seen) / max(len(seen), 1)})
-    return rows
+def language(where: Where) -> Cases:
+    """Tokens per second of DiLoCo with a LLaMA of 10.7 million parameters on four unequal clients, eager and captured."""
+    from benchmarks import gpu_rows
+
+    return gpu_rows.language(where.device, where.folder, where.dry)
+
+
+def fine_tuning(where: Where) -> Cases:
+    """Tokens per second of fine-tuning a BERT and a decoder by LoRA adapters of four ranks on four unequal clients."""
+    from benchmarks import gpu_rows
+
+    return gpu_rows.fine_tuning(where.device, where.folder, where.dry)
 
 
 def together(where: Where) -> list[Row]:
@@ -274,55 +275,6 @@ def together(where: Where) -> list[Row]:
     from benchmarks.cohorts import on_device
 
     return on_device(where.device, where.folder, where.dry)
-
-
-def language(where: Where) -> list[Row]:
-    """Tokens per second of DiLoCo with a LLaMA of 10.7 million parameters on four unequal clients, in float32 and in bfloat16."""
-    from raafl.core.hooks import RunHooks
-    from raafl.runtime.run import simulate
-
-    class Steps(RunHooks):
-        """Counts the steps of all clients after the first task, until the end of the last, by the clock."""
-
-        num, begun, ended = 0, 0.0, 0.0
-
-        def on_settled(self, settled: Any, now: float) -> None:
-            self.ended = time.monotonic()
-            self.num += settled.update.num_steps if settled.update and self.begun else 0
-            self.begun = self.begun or self.ended
-
-    rows: list[Row] = []
-    size, length, batch, steps = ("nano", 32, 2, 2) if where.dry else ("char", 256, 16, 50)
-    options = [
-        "--config",
-        str(ROOT / "configs" / "diloco-llama.yaml"),
-        "--model.size",
-        size,
-        "--model.max_length",
-        str(length),
-        "--data.length",
-        str(length),
-        "--data.batch_size",
-        str(batch),
-        "--train.num_steps",
-        str(steps),
-        "--max_updates",
-        "9",
-        "--progress",
-        "quiet",
-        "--eval_every",
-        "1000",
-        *where.options,
-    ]
-    for precision in ("32-true",) if where.dry else ("32-true", "bf16-mixed"):
-        for name in (precision,) if where.dry else ("warm", precision):
-            folder = where.folder / f"{precision}-{name}"
-            parsed = _parsed("simulate", *options, "--fabric.precision", precision, "--output", str(folder))
-            watch = Steps()
-            simulate(parsed.experiment, parsed.config_yaml, observer=watch)
-            per_s = watch.num / (watch.ended - watch.begun)
-        rows.append({"precision": precision, "value": per_s * batch * length, "steps_per_s": per_s})
-    return rows
 
 
 def sharing(where: Where) -> list[Row]:
@@ -390,13 +342,13 @@ class Step:
     """One thing to be shown, by a function whose docstring says what.
 
     Attributes:
-        run: does it, and returns its figures.
+        run: does it, and returns its figures, or functions that return a row each, by name.
         limit_s: seconds after which it is ended.
         timed: whether it measures time, so that nothing else may run beside it.
         num_gpus: GPUs that it needs.
     """
 
-    run: Callable[[Where], list[Row]]
+    run: Callable[[Where], list[Row] | Cases]
     limit_s: float
     timed: bool = False
     num_gpus: int = 1
@@ -416,10 +368,11 @@ STEPS = {
         Step(staging, 60, timed=True),
         Step(merges, 60, timed=True),
         Step(submodels, 90, timed=True),
-        Step(captured, 150, timed=True),
-        Step(throughput, 90, timed=True),
+        Step(small_clients, 500, timed=True),
+        Step(captured, 450, timed=True),
+        Step(language, 200, timed=True),
+        Step(fine_tuning, 350, timed=True),
         Step(together, 90, timed=True),
-        Step(language, 90, timed=True),
         Step(sharing, 90, timed=True),
         Step(ranks, 180, timed=True),
         Step(two_gpus, 90, timed=True, num_gpus=2),

@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_steps
+from benchmarks import gpu, gpu_rows, gpu_steps
 from benchmarks.common import gpu_busy
 
 
@@ -37,6 +38,17 @@ def steps(monkeypatch):
     return gpu.STEPS
 
 
+def rows(where):
+    """Rows, of which one fails and one ends its process."""
+    return {
+        "first": lambda: {"value": 1, "pid": os.getpid()},
+        "wrong": lambda: {"value": 1 // 0},
+        "dead": lambda: os._exit(7) if os.environ.get("ROWS_DIE") else {"value": 2},
+        "broken": lambda: exec("raise RuntimeError('CUDA error: an illegal access')"),
+        "last": lambda: {"value": 3, "pid": os.getpid()},
+    }
+
+
 def told(tmp_path):
     return {row["step"]: row["outcome"] for row in json.loads((tmp_path / "report.json").read_text())["rows"]}
 
@@ -52,7 +64,7 @@ def test_a_step_that_fails_ends_no_other_and_is_in_the_report(tmp_path, steps, c
 
 def test_on_gpus_a_goal_that_is_missed_counts_and_what_needs_more_gpus_waits(tmp_path, steps, monkeypatch):
     monkeypatch.setattr(gpu, "_head", lambda num_gpus: {})
-    monkeypatch.setattr(gpu, "begin", lambda name, device, limit_s: gpu.within(name, device))
+    monkeypatch.setattr(gpu, "begin", lambda name, device, limit_s, rows: gpu.within(name, device))
     assert gpu.accept(tmp_path, ["fine", "short", "both"], 1) == 1
     assert told(tmp_path) == {"fine": "ok", "short": "missed", "both": "needs 2 GPUs"}
     assert gpu.accept(tmp_path, ["fine", "both"], 2) == 0
@@ -78,6 +90,69 @@ def test_what_a_report_has_is_not_run_again(tmp_path, steps, monkeypatch):
     assert gpu.main(["--out", str(tmp_path / "more"), "--only", "fine", "--resume", str(tmp_path / "report.json")]) == 0
     assert began[4:] == []
     assert gpu.known_of(tmp_path / "none.json") == {}
+
+
+def test_a_row_that_fails_is_a_row_with_its_error_and_only_such_rows_are_run_again(tmp_path, monkeypatch):
+    """The processes of a step are forks here; each error of the GPU, and each death, needs another one for the rows after it."""
+
+    def attempt(name, device, limit_s, written):
+        reader, writer = os.pipe()
+        if not (child := os.fork()):
+            os.write(writer, json.dumps(gpu.within(name, device, written)).encode())
+            os._exit(0)
+        os.close(writer)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with os.fdopen(reader) as words:
+            return {"outcome": f"died with {code}", "rows": []} if code else json.load(words)
+
+    monkeypatch.setattr(gpu, "STEPS", {"rows": gpu_steps.Step(rows, 60.0)})
+    monkeypatch.setattr(gpu, "_head", lambda num_gpus: {})
+    monkeypatch.setattr(gpu, "_attempt", attempt)
+    monkeypatch.setenv("ROWS_DIE", "1")
+    assert gpu.accept(tmp_path, ["rows"], 1) == 1
+    (step,) = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert step["outcome"] == "failed in 3 of 5 rows: wrong, dead, broken"
+    first, wrong, dead, broken, last = step["rows"]
+    assert wrong["error"].startswith("ZeroDivisionError") and dead["error"] == "the process died with 7"
+    assert broken["error"] == "RuntimeError: CUDA error: an illegal access"
+    assert (first["value"], last["value"]) == (1, 3) and first["pid"] != last["pid"]
+    monkeypatch.delenv("ROWS_DIE")
+    assert gpu.accept(tmp_path, ["rows"], 1, gpu.known_of(tmp_path / "report.json")) == 1
+    (step,) = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert step["outcome"] == "failed in 2 of 5 rows: wrong, broken"
+    assert [row.get("pid") for row in step["rows"]] == [first["pid"], None, None, None, last["pid"]]
+    assert step["rows"][2]["value"] == 2
+
+
+def test_a_step_without_enough_time_keeps_the_rows_that_it_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "STEPS", {"rows": gpu_steps.Step(rows, 60.0)})
+    monkeypatch.setattr(gpu, "_head", lambda num_gpus: {})
+
+    def attempt(name, device, limit_s, written):
+        gpu._write_row(written, {"row": "first", "value": 1})
+        gpu._write_row(written, {"begun": "wrong"})
+        return {"outcome": "not done within 60 s", "rows": []}
+
+    monkeypatch.setattr(gpu, "_attempt", attempt)
+    assert gpu.accept(tmp_path, ["rows"], 1) == 1
+    (step,) = gpu.known_of(tmp_path / "report.json").values()
+    assert (step["outcome"], step["rows"]) == ("not done within 60 s", [{"row": "first", "value": 1}])
+    assert gpu.accept(tmp_path, ["rows"], 1, {"rows": step}, total_s=1.0) == 0
+    assert gpu.known_of(tmp_path / "report.json")["rows"]["rows"] == step["rows"]
+
+
+def test_a_window_counts_tasks_after_the_first_ones_until_it_is_long_enough(monkeypatch):
+    now = iter([0.0, 1.0, 3.0, 6.0, 11.0, 11.5, 12.5])
+    monkeypatch.setattr(gpu_rows.time, "monotonic", lambda: next(now))
+    watch = gpu_rows.Window(2, 10.0, 1.0)
+    settled = SimpleNamespace(update=SimpleNamespace(num_steps=5))
+    for _ in range(6):
+        watch.on_settled(settled, 0.0)
+        assert watch.stop_asked() is None
+    watch.on_settled(settled, 0.0)  # the profile of two tasks has taken a second and more
+    assert watch.stop_asked() == "measured"
+    assert (watch.num_tasks, watch.begun_s, watch.ended_s) == (3, 1.0, 11.0)
+    assert (watch.tasks_per_s, watch.steps_per_s, watch.kernels_s) == (0.3, 1.5, 0.0)
 
 
 def test_a_step_whose_processes_print_has_a_record_all_the_same(capfd):
@@ -122,7 +197,7 @@ def test_how_busy_a_gpu_is_is_read_from_what_nvidia_smi_says(tmp_path):
     with gpu_busy("sh", "-c", "echo 50; echo N/A; echo 70; touch $0; exec sleep 60", str(there)) as seen:
         while not there.exists():
             time.sleep(0.01)
-    assert seen == [50.0, 70.0]
+    assert [percent for _, percent in seen] == [50.0, 70.0] and seen[0][0] <= seen[1][0]
     with gpu_busy("no-such-command") as seen:
         pass
     assert seen == []

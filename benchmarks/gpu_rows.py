@@ -36,7 +36,7 @@ WAYS: dict[str, tuple[str, Any]] = {
     "eager": ("off", 1),
     "captured": ("auto", 1),
     "batched": ("auto", "auto"),
-    **({"fast": ("auto", "fast")} if "fast" in str(Experiment.__annotations__["batch_clients"]) else {}),
+    "fast": ("auto", "fast"),
 }
 """What `fabric.capture` and `batch_clients` are in each way of training."""
 
@@ -50,6 +50,7 @@ class Window(RunHooks):
         begun_s: when that time began, by `time.monotonic`; 0 = not yet.
         ended_s: when its last task ended.
         kernels_s: seconds of kernels for a task; None = not profiled.
+        problem: why they are not; "" = they are.
     """
 
     def __init__(self, skip: int, least_s: float, profiled_s: float) -> None:
@@ -59,6 +60,7 @@ class Window(RunHooks):
         self.num_tasks = self.num_steps = 0
         self.begun_s = self.ended_s = 0.0
         self.kernels_s: float | None = None
+        self.problem = ""
 
     def on_settled(self, settled: Settled, now: float) -> None:
         """Count a task, or go on to what follows."""
@@ -96,16 +98,16 @@ class Window(RunHooks):
         self._profile = torch.profiler.profile(activities=[kind.CUDA if torch.cuda.is_available() else kind.CPU])
         try:
             self._profile.start()
-        except RuntimeError:  # no profiler here: what is measured stays
-            self._stop, self._profile = "measured", None
+        except Exception as error:  # no profiler here: what is measured stays
+            self._stop, self._profile, self.problem = "measured", None, f"no kernels' seconds: {error}"
 
     def _end_profile(self) -> None:
         try:
             self._profile.stop()
             found = sum(event.self_device_time_total for event in self._profile.key_averages())
             self.kernels_s = found * 1e-6 / self._profiled
-        except RuntimeError:
-            self.kernels_s = None
+        except Exception as error:
+            self.problem = f"no kernels' seconds: {error}"
         self._stop, self._profile = "measured", None
 
 
@@ -165,6 +167,7 @@ def measured(
         "kernels %": None if watch.kernels_s is None else 100 * watch.kernels_s * watch.tasks_per_s,
         "captured": summary.get("captured", {}).get("captured"),
         "eager because": "; ".join(summary.get("captured", {}).get("eager", [])),
+        "problem": watch.problem,
         "mean_cohort": summary.get("batched", {}).get("mean_cohort"),
     }
 
@@ -340,7 +343,7 @@ def fine_tuning(device: str, folder: Path, dry: bool) -> Cases:
             4,
             20 * batch_size,
             batch_size,
-            2 if dry else 20,
+            2 if dry else 10,
             1,
             draw=partial(draw, length=length),
         )

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -201,3 +202,11 @@ def test_how_busy_a_gpu_is_is_read_from_what_nvidia_smi_says(tmp_path):
     with gpu_busy("no-such-command") as seen:
         pass
     assert seen == []
+
+
+def test_rows_of_small_clients_run_on_an_emulated_gpu_in_each_way(emulated_cuda, tmp_path):
+    work = replace(gpu_rows.MLP_MNIST, samples=20, batch_size=10, num_steps=2, clients=2, cohort=2)
+    found = {way: gpu_rows.measured(work, way, "cuda:0", tmp_path / way, dry=True) for way in gpu_rows.WAYS}
+    assert [found[way]["captured"] for way in ("eager", "captured")] == [None, 1]
+    assert found["fast"]["mean_cohort"] == 2 and all(row["steps_per_s"] > 0 for row in found.values())
+    assert "no kernels' seconds" in found["eager"]["problem"]  # there is no profiler of such a GPU

@@ -1,3 +1,4 @@
+# mypy: implicit-reexport
 # ruff: noqa: F401
 """All that a method of your own is written with, in one place; docs/add-an-algorithm.md shows how.
 

@@ -50,6 +50,10 @@ ROOMS_OF_RUNS = {
 """Options of a run, and the rooms that they enter."""
 
 
+MOST_MODULES, MOST_LINES = 100, 21_000
+"""What the spine may have: what a run does not need goes to a room, so that these numbers only fall."""
+
+
 class Room(NamedTuple):
     """Modules that a run loads when it names them."""
 
@@ -132,6 +136,12 @@ def test_each_module_is_of_the_spine_or_of_a_room():
     assert [path for path in spine() if path not in every] == []
     unused = [name for name in rooms() if name not in {room_of(path) for path in every}]
     assert unused == []
+
+
+def test_the_spine_does_not_grow():
+    lines = [len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in spine()]
+    assert len(lines) <= MOST_MODULES
+    assert sum(lines) <= MOST_LINES
 
 
 def test_the_spine_imports_no_room_before_it_is_named():

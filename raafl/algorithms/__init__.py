@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from raafl.algorithm import Algorithm
     from raafl.algorithms.ada_vit import ada_vit as ada_vit
     from raafl.algorithms.ca2fl import ca2fl as ca2fl
     from raafl.algorithms.co_s2p import co_s2p as co_s2p
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from raafl.algorithms.split_fed import split_fed as split_fed
     from raafl.algorithms.streaming_diloco import streaming_diloco as streaming_diloco
     from raafl.algorithms.timely_fl import timely_fl as timely_fl
-    from raafl.core.algorithm import Algorithm
 
 
 class _Methods(Mapping[str, "Callable[..., Algorithm]"]):

@@ -36,14 +36,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from raafl.core.algorithm import Algorithm, Hook, Local, Task
-from raafl.core.sample import Sample
+from raafl.algorithm import (
+    Algorithm,
+    AllReported,
+    BadInput,
+    Full,
+    Hook,
+    Local,
+    Mean,
+    Sample,
+    Submodels,
+    Task,
+    fraction,
+    positive,
+)
 from raafl.core.types import Warn
-from raafl.errors import BadInput, fraction, positive
-from raafl.parts.merge.mean import Mean
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported
-from raafl.submodel import Axis, Member, Submodels
+from raafl.submodel import Axis, Member
 from raafl.submodel.lora import is_lora
 
 

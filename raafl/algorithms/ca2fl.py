@@ -24,11 +24,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.core.sample import Sample
+from raafl.algorithm import Algorithm, Buffered, Full, Local, Sample, Select
 from raafl.parts.merge.remembered import Remembered, memory_folder_of
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import Buffered
 
 
 def ca2fl(

@@ -27,13 +27,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from raafl.algorithm import Algorithm, Hook, Mean, Merge, Sample, Select, Task, at_least, positive
 from raafl.algorithms.fed_dyn import GRADIENT, Corrected, LinearTerm, Regularised
-from raafl.core.algorithm import Algorithm, Hook, Merge, Select, Task
 from raafl.core.local import Traits
-from raafl.core.sample import Sample
-from raafl.errors import at_least, positive, refuse_unused
+from raafl.errors import refuse_unused
 from raafl.parts.local.distilled import ByExits, Exit, TrainsExits, counted, knowledge_loss
-from raafl.parts.merge.mean import Mean, averaging
+from raafl.parts.merge.mean import averaging
 from raafl.parts.merge.variates import Variates
 from raafl.parts.select.rate_select import Rates
 from raafl.parts.select.windows import LeadingBlocks

@@ -28,19 +28,42 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, SelectContext, Task, Trigger
+from raafl.algorithm import (
+    Algorithm,
+    AllReported,
+    Assignment,
+    BadInput,
+    ClientInfo,
+    EachArrival,
+    FlatTensors,
+    Full,
+    GlobalState,
+    Hook,
+    Local,
+    Merge,
+    MergeMemory,
+    MinRatio,
+    Sample,
+    Select,
+    SelectContext,
+    Spec,
+    Staleness,
+    Submodels,
+    Task,
+    Trigger,
+    Update,
+    Work,
+    at_least,
+    one_of,
+    positive,
+)
 from raafl.core.local import Traits, value_of
 from raafl.core.payload import Bundles
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState, MergeMemory
-from raafl.core.types import Assignment, ClientInfo, Update, Work
-from raafl.errors import BadInput, at_least, one_of, positive, refuse_unused
-from raafl.parts.merge.mean import Accumulator, Kind, Staleness, trained_values
+from raafl.errors import refuse_unused
+from raafl.parts.merge.mean import Accumulator, Kind, trained_values
 from raafl.parts.merge.nesterov import DelayedNesterov, Nesterov, NesterovMemory, Weights
 from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported, EachArrival, MinRatio
-from raafl.submodel import FlatTensors, Layout, Spec, Submodels
+from raafl.submodel import Layout
 
 When = Literal["all", "quorum", "each"]
 Steps = Literal["equal", "speed"]

@@ -35,16 +35,22 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
-from raafl.core.types import Update
-from raafl.errors import at_least, one_of
+from raafl.algorithm import (
+    Algorithm,
+    Buffered,
+    FlatTensors,
+    Full,
+    GlobalState,
+    Local,
+    Sample,
+    Select,
+    Spec,
+    Update,
+    at_least,
+    one_of,
+)
 from raafl.parts.merge.mean import zeros_like
 from raafl.parts.merge.server_optimizer import OptimizerMemory, ServerOptimizer, Step, copy_where
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import Buffered
-from raafl.submodel import FlatTensors, Spec
 
 Delay = Literal["divide", "cap", "none"]
 

@@ -7,12 +7,9 @@ Clients may add a proximal term of weight rho to their loss (the regularised obj
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.core.sample import Sample
+from raafl.algorithm import Algorithm, EachArrival, Full, Local, Mean, Sample, Select, Staleness
 from raafl.parts.lora import LoRAMerge, with_lora
-from raafl.parts.merge.mean import Kind, Mean, Staleness
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import EachArrival
+from raafl.parts.merge.mean import Kind
 
 
 def fed_async(

@@ -7,12 +7,8 @@ call SyncFL.
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.core.sample import Sample
+from raafl.algorithm import Algorithm, AllReported, Full, Local, Mean, Sample, Select
 from raafl.parts.lora import LoRAMerge, with_lora
-from raafl.parts.merge.mean import Mean
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported
 
 
 def fed_avg(

@@ -11,13 +11,10 @@ With `server_optimizer` the mean without eta_g is the pseudo-gradient of a FedOp
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Algorithm, Local, Merge, Select
-from raafl.core.sample import Sample
+from raafl.algorithm import Algorithm, Buffered, Deltas, Full, Local, Merge, Sample, Select, Staleness
 from raafl.parts.lora import LoRAMerge, with_lora
-from raafl.parts.merge.mean import Deltas, Kind, Staleness
+from raafl.parts.merge.mean import Kind
 from raafl.parts.merge.server_optimizer import ServerKind, ServerOptimizer
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import Buffered
 
 
 def fed_buff(

@@ -38,15 +38,32 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
-from raafl.core.algorithm import Algorithm, Local, Select, SelectContext, Trigger, TriggerContext
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState, Memory, MergeMemory
-from raafl.core.types import Assignment, ClientInfo, Update, Work
-from raafl.errors import BadInput, fraction, positive
-from raafl.parts.merge.mean import Deltas, Kind, Staleness
+from raafl.algorithm import (
+    Algorithm,
+    Assignment,
+    BadInput,
+    ClientInfo,
+    Deltas,
+    FlatTensors,
+    Full,
+    GlobalState,
+    Local,
+    MergeMemory,
+    Sample,
+    Select,
+    SelectContext,
+    Spec,
+    Staleness,
+    Trigger,
+    TriggerContext,
+    Update,
+    Work,
+    fraction,
+    positive,
+)
+from raafl.core.state import Memory
+from raafl.parts.merge.mean import Kind
 from raafl.parts.merge.wrapped import WrappedSelect
-from raafl.parts.select.submodels import Full
-from raafl.submodel import FlatTensors, Spec
 
 _FASTEST = 1e-9
 """Smallest time of a step in seconds, since a task takes no time on a virtual clock without costs."""

@@ -26,17 +26,24 @@ from typing import Any, ClassVar
 
 import torch
 
-from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
+from raafl.algorithm import (
+    Algorithm,
+    AllReported,
+    FlatTensors,
+    Full,
+    GlobalState,
+    Hook,
+    Local,
+    Mean,
+    Sample,
+    Select,
+    Spec,
+    Task,
+    Update,
+    at_least,
+)
 from raafl.core.local import Traits
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
-from raafl.core.types import Update
-from raafl.errors import at_least
-from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.variates import Variates, WithVariates, plan_of
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported
-from raafl.submodel import FlatTensors, Spec
 
 GRADIENT = "g_k"
 """Bundle, and store of variates by client, of the gradients g_k."""

@@ -43,18 +43,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, SelectContext, Task
+from raafl.algorithm import (
+    Algorithm,
+    Assignment,
+    ClientInfo,
+    FlatTensors,
+    Full,
+    GlobalState,
+    Hook,
+    Local,
+    Merge,
+    MergeMemory,
+    Sample,
+    Select,
+    SelectContext,
+    Spec,
+    Staleness,
+    Submodels,
+    Task,
+    Update,
+    Work,
+    derive_seed,
+    positive,
+)
 from raafl.core.local import SkippedBatch, Traits, value_of
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState, MergeMemory, OneValue
-from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
-from raafl.errors import positive
+from raafl.core.state import OneValue
 from raafl.module_hooks import STEP_HOOKS
-from raafl.parts.merge.mean import CHUNK, Kind, Staleness, chunks, zeros_like
+from raafl.parts.merge.mean import CHUNK, Kind, chunks, zeros_like
 from raafl.parts.merge.wrapped import WrappedSelect
-from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import all_or_each
-from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.cost import Cost
 from raafl.submodel.flat import reals, wide_dtype

@@ -29,15 +29,24 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, Task
+from raafl.algorithm import (
+    Algorithm,
+    AllReported,
+    Buffered,
+    Full,
+    GlobalState,
+    Hook,
+    Local,
+    Merge,
+    Sample,
+    Select,
+    Spec,
+    Staleness,
+    Task,
+    Update,
+)
 from raafl.core.local import Traits
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
-from raafl.core.types import Update
-from raafl.parts.merge.mean import Accumulator, Staleness, SumMemory, chunks, trained_pieces
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported, Buffered
-from raafl.submodel import Spec
+from raafl.parts.merge.mean import Accumulator, SumMemory, chunks, trained_pieces
 
 DONE = "done"
 """Key of ||a_i||_1, the amount of local work, in `Update.extra`."""

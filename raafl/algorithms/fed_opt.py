@@ -6,12 +6,8 @@ Rounds are those of FedAvg, but the mean of the clients' deltas is the pseudo-gr
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.core.sample import Sample
-from raafl.errors import BadInput
+from raafl.algorithm import Algorithm, AllReported, BadInput, Full, Local, Sample, Select
 from raafl.parts.merge.server_optimizer import ServerKind, ServerOptimizer
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported
 
 
 def fed_opt(

@@ -24,18 +24,26 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from raafl.core.algorithm import Algorithm, Local, Select
+from raafl.algorithm import (
+    Algorithm,
+    FlatTensors,
+    Full,
+    GlobalState,
+    Local,
+    Sample,
+    Select,
+    Spec,
+    Submodels,
+    Update,
+    one_of,
+)
 from raafl.core.payload import Bundles
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
-from raafl.core.types import Update, Warn
-from raafl.errors import nearest, one_of
+from raafl.core.types import Warn
+from raafl.errors import nearest
 from raafl.parts.local.swap_parameters import linear_in, requiring_layer
 from raafl.parts.merge.mean import averaging
 from raafl.parts.merge.remembered import load_, store_
 from raafl.parts.merge.wrapped import Wrapped
-from raafl.parts.select.submodels import Full
-from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.declared import within
 
 OWN = "own layers"

@@ -43,16 +43,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, Task
+from raafl.algorithm import (
+    Algorithm,
+    AllReported,
+    BadInput,
+    FlatTensors,
+    Full,
+    GlobalState,
+    Hook,
+    Local,
+    Merge,
+    MergeMemory,
+    Sample,
+    Select,
+    Spec,
+    Submodels,
+    Task,
+    Update,
+    derive_seed,
+    positive,
+)
 from raafl.core.local import Traits
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState, MergeMemory
-from raafl.core.types import Update, derive_seed
-from raafl.errors import BadInput, positive
 from raafl.parts.merge.mean import zeros_like
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported
-from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.cost import Cost
 from raafl.submodel.flat import Layout
 

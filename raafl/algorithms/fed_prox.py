@@ -5,11 +5,7 @@ FedAvg whose clients minimise ``F_n(theta) + mu/2 ||theta - theta_t||^2`` (eq. 2
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.core.sample import Sample
-from raafl.parts.merge.mean import Mean
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported
+from raafl.algorithm import Algorithm, AllReported, Full, Local, Mean, Sample, Select
 
 
 def fed_prox(

@@ -27,11 +27,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.core.sample import Sample
+from raafl.algorithm import Algorithm, Fragments, Local, Mean, Sample, Select, Staleness
 from raafl.errors import refuse_unused
-from raafl.parts.merge.mean import Kind, Mean, Staleness
-from raafl.parts.select.submodels import Choice, Fragments, fragment_ratios
+from raafl.parts.merge.mean import Kind
+from raafl.parts.select.submodels import Choice, fragment_ratios
 from raafl.parts.trigger import all_or_each
 
 

@@ -32,18 +32,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, SelectContext, Task
+from raafl.algorithm import (
+    Algorithm,
+    AllReported,
+    Buffered,
+    ClientInfo,
+    Deltas,
+    FlatTensors,
+    Full,
+    GlobalState,
+    Hook,
+    Local,
+    Merge,
+    MergeMemory,
+    RateSelect,
+    Sample,
+    Select,
+    SelectContext,
+    Spec,
+    Staleness,
+    Task,
+    Update,
+    Work,
+    one_of,
+    positive,
+)
 from raafl.core.local import value_of
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState, MergeMemory
-from raafl.core.types import ClientInfo, Update, Work
-from raafl.errors import one_of, positive
 from raafl.parts.local.swap_parameters import with_tensors
-from raafl.parts.merge.mean import Deltas, Staleness
-from raafl.parts.select.rate_select import Rates, RateSelect
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported, Buffered
-from raafl.submodel import FlatTensors, Spec
+from raafl.parts.select.rate_select import Rates
 
 SIZES = [1.0, 0.25, 0.0625, 0.015625]
 """Shares of the parameters of the paper's four kinds of clients."""

@@ -28,16 +28,25 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
+from raafl.algorithm import (
+    Algorithm,
+    BadInput,
+    FlatTensors,
+    Hook,
+    Local,
+    Sample,
+    Select,
+    Spec,
+    Submodels,
+    Task,
+    derive_seed,
+    fraction,
+    leading,
+)
 from raafl.core.masked_loss import logits_of
-from raafl.core.sample import Sample
-from raafl.core.types import derive_seed
-from raafl.errors import BadInput, fraction
 from raafl.parts.local.swap_parameters import patched, quiet, with_tensors
 from raafl.parts.merge.mean import averaging
 from raafl.parts.select.rate_select import Rates, by_rate
-from raafl.parts.select.units import leading
-from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.cost import Cost
 
 LADDER = (0.2, 0.4, 0.6, 0.8, 1.0)

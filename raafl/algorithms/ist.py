@@ -19,16 +19,26 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raafl.core.algorithm import Algorithm, Local, Select, SelectContext
-from raafl.core.sample import Sample
-from raafl.core.state import MergeMemory
-from raafl.core.types import ClientInfo, Work, derive_seed
-from raafl.errors import BadInput, positive, refuse_unused
-from raafl.parts.merge.mean import Mean
+from raafl.algorithm import (
+    Algorithm,
+    AllReported,
+    BadInput,
+    ClientInfo,
+    Local,
+    Mean,
+    MergeMemory,
+    Sample,
+    Select,
+    SelectContext,
+    Spec,
+    Work,
+    derive_seed,
+    positive,
+)
+from raafl.errors import refuse_unused
 from raafl.parts.select.submodels import uncut
 from raafl.parts.select.units import Axes, shared_fragments, spec_of
-from raafl.parts.trigger import AllReported
-from raafl.submodel import Axis, Spec
+from raafl.submodel import Axis
 
 
 def ist(

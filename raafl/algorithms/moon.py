@@ -29,19 +29,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
+from raafl.algorithm import (
+    Algorithm,
+    FlatTensors,
+    Full,
+    GlobalState,
+    Hook,
+    Local,
+    Sample,
+    Select,
+    Spec,
+    Submodels,
+    Task,
+    Update,
+    at_least,
+    positive,
+)
 from raafl.core.local import Traits
 from raafl.core.payload import Bundles
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState
-from raafl.core.types import Update
-from raafl.errors import at_least, positive
 from raafl.parts.local.swap_parameters import InputCapture, linear_in, requiring_layer, with_parameters
 from raafl.parts.merge.mean import averaging
 from raafl.parts.merge.remembered import load_, store_
 from raafl.parts.merge.wrapped import Wrapped
-from raafl.parts.select.submodels import Full
-from raafl.submodel import Cost, FlatTensors, Spec, Submodels
+from raafl.submodel import Cost
 from raafl.submodel.flat import reals
 
 LAST = "last"

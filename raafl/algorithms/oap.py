@@ -18,11 +18,8 @@ At rate 1 this is unweighted FedAvg, bit for bit.
 
 from __future__ import annotations
 
-from raafl.core.algorithm import Algorithm, Local, Select
-from raafl.core.sample import Sample
-from raafl.parts.merge.mean import Mean
+from raafl.algorithm import Algorithm, AllReported, Local, Mean, Sample, Select
 from raafl.parts.select.rate_select import Rates, by_rate
-from raafl.parts.trigger import AllReported
 
 LEVELS = (1.0, 0.75, 0.5, 0.25)
 

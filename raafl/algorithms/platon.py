@@ -38,18 +38,39 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from raafl.algorithm import (
+    FULL,
+    Algorithm,
+    BadInput,
+    ClientInfo,
+    GlobalState,
+    Hook,
+    Local,
+    Mean,
+    RateSelect,
+    Sample,
+    Select,
+    SelectContext,
+    Spec,
+    Staleness,
+    Submodels,
+    Task,
+    Update,
+    Work,
+    at_least,
+    leading,
+    positive,
+)
 from raafl.algorithms.hetero_fl import LEVELS
-from raafl.core.algorithm import Algorithm, Hook, Local, Select, SelectContext, Task
 from raafl.core.local import Traits
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState, OneValue
-from raafl.core.types import ClientInfo, Update, Warn, Work
-from raafl.errors import BadInput, at_least, positive, refuse_unused
-from raafl.parts.merge.mean import Kind, Mean, Staleness
-from raafl.parts.select.rate_select import Rates, RateSelect
-from raafl.parts.select.units import Budget, count, largest_rate, leading, spec_of, steps
+from raafl.core.state import OneValue
+from raafl.core.types import Warn
+from raafl.errors import refuse_unused
+from raafl.parts.merge.mean import Kind
+from raafl.parts.select.rate_select import Rates
+from raafl.parts.select.units import Budget, count, largest_rate, spec_of, steps
 from raafl.parts.trigger import all_or_each
-from raafl.submodel import FULL, Axis, Cost, Member, Spec, Submodels
+from raafl.submodel import Axis, Cost, Member
 from raafl.submodel.flat import reals
 
 

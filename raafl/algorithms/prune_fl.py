@@ -32,17 +32,29 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from raafl.core.algorithm import Algorithm, Local, Select, SelectContext
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState, MergeMemory
-from raafl.core.types import ClientInfo, Work
-from raafl.errors import BadInput, positive, refuse_unused
-from raafl.parts.merge.mean import Mean
-from raafl.parts.select.rate_select import Rates, RateSelect, unit_scores
+from raafl.algorithm import (
+    FULL,
+    Algorithm,
+    AllReported,
+    BadInput,
+    ClientInfo,
+    GlobalState,
+    Local,
+    Mean,
+    MergeMemory,
+    RateSelect,
+    Sample,
+    Select,
+    SelectContext,
+    Spec,
+    Submodels,
+    Work,
+    positive,
+)
+from raafl.errors import refuse_unused
+from raafl.parts.select.rate_select import Rates, unit_scores
 from raafl.parts.select.submodels import uncut
 from raafl.parts.select.units import Budget, largest_rate
-from raafl.parts.trigger import AllReported
-from raafl.submodel import FULL, Spec, Submodels
 
 
 def prune_fl(

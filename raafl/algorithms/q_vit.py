@@ -40,15 +40,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raafl.algorithm import (
+    Algorithm,
+    AllReported,
+    BadInput,
+    Full,
+    Hook,
+    Local,
+    Mean,
+    Sample,
+    Select,
+    Submodels,
+    Task,
+    positive,
+)
 from raafl.algorithms.ada_vit import must_train
-from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
 from raafl.core.local import Traits
-from raafl.core.sample import Sample
-from raafl.errors import BadInput, positive
-from raafl.parts.merge.mean import Mean
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported
-from raafl.submodel import Submodels
 
 
 def q_vit(

@@ -37,17 +37,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from raafl.core.algorithm import Algorithm, Local, Select, SelectContext
-from raafl.core.sample import Sample
-from raafl.core.types import ClientInfo, Work, derive_seed
-from raafl.errors import BadInput, one_of, positive, refuse_unused
-from raafl.parts.merge.mean import Mean
+from raafl.algorithm import (
+    Algorithm,
+    AllReported,
+    BadInput,
+    ClientInfo,
+    Local,
+    Mean,
+    Sample,
+    Select,
+    SelectContext,
+    Spec,
+    Submodels,
+    Work,
+    derive_seed,
+    one_of,
+    positive,
+)
+from raafl.errors import refuse_unused
 from raafl.parts.select.coverage import LEVELS, Level, RegionCoverage, Taken, mask_level, of_regions, topped_up
 from raafl.parts.select.rate_select import Rounds
 from raafl.parts.select.submodels import uncut
 from raafl.parts.select.units import shared_fragments, size_of, spec_of
-from raafl.parts.trigger import AllReported
-from raafl.submodel import Spec, Submodels
 
 
 def ra_fed(

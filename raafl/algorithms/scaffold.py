@@ -33,16 +33,26 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
+from raafl.algorithm import (
+    Algorithm,
+    AllReported,
+    BadInput,
+    Buffered,
+    Deltas,
+    Full,
+    Hook,
+    Local,
+    Sample,
+    Select,
+    Spec,
+    Staleness,
+    Submodels,
+    Task,
+)
 from raafl.core.local import Traits
-from raafl.core.sample import Sample
-from raafl.errors import BadInput
 from raafl.parts.local.swap_parameters import with_parameters
-from raafl.parts.merge.mean import Deltas, Staleness
 from raafl.parts.merge.variates import Variates, WithVariates
-from raafl.parts.select.submodels import Full
-from raafl.parts.trigger import AllReported, Buffered
-from raafl.submodel import Cost, Spec, Submodels
+from raafl.submodel import Cost
 
 SERVER, CLIENT = "c", "c_i"
 """Bundles of the control variates."""

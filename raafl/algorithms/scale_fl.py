@@ -28,9 +28,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from raafl.core.algorithm import Algorithm, Hook, Select, Task
-from raafl.core.sample import Sample
-from raafl.errors import at_least, positive, refuse_unused
+from raafl.algorithm import Algorithm, Hook, Sample, Select, Task, at_least, positive
+from raafl.errors import refuse_unused
 from raafl.parts.local.distilled import ByExits, Exit, TrainsExits, counted, knowledge_loss
 from raafl.parts.merge.mean import averaging
 from raafl.parts.select.rate_select import Rates

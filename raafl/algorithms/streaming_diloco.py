@@ -28,19 +28,37 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from raafl.algorithm import (
+    FULL,
+    Algorithm,
+    Assignment,
+    ClientInfo,
+    FlatTensors,
+    Full,
+    GlobalState,
+    Hook,
+    Local,
+    Sample,
+    SelectContext,
+    Spec,
+    Submodels,
+    Task,
+    Update,
+    Work,
+    at_least,
+    fraction,
+    one_of,
+    positive,
+)
 from raafl.algorithms.diloco import MOMENTS, MOST_STEPS, STEPS, BySpeed, adam_of, count_of
-from raafl.core.algorithm import Algorithm, Hook, Local, SelectContext, Task
 from raafl.core.local import Traits, value_of
 from raafl.core.payload import Way
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState, OneValue
-from raafl.core.types import Assignment, ClientInfo, Update, Work
-from raafl.errors import at_least, fraction, one_of, positive, refuse_unused
+from raafl.core.state import OneValue
+from raafl.errors import refuse_unused
 from raafl.parts.merge.nesterov import DelayedNesterov, Nesterov
 from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
-from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import all_or_each
-from raafl.submodel import FULL, FlatTensors, Layout, Spec, SpecError, Submodels
+from raafl.submodel import Layout, SpecError
 
 Pattern = Literal["strided", "sequential"]
 

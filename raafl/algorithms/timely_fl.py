@@ -39,16 +39,35 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
-from raafl.core.algorithm import Algorithm, Local, Restart, Select, SelectContext, Trigger, TriggerContext
-from raafl.core.sample import Sample
-from raafl.core.state import GlobalState, MergeMemory
-from raafl.core.types import Adjusted, Assignment, ClientInfo, Warn, Work
-from raafl.errors import BadInput, fraction, one_of, refuse_unused
-from raafl.parts.merge.mean import Mean
+from raafl.algorithm import (
+    FULL,
+    Algorithm,
+    Assignment,
+    BadInput,
+    ClientInfo,
+    GlobalState,
+    Local,
+    Mean,
+    MergeMemory,
+    Sample,
+    Select,
+    SelectContext,
+    Spec,
+    Submodels,
+    Trigger,
+    TriggerContext,
+    Work,
+    fraction,
+    leading,
+    one_of,
+)
+from raafl.core.algorithm import Restart
+from raafl.core.types import Adjusted, Warn
+from raafl.errors import refuse_unused
 from raafl.parts.merge.server_optimizer import ServerKind, ServerOptimizer
 from raafl.parts.select.submodels import uncut
-from raafl.parts.select.units import leading, steps
-from raafl.submodel import FULL, Spec, Submodels, last_fraction
+from raafl.parts.select.units import steps
+from raafl.submodel import last_fraction
 from raafl.submodel.cost import Cost
 
 

@@ -48,6 +48,7 @@ ORDER = (
             "core",
             "parts",
             "compression",
+            "algorithm",
             "algorithms",
             "local",
         )
@@ -65,7 +66,6 @@ ORDER = (
             "lab",
             "commands",
             "api",
-            "algorithm",
         )
     ),
 )
@@ -149,6 +149,19 @@ def test_the_coordinator_does_no_input_or_output_and_draws_from_no_shared_genera
         name = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
         if name in ("open", "print", "input") or (name.startswith("random.") and name != "random.Random"):
             wrong.append(f"{place(path, node.lineno)} uses {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_methods_import_from_the_facade_what_it_has():
+    import raafl.algorithm
+
+    facade = set(raafl.algorithm.__all__)
+    wrong = [
+        f"{place(path, line)} imports {name}: import it from raafl.algorithm"
+        for path in modules("raafl/algorithms")
+        for line, name in imports(path)
+        if name.rpartition(".")[2] in facade and not within(name, ("raafl.algorithm", "raafl.algorithms"))
+    ]
     assert not wrong, "\n".join(wrong)
 
 

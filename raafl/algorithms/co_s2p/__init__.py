@@ -60,22 +60,41 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from raafl.algorithm import (
+    Algorithm,
+    AllReported,
+    Assignment,
+    Deltas,
+    EachArrival,
+    FlatTensors,
+    Hook,
+    Local,
+    Merge,
+    MinRatio,
+    RollingWindows,
+    Sample,
+    Select,
+    Spec,
+    Staleness,
+    Submodels,
+    Task,
+    Trigger,
+    derive_seed,
+    fraction,
+    one_of,
+    positive,
+)
 from raafl.algorithms.co_s2p.merge import ImportanceMerge, PublishedMerge
-from raafl.core.algorithm import Algorithm, Merge, Select, Trigger
-from raafl.core.local import Hook, Local, Task, Traits
-from raafl.core.sample import Sample
-from raafl.core.types import Assignment, derive_seed
-from raafl.errors import fraction, one_of, positive, refuse_unused
+from raafl.core.local import Traits
+from raafl.errors import refuse_unused
 from raafl.module_hooks import OPTIMIZER_HOOKS
 from raafl.parts.local.distilled import Distilled, Exit, TrainsExits, counted, exit_depths, knowledge_loss
 from raafl.parts.local.mask_training import SCORES, MaskTraining, best, masks_of, score_layout
-from raafl.parts.merge.mean import Deltas, Staleness
 from raafl.parts.merge.personal import RecordingSelect, WithScores
 from raafl.parts.select.rate_select import Rates
 from raafl.parts.select.segments import cuts_of, stack_of
-from raafl.parts.select.windows import Masks, RollingWindows
-from raafl.parts.trigger import AllReported, EachArrival, MinRatio
-from raafl.submodel import Cost, FlatTensors, Layout, Spec, Submodels
+from raafl.parts.select.windows import Masks
+from raafl.submodel import Cost, Layout
 from raafl.submodel.cost.fused import FusedKernels
 from raafl.submodel.cost.ledger import Ledger
 from raafl.submodel.isolated_run import loss_of, settle

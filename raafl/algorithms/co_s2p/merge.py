@@ -13,14 +13,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from raafl.core.algorithm import Merge
-from raafl.core.state import GlobalState, MergeMemory, OneValue
-from raafl.core.types import Update
-from raafl.errors import positive
+from raafl.algorithm import FlatTensors, GlobalState, Merge, MergeMemory, Spec, Submodels, Update, positive
+from raafl.core.state import OneValue
 from raafl.parts.merge.mean import chunks, trained_pieces, zeros_like
 from raafl.parts.merge.personal import AtWork
 from raafl.parts.select.segments import cuts_of
-from raafl.submodel import FlatTensors, Spec, Submodels
 
 TINY = torch.finfo(torch.float32).tiny
 """Smallest divisor, for segments whose norm or weight is 0."""

@@ -38,19 +38,34 @@ from typing import Any, Literal
 
 from torch.utils._pytree import tree_flatten
 
+from raafl.algorithm import (
+    FULL,
+    Algorithm,
+    AllReported,
+    BadInput,
+    ClientInfo,
+    Hook,
+    Local,
+    Mean,
+    Sample,
+    Select,
+    SelectContext,
+    Spec,
+    Submodels,
+    Task,
+    Work,
+    fraction,
+    positive,
+)
 from raafl.algorithms.split_fed.cut import Cut, Half, cuts_of
 from raafl.algorithms.split_fed.exchange import KEY, BothHook, Halves, LowerHook, UpperHook, halves
-from raafl.core.algorithm import Algorithm, Hook, Local, Select, SelectContext, Task, Training
+from raafl.core.algorithm import Training
 from raafl.core.local import Traits
-from raafl.core.sample import Sample
 from raafl.core.task import followed_cost
-from raafl.core.types import ClientInfo, Warn, Work
+from raafl.core.types import Warn
 from raafl.data.epochs import batches_of_epoch, samples_of
-from raafl.errors import BadInput, fraction, positive
 from raafl.module_hooks import TASK_HOOKS
-from raafl.parts.merge.mean import Mean
-from raafl.parts.trigger import AllReported
-from raafl.submodel import FULL, Cost, Spec, Submodels
+from raafl.submodel import Cost
 
 CLIENT_LAYERS = 2
 """Default of `client_layers`."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from raafl.algorithm import Assignment, BadInput, Hook, Submodels, Task
 from raafl.algorithms.split_fed.cut import (
     Half,
     Outline,
@@ -26,12 +27,10 @@ from raafl.algorithms.split_fed.cut import (
     shapes_of,
     with_received_activation,
 )
-from raafl.core.algorithm import Hook, Task
 from raafl.core.local import SkippedBatch
 from raafl.core.task import Exchange, ServerLink, server_seed
-from raafl.core.types import Assignment
-from raafl.errors import BadInput, InvalidPayload
-from raafl.submodel import Layout, SpecError, Submodels
+from raafl.errors import InvalidPayload
+from raafl.submodel import Layout, SpecError
 from raafl.submodel.flat import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, count, islice
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,7 +35,7 @@ from raafl.data.loaders import (
     trained_labels,
 )
 from raafl.errors import BadInput, at_least
-from raafl.rng import owned_generators, reseed
+from raafl.rng import owned_generators, reseed, undisturbed
 from raafl.rules import Rules
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 Sized = tuple[Any, int]
 """A batch and the number of samples in it, which its tensors need not show."""
 
+_TOKENS_OF = 64
+"""Number of training samples of which the tokens are counted."""
 _MOST_MEASURED = 2000
 """Number of training samples on which the global model is measured if there are neither test nor validation samples."""
 _MOST_KEPT = 10_000
@@ -354,6 +356,14 @@ class FederatedData:
     def _owned_by(self, dataset: object, collate: object) -> list[Any]:
         return owned_generators(dataset, collate) if self._rules.reseeds_data else []
 
+    def tokens_per_sample(self) -> float | None:
+        """Return the mean number of tokens of the first training samples of a language model; None for other models."""
+        num = min(_TOKENS_OF, _length(self._dataset))
+        with undisturbed():
+            if tokens_in(self.example_batch()) is None:
+                return None
+            return (tokens_in(self.example_batch(num)) or 0) / num
+
     def example_batch(self, n: int = 2) -> Any:
         """Return the first ``n`` samples of the training set as one batch."""
         return self.fetch(torch.arange(min(n, _length(self._dataset))))
@@ -452,6 +462,25 @@ class FederatedData:
             f"{num:,} samples of the training set, which says nothing of new data"
         )
         return self._of_training([i * length // num for i in range(num)])
+
+
+def tokens_in(batch: object) -> int | None:
+    """Return the tokens of a language model's batch, without padding that its mask tells; None for batches of other models.
+
+    Such a batch has a target for each token: ``(tokens, targets)``, or ``input_ids`` and ``labels`` by name.
+    """
+    mask: object = None
+    if isinstance(batch, Mapping):
+        tokens, targets, mask = (batch.get(name) for name in ("input_ids", "labels", "attention_mask"))
+    elif isinstance(batch, list | tuple) and len(batch) == 2:
+        tokens, targets = batch
+    else:
+        return None
+    for part in (tokens, targets):
+        if not isinstance(part, torch.Tensor) or part.dim() != 2 or part.is_floating_point():
+            return None
+    assert isinstance(tokens, torch.Tensor)
+    return int((mask != 0).sum()) if isinstance(mask, torch.Tensor) else tokens.numel()
 
 
 def _length(dataset: Any) -> int:

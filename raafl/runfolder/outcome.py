@@ -49,6 +49,8 @@ def summary_lines(summary: Summary, folder: Path) -> list[str]:
         f"clients worked {summary['utilisation']:.0%} of the time; {size(summary['bytes_down'])} were sent to them, "
         f"{size(summary['bytes_up'])} came back",
     ]
+    if summary.get("tokens"):
+        lines.append(f"trained on {summary['tokens']:,} tokens, {summary['tokens_per_s'] or 0:,.0f} a second")
     bad = {f"refused as {reason}": n for reason, n in summary["updates_refused"].items()}
     if summary["updates_lost"]:
         bad["lost"] = summary["updates_lost"]

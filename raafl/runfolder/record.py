@@ -200,6 +200,8 @@ class RunRecord:
         }
         if measured is not None:
             figures["measured_bytes"] = measured
+        if (tokens := self.figures.tokens(now)) is not None:
+            figures["tokens_per_s"] = tokens[1]
         return {**self.figures.clients(), **cast(dict[str, float | None], figures)}
 
     def _utilisation(self, now: float) -> float:
@@ -284,7 +286,7 @@ class RunRecord:
         def by_reason(kind: str) -> dict[str, int]:
             return {k.removeprefix(kind + ":"): n for k, n in sorted(self.outcomes.items()) if k.startswith(kind + ":")}
 
-        return {
+        found: Summary = {
             "algorithm": algorithm,
             "runtime": runtime,
             "seed": seed,
@@ -315,3 +317,6 @@ class RunRecord:
             "time_to": self.time_to,
             "model_digest": values.model_digest(),
         }
+        if (tokens := self.figures.tokens(time_s)) is not None:
+            found["tokens"], found["tokens_per_s"] = tokens
+        return found

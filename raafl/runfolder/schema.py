@@ -205,6 +205,7 @@ class RunFigures(TypedDict, total=False):
     bytes_down: int
     peak_bytes: int | None
     measured_bytes: int
+    tokens_per_s: float | None
     epsilon: float | None
 
 
@@ -261,6 +262,8 @@ class Summary(TypedDict, total=False):
     coverage: Any
     peak_memory: Any
     round_s: float | None
+    tokens: int
+    tokens_per_s: float | None
     final: dict[str, float]
     time_to: dict[str, float | None]
     model_digest: str

@@ -63,13 +63,20 @@ class Coverage:
 class RunStatistics:
     """Statistics of a run, such as working time and coverage, updated at the start and end of each task."""
 
-    def __init__(self, coverage: Coverage | None = None, peak_bytes: Callable[[Assignment], int] | None = None) -> None:
+    def __init__(
+        self,
+        coverage: Coverage | None = None,
+        peak_bytes: Callable[[Assignment], int] | None = None,
+        num_tokens: Callable[[Assignment, Update], float] | None = None,
+    ) -> None:
         """Start at zero.
 
         `coverage`: counter of which elements of the model were trained; None = not counted. `peak_bytes`: returns a
-        task's predicted memory in bytes; None = not counted.
+        task's predicted memory in bytes; None = not counted. `num_tokens`: returns the tokens on which a task was
+        trained; None = the model is no language model.
         """
-        self._coverage, self._peak_bytes = coverage, peak_bytes
+        self._coverage, self._peak_bytes, self._num_tokens = coverage, peak_bytes, num_tokens
+        self._tokens = 0.0  # of merged updates
         self._open: tuple[int, set[Spec]] = (0, set())  # the version being made, and the submodels that its tasks train
         self._shares: list[float] = [0, 0.0, math.inf]  # number, sum and minimum of the coverage over versions
         self._since: dict[int, float] = {}  # by assignment: time at which it was handed out, in seconds
@@ -118,6 +125,7 @@ class RunStatistics:
             self._merged(settled.client, settled.version, assignment)
             if update is not None:
                 self.logged.add(settled.client, logged, update.num_samples)
+                self._tokens += self._num_tokens(assignment, update) if self._num_tokens is not None else 0.0
             if tested and update is not None:
                 self._tested[settled.client] = (update.num_samples + update.metrics[NUM_TESTED], tested)
         return cells
@@ -176,6 +184,12 @@ class RunStatistics:
         predicted, measured = (int(value) or None for value in self._memory)
         return {"predicted_bytes": predicted, "measured_bytes": measured}
 
+    def tokens(self, time_s: float) -> tuple[int, float | None] | None:
+        """Return the tokens of merged updates and those a second (None at 0 s); None if the model is no language model."""
+        return (
+            None if self._num_tokens is None else (round(self._tokens), self._tokens / time_s if time_s > 0 else None)
+        )
+
     # ---- saving and resuming ----
 
     def save(self) -> dict[str, Any]:
@@ -190,6 +204,7 @@ class RunStatistics:
             "memory": list(self._memory),
             "regions": dict(self.regions),
             "logged": self.logged.save(),
+            "tokens": self._tokens,
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
@@ -202,6 +217,7 @@ class RunStatistics:
         self._tested.update({client: (size, dict(metrics)) for client, (size, metrics) in data["tested"].items()})
         self.regions.update(data["regions"])
         self.logged.restore(data["logged"])
+        self._tokens = data.get("tokens", 0.0)  # checkpoints of earlier versions have none
 
 
 def _own_metrics(update: Update, known: Mapping[str, float]) -> dict[str, float]:

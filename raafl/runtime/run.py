@@ -11,7 +11,7 @@ from raafl.config.experiment import Experiment, seconds
 from raafl.config.options import Goals
 from raafl.config.own_runs import remember
 from raafl.core.hooks import HookList, RunHooks
-from raafl.core.types import Warn
+from raafl.core.types import Assignment, Update, Warn
 from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
 from raafl.local.evaluate import MAX_LOGGED, Evaluator
 from raafl.local.failure import leave_traceback
@@ -115,8 +115,16 @@ class Run:
         return default_run_folder(name) if output is None or is_url(output) else Path(output)
 
     def _figures(self) -> RunStatistics:
-        fleet = self.parts.coordinator.fleet
-        return RunStatistics(Coverage(self.parts.submodels), lambda task: fleet.cost(task.spec, task.extra).peak_bytes)
+        fleet, tokens = self.parts.coordinator.fleet, self.parts.data.tokens_per_sample()
+
+        def num_tokens(task: Assignment, update: Update) -> float:
+            return (tokens or 0.0) * fleet.samples(update.num_samples, task)
+
+        return RunStatistics(
+            Coverage(self.parts.submodels),
+            lambda task: fleet.cost(task.spec, task.extra).peak_bytes,
+            None if tokens is None else num_tokens,
+        )
 
     def _begin(self, config_yaml: str, metrics: dict[str, float]) -> None:
         """Create a new run folder, and record the metrics of the initial model."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import csv
 import math
 
 import pytest
+import torch
 from torch import nn
 
+import raafl
+from model_zoo import CharLM
 from raafl.algorithms import fed_async, fed_avg, fed_raa, hetero_fl
 from raafl.config.options import Target
 from raafl.core.algorithm import Training
 from raafl.core.types import Assignment, Joined, Settled, Update
-from raafl.data import Dirichlet, Iid
+from raafl.data import Dirichlet, Iid, TextFolder
+from raafl.data.federated import tokens_in
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
+from raafl.runfolder.outcome import summary_lines
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import RUN_COLUMNS, is_metric
 from raafl.runfolder.statistics import Coverage, RunStatistics
@@ -320,7 +326,7 @@ def test_peaks_are_those_of_the_moment_too_and_any_column_beside_metrics_is_a_fi
     for version, expected in ((1, (300, 5_000_000)), (2, (300, 5_000_000)), (3, (400, 6_000_000))):
         record.evaluated(version, float(version), dict(KNOWN))
         assert (record.row["peak_bytes"], record.row["measured_bytes"]) == expected
-    assert set(record.row) == set(RUN_COLUMNS) - {"epsilon"}  # which is of private runs
+    assert set(record.row) == set(RUN_COLUMNS) - {"epsilon", "tokens_per_s"}  # of private runs, and of language models
     assert not any(map(is_metric, ("version", "time_s", "wall_s", "time_to/accuracy=0.5", *record.row)))
     assert is_metric("accuracy") and is_metric("client_accuracy")
 
@@ -335,3 +341,31 @@ def test_figures_are_those_of_the_moment_at_which_a_version_was_made():
     record.evaluated(2, 2.0, {"accuracy": 0.1})  # the first version was overtaken
     assert record.client_metrics == {"client_accuracy": 0.5} and record.row["round_s"] == 1.0
     assert not record._due
+
+
+def test_tokens_a_second_are_those_of_merged_updates_over_the_clock(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("to be or not to be, that is the question " * 8)
+    data = TextFolder(str(tmp_path), length=8, batch_size=4)
+    options = {"clients": 2, "max_updates": 6, "num_steps": 3, "eval_every": 2, "progress": "quiet"}
+    fed = raafl.Federation(
+        "fed_avg", devices=[{"name": "slow", "flops_per_s": 1e6}], output=tmp_path / "run", **options
+    )
+    result = fed.simulate(lambda: CharLM(vocab_size=261, embedding=4, hidden=4), data)
+    assert result.summary["tokens"] == 6 * 3 * 4 * 8
+    assert result.summary["tokens_per_s"] == pytest.approx(576 / result.summary["time_s"])
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["tokens_per_s"] for row in rows[:1]] == [""]
+    assert float(rows[-1]["tokens_per_s"]) == pytest.approx(result.summary["tokens_per_s"])
+    assert any(line.startswith("trained on 576 tokens, ") for line in summary_lines(result.summary, tmp_path))
+
+
+def test_tokens_of_a_batch_leave_out_padding_and_other_models_have_none():
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    assert tokens_in((tokens, tokens)) == 10
+    assert tokens_in({"input_ids": tokens, "labels": tokens, "attention_mask": mask}) == 8
+    classes = torch.zeros(2, dtype=torch.int64)
+    assert tokens_in((tokens, mask, classes)) is tokens_in((tokens.float(), classes)) is tokens_in(tokens) is None
+    assert tokens_in({"input_ids": tokens, "labels": classes}) is None

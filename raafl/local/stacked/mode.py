@@ -93,8 +93,10 @@ _BY_SLICES: frozenset[Any] = frozenset(
     )
 )
 
-_WITHOUT_RULE: frozenset[Any] = frozenset((F.embedding_bag, F.bilinear, F.local_response_norm))
-"""Those of them for which torch's vmap has no rule of its own, so that it would loop, and warn."""
+_NOT_BY_VMAP: frozenset[Any] = frozenset(
+    (F.embedding_bag, F.bilinear, F.local_response_norm, F.batch_norm, F.instance_norm)
+)
+"""Those of them for which torch's vmap has no rule of its own, or one that leaves running statistics as they were."""
 
 _CONVOLUTIONS: frozenset[Any] = frozenset(
     (torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -193,7 +195,7 @@ class Stacked(TorchFunctionMode):
         if func in _BRANCHES:
             return self._agreed(func, *args) if _has_stack(args, kwargs) else func(*args, **kwargs)
         is_cpu = self._device.type == "cpu"
-        is_exact = self._known is not None or func in _WITHOUT_RULE or (is_cpu and func in _CONVOLUTIONS)
+        is_exact = self._known is not None or func in _NOT_BY_VMAP or (is_cpu and func in _CONVOLUTIONS)
         # vmap has rules for a GPU's attention, none for a CPU's
         if not (is_exact or is_cpu) and func is F.scaled_dot_product_attention and not _drops(*args, **kwargs):
             return func(*args, **kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from raafl.core.algorithm import Local, Training
@@ -124,6 +125,38 @@ def test_steps_of_a_cohort_wait_for_the_gpu_never(emulated_cuda: Emulated):
             trained.update(task.assignment.id)
             assert emulated_cuda.counts["waits"] - before == 1  # all that a task reads is read at once
     assert waits[0] > waits[1] == waits[2]  # the first tries products
+
+
+class Ignoring(Net):
+    """Leaves labels of class 2 out of its loss, as language models do with padding."""
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self(x), torch.where(y == 2, -100, y))
+
+
+def test_ignored_labels_on_an_emulated_gpu_are_not_looked_at(emulated_cuda: Emulated):
+    bench = Bench.of(Ignoring, accelerator="cuda")
+    check(bench, members(bench, epochs=2, sizes=(20, 20, 20)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("make", [Net, Dropping, Normed, Logging, Ignoring, *ELEMENTWISE[:1]])
+def test_fast_clients_are_those_alone_up_to_rounding_with_draws_of_their_own(request, make, device):
+    if device == "cuda":
+        request.getfixturevalue("emulated_cuda")
+    bench = Bench.of(make, accelerator=device, gradient_clip_val=0.7, local=Local(prox=0.1))
+    tasks = members(bench, epochs=2)
+    trained = CohortTrainer(bench.trainer, fast=True).train(tasks)
+    for task in tasks:
+        alone = bench.trainer.run(*task)
+        values, metrics = alone.tensors.clone(), alone.metrics
+        drawn = generators(bench.trainer.fabric.device)
+        found = trained.update(task.assignment.id, draws=True)
+        assert same_generators(drawn, generators(bench.trainer.fabric.device))
+        for dtype, buffer in found.tensors.buffers.items():
+            assert torch.allclose(buffer.cpu().double(), values.buffers[dtype].cpu().double(), atol=1e-5)
+        assert found.metrics == pytest.approx(metrics, abs=1e-5) and found.num_steps == alone.num_steps
 
 
 @pytest.mark.parametrize("make", [Net, ELEMENTWISE[1], Scheduled])  # a fused SGD, a capturable RMSprop, falling rates

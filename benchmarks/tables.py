@@ -209,7 +209,8 @@ def chosen(result: dict[str, Any], parts: dict[str, str]) -> str:
         lines = [[*first, *(cells.get(value, "") for value in values)] for first, cells in table.items()]
     else:
         lines = [[_shown(row, column) for column in columns] for row in rows]
-    return f"Measured {result['date'][:10]} on {result['hardware']['cpu']}.\n\n{markdown([head, *lines])}"
+    machine = ", ".join(result["hardware"].get("gpus", [])) or result["hardware"]["cpu"]
+    return f"Measured {result['date'][:10]} on {machine}.\n\n{markdown([head, *lines])}"
 
 
 def _column(text: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import gpu_times
+from benchmarks import gpu_aims, gpu_times
 from raafl.devices.profiles import Device
 
 RESULT = gpu_times.ROOT / "benchmarks" / "results" / "gpu-times.json"
@@ -48,3 +48,25 @@ def test_rows_of_a_report_are_found_with_what_they_launch():
     eager, graph = gpu_times.measured(told)
     assert (eager["kind"], eager["seconds"], graph["kind"], graph["seconds"]) == ("eager", 2e-3, "captured", 1e-4)
     assert graph["launches"] == eager["launches"].captured() and eager["launches"].operations > 10
+
+
+def test_an_aim_is_shown_missed_or_not_shown_by_the_row_of_a_report():
+    small = [
+        {"row": "mlp, 1000 clients, captured", "tasks_per_s": 1200.0, "kernels %": 41.0},
+        {"row": "mlp, bare eager, 32-true", "tasks_per_s": 400.0},
+        {"row": "mlp, 1000 clients, fast", "error": "out of memory"},
+    ]
+    whole = [{"row": "vit-tiny, 32-true, 0.25", "captured_s over whole": 0.29}]
+    first = [{"workload": "mlp", "value": 100.0, "cpu": 90.0, "busy %": 7.0}]
+    steps = {"small_clients": small, "captured": whole, "throughput": first}
+    told = gpu_aims.rows({"rows": [{"step": name, "rows": rows} for name, rows in steps.items()]})
+    captured, fast, *_ = told
+    shown = {name: captured[name] for name in ("before", "cpu", "aim", "found", "over_bare", "verdict")}
+    assert shown == {"before": 100.0, "cpu": 90.0, "aim": 1000, "found": 1200.0, "over_bare": 3.0, "verdict": "shown"}
+    assert (fast["found"], fast["verdict"], fast["figure"]) == (None, "not shown", "")
+    verdicts = {row["what"]: row["verdict"] for row in told}
+    assert verdicts["step of vit-tiny at 1/4 over the whole model's, captured"] == "shown"
+    assert verdicts["GPU busy with 1,000 small clients, %"] == "missed"
+    assert told[-1]["verdict"] == "shown, emulated"
+    committed = json.loads((gpu_times.ROOT / "benchmarks" / "results" / "gpu-aims.json").read_text())["rows"]
+    assert committed == gpu_aims.rows()

@@ -1,7 +1,8 @@
 """Compare what `make gpu` has measured with the aims on one H100 or H200; needs no GPU.
 
-`before` is what the first run measured, whose steps were all eager, and `cpu` the same with one CPU thread. `found` is the figure of the row that the aim is about, in the
-committed report; empty where no run has had that row yet. `over_bare` is the same over the bare eager loop of PyTorch beside it.
+`before` is what the first run measured, whose steps were all eager, and `cpu` the same with one CPU thread. `found` is the figure
+of the row that the aim is about, in the committed report; empty where no run has had that row yet. `over_bare` is the same over
+the bare eager loop of PyTorch beside it.
 
     python -m benchmarks.gpu_aims [--json] [--out FILE]
 """

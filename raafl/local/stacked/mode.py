@@ -1,8 +1,9 @@
 """Decide how each torch function is computed on stacks: together, client by client, or by vmap's own rule.
 
-vmap's rules for elementwise functions have a client's bits, and so have most others, but not all: products, norms, convolutions,
-attention and recurrent layers are handled here. A batch of clients is compared with sequential training before it is relied on
-(`raafl.runtime.executors.batched`), so a function missing here costs speed, never a bit.
+vmap's rules for elementwise functions have a client's bits, and so have most others, but not all: products, norms, sums, losses,
+convolutions and attention are tried here, once for each form; recurrent layers, and what draws, go client by client. A batch of
+clients is compared with sequential training before it is relied on (`raafl.runtime.executors.batched`), so a function missing here
+costs speed, never a bit.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from raafl.local.stacked.stacks import (
     linear,
     outside,
     stack_of,
+    together_is_equal,
 )
 from raafl.submodel.nested_batch import batch_tensors
 
@@ -194,13 +196,11 @@ class Stacked(TorchFunctionMode):
             return embedding(self._num, args, kwargs) if _has_stack(args, kwargs) else func(*args, **kwargs)
         if func in _BRANCHES:
             return self._agreed(func, *args) if _has_stack(args, kwargs) else func(*args, **kwargs)
-        is_cpu = self._device.type == "cpu"
-        is_exact = self._known is not None or func in _NOT_BY_VMAP or (is_cpu and func in _CONVOLUTIONS)
-        # vmap has rules for a GPU's attention, none for a CPU's
-        if not (is_exact or is_cpu) and func is F.scaled_dot_product_attention and not _drops(*args, **kwargs):
+        if self._is_plain(func, args, kwargs) and _has_stack(args, kwargs):
+            is_alone = func in _NOT_BY_VMAP or (func in _CONVOLUTIONS and self._device.type == "cpu")
+            if is_alone or not (self._known is None or together_is_equal(self._known, func, args, kwargs, self._num)):
+                return by_slices(func, args, kwargs, self._num)
             return func(*args, **kwargs)
-        if is_exact and (func in _BY_SLICES or func in _REDUCTIONS) and _has_stack(args, kwargs):
-            return by_slices(func, args, kwargs, self._num)
         if func in _MAY_DRAW or (func in _DROPOUTS and _trains(*args, **kwargs)):
             if kwargs.get("generator") is not None:
                 raise Unstackable(
@@ -208,6 +208,12 @@ class Stacked(TorchFunctionMode):
                 )
             return by_slices(func, args, kwargs, self._num, self._states, self._device)
         return func(*args, **kwargs)
+
+    def _is_plain(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Check whether a function draws nothing, and is tried for its bits before vmap's own rule computes it."""
+        if func is F.scaled_dot_product_attention:  # vmap has rules for a GPU's attention, none for a CPU's
+            return self._device.type != "cpu" and not _drops(*args, **kwargs)
+        return func in _BY_SLICES or func in _REDUCTIONS
 
     def _agreed(self, function: Callable[..., Any], value: Tensor) -> object:
         """Convert a tensor to the Python number that is equal for all clients; raises `Parted` if it differs."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._C._functorch as functorch
@@ -277,6 +277,78 @@ def _drawn_like(one: Tensor, generator: torch.Generator) -> Tensor:
     length = start + 1 + sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True))
     drawn = torch.randn(length, dtype=one.dtype, generator=generator).to(one.device)
     return drawn.as_strided(one.shape, one.stride(), start)
+
+
+def together_is_equal(known: Known, function: Callable[..., Any], args: Any, kwargs: Any, num: int) -> bool:
+    """Check, once for each form of the arguments, whether vmap's rule for a function has the bits of one call per client.
+
+    Results and gradients are compared on random numbers; whole numbers and what is no tensor are taken as given. What cannot
+    be tried, such as a function whose result is not one tensor, counts as different.
+    """
+    leaves, form = tree_flatten((tuple(args), dict(kwargs)))
+    stacks = [stack_of(leaf) for leaf in leaves]
+    if any(
+        stack is None and isinstance(leaf, Tensor) and leaf.requires_grad
+        for leaf, stack in zip(leaves, stacks, strict=True)
+    ):
+        return False  # a gradient of the trial would be added to it
+    key = (function, num, form, *(_form_of(leaf, stack) for leaf, stack in zip(leaves, stacks, strict=True)))
+    equal = known.get(key)
+    if equal is None:
+        with outside(), torch.enable_grad():
+            equal = known[key] = _try(function, leaves, stacks, form, num)
+    return equal
+
+
+def _form_of(leaf: object, stack: Tensor | None) -> Hashable:
+    tensor = leaf if stack is None else stack
+    if not isinstance(tensor, Tensor):
+        return repr(leaf)
+    place = tensor.data_ptr() % CACHE_LINE_BYTES
+    return stack is None, tensor.dtype, tensor.shape, tensor.stride(), place, tensor.requires_grad, tensor.device
+
+
+def _try(function: Callable[..., Any], leaves: list[Any], stacks: list[Tensor | None], form: Any, num: int) -> bool:
+    generator, count = torch.Generator().manual_seed(1), 0
+    while count < _ENOUGH:
+        drawn = [_drawn(leaf, stack, generator) for leaf, stack in zip(leaves, stacks, strict=True)]
+        moving = [place for place, stack in enumerate(stacks) if stack is not None]
+
+        def call(*own: Any, drawn: list[Any] = drawn, moving: list[int] = moving) -> Any:
+            given = dict(zip(moving, own, strict=True))
+            args, kwargs = tree_unflatten([given.get(place, one) for place, one in enumerate(drawn)], form)
+            return function(*args, **kwargs)
+
+        try:
+            result = torch.func.vmap(call)(*(drawn[place] for place in moving))
+            parts = [
+                [one.requires_grad_(drawn[place].requires_grad) for one in apart(drawn[place].detach())]
+                for place in moving
+            ]
+            alone = [call(*own) for own in zip(*parts, strict=True)]
+            upstream = torch.randn(result.shape, dtype=result.dtype, generator=generator).to(result.device)
+            pairs = [(result, torch.stack(alone))]
+            if result.requires_grad:
+                of = [place for place in moving if drawn[place].requires_grad]
+                (result * upstream).sum().backward()
+                sum((one * own).sum() for one, own in zip(alone, upstream, strict=True)).backward()
+                pairs += [
+                    (drawn[place].grad, torch.stack([cast(Tensor, one.grad) for one in parts[moving.index(place)]]))
+                    for place in of
+                ]
+            if not all(same_bits(one.detach(), other.detach()) for one, other in pairs):
+                return False
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError):
+            return False
+        count += max(result.numel(), _ENOUGH // 16)
+    return True
+
+
+def _drawn(leaf: object, stack: Tensor | None, generator: torch.Generator) -> Any:
+    """Return random numbers in place of a floating-point stack; all else as it is."""
+    if stack is None or not stack.is_floating_point():
+        return leaf if stack is None else stack
+    return _drawn_like(stack, generator).requires_grad_(stack.requires_grad)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

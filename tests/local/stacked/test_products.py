@@ -93,3 +93,45 @@ def test_slices_lie_at_multiples_of_16_bytes_and_gradients_come_back():
     assert torch.equal(back, 2 * stack) and torch.equal(gradient, 2 * stack)
     aligned = stacks((5, 4, 4))[0].detach()
     assert apart(aligned)[1].data_ptr() == aligned[1].data_ptr()
+
+
+def test_a_function_is_tried_once_for_each_form_with_its_gradients():
+    known, tried = {}, []
+    a, b = stacks((4, 6, 8), (4, 8, 3))
+
+    def doubled(x):
+        """Gives each client's values, and within vmap other gradients."""
+        return x * 2 if stacks_module.stack_of(x) is None else x.detach() * 2 + 0 * x
+
+    def run(function, *operands, num=4):
+        return vmap(
+            lambda *own: tried.append(stacks_module.together_is_equal(known, function, own, {}, num)) or own[0]
+        )(*operands)
+
+    def odd(x):
+        return None
+
+    for _ in range(2):
+        run(torch.matmul, a, b)
+        run(torch.sum, a)
+        run(doubled, a)
+        run(odd, a)
+    # what a library gives for the first two is its own affair
+    assert tried[:4] == tried[4:] and tried[2:4] == [False, False] and len(known) == 4
+    run(torch.sum, a.detach())
+    assert len(known) == 5  # without a gradient it is another form
+    shared = torch.ones(8, requires_grad=True)
+    vmap(lambda own: tried.append(stacks_module.together_is_equal(known, torch.matmul, (own, shared), {}, 4)) or own)(a)
+    assert tried[-1] is False and shared.grad is None
+
+
+def test_sums_losses_and_products_are_those_of_each_client():
+    x, y = stacks((5, 6, 8), (5, 6, 8))
+    for function in (
+        lambda x, y: (x @ y.mT).mean(1),
+        lambda x, y: (x - y).square().sum() / y.std(),
+        F.mse_loss,
+        lambda x, y: F.layer_norm(x, (8,)) * y.norm(dim=-1, keepdim=True),
+        lambda x, y: torch.einsum("ij,ij->i", x, y).logsumexp(0),
+    ):
+        compared(function, [x, y], 5)

@@ -405,7 +405,7 @@ class _TaskRun(_Run):
         finally:
             steps.close()
         peak_bytes, state_bytes = self.ledger.peak_bytes, _SLOTS * self.gradient_bytes
-        found = replace(found, pool_bytes=peak_bytes)
+        found = replace(found, pool_bytes=peak_bytes - _state_bytes(self.optimizers))
         if not self.unknown:
             return replace(found, peak_bytes=peak_bytes)
         return replace(
@@ -462,6 +462,12 @@ class _TaskRun(_Run):
             self.unknown.append(one_line(error))
         for parameter in self.trains:
             parameter.grad = None
+
+
+def _state_bytes(optimizers: list[Optimizer]) -> int:
+    """Return the bytes of the optimizers' state."""
+    values = [x for one in optimizers for state in one.state.values() for x in state.values() if isinstance(x, Tensor)]
+    return sum(x.numel() * x.itemsize for x in values)
 
 
 def _no_optimiser() -> Optimizer:

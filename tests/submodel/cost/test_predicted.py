@@ -277,3 +277,16 @@ def test_only_what_a_step_frees_again_is_in_a_graphs_memory():
     assert plain.pool_bytes >= 4 * (12 + 8 + 2) + 4
     state_bytes = 2 * 4 * (12 + 8 + 2)
     assert state_bytes <= adam.peak_bytes - plain.peak_bytes and adam.pool_bytes < plain.pool_bytes + state_bytes
+
+
+@pytest.mark.parametrize("name", ["scaffold", "moon"])
+def test_a_methods_own_step_has_its_optimizers_state_outside_a_graphs_memory(name):
+    from raafl.algorithms import ALGORITHMS
+
+    batch, local = (torch.zeros(8, 3), torch.zeros(8, 2)), ALGORITHMS[name]().local
+    plain, adam = (
+        local.cost(Submodels(Slopes(kind), batch), FULL, 8, {}) for kind in (torch.optim.SGD, torch.optim.Adam)
+    )
+    # Adam has two values for each trained one, and a count of steps for each tensor
+    assert adam.peak_bytes - plain.peak_bytes == 2 * 4 * (12 + 8 + 2) + 3 * 4
+    assert adam.pool_bytes == plain.pool_bytes < plain.peak_bytes

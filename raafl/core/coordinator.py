@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
 
+from raafl.core.admission import Admission
 from raafl.core.algorithm import Algorithm, OwnTests, SelectContext, Training, TriggerContext
 from raafl.core.payload import TransferCost
-from raafl.core.roster import DAMAGED, RefusalBackoff, Roster
-from raafl.core.state import ArrivalTimes, GlobalState, PendingUpdate, is_ruined
+from raafl.core.roster import Roster
+from raafl.core.state import ArrivalTimes, GlobalState, PendingUpdate
 from raafl.core.subfederation import TasksAbove
 from raafl.core.types import (
-    DIVERGED,
     ENDS,
     ERROR,
-    LATE,
-    LOSSES,
-    NUM_TESTED,
-    OUT_OF_MEMORY,
     OVERFLOW,
     RESTART,
     Action,
@@ -36,7 +30,6 @@ from raafl.core.types import (
     Dismiss,
     Evaluate,
     Event,
-    Fail,
     Finish,
     Joined,
     Limits,
@@ -44,15 +37,13 @@ from raafl.core.types import (
     Received,
     Sending,
     SetTimer,
-    Settled,
     Stop,
-    Suspend,
     Timer,
     Update,
     Work,
     derive_seed,
 )
-from raafl.errors import BadInput, format_error, raises
+from raafl.errors import BadInput
 from raafl.rules import Rules
 
 TIME_UP = 0  # id of the timer that ends the run; a suspended client's timer has minus the client's id
@@ -101,9 +92,6 @@ class Coordinator:
         self.merged = self.evaluated = 0
         self.samples_merged = 0  # number of training samples behind all merged updates
         self.spacings = 0  # number of multiples of `limits.eval_every` that had passed at the last merge
-        self.backoff = RefusalBackoff(limits.max_refused)
-        self.refused: Counter[str] = Counter()
-        self.clipped: Counter[int] = Counter()  # by client: updates that reported more samples than allowed
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
         self.is_merging = False
         self.finished: str | None = None
@@ -125,10 +113,10 @@ class Coordinator:
             overlap=overlap,
             rules=rules or Rules(),
         )
-        self.absent: set[int] = set()  # clients lost before the start, for which it does not wait any more
-        self._actions: list[Action] = []
+        self._actions: list[Action] = []  # those of the event that is being handled
+        self.admission = Admission(algorithm, self.fleet, self.roster, limits, self.payload, self._actions, self.above)
         self._handlers: dict[type, Callable[..., None]] = {
-            Joined: self._joined,
+            Joined: self.admission.joined,
             Arrived: self._arrived,
             Sending: self._sending,
             Lost: self._lost,
@@ -144,27 +132,26 @@ class Coordinator:
             event: event to handle.
             now: time of the event in seconds of the run's clock; it never decreases.
         """
-        self._actions, self.state.now_s = [], now
+        self._actions.clear()
+        self.state.now_s = now
         if self.finished is None:
             self._handlers[type(event)](event, now)
         while self.finished is None and self._go_on(now):
             pass
-        return self._actions
+        return list(self._actions)
 
-    @property
-    def num_good(self) -> int:
-        """Number of clients present, except those whose recent updates were all refused."""
-        return len(self.roster.clients) - sum(
-            map(self.backoff.is_bad, self.backoff.refused.keys() & self.roster.clients)
-        )
+    def change(self, **parts: SelectContext | Limits | TasksAbove | None) -> None:
+        """Replace what selects see (`fleet`), the `limits` or the tasks from `above`, here and where clients are admitted."""
+        for owner in (self, self.admission):
+            for name, part in parts.items():
+                setattr(owner, name, part)
 
     def restart(self) -> None:
         """Restart admission after a server restart: wait for ``limits.min_clients`` clients again before assigning work."""
         self.started = False
-        self.backoff.forgive()
+        self.admission.restart()
         if self.above is not None:
             self.above.waits = True
-        self.absent.clear()
 
     # ---- events ----
 
@@ -172,20 +159,20 @@ class Coordinator:
         update = event.update
         assignment = self.roster.active.get(update.assignment)
         try:
-            problem = self._reject_reason(update, assignment)
+            problem = self.admission.reject_reason(update, assignment)
             if problem is None and assignment is not None:
                 problem = self._take(update, assignment, now)
         except Exception as error:
             if assignment is None:
                 raise
-            self._refuse(update, assignment, ERROR, now, error)
+            self.admission.refuse(update, assignment, ERROR, now, error)
             return
         if problem is not None or assignment is None:
-            self._refuse(update, assignment, problem or "", now)
+            self.admission.refuse(update, assignment, problem or "", now)
             return
         waits, num_active = self.algorithm.trigger.client_waits(assignment, self.state.memory), len(self.roster.active)
         self.roster.release(assignment, back=not waits)
-        self.backoff.accept(assignment.client)
+        self.admission.backoff.accept(assignment.client)
         adjusted = self.algorithm.trigger.on_update(assignment, num_active, self.state)
         if adjusted is not None:
             self._actions.append(adjusted)
@@ -200,7 +187,7 @@ class Coordinator:
         if problem is not None:
             return problem
         self.algorithm.select.on_update(client, assignment, now - assignment.assigned_s, self.fleet)
-        self._clip(client, assignment, update)
+        self.admission.clip(client, assignment, update)
         if self.algorithm.merge.overflows(self.state, update, cut, staleness):
             return OVERFLOW
         self.algorithm.merge.take(self.state, PendingUpdate(update, cut, staleness, assignment, now))
@@ -214,11 +201,16 @@ class Coordinator:
         if self.roster.busy.get(event.client) == event.assignment and event.client not in self.roster.sending:
             self.roster.send(assignment)
 
+    def _lost(self, event: Lost, now: float) -> None:
+        was_there = self.admission.lost(event, now)
+        if was_there and not self.started and self.limits.count_lost and event.reason != RESTART:
+            self.admission.absent.add(event.client)
+
     def _timer(self, event: Timer, now: float) -> None:
         if event.id == TIME_UP:
             self._finish("max_time")
-        elif -event.id in self.roster.suspended and not self.backoff.keeps_out(-event.id, now):
-            self._admit(self.roster.suspended.pop(-event.id), now)
+        elif -event.id in self.roster.suspended and not self.admission.backoff.keeps_out(-event.id, now):
+            self.admission.admit(self.roster.suspended.pop(-event.id), now)
 
     # ---- merging and assigning ----
 
@@ -226,7 +218,7 @@ class Coordinator:
         """Start the run, merge and assign work where due; return whether to repeat, since only clients without work were found."""
         if not self.started:
             there = len(self.roster.clients)
-            if not there or there + len(self.absent) < self.limits.min_clients:
+            if not there or there + len(self.admission.absent) < self.limits.min_clients:
                 return False
             self.started, self.opened_s = True, now
             if self.limits.max_time_s is not None:
@@ -273,7 +265,7 @@ class Coordinator:
             assert assignment is not None
             state.counts[assignment.region] = state.counts.get(assignment.region, 0) + 1
             # staleness is computed here, since other updates may have been merged since this one arrived
-            self._settle(assignment, assignment.client, "merged", before - assignment.version, item.update)
+            self.admission.settle(assignment, assignment.client, "merged", before - assignment.version, item.update)
             self.samples_merged += self.fleet.samples(item.update.num_samples, assignment)
             self.roster.readmit(assignment.client)
         self.merged += len(due)
@@ -310,19 +302,19 @@ class Coordinator:
             if not (self.roster.num_out or self.state.waiting):
                 self.opened_s = now
             if self.roster.draw(sample, self.rng, rolling=rolling) and not rolling:
-                self._open_round(now)
+                self.admission.open_round(now)
         dismissed = False
         starts = self.roster.next_to_start if self.above is None else self.above.next_to_start
         while (client := starts(sample.concurrency)) is not None:
             try:
-                work = self._work_for(client)
+                work = self.admission.work_for(client)
                 pace_s = self._pace_s(client, work, now)
             except BadInput as error:  # this client has no possible work; the other clients go on
-                self._drop(client.id, "unfit")
+                self.admission.drop(client.id, "unfit")
                 self._actions.append(Dismiss(client.id, client.incarnation, str(error)))
                 dismissed = True
             except Exception as error:
-                self._turn_away(client, error, now)
+                self.admission.turn_away(client, error, now)
                 dismissed = True
             else:
                 self._assign(client, work, now, pace_s)
@@ -340,7 +332,7 @@ class Coordinator:
             self._merge()
         self.drop_waiting()
         for assignment in self.roster.active.values():
-            self._settle(assignment, assignment.client, "unused", 0, None)
+            self.admission.settle(assignment, assignment.client, "unused", 0, None)
         for book in (self.roster.active, self.roster.late, self.roster.sending):
             book.clear()
         self._evaluate()
@@ -350,221 +342,8 @@ class Coordinator:
     def drop_waiting(self) -> None:
         """Settle the updates that wait for a merge as unused."""
         for item in self.state.waiting:
-            self._settle(item.assignment, item.update.client, "unused", item.staleness, item.update)
+            self.admission.settle(item.assignment, item.update.client, "unused", item.staleness, item.update)
         self.state.waiting.clear()
-
-    # ---- which clients may take part, and which updates count ----
-
-    def _joined(self, event: Joined, now: float) -> None:
-        if self.roster.find(event.client.id) is not None:
-            self._count_unanswered(event.client.id, now)
-            self._drop(event.client.id, "replaced")
-        self.absent.discard(event.client.id)
-        if self.backoff.keeps_out(event.client.id, now):
-            self.roster.suspend(event.client)
-        else:
-            self._admit(event.client, now)
-
-    def _admit(self, client: ClientInfo, now: float) -> None:
-        self.roster.join(client)
-        try:
-            self.algorithm.select.on_join(client, self.fleet)
-        except Exception as error:
-            self._turn_away(client, error, now)
-
-    def _turn_away(self, client: ClientInfo, error: Exception, now: float) -> None:
-        """Dismiss a client whose message raised ``error``, and suspend it as if its last updates had all been refused.
-
-        The caller leaves the coordinator's tables consistent first. An error in the method itself occurs for every
-        client, and so ends the run.
-        """
-        until = self.backoff.condemn(client.id, now)
-        self._drop(client.id, ERROR)
-        reason = f"its message caused an error ({type(error).__name__})"
-        self._actions += [SetTimer(-client.id, until), Dismiss(client.id, client.incarnation, reason, error)]
-        self._fail_if_hopeless(f"every client was turned away, client {client.id} for {format_error(error)}")
-
-    def _refuse(
-        self, update: Update, assignment: Assignment | None, problem: str, now: float, error: Exception | None = None
-    ) -> None:
-        """Record an update as refused; suspend a client that is refused too often, and dismiss it if its message raised ``error``.
-
-        The run fails only if the last updates of every client were refused.
-        """
-        self.refused[problem] += 1
-        if assignment is not None and problem == "wrong-client":
-            assignment = None  # the client that was assigned this task may still answer it
-        if assignment is not None:
-            self.roster.release(assignment, back=True)
-        self._settle(assignment, update.client, f"refused:{problem}", 0, update)
-        if assignment is None or problem in DAMAGED or (problem == LATE and self.above is not None):
-            return  # that a task of the server above is over is not the client's fault
-        client = self.roster.clients[assignment.client]
-        if error is not None:
-            self._turn_away(client, error, now)
-            return
-        if problem == OUT_OF_MEMORY:
-            self._narrow(assignment)
-        excused = problem in DIVERGED and is_ruined(self.state)  # the model is non-finite: honest clients fail, too
-        until = self.backoff.refuse(client.id, now, excused=excused)
-        client = self.roster.clients[client.id]
-        if until is not None:
-            said_bytes = self.roster.said_bytes.get(client.id)
-            self._drop(client.id, "kept-out")
-            self.roster.suspend(client, said_bytes)
-            self._actions += [SetTimer(-client.id, until), Suspend(client.id, until, problem)]
-        if self.backoff.is_bad(client.id):
-            most = self.limits.max_refused
-            self._fail_if_hopeless(
-                f"the last {most} updates of every client were refused, those of client {client.id} as {problem}"
-            )
-
-    def _reject_reason(self, update: Update, assignment: Assignment | None) -> str | None:
-        """Return why an update is refused regardless of its values (unknown assignment, late, wrong layout, ...); else None."""
-        if assignment is None:
-            return "repeated" if 0 < update.assignment <= self.roster.last_id else "unknown-assignment"
-        if (assignment.client, assignment.incarnation) != (update.client, update.incarnation):
-            return "wrong-client"
-        if update.refusal is not None:
-            return update.refusal
-        if assignment.id in self.roster.late:
-            return LATE
-        if update.num_samples < 1:  # an update without samples would have no weight in any merge
-            return "no-samples"
-        sent = self.payload.returned(assignment.spec)
-        expected = self.algorithm.merge.received_layout(self.state, assignment.spec, sent)
-        if update.tensors.layout is not expected and update.tensors.layout != expected:
-            return "wrong-layout"
-        return None
-
-    def _max_samples(self, client: ClientInfo) -> int | None:
-        """Return the limit on the samples that a client with its own data counts as; None = no limit."""
-        if not client.own_data or self.limits.max_weight is None:
-            return None
-        return max(int(self.limits.max_weight * self.roster.middle * client.stands_for), 1)
-
-    def counted_samples(self, client: ClientInfo, num_samples: int) -> int:
-        """Return how many of the samples that a client reports count; `_max_samples` limits those with data of their own."""
-        most = self._max_samples(client)
-        return num_samples if most is None else min(num_samples, most)
-
-    def _clip(self, client: ClientInfo, assignment: Assignment, update: Update) -> None:
-        """Limit the steps and samples that a client reports, for training and for its own test, to plausible numbers."""
-        # an epoch has at most one step for each sample
-        steps = self.fleet.training.nominal_samples(assignment, client.num_samples, 1) * client.stands_for
-        update.num_steps = min(update.num_steps, max(steps, 1))
-        most = self._max_samples(client)
-        if most is not None and update.num_samples > most:
-            self.clipped[client.id] += 1
-            update.limit_samples(most)
-        tested = self.fleet.own_tests.most(
-            client if most is None else replace(client, num_samples=min(client.num_samples, most))
-        )
-        if update.metrics.get(NUM_TESTED, 0) > tested:
-            update.metrics = {**update.metrics, NUM_TESTED: float(tested)}
-
-    def _count_unanswered(self, client: int, now: float, *, always: bool = False) -> None:
-        """Count a task that its client never answered as a refusal if ``always`` is set, or if its round was closed without it."""
-        number = self.roster.busy.get(client, self.roster.sending.get(client))
-        if number is None or not (always or number in self.roster.late):
-            return
-        taken_s = now - self.roster.active[number].assigned_s if self.limits.suspends_by_time else None
-        until = self.backoff.refuse(client, now, unanswered_s=taken_s)
-        if until is not None:
-            self._actions += [SetTimer(-client, until), Suspend(client, until, "not answered")]
-
-    def _fail_if_hopeless(self, why: str) -> None:
-        if self._is_hopeless():
-            self._actions.append(Fail(f"failed: {why}"))
-
-    def _is_hopeless(self) -> bool:
-        """Return whether no client can be expected to send a valid update any more."""
-        known = [client for client, num in self.roster.joins.items() if num]
-        if len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.backoff.is_bad, known)):
-            return True
-        there = (*self.roster.clients, *self.roster.suspended)
-        return bool(there) and all(map(self.backoff.is_hopeless, there))
-
-    def _lost(self, event: Lost, now: float) -> None:
-        client = self.roster.find(event.client)
-        if client is not None and event.incarnation not in (None, client.incarnation):
-            return
-        if client is not None:
-            if event.reason != RESTART:
-                self._count_unanswered(event.client, now, always=event.counts)
-            # keep only the reason's code: free text from clients would create a new outcome each time
-            kind = event.reason.partition(":")[0]
-            self._drop(event.client, kind if kind in LOSSES else "other")
-        if not self.started and self.limits.count_lost and event.reason != RESTART:
-            self.absent.add(event.client)
-
-    def _narrow(self, assignment: Assignment) -> None:
-        """Lower a client's known memory to below what a task was predicted to need, after it ran out of memory on that task."""
-        client = self.roster.clients[assignment.client]
-        needed = self.fleet.cost(assignment.spec, assignment.extra).peak_bytes
-        self.roster.said_bytes.setdefault(client.id, client.profile.memory_bytes)
-        self._with_memory(client, min(client.profile.memory_bytes, max(needed - 1, 1)))
-
-    def _open_round(self, now: float) -> None:
-        """Tell the selector which clients are in the round; turn away clients that make the selector raise.
-
-        An error that no client causes alone, or that each of several causes, is the method's own and is raised.
-        """
-        select = self.algorithm.select
-        while out := self.roster.out:
-            try:
-                select.on_round_start(out, self.fleet)
-                return
-            except Exception as error:
-                guilty = [client for client in out if raises(partial(select.on_round_start, [client], self.fleet))]
-                if not guilty or (len(guilty) == len(out) > 1):
-                    raise
-                for client in guilty:
-                    self._turn_away(client, error, now)
-
-    def _work_for(self, client: ClientInfo) -> Work:
-        """Choose work for a client; if its lowered memory fits no work, restore the memory that it reported and choose again."""
-        try:
-            return self._selected(client)
-        except BadInput:
-            if client.id not in self.roster.said_bytes:
-                raise
-            return self._selected(self._with_memory(client, self.roster.said_bytes.pop(client.id)))
-
-    def _selected(self, client: ClientInfo) -> Work:
-        """Choose a client's work, and the precision in which it holds the frozen base."""
-        work = self.algorithm.select(client, self.fleet)
-        if self.above is not None:
-            work = self.above.within(work)
-        spec = self.fleet.choose_base(client, work.spec, work.extra)
-        return work if spec is work.spec else replace(work, spec=spec)
-
-    def _with_memory(self, client: ClientInfo, memory_bytes: float) -> ClientInfo:
-        changed = replace(client, profile=replace(client.profile, memory_bytes=memory_bytes))
-        self.algorithm.select.on_loss(client, self.fleet)
-        self.roster.clients[client.id] = changed
-        self.algorithm.select.on_join(changed, self.fleet)
-        return changed
-
-    def _drop(self, client: int, reason: str) -> None:
-        """Remove a client: its unanswered tasks are lost, the updates that it has sent stay."""
-        if self.roster.suspended.pop(client, None) is not None:
-            self.roster.said_bytes.pop(client, None)
-            return
-        gone = self.roster.clients[client]
-        unanswered = self.roster.drop(client)
-        try:
-            self.algorithm.select.on_loss(gone, self.fleet)
-        except Exception:
-            if reason != ERROR:  # with ERROR the selector may not know the client, or fail on the same data again
-                raise
-        for assignment in unanswered:
-            self._settle(assignment, client, f"lost:{reason}", 0, None)
-
-    def _settle(
-        self, assignment: Assignment | None, client: int, outcome: str, staleness: int, update: Update | None
-    ) -> None:
-        self._actions.append(Settled(assignment, client, outcome, self.state.version, staleness, update))
 
     def _assign(self, client: ClientInfo, work: Work, now: float, pace_s: float) -> None:
         number, task = self.roster.number(client.id)

@@ -87,15 +87,15 @@ def from_plain(data: object, device: torch.device = _CPU) -> Any:
 
 def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
     """Collect the mutable tables of the coordinator by the names under which they are saved; all are empty in a new run."""
-    roster, backoff = coordinator.roster, coordinator.backoff
+    roster, backoff = coordinator.roster, coordinator.admission.backoff
     return {
         "counts": coordinator.state.counts,
         "busy": roster.busy,
         "sending": roster.sending,
         "tasks": roster.tasks,
         "joins": roster.joins,
-        "refused": coordinator.refused,
-        "clipped": coordinator.clipped,
+        "refused": coordinator.admission.refused,
+        "clipped": coordinator.admission.clipped,
         "refused_in_a_row": backoff.refused,
         "times_out": backoff.times,
         "out_until": backoff.until,
@@ -127,7 +127,7 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
         "waiting": [_waiting_to_plain(item) for item in state.waiting],
         "arrived_s": [item.arrived_s for item in state.waiting],
         "min_clients": coordinator.limits.min_clients,
-        "absent": sorted(coordinator.absent),
+        "absent": sorted(coordinator.admission.absent),
         "wake": list(coordinator.wake),
         "rng": [version, list(internal), gauss],
     }
@@ -155,7 +155,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
         roster.idle.add(client_id)
     roster.drawn.update(dict.fromkeys(data["drawn"]))
     state.waiting[:] = map(_waiting_from_plain, data["waiting"], data["arrived_s"])
-    coordinator.absent.update(data["absent"])
+    coordinator.admission.absent.update(data["absent"])
     coordinator.wake = (data["wake"][0], data["wake"][1])
     version, internal, gauss = data["rng"]
     coordinator.rng.setstate((version, tuple(internal), gauss))

@@ -168,7 +168,7 @@ class Driver(ABC):
                     self._blame(client, error)
             case Suspend(client, until, reason):
                 self.record.suspended(client)
-                num = self.coordinator.backoff.refused[client]
+                num = self.coordinator.admission.backoff.refused[client]
                 last = f"its last {num} updates were" if num > 1 else "its last update was"
                 self.note(f"client {client} is suspended for {duration(until - self.now)}: {last} refused ({reason})")
             case Adjusted():

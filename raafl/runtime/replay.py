@@ -255,7 +255,7 @@ class Replay:
         if row["restarted"]:
             self.coordinator.restart()
         limits = {**row["start"], **{name: row["goals"][name] for name in ("max_updates", "max_time_s")}}
-        self.coordinator.limits = replace(self.coordinator.limits, **limits)
+        self.coordinator.change(limits=replace(self.coordinator.limits, **limits))
 
     def _do(self, action: Action, order: dict[int, int]) -> None:
         if isinstance(action, Adjusted):

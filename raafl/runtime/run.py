@@ -253,7 +253,7 @@ class Run:
         if not reason.startswith(("interrupted", "failed")):
             summary["final"] |= self._final_metrics()
         summary.update(cast(Summary, {name: told for name, told in (trained or {}).items() if told}))
-        summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.clipped.items())}
+        summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.admission.clipped.items())}
         summary.update(cast(Summary, coordinator.algorithm.merge.report(coordinator.state)))
         summary["rates_leave"] = self._remaining
         summary["axes"] = []

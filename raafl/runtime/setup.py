@@ -360,7 +360,7 @@ def coordinator_of(
         rules=Rules(experiment.rules),
     )
     if _captures(experiment):
-        coordinator.fleet = replace(coordinator.fleet, captured=True)
+        coordinator.change(fleet=replace(coordinator.fleet, captured=True))
     return coordinator
 
 

@@ -399,7 +399,7 @@ class SecureGroups:
 
     def _product(self, assignment: Assignment, num_samples: int) -> float:
         client = self.coordinator.roster.clients[assignment.client]
-        counted = self.coordinator.counted_samples(client, num_samples)
+        counted = self.coordinator.admission.counted_samples(client, num_samples)
         weight, factor = self.merge.weigh(counted, self.coordinator.state.version - assignment.version)
         return weight * factor
 

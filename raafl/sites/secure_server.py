@@ -246,7 +246,7 @@ class SecureAggregator:
         members = []
         for step in chosen.values():
             client = coordinator.roster.clients[step.assignment.client]
-            counted = coordinator.counted_samples(client, step.answer.num_samples)
+            counted = coordinator.admission.counted_samples(client, step.answer.num_samples)
             members.append(step.claim.member(step.assignment, to_bytes(step.tensors, "keys"), step.answer, counted))
         threshold = threshold_of(len(chosen), groups.merge.options.threshold)
         run = next((step.claim.run for step in chosen.values()), "")

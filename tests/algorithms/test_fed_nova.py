@@ -50,7 +50,7 @@ def test_what_is_no_amount_of_work_is_refused(extra):
     coordinator = coordinator_for(fed_nova(), line_state(hidden=2))
     (task,) = assigned(join(coordinator, [1])).values()
     give(coordinator, task, 6.0, extra=extra)
-    assert coordinator.refused == {"bad-extra": 1}
+    assert coordinator.admission.refused == {"bad-extra": 1}
 
 
 def test_a_negative_prox_is_refused():

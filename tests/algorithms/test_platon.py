@@ -239,7 +239,7 @@ def test_scores_that_are_none_are_refused(extra):
     tasks = assigned(join(coordinator, [1]))
     before = values_of(coordinator.state).clone()
     hand_in(coordinator, tasks[1], 1.0, extra)
-    assert coordinator.refused == {"bad-scores": 1}
+    assert coordinator.admission.refused == {"bad-scores": 1}
     assert torch.equal(values_of(coordinator.state), before) and coordinator.state.memory.of(PlatonMemory).value == {}
 
 

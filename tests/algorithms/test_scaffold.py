@@ -187,7 +187,7 @@ def test_an_update_without_its_variate_has_the_wrong_layout():
     (task,) = assigned(join(coordinator, [1])).values()
     update = Update(task.id, 1, 0, filled(coordinator.state, 1.0), 1)
     coordinator.handle(Arrived(update), 0.0)
-    assert coordinator.refused == {"wrong-layout": 1}
+    assert coordinator.admission.refused == {"wrong-layout": 1}
 
 
 @pytest.mark.parametrize("compress", [Compress(), Compress(down="int8", up="top_k")], ids=["plain", "compressed"])

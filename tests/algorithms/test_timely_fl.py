@@ -89,7 +89,7 @@ def test_the_last_layers_are_listed_with_their_share():
 def line_fleet(algorithm, seconds, num_tested=None, **limits):
     """Clients 1, 2, ... that need so many seconds for an epoch of `Line`; their coordinator, and what they are given."""
     coordinator = coordinator_for(algorithm, min_clients=len(seconds), **limits)
-    coordinator.fleet = replace(coordinator.fleet, own_tests=OwnTests(num_tested or {}))
+    coordinator.change(fleet=replace(coordinator.fleet, own_tests=OwnTests(num_tested or {})))
     speed = {client: 56.0 / s for client, s in enumerate(seconds, start=1)}
     return coordinator, join(coordinator, speed, speed)
 

@@ -212,7 +212,7 @@ def held_by(end):
 def test_a_simulation_keeps_both_ends_with_what_else_is_kept_for_a_client_until_it_comes_back():
     coordinator = coordinator_for(fed_avg())
     plan = CompressionPlan.of(coordinator.state.submodels, Compress("top_k", "top_k"), "values", Local())
-    coordinator.fleet = replace(coordinator.fleet, plan=plan)
+    coordinator.change(fleet=replace(coordinator.fleet, plan=plan))
     carried, kept = CompressedSnapshots(coordinator), coordinator.state.clients
     layout = coordinator.payload.layout(FULL, "trained")
 

@@ -128,7 +128,7 @@ def test_an_update_whose_words_make_the_merge_raise_is_refused_and_its_client_tu
     actions = coordinator.handle(Arrived(update_for(coordinator.state, tasks[2], 9.0)), 1.0)
     assert outcomes(actions) == [(2, "refused:error")] and dismissed(actions) == [(2, KeyError)]
     assert outcomes(answer(coordinator, tasks[3], 3.0)) == [(1, "merged"), (3, "merged")]
-    assert values_of(coordinator.state).unique().tolist() == [2.0] and coordinator.refused == {"error": 1}
+    assert values_of(coordinator.state).unique().tolist() == [2.0] and coordinator.admission.refused == {"error": 1}
 
 
 def test_what_raises_in_a_merge_is_the_servers_own_and_the_model_may_be_half_merged(monkeypatch):

@@ -102,7 +102,7 @@ def test_an_update_is_merged_at_most_once_and_strangers_are_refused():
     unknown = Update(999, 1, 0, filled(coordinator.state, 9.0), 1)
     assert outcomes(coordinator.handle(Arrived(unknown), 0.0)) == [(1, "refused:unknown-assignment", 0)]
     assert values_of(coordinator.state).equal(before)
-    assert dict(coordinator.refused) == {"repeated": 1, "unknown-assignment": 1}
+    assert dict(coordinator.admission.refused) == {"repeated": 1, "unknown-assignment": 1}
 
 
 def test_another_client_cannot_answer_in_its_place():
@@ -136,7 +136,7 @@ def test_an_update_without_samples_is_refused_whatever_the_merge_goes_by():
         task = assigned(join(coordinator, (1,)))[1]
         empty = update_for(coordinator.state, task, 9.0, num_samples=0)
         assert outcomes(coordinator.handle(Arrived(empty), 0.0)) == [(1, "refused:no-samples", 0)]
-        assert coordinator.state.version == 0 and coordinator.refused == {"no-samples": 1}
+        assert coordinator.state.version == 0 and coordinator.admission.refused == {"no-samples": 1}
 
 
 def test_an_answer_from_an_earlier_incarnation_is_refused():
@@ -251,7 +251,7 @@ def test_own_data_weigh_no_more_than_so_many_times_the_median():
     for client, task in assigned(actions).items():
         answer(coordinator, task, float(client), num_samples=samples[client])
     # client 3 counts as 10 times the median of 5, 6 and 2^52; client 2's 5 are below it: (6 + 5 * 2 + 60 * 3) / 71
-    assert dict(coordinator.clipped) == {3: 1}
+    assert dict(coordinator.admission.clipped) == {3: 1}
     (value,) = values_of(coordinator.state).unique().tolist()
     assert abs(value - (6 + 10 + 180) / 71) < 1e-6
 
@@ -264,13 +264,13 @@ def test_a_dealt_share_weighs_what_it_is_and_null_bounds_nothing():
         answer(coordinator, tasks[1], 0.0)
         answer(coordinator, tasks[2], 1.0, num_samples=99)
         (value,) = values_of(coordinator.state).unique().tolist()
-        assert abs(value - 0.99) < 1e-6 and not coordinator.clipped
+        assert abs(value - 0.99) < 1e-6 and not coordinator.admission.clipped
 
 
 def test_a_client_s_own_tests_count_by_what_it_was_dealt_or_may_weigh():
     """Clients 1 and 2 hold out 4 of the run's samples each, client 3 a fifth of 1,000 of its own: of 100, ten times the median."""
     coordinator = coordinator_for(fed_avg(), min_clients=3, max_weight=10.0)
-    coordinator.fleet = replace(coordinator.fleet, own_tests=OwnTests({1: 4, 2: 4}, 0.2))
+    coordinator.change(fleet=replace(coordinator.fleet, own_tests=OwnTests({1: 4, 2: 4}, 0.2)))
     tasks = {}
     for client, samples in ((1, 10), (2, 10), (3, 1000)):
         tasks |= assigned(coordinator.handle(Joined(ClientInfo(client, samples, own_data=client == 3)), 0.0))

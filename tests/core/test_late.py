@@ -115,7 +115,7 @@ def test_a_loss_of_an_earlier_journal_counts_nothing():
     coordinator = coordinator_for(fed_async(), num_clients=2)
     join(coordinator, [1, 2])
     coordinator.handle(event_from_json(row), 1.0)
-    assert not coordinator.backoff.refused
+    assert not coordinator.admission.backoff.refused
 
 
 @pytest.mark.parametrize("leaves", ["answers", "disconnects", "joins again"])

@@ -73,9 +73,9 @@ def test_one_client_alone_ends_no_run_that_has_others():
         ended += failed(actions)
         now = next(action.at for action in actions if isinstance(action, SetTimer))
         task = assigned(coordinator.handle(Timer(-1), now))[1]
-    assert ended == [] and coordinator.num_good == 0
+    assert ended == [] and coordinator.admission.num_good == 0
     tasks = assigned(join(coordinator, [2]))
-    assert coordinator.num_good == 1
+    assert coordinator.admission.num_good == 1
     assert [a.outcome for a in answer(coordinator, tasks[2], 1.0, now) if isinstance(a, Settled)] == ["merged"]
 
 
@@ -118,7 +118,7 @@ def test_what_was_damaged_on_its_way_speaks_against_no_client(reason):
         actions = refuse(coordinator, task, reason=reason)
         assert failed(actions) == []
         task = assigned(actions)[1]
-    assert coordinator.refused[reason] == 10
+    assert coordinator.admission.refused[reason] == 10
 
 
 def test_answers_to_nothing_speak_against_no_client():
@@ -130,7 +130,7 @@ def test_answers_to_nothing_speak_against_no_client():
         update = update_for(coordinator.state, task, 1.0, refusal="late")
         update.assignment = 1
         coordinator.handle(Arrived(update), 0.0)
-    assert coordinator.num_good == 1 and coordinator.refused["repeated"] == 10
+    assert coordinator.admission.num_good == 1 and coordinator.admission.refused["repeated"] == 10
 
 
 def test_a_round_goes_on_without_those_who_are_kept_out():
@@ -209,7 +209,7 @@ def test_who_never_answers_is_kept_out_for_as_long_as_its_tasks_took(by_time, ta
             found.append(suspended[0] - now)
             again = coordinator_for(fed_avg(), min_clients=2, num_clients=2, suspends_by_time=by_time)
             restore(again, save(coordinator))
-            assert again.backoff.unanswered_s == coordinator.backoff.unanswered_s
+            assert again.admission.backoff.unanswered_s == coordinator.admission.backoff.unanswered_s
             coordinator, now = again, suspended[0]
         life += 1
         assert 2 in assigned(coordinator.handle(Joined(ClientInfo(2, 1, incarnation=life)), now))
@@ -245,7 +245,7 @@ def test_who_was_lost_before_the_start_is_remembered_until_the_server_begins_ane
     join(coordinator, [1])
     again = coordinator_for(fed_avg(), num_clients=3, min_clients=3, count_lost=True)
     restore(again, save(coordinator))
-    assert again.absent == {3}
+    assert again.admission.absent == {3}
     assert set(assigned(join(again, [2]))) == {1, 2}  # two are there, one was counted as lost
     again.restart()
-    assert again.absent == set()
+    assert again.admission.absent == set()

@@ -98,7 +98,7 @@ def test_a_subfederation_weighs_at_most_as_much_as_its_clients_may(tmp_path):
         coordinator.roster.join(ClientInfo(client, 100, own_data=True))
     region = ClientInfo(1, 100_000, own_data=True, below=3)
     coordinator.roster.join(region)
-    assert coordinator.counted_samples(region, 100_000) == 2 * 100 * 3
+    assert coordinator.admission.counted_samples(region, 100_000) == 2 * 100 * 3
 
 
 def test_between_two_tasks_of_the_server_above_nobody_trains(tmp_path):
@@ -126,7 +126,7 @@ def test_what_clients_began_for_an_earlier_task_does_not_count(tmp_path):
     assert [one.outcome for one in level.settled] == ["unused"]
     level.run()
     assert [one.outcome for one in level.settled] == ["unused", "refused:late", "merged", "merged"]
-    assert not coordinator.backoff.refused  # a late answer is not the client's fault
+    assert not coordinator.admission.backoff.refused  # a late answer is not the client's fault
 
 
 def _checked(data, spec=None):

@@ -56,10 +56,10 @@ class Level:
         """Let the clients of each group start again together, once the last of them has reported, and run."""
         while self._due and self.coordinator.finished is None:
             group = next(group for group in groups if self._due[0][0].client in group)
-            self.coordinator.above = _Wait()
+            self.coordinator.change(above=_Wait())
             for _ in group:
                 self._work()
-            self.coordinator.above = None
+            self.coordinator.change(above=None)
             self.tell(Timer(10**9))  # nobody's, so that the coordinator looks who may start
         return self
 

@@ -267,7 +267,7 @@ class Server(Driver):
             if not there:
                 self.stop("failed: every client was lost")
             return
-        good = self.coordinator.num_good
+        good = self.coordinator.admission.num_good
         if good and self.coordinator.started:
             self._alone_since = now
         elif now - self._alone_since > self._patience_s:

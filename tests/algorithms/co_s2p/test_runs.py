@@ -92,7 +92,7 @@ def test_a_client_keeps_its_scores_through_a_checkpoint_and_hostile_ones_are_ref
         assert any(getattr(action, "outcome", "") == "refused:wrong-scores" for action in actions)
         asked |= assigned(actions)
         if bad != bad:
-            coordinator.backoff.forgive()
+            coordinator.admission.backoff.forgive()
     scores["scores/hidden"].copy_(torch.tensor([0.0, 2.0, 1.0, 0.0]))
     asked |= assigned(coordinator.handle(Arrived(Update(asked[1].id, 1, 0, scores, 1)), 2.0))
     assert coordinator.state.clients.find(SCORES, 1)["hidden"].tolist() == [0.0, 2.0, 1.0, 0.0]

@@ -307,7 +307,7 @@ def test_adapters_whose_product_overflows_are_refused_and_leave_no_trace(lora):
             update.tensors[A].fill_(value)
             update.tensors[B].fill_(value)
             coordinator.handle(Arrived(update), 0.0)
-            assert coordinator.refused == {"overflow": 1}
+            assert coordinator.admission.refused == {"overflow": 1}
         else:
             coordinator.handle(Lost(2, "gone"), 0.0)
         give(coordinator, tasks[3])

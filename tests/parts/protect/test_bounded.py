@@ -200,7 +200,7 @@ def test_the_client_is_kept_out_and_the_others_go_on():
         answer(coordinator, tasks[1], 2.0 + turn)
         tasks = assigned(answer(coordinator, tasks[2], 2.0 + turn))
     assert out == [3] and values_of(coordinator.state).tolist() == [5.0] * 13
-    assert coordinator.refused == {"huge-norm": 3}
+    assert coordinator.admission.refused == {"huge-norm": 3}
 
 
 def test_nobody_is_kept_out_for_what_a_ruined_model_does_to_its_training():
@@ -212,7 +212,9 @@ def test_nobody_is_kept_out_for_what_a_ruined_model_does_to_its_training():
             last := coordinator.handle(Arrived(update_for(coordinator.state, tasks[1], 1.0, refusal="non-finite")), 0.0)
         )
         tasks |= assigned(last)
-    assert not any(isinstance(action, Suspend) for action in actions) and coordinator.refused["non-finite"] == 4
+    assert (
+        not any(isinstance(action, Suspend) for action in actions) and coordinator.admission.refused["non-finite"] == 4
+    )
 
 
 def test_norms_survive_a_checkpoint():
@@ -223,6 +225,6 @@ def test_norms_survive_a_checkpoint():
         return 60.0 if step == 11 else 1.0 + 0.1 * step  # deltas
 
     whole, again = cut_in_the_middle(fresh, 10, value)
-    assert whole.refused == again.refused == {"huge-norm": 1}
+    assert whole.admission.refused == again.admission.refused == {"huge-norm": 1}
     assert whole.state.values.model_digest() == again.state.values.model_digest()
     assert whole.state.memory.of(BoundedMemory).norms == again.state.memory.of(BoundedMemory).norms

@@ -156,11 +156,11 @@ def test_an_outlier_is_refused_counted_and_settled():
         tasks |= assigned(answer(coordinator, tasks[1], value))
     before = coordinator.state.values.model_digest()
     actions = answer(coordinator, tasks[2], value + 3.1)
-    assert coordinator.refused == {"outlier": 1} and coordinator.state.values.model_digest() == before
+    assert coordinator.admission.refused == {"outlier": 1} and coordinator.state.values.model_digest() == before
     assert [a.outcome for a in actions if hasattr(a, "outcome")] == ["refused:outlier"]
     tasks |= assigned(actions)  # it may try again
     answer(coordinator, tasks[2], value + 2.9)
-    assert coordinator.refused == {"outlier": 1} and coordinator.merged == 4
+    assert coordinator.admission.refused == {"outlier": 1} and coordinator.merged == 4
     assert coordinator.algorithm.merge.report(coordinator.state)["guard"]["outlier"] == 3.0
 
 
@@ -325,7 +325,7 @@ def test_a_restored_coordinator_goes_on_with_the_same_norms_and_stored_updates(c
 
     whole, again = cut_in_the_middle(fresh, cut, lambda step: 50.0 if step % 5 == 4 else 0.1 * step)
     assert again.state.values.model_digest() == whole.state.values.model_digest()
-    assert again.refused == whole.refused and whole.refused["outlier"] >= 2
+    assert again.admission.refused == whole.admission.refused and whole.admission.refused["outlier"] >= 2
     assert again.state.memory.of(GuardMemory) == whole.state.memory.of(GuardMemory)
 
 

@@ -24,7 +24,7 @@ def check(run: Play, folder) -> None:
     """Nothing was raised, nobody but the hostile client was refused, and what is written can be read."""
     assert run.blamed == [] and run.turned_away > 0
     assert set(run.coordinator.roster.clients) >= {1, 2, 3}
-    refused = {client for client, num in run.coordinator.backoff.refused.items() if num}
+    refused = {client for client, num in run.coordinator.admission.backoff.refused.items() if num}
     assert refused <= {HOSTILE} and run.record.outcomes["merged"] > 0
     kinds = {outcome.partition(":")[2] for outcome in run.record.outcomes if outcome.startswith("lost:")}
     assert kinds <= LOSSES

@@ -1,0 +1,289 @@
+"""Decide which clients may take part and which updates count: joins, losses, refusals, suspensions, limits on what clients say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+from raafl.core.algorithm import Algorithm, SelectContext
+from raafl.core.payload import Payload
+from raafl.core.roster import DAMAGED, RefusalBackoff, Roster
+from raafl.core.state import is_ruined
+from raafl.core.subfederation import TasksAbove
+from raafl.core.types import (
+    DIVERGED,
+    ERROR,
+    LATE,
+    LOSSES,
+    NUM_TESTED,
+    OUT_OF_MEMORY,
+    RESTART,
+    Action,
+    Assignment,
+    ClientInfo,
+    Dismiss,
+    Fail,
+    Joined,
+    Limits,
+    Lost,
+    SetTimer,
+    Settled,
+    Suspend,
+    Update,
+    Work,
+)
+from raafl.errors import BadInput, format_error, raises
+
+
+class Admission:
+    """The clients of a run as the coordinator lets them take part; it appends its actions to the coordinator's.
+
+    `backoff`: refusals in a row and suspensions, by client.
+    `refused`: number of refused updates, by reason.
+    `clipped`: number of updates that reported more samples than allowed, by client.
+    `absent`: clients lost before the start, for which the run does not wait any more.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        fleet: SelectContext,
+        roster: Roster,
+        limits: Limits,
+        payload: Payload,
+        actions: list[Action],
+        above: TasksAbove | None,
+    ) -> None:
+        self.algorithm, self.fleet, self.roster, self.limits, self.payload = algorithm, fleet, roster, limits, payload
+        self.state, self._actions, self.above = fleet.state, actions, above
+        self.backoff = RefusalBackoff(limits.max_refused)
+        self.refused: Counter[str] = Counter()
+        self.clipped: Counter[int] = Counter()
+        self.absent: set[int] = set()
+
+    def restart(self) -> None:
+        """Forget refusals, suspensions and absent clients, since the server was restarted."""
+        self.backoff.forgive()
+        self.absent.clear()
+
+    def settle(
+        self, assignment: Assignment | None, client: int, outcome: str, staleness: int, update: Update | None
+    ) -> None:
+        """Report what became of a task or an update."""
+        self._actions.append(Settled(assignment, client, outcome, self.state.version, staleness, update))
+
+    def joined(self, event: Joined, now: float) -> None:
+        """Admit a client that joins; suspend it while its last updates are not forgotten."""
+        if self.roster.find(event.client.id) is not None:
+            self.count_unanswered(event.client.id, now)
+            self.drop(event.client.id, "replaced")
+        self.absent.discard(event.client.id)
+        if self.backoff.keeps_out(event.client.id, now):
+            self.roster.suspend(event.client)
+        else:
+            self.admit(event.client, now)
+
+    def admit(self, client: ClientInfo, now: float) -> None:
+        """Let a client take part, and tell the selector."""
+        self.roster.join(client)
+        try:
+            self.algorithm.select.on_join(client, self.fleet)
+        except Exception as error:
+            self.turn_away(client, error, now)
+
+    def turn_away(self, client: ClientInfo, error: Exception, now: float) -> None:
+        """Dismiss a client whose message raised ``error``, and suspend it as if its last updates had all been refused.
+
+        The caller leaves the coordinator's tables consistent first. An error in the method itself occurs for every
+        client, and so ends the run.
+        """
+        until = self.backoff.condemn(client.id, now)
+        self.drop(client.id, ERROR)
+        reason = f"its message caused an error ({type(error).__name__})"
+        self._actions += [SetTimer(-client.id, until), Dismiss(client.id, client.incarnation, reason, error)]
+        self._fail_if_hopeless(f"every client was turned away, client {client.id} for {format_error(error)}")
+
+    def refuse(
+        self, update: Update, assignment: Assignment | None, problem: str, now: float, error: Exception | None = None
+    ) -> None:
+        """Record an update as refused; suspend a client that is refused too often, and dismiss it if its message raised ``error``.
+
+        The run fails only if the last updates of every client were refused.
+        """
+        self.refused[problem] += 1
+        if assignment is not None and problem == "wrong-client":
+            assignment = None  # the client that was assigned this task may still answer it
+        if assignment is not None:
+            self.roster.release(assignment, back=True)
+        self.settle(assignment, update.client, f"refused:{problem}", 0, update)
+        if assignment is None or problem in DAMAGED or (problem == LATE and self.above is not None):
+            return  # that a task of the server above is over is not the client's fault
+        client = self.roster.clients[assignment.client]
+        if error is not None:
+            self.turn_away(client, error, now)
+            return
+        if problem == OUT_OF_MEMORY:
+            self._narrow(assignment)
+        excused = problem in DIVERGED and is_ruined(self.state)  # the model is non-finite: honest clients fail, too
+        until = self.backoff.refuse(client.id, now, excused=excused)
+        client = self.roster.clients[client.id]
+        if until is not None:
+            said_bytes = self.roster.said_bytes.get(client.id)
+            self.drop(client.id, "kept-out")
+            self.roster.suspend(client, said_bytes)
+            self._actions += [SetTimer(-client.id, until), Suspend(client.id, until, problem)]
+        if self.backoff.is_bad(client.id):
+            most = self.limits.max_refused
+            self._fail_if_hopeless(
+                f"the last {most} updates of every client were refused, those of client {client.id} as {problem}"
+            )
+
+    def reject_reason(self, update: Update, assignment: Assignment | None) -> str | None:
+        """Return why an update is refused regardless of its values (unknown assignment, late, wrong layout, ...); else None."""
+        if assignment is None:
+            return "repeated" if 0 < update.assignment <= self.roster.last_id else "unknown-assignment"
+        if (assignment.client, assignment.incarnation) != (update.client, update.incarnation):
+            return "wrong-client"
+        if update.refusal is not None:
+            return update.refusal
+        if assignment.id in self.roster.late:
+            return LATE
+        if update.num_samples < 1:  # an update without samples would have no weight in any merge
+            return "no-samples"
+        sent = self.payload.returned(assignment.spec)
+        expected = self.algorithm.merge.received_layout(self.state, assignment.spec, sent)
+        if update.tensors.layout is not expected and update.tensors.layout != expected:
+            return "wrong-layout"
+        return None
+
+    def _max_samples(self, client: ClientInfo) -> int | None:
+        """Return the limit on the samples that a client with its own data counts as; None = no limit."""
+        if not client.own_data or self.limits.max_weight is None:
+            return None
+        return max(int(self.limits.max_weight * self.roster.middle * client.stands_for), 1)
+
+    def counted_samples(self, client: ClientInfo, num_samples: int) -> int:
+        """Return how many of the samples that a client reports count; `_max_samples` limits those with data of their own."""
+        most = self._max_samples(client)
+        return num_samples if most is None else min(num_samples, most)
+
+    def clip(self, client: ClientInfo, assignment: Assignment, update: Update) -> None:
+        """Limit the steps and samples that a client reports, for training and for its own test, to plausible numbers."""
+        # an epoch has at most one step for each sample
+        steps = self.fleet.training.nominal_samples(assignment, client.num_samples, 1) * client.stands_for
+        update.num_steps = min(update.num_steps, max(steps, 1))
+        most = self._max_samples(client)
+        if most is not None and update.num_samples > most:
+            self.clipped[client.id] += 1
+            update.limit_samples(most)
+        tested = self.fleet.own_tests.most(
+            client if most is None else replace(client, num_samples=min(client.num_samples, most))
+        )
+        if update.metrics.get(NUM_TESTED, 0) > tested:
+            update.metrics = {**update.metrics, NUM_TESTED: float(tested)}
+
+    def count_unanswered(self, client: int, now: float, *, always: bool = False) -> None:
+        """Count a task that its client never answered as a refusal if ``always`` is set, or if its round was closed without it."""
+        number = self.roster.busy.get(client, self.roster.sending.get(client))
+        if number is None or not (always or number in self.roster.late):
+            return
+        taken_s = now - self.roster.active[number].assigned_s if self.limits.suspends_by_time else None
+        until = self.backoff.refuse(client, now, unanswered_s=taken_s)
+        if until is not None:
+            self._actions += [SetTimer(-client, until), Suspend(client, until, "not answered")]
+
+    def _fail_if_hopeless(self, why: str) -> None:
+        if self._is_hopeless():
+            self._actions.append(Fail(f"failed: {why}"))
+
+    def _is_hopeless(self) -> bool:
+        """Return whether no client can be expected to send a valid update any more."""
+        known = [client for client, num in self.roster.joins.items() if num]
+        if len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.backoff.is_bad, known)):
+            return True
+        there = (*self.roster.clients, *self.roster.suspended)
+        return bool(there) and all(map(self.backoff.is_hopeless, there))
+
+    def lost(self, event: Lost, now: float) -> bool:
+        """Remove a lost client; return False if the event is about an earlier connection of it."""
+        client = self.roster.find(event.client)
+        if client is not None and event.incarnation not in (None, client.incarnation):
+            return False
+        if client is not None:
+            if event.reason != RESTART:
+                self.count_unanswered(event.client, now, always=event.counts)
+            # keep only the reason's code: free text from clients would create a new outcome each time
+            kind = event.reason.partition(":")[0]
+            self.drop(event.client, kind if kind in LOSSES else "other")
+        return True
+
+    def _narrow(self, assignment: Assignment) -> None:
+        """Lower a client's known memory to below what a task was predicted to need, after it ran out of memory on that task."""
+        client = self.roster.clients[assignment.client]
+        needed = self.fleet.cost(assignment.spec, assignment.extra).peak_bytes
+        self.roster.said_bytes.setdefault(client.id, client.profile.memory_bytes)
+        self._with_memory(client, min(client.profile.memory_bytes, max(needed - 1, 1)))
+
+    def open_round(self, now: float) -> None:
+        """Tell the selector which clients are in the round; turn away clients that make the selector raise.
+
+        An error that no client causes alone, or that each of several causes, is the method's own and is raised.
+        """
+        select = self.algorithm.select
+        while out := self.roster.out:
+            try:
+                select.on_round_start(out, self.fleet)
+                return
+            except Exception as error:
+                guilty = [client for client in out if raises(partial(select.on_round_start, [client], self.fleet))]
+                if not guilty or (len(guilty) == len(out) > 1):
+                    raise
+                for client in guilty:
+                    self.turn_away(client, error, now)
+
+    def work_for(self, client: ClientInfo) -> Work:
+        """Choose work for a client; if its lowered memory fits no work, restore the memory that it reported and choose again."""
+        try:
+            return self._selected(client)
+        except BadInput:
+            if client.id not in self.roster.said_bytes:
+                raise
+            return self._selected(self._with_memory(client, self.roster.said_bytes.pop(client.id)))
+
+    def _selected(self, client: ClientInfo) -> Work:
+        """Choose a client's work, and the precision in which it holds the frozen base."""
+        work = self.algorithm.select(client, self.fleet)
+        if self.above is not None:
+            work = self.above.within(work)
+        spec = self.fleet.choose_base(client, work.spec, work.extra)
+        return work if spec is work.spec else replace(work, spec=spec)
+
+    def _with_memory(self, client: ClientInfo, memory_bytes: float) -> ClientInfo:
+        changed = replace(client, profile=replace(client.profile, memory_bytes=memory_bytes))
+        self.algorithm.select.on_loss(client, self.fleet)
+        self.roster.clients[client.id] = changed
+        self.algorithm.select.on_join(changed, self.fleet)
+        return changed
+
+    def drop(self, client: int, reason: str) -> None:
+        """Remove a client: its unanswered tasks are lost, the updates that it has sent stay."""
+        if self.roster.suspended.pop(client, None) is not None:
+            self.roster.said_bytes.pop(client, None)
+            return
+        gone = self.roster.clients[client]
+        unanswered = self.roster.drop(client)
+        try:
+            self.algorithm.select.on_loss(gone, self.fleet)
+        except Exception:
+            if reason != ERROR:  # with ERROR the selector may not know the client, or fail on the same data again
+                raise
+        for assignment in unanswered:
+            self.settle(assignment, client, f"lost:{reason}", 0, None)
+
+    @property
+    def num_good(self) -> int:
+        """Number of clients present, except those whose recent updates were all refused."""
+        return len(self.roster.clients) - sum(
+            map(self.backoff.is_bad, self.backoff.refused.keys() & self.roster.clients)
+        )

@@ -38,6 +38,8 @@ MOST = 64
 """Largest number of clients in a batch; more are little faster, and more are trained in vain at the end of a run."""
 MOST_BYTES = 1 << 25
 """Largest size of a batch's values, gradients and optimizer state, so that they stay in the processor's cache."""
+MOST_ON_GPU, MOST_BYTES_ON_GPU = 256, 1 << 30
+"""The same on a GPU, where a call for more clients takes little longer; not measured yet."""
 # number of clients in the two trial batches, each also trained one by one: the first to compare, the second to time
 _TRIALS = (8, 16)
 _LEAST, _LEAST_AUTO = 2, 4
@@ -334,11 +336,11 @@ class BatchedExecutor(Executor):
         return "" if self._pays(self._standing[kind], size) else f"{size} clients are not faster as one batch"
 
     def _cap(self, spec: Spec) -> int:
-        return (
-            min(MOST, MOST_BYTES // max(self._together.num_bytes(spec), 1))
-            if isinstance(self._most, str)
-            else self._most
-        )
+        if not isinstance(self._most, str):
+            return self._most
+        on_gpu = self._trainer.fabric.device.type != "cpu"
+        most, num_bytes = (MOST_ON_GPU, MOST_BYTES_ON_GPU) if on_gpu else (MOST, MOST_BYTES)
+        return min(most, num_bytes // max(self._together.num_bytes(spec), 1))
 
     def _due(self, kind: Like, size: int) -> list[Member]:
         """Return up to ``size`` waiting tasks of a kind, those needed first at the front."""

@@ -224,6 +224,12 @@ def test_a_cohort_is_as_large_as_its_values_gradients_and_states_fit(monkeypatch
     assert executor(Net, tasks, most=7)[0]._cap(FULL) == 7
 
 
+def test_a_cohort_on_a_gpu_may_be_larger(emulated_cuda):
+    tasks = tasks_of(Net, 2)
+    assert executor(Net, tasks, most="auto")[0]._cap(FULL) == batched.MOST == 64
+    assert executor(Net, tasks, most="fast", accelerator="cuda")[0]._cap(FULL) == batched.MOST_ON_GPU
+
+
 def test_a_test_part_that_cannot_be_measured_fails_as_in_the_loop(small):
     class Broken(Net):
         def validation_step(self, batch, index):

@@ -5,10 +5,11 @@ matched by what was measured (workload, algorithm, transport, ...), and compared
 else by its ratio to what it measured beside, such as a bare loop or a copy.
 
     python -m benchmarks.against COMMIT NAME ... [--rounds N] [--json] [--out FILE]
-    python -m benchmarks.against HEAD~9 overhead 'cohorts:run_rows(SMALL, algorithms(100))'
+    python -m benchmarks.against HEAD~9 overhead cohorts:small
 
-After a colon stands a Python expression, evaluated in the benchmark's module of both trees: a few rows instead of all. `speed`
-is how many times as fast this tree is, the median over the rounds, between `least` and `most`; below 0.95 the row has `fell`.
+After a colon stands the name of a function in the benchmark's module that returns a few rows instead of all; both trees must
+have it. `speed` is how many times as fast this tree is, the median over the rounds, between `least` and `most`; below 0.95 the
+row has `fell`.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ FIGURES = {"cpu_ratio": True, "cpu_seconds": False, "ratio": True, "seconds": Fa
 """Fields that are compared, the first that both rows have; True = more is faster."""
 FALL = 0.95
 Run = Callable[[Path, str], list[Row]]
-_EVALUATE = """
+_CALL = """
 import importlib, json, sys
 module = importlib.import_module(f"benchmarks.{sys.argv[1]}")
-print(json.dumps(list(eval(sys.argv[2], vars(module)))))
+print(json.dumps(list(getattr(module, sys.argv[2])())))
 """
 
 
 def run(tree: Path, what: str) -> list[Row]:
-    """Return the rows of a benchmark of one tree, ``NAME`` or ``NAME:EXPRESSION``, measured in a process of its own."""
-    name, _, expression = what.partition(":")
+    """Return the rows of a benchmark of one tree, ``NAME`` or ``NAME:FUNCTION``, measured in a process of its own."""
+    name, _, function = what.partition(":")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
-    command = [sys.executable, "-c", _EVALUATE, name, expression or "rows()"]
+    command = [sys.executable, "-c", _CALL, name, function or "rows"]
     done = subprocess.run(command, cwd=tree, env=env, stdout=subprocess.PIPE, text=True, check=True)
     rows: list[Row] = json.loads(done.stdout.splitlines()[-1])
     return rows
@@ -68,7 +69,7 @@ def in_turns(what: str, other: Path, rounds: int, run: Run = run) -> list[Row]:
     """Run a benchmark of both trees in turns and compare their rows.
 
     Args:
-        what: name of the benchmark, and after a colon perhaps an expression.
+        what: name of the benchmark, and after a colon perhaps a function of it.
         other: folder with the other tree.
         rounds: how often each tree runs; the tree that begins changes from round to round.
         run: runs the benchmark of a tree.
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Compare from the command line; ``argv``: arguments, None = those of the process."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against")
     parser.add_argument("commit", help="commit, branch or tag to compare this working tree with")
-    parser.add_argument("names", nargs="+", metavar="NAME", help="benchmark, or NAME:EXPRESSION for a few of its rows")
+    parser.add_argument("names", nargs="+", metavar="NAME", help="benchmark, or NAME:FUNCTION for a few of its rows")
     parser.add_argument("--rounds", type=int, default=3, help="how often each tree runs (default 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--out", type=Path, help="also write the JSON object to this file")

@@ -367,6 +367,13 @@ def algorithms(cohort: int) -> dict[str, Algorithm]:
     }
 
 
+def small() -> list[Row]:
+    """Measure whole runs of the smallest model alone, for `benchmarks.against`."""
+    torch.set_num_threads(1)
+    keep_freed()
+    return run_rows(SMALL, algorithms(SMALL.cohort))
+
+
 def measured(place: int) -> list[Row]:
     """Measure cohorts of one model, or, counted on from there, the whole runs of one workload."""
     if place < len(TASKS):

@@ -58,8 +58,10 @@ def torch_state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if is_cuda else torch.default_generator.get_state()
 
 
-def set_torch_state(device: torch.device, state: torch.Tensor) -> None:
-    """Set the state of torch's generator of a device."""
+def set_torch_state(device: torch.device, state: torch.Tensor | int) -> None:
+    """Set torch's generator of a device to a state, or to that of a new generator with a seed."""
+    if isinstance(state, int):
+        state = torch.Generator(device).manual_seed(state).get_state()
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:

@@ -93,7 +93,7 @@ class ClientData:
         if len(indices) == 0:
             raise BadInput("a client has no samples: use fewer clients, or a partition that gives each at least one")
         self.num_samples = len(indices)
-        self.batch_size, self._drop_last, self._weights, self._shuffles = batch_size, drop_last, weights, shuffles
+        self.batch_size, self.drop_last, self._weights, self._shuffles = batch_size, drop_last, weights, shuffles
         self._fetch, self.gathers = fetcher(dataset, collate)
         self.source = dataset if self.gathers else None
         self._indices: torch.Tensor | None = indices
@@ -106,7 +106,13 @@ class ClientData:
     def num_batches(self, batch_size: int | None = None) -> int:
         """Return the number of batches in one epoch of this client."""
         size = self._size(batch_size)
-        return batches_of_epoch(self.num_samples, size, self._drop_last)
+        return batches_of_epoch(self.num_samples, size, self.drop_last)
+
+    def sizes(self, batch_size: int | None = None) -> list[int]:
+        """Return the number of samples in each batch of one epoch of this client."""
+        size = self._size(batch_size)
+        starts = range(0, self.num_samples, size)[: self.num_batches(batch_size)]
+        return [min(size, self.num_samples - start) for start in starts]
 
     def classes(self) -> frozenset[int] | None:
         """Return the classes that occur in this client's samples, read at the first call; None if labels are not whole numbers."""
@@ -185,12 +191,13 @@ class ClientData:
         epochs: Iterable[int],
         send: Callable[[torch.Tensor], torch.Tensor],
     ) -> Iterator[torch.Tensor]:
-        indices = self._indices
         for _ in epochs:
-            order = self._order(generator)
-            if indices is not None:
-                order = indices.index_select(0, order)
-            yield from torch.split(send(order), batch_size)[: self.num_batches(batch_size)]
+            yield from torch.split(send(self.epoch(generator)), batch_size)[: self.num_batches(batch_size)]
+
+    def epoch(self, generator: torch.Generator) -> torch.Tensor:
+        """Draw the order of one epoch; return the indices of all samples in it, of which `rows` makes batches."""
+        order = self._order(generator)
+        return order if self._indices is None else self._indices.index_select(0, order)
 
     def _order(self, generator: torch.Generator) -> torch.Tensor:
         """Draw the order of one epoch."""

@@ -227,6 +227,11 @@ class LocalTrainer:
         )
 
     @property
+    def pools_statistics(self) -> bool:
+        """Whether running statistics are sent in the form that merges add up, such as second moments."""
+        return self._pooling is not None
+
+    @property
     def scaler(self) -> Any:
         """Scaler of losses in 16-mixed precision; None in others."""
         return getattr(self._strategy.precision, "scaler", None)

@@ -225,6 +225,18 @@ class FlatTensors:
         self.views: dict[Any, list[list[Tensor]]] = {}
 
     @classmethod
+    def unchecked(cls, layout: Layout, buffers: dict[torch.dtype, Tensor]) -> FlatTensors:
+        """Combine a layout with buffers that fit it by construction, in the order of its dtypes; see the constructor.
+
+        Args:
+            layout: names, shapes and positions of the tensors.
+            buffers: a contiguous tensor of shape (elements,) for each dtype of the layout.
+        """
+        flat = cls.__new__(cls)
+        flat.layout, flat.buffers, flat.views = layout, buffers, {}
+        return flat
+
+    @classmethod
     def empty(cls, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
         """Return uninitialised storage for the tensors of ``layout``.
 
@@ -232,12 +244,12 @@ class FlatTensors:
             layout: names, shapes and positions of the tensors.
             device: device of the storage.
         """
-        return cls(layout, {d: torch.empty(n, dtype=d, device=device) for d, n in layout.numel.items()})
+        return cls.unchecked(layout, {d: torch.empty(n, dtype=d, device=device) for d, n in layout.numel.items()})
 
     @classmethod
     def zeros(cls, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
         """Return storage for the tensors of ``layout``, filled with zeros, on a device."""
-        return cls(layout, {d: torch.zeros(n, dtype=d, device=device) for d, n in layout.numel.items()})
+        return cls.unchecked(layout, {d: torch.zeros(n, dtype=d, device=device) for d, n in layout.numel.items()})
 
     @classmethod
     def from_named(cls, tensors: Mapping[str, Tensor], layout: Layout | None = None) -> FlatTensors:
@@ -318,7 +330,7 @@ class FlatTensors:
 
     def clone(self) -> FlatTensors:
         """Return a copy with storage of its own."""
-        return FlatTensors(self.layout, {dtype: buffer.clone() for dtype, buffer in self.buffers.items()})
+        return FlatTensors.unchecked(self.layout, {dtype: buffer.clone() for dtype, buffer in self.buffers.items()})
 
     def to(self, device: torch.device | str) -> FlatTensors:
         """Return the same values on ``device``: self if they are there already, or else a copy."""
@@ -327,7 +339,7 @@ class FlatTensors:
             device = torch.device("cuda", torch.cuda.current_device())
         if device == self.device:
             return self
-        return FlatTensors(self.layout, {dtype: buffer.to(device) for dtype, buffer in self.buffers.items()})
+        return FlatTensors.unchecked(self.layout, {dtype: buffer.to(device) for dtype, buffer in self.buffers.items()})
 
     def widen(self, out: FlatTensors | None = None) -> FlatTensors:
         """Convert the values exactly to the layout for sums (`Layout.wide`), in new storage or in ``out``; return the result."""
@@ -362,7 +374,7 @@ class FlatTensors:
                 "layout does not start with the same tensors: only the first tensors of each dtype can be viewed; "
                 "copy the others"
             )
-        return FlatTensors(layout, {dtype: self.buffers[dtype][:numel] for dtype, numel in layout.numel.items()})
+        return FlatTensors.unchecked(layout, {dtype: self.buffers[dtype][:n] for dtype, n in layout.numel.items()})
 
     def is_finite(self) -> bool:
         """Check whether no element is NaN or infinite."""

@@ -80,7 +80,7 @@ class Spec:
     @property
     def is_full(self) -> bool:
         """Whether this is the whole model, with all parameters training that the model itself trains."""
-        return self == FULL
+        return self is FULL or self == FULL
 
     @property
     def leading(self) -> Spec:

@@ -45,7 +45,9 @@ class Caches:
 
     def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> T:
         """Return a cached result; compute and store it if it is missing."""
-        cache = self._kept.setdefault(kind, OrderedDict())
+        cache = self._kept.get(kind)
+        if cache is None:
+            cache = self._kept.setdefault(kind, OrderedDict())
         found: T = cache.get(key, _MISSING)
         if found is _MISSING:
             found = make()
@@ -233,7 +235,7 @@ class Submodels:
 
     def normal(self, spec: Spec) -> Spec:
         """Return ``spec`` in canonical form, where parts kept whole are not named; raise `SpecError` if it does not fit."""
-        if spec == FULL:
+        if spec is FULL or spec == FULL:
             return FULL
         return self.cached("normal", spec, lambda: self._normal(spec))
 

@@ -23,10 +23,10 @@ def test_trees_run_in_turns_and_speed_is_the_median_of_each_rounds_ratio():
 
     def run(tree, what):
         order.append(tree)
-        assert what == "overhead:few()"
+        assert what == "overhead:few"
         return next(answers[tree])
 
-    (row,) = against.in_turns("overhead:few()", there, 3, run)
+    (row,) = against.in_turns("overhead:few", there, 3, run)
     assert order == [HERE, there, there, HERE, HERE, there]
     assert (row["benchmark"], row["row"], row["figure"]) == ("overhead", "mlp, 1", "ratio")
     assert (row["speed"], row["least"], row["most"]) == (1.0, pytest.approx(0.8), pytest.approx(1.5))
@@ -54,11 +54,12 @@ def test_a_commit_is_compared_from_a_worktree_that_is_removed(monkeypatch, tmp_p
     def git(*args):
         subprocess.run(["git", "-C", root, "-c", "user.name=a", "-c", "user.email=a@b", *args], check=True)
 
-    bench.write_text("def rows(seconds=3.0):\n    return [{'workload': 'tiny', 'cpu_seconds': seconds}]\n")
+    few = "def few():\n    return rows(5.0)\n"
+    bench.write_text("def rows(seconds=3.0):\n    return [{'workload': 'tiny', 'cpu_seconds': seconds}]\n" + few)
     git("init", "-q"), git("add", "."), git("commit", "-qm", "first")
-    bench.write_text("def rows(seconds=2.0):\n    return [{'workload': 'tiny', 'cpu_seconds': seconds}]\n")
+    bench.write_text("def rows(seconds=2.0):\n    return [{'workload': 'tiny', 'cpu_seconds': seconds}]\n" + few)
     monkeypatch.setattr(against, "ROOT", root)
-    against.main(["HEAD", "tiny", "tiny:rows(seconds=5.0)", "--rounds", "1", "--json"])
+    against.main(["HEAD", "tiny", "tiny:few", "--rounds", "1", "--json"])
     result = json.loads(capsys.readouterr().out)
     assert [row["speed"] for row in result["rows"]] == [1.5, 1.0] and result["rounds"] == 1 and result["against"]
     listed = subprocess.run(["git", "-C", root, "worktree", "list"], capture_output=True, text=True, check=True).stdout

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,14 @@ from raafl.core.options import FabricOptions
 from raafl.core.payload import Payload
 from raafl.core.types import Update
 from raafl.local.context import ALONE, TaskContext
-from raafl.local.evaluate import LOSS
+from raafl.local.evaluate import LOSS, MAX_LOGGED
 from raafl.local.stacked.stacks import Known, Unstackable, outside, stack_of
 from raafl.local.stacked.steps import Member, Place, Steps
 from raafl.local.train import LocalTrainer, PreparedTask
 from raafl.local.trainable import TrainableSubmodel
 from raafl.rng import current, generators, same_generators, seed_everything, set_torch_state
-from raafl.submodel import Spec
+from raafl.submodel import FlatTensors, Layout, Spec
+from raafl.submodel.flat import is_merged, reals
 
 OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
@@ -104,6 +106,13 @@ class Trained:
         """
         place = self._place[assignment_id]
         assignment, received, data = self._members[place]
+        if draws or data.test is not None:  # the evaluation on a test part may draw random numbers
+            device = self._trainer.fabric.device
+            seed_everything(assignment.seed, device)
+            set_torch_state(device, self._states[place])
+        is_whole = data.test is None and not self._trainer.pools_statistics
+        if is_whole and self._trainer.fabric.device.type == "cpu":  # a GPU's results are read task by task, when due
+            return self._read(place)
         built = self._trainer.built(assignment.spec)
         if data.test is None:  # `CohortTrainer.train` has checked that the steps change nothing but values
             for dtype, buffer in built.present.buffers.items():
@@ -111,18 +120,49 @@ class Trained:
         else:
             built.load(self._rows.of(place))
         self._logged.hand(place, built.recorder)
-        if draws or data.test is not None:  # the evaluation on a test part may draw random numbers
-            device = self._trainer.fabric.device
-            seed_everything(assignment.seed, device)
-            set_torch_state(device, self._states[place])
-        num_steps = self._num_steps[place]
+        task, num_steps = PreparedTask(assignment, received, {}, data, context, built), self._num_steps[place]
         total = self._losses[place]
         loss = (total if total.is_cuda else float(total)) / max(num_steps, 1)  # a GPU is read with all else
-        task = PreparedTask(assignment, received, {}, data, context, built)
         if data.test is None:
             classes = self._classes[place]
             return self._trainer.answer(task, num_steps, {LOSS: loss}, {}, {CLASSES: classes} if classes else {})
         return self._trainer.build_update(task, num_steps, loss, {}, self._classes[place])
+
+    def _read(self, place: int) -> Update:
+        """Return the update of one task from what is computed for all at once; `CohortTrainer.train` has made its checks."""
+        layout, rows, finite, losses, logged = self._answers
+        (assignment, _, data), num_steps, classes = self._members[place], self._num_steps[place], self._classes[place]
+        tensors = FlatTensors.unchecked(layout, {dtype: matrix[place] for dtype, matrix in rows.items()})
+        means = {name: sums[place] / counts[place] for name, (sums, counts) in logged.items() if counts[place]}
+        return Update(
+            assignment.id,
+            assignment.client,
+            assignment.incarnation,
+            tensors,
+            data.num_samples,
+            num_steps,
+            {LOSS: losses[place] / max(num_steps, 1)} | means,
+            extra={CLASSES: classes} if classes else {},
+            refusal=None if finite[place] or tensors.is_finite() else "non-finite",
+        )
+
+    @cached_property
+    def _answers(
+        self,
+    ) -> tuple[Layout, dict[torch.dtype, Tensor], list[bool], list[float], dict[str, tuple[list[float], list[float]]]]:
+        """Values to send, a row a task, and whether their sums are finite; sums of losses; sums and counts of logged values."""
+        layout = self._trainer.payload.layout(self._members[0].assignment.spec, "trained")
+        rows = {dtype: self._rows.buffers[dtype][:, :numel] for dtype, numel in layout.numel.items()}
+        if self._trainer.sends == "delta":
+            received = [member.received for member in self._members]
+            is_one = all(one is received[0] for one in received)
+            for dtype, matrix in rows.items():
+                before = [one.buffers[dtype][: matrix.shape[1]] for one in received[: 1 if is_one else None]]
+                rows[dtype] = matrix - (before[0] if is_one else torch.stack(before))
+        numbers = (reals(matrix).flatten(1) for dtype, matrix in rows.items() if is_merged(dtype))
+        sums = [matrix.sum(1, dtype=torch.float64).isfinite() for matrix in numbers]
+        finite = torch.stack(sums).all(0).tolist() if sums else [True] * len(self._members)
+        return layout, rows, finite, self._losses.tolist(), self._logged.read(MAX_LOGGED)
 
 
 class CohortTrainer:

@@ -31,6 +31,7 @@ from raafl.local.stacked.stacks import (
     embedding,
     linear,
     outside,
+    product,
     stack_of,
     together_is_equal,
 )
@@ -174,7 +175,7 @@ class Stacked(TorchFunctionMode):
     are each client's own all the same.
     """
 
-    def __init__(self, num: int, states: list[Tensor], known: Known | None, device: torch.device = CPU) -> None:
+    def __init__(self, num: int, states: list[Tensor | int], known: Known | None, device: torch.device = CPU) -> None:
         super().__init__()
         self._num, self._states, self._known, self._device = num, states, known, device
 
@@ -268,6 +269,8 @@ _USUAL = {
 def cross_entropy(known: Known | None, num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Compute `F.cross_entropy` for all clients' stacked logits, inside vmap.
 
+    `known`: record of whether one call on stacked tensors gives the same bits as one call per client.
+
     The mean loss of logits (batch, classes), with labels that are class indices, is computed for all clients at once.
     Any other form is computed client by client.
     """
@@ -293,8 +296,11 @@ class _CrossEntropy(torch.autograd.Function):
             is_used = labels.ne(_IGNORED)
             chosen = logs.gather(2, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
             return -(chosen * is_used).sum(1) / is_used.sum(1)
-        # vmap, or a mean over the stack, would add in another order and change bits
-        return torch.stack([F.nll_loss(*own) for own in zip(logs.unbind(0), labels.unbind(0), strict=True)])
+        if labels.device.type != "cpu":  # labels that are ignored may be among them
+            return torch.stack([F.nll_loss(*own) for own in zip(logs.unbind(0), labels.unbind(0), strict=True)])
+        # of each sample what is added, so that whether the sums have equal bits depends on nothing but their length
+        added = logs.gather(2, labels.unsqueeze(-1)).squeeze(-1)
+        return product(known, "nll", _losses_together, _loss_alone, added)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -307,6 +313,29 @@ class _CrossEntropy(torch.autograd.Function):
             each, labels = each.masked_fill(~is_used.unsqueeze(-1), 0.0), labels.clamp(min=0)
         of_logs = torch.zeros_like(logs).scatter_(2, labels.unsqueeze(-1), each)
         return None, torch.ops.aten._log_softmax_backward_data(of_logs, logs, -1, logs.dtype), None
+
+
+def _losses_together(logs: Tensor) -> Tensor:
+    """Return minus the means over the samples of (clients, n) log probabilities, added in the order of `F.nll_loss`.
+
+    That adds groups of 16 after the first sample, then what is left to these, then the first sample.
+    """
+    num, n = logs.shape
+    # torch adds along the first dimension one after another where the others are a multiple of its widest vectors
+    each = logs.new_zeros(n, -(-num // _LANES) * _LANES)
+    torch.neg(logs.t(), out=each[:, :num])
+    groups, total = (n - 1) // _GROUP, each[1 + (n - 1) // _GROUP * _GROUP :].sum(0)
+    if groups:
+        total += each[1 : 1 + groups * _GROUP].view(groups, _GROUP, -1).transpose(0, 1).contiguous().sum(0).sum(0)
+    return total.add_(each[0])[:num] / n
+
+
+_GROUP, _LANES = 16, 64
+
+
+def _loss_alone(logs: Tensor) -> Tensor:
+    """Return the loss that `F.nll_loss` computes from these log probabilities of a client's labels."""
+    return F.nll_loss(logs.unsqueeze(1), torch.zeros(len(logs), dtype=torch.int64))
 
 
 _AHEAD_BYTES = 1 << 24  # bytes of batches that are gathered at a time
@@ -368,26 +397,38 @@ def _aligned(one: Tensor) -> Tensor:
 
 def batches(
     clients: Sequence[ClientData],
-    rows: Sequence[Rows],
+    generators: Sequence[torch.Generator],
+    lengths: Sequence[tuple[int | None, int | None]],
     counts: Sequence[int],
     batch_size: int | None,
     fetch_of: Callable[[ClientData], Fetch] = lambda data: data.fetch,
 ) -> Iterator[Batch]:
     """Yield the joint batch of all clients for each step.
 
+    `generators`: generator of each client, which draws the order of its samples.
+    `lengths`: number of epochs and number of steps of each task, one of which is None.
     `batch_size`: local batch size; None = that of the data.
     `fetch_of`: function that returns how batches of a client are made from the numbers of their samples.
     """
     first = clients[0]
+    forms: dict[Any, TreeSpec] = {}
+    num_bytes = 0
+    if first.gathers:
+        sample = first.fetch(torch.zeros(1, dtype=torch.int64))
+        form = tree_structure(sample)
+        forms = defaultdict(lambda: form)
+        num_bytes = sum(tensor.nbytes for tensor in sample) * (batch_size or first.batch_size or 1) * len(clients)
+    ahead = max(_AHEAD_BYTES // max(num_bytes, 1), 1)
+    one_source = first.source is not None and all(client.source is first.source for client in clients)
+    shapes = {(client.num_samples, client.batch_size, client.drop_last) for client in clients}
+    if one_source and counts[0] == counts[-1] and len(shapes) == 1:
+        yield from _in_step(clients, generators, fetch_of(first), counts[0], batch_size, ahead, forms)
+        return
+    tasks = zip(clients, generators, lengths, strict=True)
+    rows = [client.rows(generator, batch_size, *length) for client, generator, length in tasks]
     if not first.gathers:
         yield from _one_by_one([fetch_of(client) for client in clients], rows, counts)
         return
-    sample = first.fetch(torch.zeros(1, dtype=torch.int64))
-    form = tree_structure(sample)
-    forms: dict[Any, TreeSpec] = defaultdict(lambda: form)
-    num_bytes = sum(tensor.nbytes for tensor in sample) * (batch_size or first.batch_size or 1) * len(clients)
-    ahead = max(_AHEAD_BYTES // max(num_bytes, 1), 1)
-    one_source = first.source is not None and all(client.source is first.source for client in clients)
     if one_source:
         yield from _of_one_source(fetch_of(first), rows, counts, ahead, forms)
         return
@@ -396,6 +437,33 @@ def batches(
         found = [next(feed) for feed in feeds[:going]]
         sizes = [size for size, _ in found]
         yield Batch(sizes, [leaves for _, leaves in found], forms, sizes)
+
+
+def _in_step(
+    clients: Sequence[ClientData],
+    generators: Sequence[torch.Generator],
+    fetch: Fetch,
+    count: int,
+    batch_size: int | None,
+    ahead: int,
+    forms: dict[Any, TreeSpec],
+) -> Iterator[Batch]:
+    """Yield batches of clients with one data source, whose epochs have the same batches, gathering several steps at a time."""
+    first, num = clients[0], len(clients)
+    sizes = first.sizes(batch_size)
+    for index in range(count):
+        place = index % len(sizes)
+        if not place:
+            orders = [client.epoch(generator) for client, generator in zip(clients, generators, strict=True)]
+            order, gathered = torch.stack(orders), list[Sequence[Tensor]]()
+        if not gathered:
+            start, size = sum(sizes[:place]), sizes[place]
+            steps = min(ahead, sizes[place:].count(size), count - index)
+            # by step, so that the batches of each are adjacent
+            rows = order[:, start : start + steps * size].reshape(num, steps, size).transpose(0, 1)
+            split = [tensor.split_with_sizes([num * size] * steps) for tensor in fetch(rows.flatten())]
+            gathered = [*zip(*split, strict=True)][::-1]
+        yield Stack(size, num, gathered.pop(), forms)
 
 
 def _going(counts: Sequence[int]) -> Iterator[int]:

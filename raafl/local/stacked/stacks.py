@@ -135,13 +135,13 @@ def by_slices(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     num: int,
-    states: list[Tensor] | None = None,
+    states: list[Tensor | int] | None = None,
     device: torch.device = CPU,
 ) -> object:
     """Call a torch function once for each client, inside vmap; return its results as stacked tensors.
 
-    `states`: state of torch's generator for each client, which the call advances; None = the function draws no random
-    numbers.
+    `states`: state of torch's generator for each client, or its seed, which the call advances; None = the function draws
+    no random numbers.
     `device`: device of that generator.
     """
     leaves, form = tree_flatten((tuple(args), dict(kwargs)))

@@ -25,6 +25,7 @@ from raafl.local.stacked.mode import Batch, Stacked, batches
 from raafl.local.stacked.stacks import CACHE_LINE_BYTES, Known, Unstackable, product, within
 from raafl.local.train import LocalTrainer
 from raafl.local.trainable import TrainableSubmodel
+from raafl.module_hooks import backward, step, zero_grad
 from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.flat import TensorEntry
 from raafl.submodel.nested_batch import to_device
@@ -65,6 +66,11 @@ class Rows:
         """Copy the clients' values into their rows; values that several clients share are sent to a GPU once."""
         for dtype, buffer in self.buffers.items():
             num, sent = self.layout.numel[dtype], dict[int, Tensor]()
+            if not buffer.is_cuda and all(
+                values is received[0] for values in received
+            ):  # tasks of one version share their values
+                buffer[:, :num].copy_(received[0].buffers[dtype])
+                continue
             for client, values in enumerate(received):
                 row = buffer[client, :num]
                 row.copy_(sent.get(id(values), values.buffers[dtype]))
@@ -111,7 +117,7 @@ class Steps:
     `rows`: values of each task's submodel.
     `losses`: sum of the losses of each task.
     `logged`: values that each task has logged so far.
-    `states`: state of torch's generator for each task.
+    `states`: state of torch's generator for each task; a seed if the task has drawn nothing yet.
     `seen`: structures and shapes of batches that occurred, each with the positions of the tasks that had them.
     `epochs`: number of batches in an epoch of each task.
     `by_index`: whether the step may read ``batch_idx``, and clients differ in it since their epochs differ in length.
@@ -136,8 +142,7 @@ class Steps:
         self.losses = torch.zeros(num, dtype=torch.float64, device=self.device)
         self.logged = Logged(num)
         self.seen: defaultdict[Any, set[int]] = defaultdict(set)
-        seeds = [member.assignment.seed for member in members]
-        self.states = [torch.Generator(self.device).manual_seed(seed).get_state() for seed in seeds]
+        self.states: list[Tensor | int] = [member.assignment.seed for member in members]
         self._indices: dict[tuple[int, ...], slice | Tensor] = {}
         self._rates = _rates_of(trainer, built.optimizer)
         trains = {id(p): name for name, p in built.module.named_parameters()}
@@ -176,8 +181,8 @@ class Steps:
             if (most := self.trainer.options.gradient_clip_val) is not None:
                 inside = [parameters[place].grad for place in self.in_order]
                 clip_(self.known, [gradient for gradient in inside if gradient is not None], most)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(optimizer, self.trainer.fabric.strategy)
+            zero_grad(optimizer)
             if self.built.schedulers:
                 self._schedule(optimizer, index + 1)
         self.rows.settle()
@@ -205,11 +210,10 @@ class Steps:
             self._rates.prepare(optimizer)
 
     def _batches(self) -> Iterator[Batch]:
-        training, rows = self.trainer.training, []
-        for assignment, _, data in self.members:
-            generator = torch.Generator().manual_seed(assignment.seed)
-            rows.append(data.rows(generator, training.batch_size, *self.trainer.length(assignment)))
-        return batches([member.data for member in self.members], rows, self.counts, training.batch_size, self._fetch_of)
+        generators = [torch.Generator().manual_seed(member.assignment.seed) for member in self.members]
+        lengths = [self.trainer.length(member.assignment) for member in self.members]
+        data = [member.data for member in self.members]
+        return batches(data, generators, lengths, self.counts, self.trainer.training.batch_size, self._fetch_of)
 
     def _fetch_of(self, data: ClientData) -> Fetch:
         """Return what makes a client's batches on the device from the numbers of their samples."""
@@ -297,12 +301,12 @@ class Steps:
 
         losses, values = within(len(clients), one)
         self._note(clients, losses.reshape(len(clients)), values, states)
-        losses.sum().backward()  # type: ignore[no-untyped-call]
+        backward(losses.sum(), self.trainer.fabric.strategy)
         if not isinstance(chosen, slice):
             for name in others:
                 self.rows.stack(layout.by_name[name], slice(0, len(self.members)))[chosen] = tensors[name]
 
-    def _note(self, clients: Sequence[int], losses: Tensor, values: list[Tensor], states: list[Tensor]) -> None:
+    def _note(self, clients: Sequence[int], losses: Tensor, values: list[Tensor], states: list[Tensor | int]) -> None:
         """Store a step's losses, logged values and random states."""
         where = self.places_of(clients)
         self.losses[where] += widened(losses)
@@ -450,10 +454,15 @@ class Logged:
             client: position of the client.
             recorder: recorder that receives the values.
         """
+        sums = self.read(None)
         recorder.take_over(
-            {
-                name: (sums[client] if sums.is_cuda else float(sums[client]), self._counts[name][client])
-                for name, sums in self._sums.items()
-                if self._counts[name][client]
-            }
+            {name: (of_all[client], counts[client]) for name, (of_all, counts) in sums.items() if counts[client]}
         )
+
+    def read(self, most: int | None) -> dict[str, tuple[Sequence[Any], list[float]]]:
+        """Return the sum of each logged value and its total weight, for all clients, by name; at most ``most`` names.
+
+        Sums on a GPU are not read yet.
+        """
+        found = [(name, self._sums[name]) for name in list(self._sums)[:most]]
+        return {name: (sums if sums.is_cuda else sums.tolist(), self._counts[name]) for name, sums in found}

@@ -14,7 +14,7 @@ from raafl.core.algorithm import Local, Training
 from raafl.data.federated import ClientData
 from raafl.local.captured import Capture
 from raafl.local.device_data import Feed
-from raafl.local.stacked import CohortTrainer, Member, Parted, Unstackable
+from raafl.local.stacked import CohortTrainer, Member, Parted, Unstackable, mode
 from raafl.rng import generators, same_generators
 from raafl.submodel import FULL, Spec
 from tests.helpers.emulated_cuda import Emulated
@@ -202,6 +202,17 @@ def test_clients_measure_their_own_test_part_with_what_they_have_learnt():
     for task in tasks:
         task.data.test = ClientData(samples(40), torch.arange(9), BATCH_SIZE)
     check(bench, tasks)
+
+
+@pytest.mark.parametrize("ahead", [1, 1 << 24])
+def test_clients_of_equally_many_samples_are_gathered_a_few_steps_at_a_time(monkeypatch, ahead):
+    """Two epochs of 22 samples, in batches of 5 and a last one of 2; and 7 of the 10 steps."""
+    monkeypatch.setattr(mode, "_AHEAD_BYTES", ahead)
+    for length in ({"epochs": 2}, {"steps": 7}):
+        bench = Bench.of(Dropping)
+        for sends in ("values", "delta"):
+            bench.trainer.sends = sends
+            check(bench, members(bench, sizes=(22, 22, 22), data=samples(40), **length))
 
 
 def test_data_read_one_by_one_are_the_same_batches():

@@ -7,6 +7,7 @@ import torch
 from torch.func import vmap
 from torch.nn import functional as F
 
+from raafl.local.stacked import mode
 from raafl.local.stacked import stacks as stacks_module
 from raafl.local.stacked.mode import Stacked
 from raafl.local.stacked.stacks import apart, joined
@@ -30,8 +31,8 @@ def compared(function, operands, num):
             assert torch.equal(mine, theirs[client])
 
 
-def _in_mode(function, own, num):
-    with Stacked(num, [torch.Generator().get_state()] * num, {}):
+def _in_mode(function, own, num, known=None):
+    with Stacked(num, [torch.Generator().get_state()] * num, {} if known is None else known):
         return function(*own)
 
 
@@ -135,3 +136,23 @@ def test_sums_losses_and_products_are_those_of_each_client():
         lambda x, y: torch.einsum("ij,ij->i", x, y).logsumexp(0),
     ):
         compared(function, [x, y], 5)
+
+
+@pytest.mark.parametrize("num", [1, 3, 50, 64])
+@pytest.mark.parametrize("n", [1, 2, 10, 16, 17, 33, 100, 257, 300])
+def test_cross_entropies_of_all_clients_are_added_as_each_ones_alone(num, n):
+    logits = torch.randn(num, n, 7, generator=torch.Generator().manual_seed(n)) * 3
+    labels = torch.randint(0, 7, (num, n), generator=torch.Generator().manual_seed(num))
+    known = {}
+    run = lambda x, y: _in_mode(F.cross_entropy, (x, y), num, known)  # noqa: E731
+    together = vmap(run)(logits, labels)
+    alone = [F.cross_entropy(*own) for own in zip(logits, labels, strict=True)]
+    assert torch.equal(together, torch.stack(alone))
+    # 2 to 257 samples of several clients are added at once: another order of `nll_loss` in a new torch would show here
+    assert list(known.values()) == [n <= 257] or num == 1
+
+
+def test_a_loss_of_nothing_has_no_sign():
+    """`F.nll_loss` subtracts from 0, so that certain predictions have the loss 0.0, whatever their sign."""
+    for logs in (torch.zeros(3, 5), -torch.zeros(3, 5), torch.zeros(3, 1), -torch.zeros(3, 1)):
+        assert not mode._losses_together(logs).signbit().any()

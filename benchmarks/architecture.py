@@ -40,7 +40,7 @@ STEPS: Final = (
     Step(3, "raafl.core.local", "Local.hook", "what the method adds to a step"),
     Step(2, "raafl.compression.streams", "UplinkCodec.pack", "what changed, or all of it"),
     Step(2, "raafl.transport.connection", "Connection.recv", "UPDATE, into what was agreed"),
-    Step(1, "raafl.runtime.server.session", "Session.run", "a thread for each client"),
+    Step(1, "raafl.runtime.server.session_loop", "LoopSession.perform", "a thread for all clients"),
     Step(1, "raafl.runtime.server.link", "Inbox.put", "one queue, one loop behind it"),
     Step(0, "raafl.core.algorithm", "Merge.reject_reason", "refused, with a reason?"),
     Step(0, "raafl.core.algorithm", "Trigger.due", "merge now?"),

@@ -205,7 +205,7 @@ class SplitSession(SessionExtension):
         layout, up = exchange.client.layout(spec, "trained"), session.plan.up
         layout = layout if up is None else up.layout(layout)
         message = yield from sent.talk.recv(Kind.UPDATE, lambda meta: session.buffer(layout))
-        update = session.update(message, sent)
+        update = yield from session.update(message, sent)
         whole = session.buffer(session.setup.submodels.layout(spec, "trained"))
         update.tensors = whole.take_(update.tensors).take_(own.tensors)
         update.num_steps, update.refusal = own.num_steps, own.refusal

@@ -23,7 +23,7 @@ from raafl.sites.authority import is_for, uris_of
 from raafl.sites.certificates import RESERVED, Holder, Revocations, holder_of, is_file, is_missing
 from raafl.transport.codec import Refused
 from raafl.transport.tcp.credentials import TOKEN_BYTES, ClientLogin, Credentials, Proof, ServerLogin
-from raafl.transport.tcp.stream import SocketStream
+from raafl.transport.tcp.stream import SocketStream, Waits, block
 from raafl.transport.tcp.tls import REFUSED_THERE, TlsStream
 
 ALPN = "raafl"
@@ -211,10 +211,10 @@ class _Certificate:
     is_for_its_role: bool
 
     @classmethod
-    def proven(cls, stream: SocketStream, *, server: bool) -> _Certificate:
+    def proven(cls, stream: SocketStream, *, server: bool) -> Waits[_Certificate]:
         """Do the TLS handshake; return the certificate of the other end. ``server``: whether that must be a server's."""
         assert isinstance(stream, TlsStream) and isinstance(stream.sock, ssl.SSLSocket)
-        stream.handshake()
+        yield from stream.shaking_hands()
         if stream.sock.selected_alpn_protocol() != ALPN:
             raise Refused("bad-magic", "the other end speaks TLS, but is not raafl's")
         try:
@@ -235,8 +235,8 @@ class _ServerTls(ServerLogin):
     def context(self) -> ssl.SSLContext:
         return self._context.get()
 
-    def begin(self, stream: SocketStream) -> Callable[[bytes], Proof]:
-        certificate = _Certificate.proven(stream, server=False)
+    def begin(self, stream: SocketStream) -> Waits[Callable[[bytes], Proof]]:
+        certificate = yield from _Certificate.proven(stream, server=False)
 
         def check(token: bytes) -> Proof:
             holder = certificate.holder
@@ -270,7 +270,7 @@ class _ClientTls(ClientLogin):
         return context
 
     def begin(self, stream: SocketStream) -> bytes:
-        certificate = _Certificate.proven(stream, server=True)
+        certificate = block(_Certificate.proven(stream, server=True))
         if certificate.holder != Holder(self._federation):
             raise Refused("bad-certificate", f"the server's certificate is not of the server of '{self._federation}'")
         if not certificate.is_for_its_role:

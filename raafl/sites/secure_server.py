@@ -1,6 +1,6 @@
 """Sum masked updates on the server (secure aggregation): a session for each client, and the place where groups are formed.
 
-A session's thread passes each message of its client to the aggregator, which works in the server's main loop, and waits for the
+A session passes each message of its client to the aggregator, which works in the server's main loop, and waits for the
 reply. While a group is in the protocol, the coordinator gets no other events. So the group's members, weights and staleness are the
 same when it is formed, when its sum is computed, and in a replay. There is one group at a time.
 """
@@ -8,7 +8,6 @@ same when it is formed, when its sum is computed, and in a replay. There is one 
 from __future__ import annotations
 
 import logging
-import queue
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -44,6 +43,7 @@ from raafl.sites.secure_messages import (
 )
 from raafl.submodel import FlatTensors, Layout
 from raafl.transport import Kind, Refused
+from raafl.transport.tcp.loop import Mailbox
 
 if TYPE_CHECKING:
     from raafl.runtime.server.wall_clock import Server
@@ -71,7 +71,7 @@ class SecureStep(ForExtension):
     answer: Answer  # fields of the client's answer that the server may read; only in the first message
     tensors: FlatTensors  # tensors of the message, on the CPU; the receiver may change them
     moved: tuple[int, int]  # number of bytes sent and received for the task so far
-    replies: queue.SimpleQueue[Reply | None]  # queue in which the session waits for a reply; None for the last message
+    replies: Mailbox[Reply | None]  # queue in which the session waits for a reply; None for the last message
     claim: Claim = field(default_factory=Claim)  # statement of the client about itself, from its first message
     signature: bytes = b""  # signature of the lists that the client knows; empty before it has masked its numbers
 
@@ -103,7 +103,7 @@ class MaskedSession(SessionExtension):
 
     def _phases(self, sent: Sent) -> Steps[Update | None]:
         session, talk, assignment = self.session, sent.talk, sent.assignment
-        replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
+        replies: Mailbox[Reply | None] = Mailbox()
         phase: Phase = "ready"
         first = message = yield from talk.recv(Kind.QUESTION, self._room(layout_of(keys=3 * KEY_BYTES)))
         answer, claim = session.checked_answer(assignment.spec, first.meta), Claim.from_meta(first.meta)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, tee
@@ -69,6 +69,9 @@ class Partial:
 class Frames:
     """Reader and writer of messages on a byte stream; one message is sent and one received at a time.
 
+    `sending` and `receiving` do no input or output: they yield the bytes to write and the memory to fill. `send` and `receive`
+    perform them on the stream.
+
     `in_step`: whether the next byte to read is the first of a message; if not, nothing more can be read.
     `staging`: pinned host memory through which tensors on another device pass.
     `partial`: message that is being received; a new stream can continue it after this one breaks. None = none.
@@ -77,7 +80,6 @@ class Frames:
     def __init__(self, stream: Stream, partial: Partial | None = None) -> None:
         self.in_step = True
         self._stream, self.drain_bytes = stream, DRAIN_BYTES
-        self._header = memoryview(bytearray(HEADER_BYTES))
         self.staging = StagingRings()
         self.partial = partial
 
@@ -87,13 +89,18 @@ class Frames:
         `tensors`: payload of the message; None = none.
         """
         before = self._stream.num_written
-        has_payload = tensors is not None and codec.declared(tensors)
-        self._stream.write(self._send_payload(head, tensors, first_chunk) if has_payload else [head])  # type: ignore[arg-type]
+        for parts in self.sending(head, tensors, first_chunk):
+            self._stream.write(parts)
         return self._stream.num_written - before
 
-    def _send_payload(self, head: bytes, tensors: FlatTensors, first: int) -> list[memoryview | bytes]:
-        """Send head and payload in pieces; return the last pieces, which the caller must write, with their checksum."""
+    def sending(
+        self, head: bytes, tensors: FlatTensors | None, first: int = 0
+    ) -> Iterator[Sequence[memoryview | bytes]]:
+        """Yield the pieces of a message, each with its checksum, from chunk ``first`` on; each must be written before the next."""
         parts: list[memoryview | bytes] = [head]
+        if tensors is None or not codec.declared(tensors):
+            yield parts
+            return
         checksum, index = Checksum(first), first
         pieces, places = tee(_chunked(tensors, first))
         with self.staging.ring("send", tensors) as staging:
@@ -102,7 +109,7 @@ class Frames:
             for host, (_, ends) in zip(hosts, places, strict=True):
                 # a chunk is complete and the next one begins
                 if len(parts) > 1 and not isinstance(parts[-1], memoryview):
-                    self._stream.write(parts)
+                    yield parts
                     parts = []
                 view = codec.memory(host)
                 checksum.update(view)
@@ -112,55 +119,68 @@ class Frames:
                     index += 1
                     checksum = Checksum(index)
                 if staging is not None:  # this slot of the staging buffer will be reused
-                    self._stream.write(parts)
+                    yield parts
                     parts = []
-        return parts
+        yield parts
 
     def receive(self, expect: Expect, finite: bool) -> Message:
-        """Receive a message; raises the same errors as `Connection.recv`.
+        """Receive a message; raises the same errors as `Connection.recv`."""
+        steps = self.receiving(expect, finite)
+        try:
+            while True:
+                self._stream.read_into(next(steps))
+        except StopIteration as end:
+            message: Message = end.value
+            return message
+        finally:
+            steps.close()
+
+    def receiving(self, expect: Expect, finite: bool) -> Generator[memoryview, None, Message]:
+        """Yield the memory to fill with what the peer sends next; return the message.
 
         If a message was received in part on an earlier stream, the remaining part of that message is expected first.
         """
         self.in_step = False
-        self._stream.read_into(self._header)
-        header = codec.decode_header(self._header)
+        head_bytes = memoryview(bytearray(HEADER_BYTES))
+        yield head_bytes
+        header = codec.decode_header(head_bytes)
         text = memoryview(bytearray(header.json_bytes))
-        self._stream.read_into(text)
-        head, partial = b"".join((self._header, text)), self.partial
+        yield text
+        head, partial = b"".join((head_bytes, text)), self.partial
         if partial is not None:
             if head != partial.head:
                 raise Refused("wrong-message", f"another message than the {partial.header.kind.name} to be continued")
-            return self._rest(partial, finite)
+            return (yield from self._rest(partial, finite))
         body: Body | None = None
         try:
             body = codec.decode_body(header, text)
             target = codec.accept(header, body, expect)
         except Refused:
-            self._drain(header, body)
+            yield from self._drain(header, body)
             raise
         if target is None or not header.payload_bytes:
             self.in_step = True
             return codec.finish(header, body.meta, target)
         self.partial = Partial(head, header, body, target)
-        return self._rest(self.partial, finite)
+        return (yield from self._rest(self.partial, finite))
 
-    def _rest(self, partial: Partial, finite: bool) -> Message:
+    def _rest(self, partial: Partial, finite: bool) -> Generator[memoryview, None, Message]:
         """Receive the remaining chunks of a message and return the message."""
-        self._receive_payload(partial, finite)
+        yield from self._receive_payload(partial, finite)
         self.in_step, self.partial = True, None
         header, meta = partial.header, partial.body.meta
         if partial.problem is not None:
             raise Refused(*partial.problem, codec.finish(header, meta, None))
         return codec.finish(header, meta, partial.target)
 
-    def _receive_payload(self, partial: Partial, finite: bool) -> None:
+    def _receive_payload(self, partial: Partial, finite: bool) -> Iterator[memoryview]:
         """Receive the missing chunks into the target, and store in ``partial`` the first problem found in them."""
         checksum, footer, problem = Checksum(partial.num_chunks), bytearray(FOOTER_BYTES), partial.problem
         with self.staging.ring("recv", partial.target) as staging:
             for piece, ends in _chunked(partial.target, partial.num_chunks):
                 host = piece if staging is None else staging.take(piece)
                 view = codec.memory(host)
-                self._stream.read_into(view)
+                yield view
                 if staging is not None:
                     # start the copy to the GPU first, so that it overlaps with the checks of the values
                     staging.land(host, piece)
@@ -168,13 +188,13 @@ class Frames:
                 problem = problem or problem_of(host, finite)
                 if not ends:
                     continue
-                self._stream.read_into(memoryview(footer))
+                yield memoryview(footer)
                 if footer != checksum.footer():
                     problem = ("bad-checksum", "payload")
                 partial.num_chunks, partial.problem = partial.num_chunks + 1, problem
                 checksum = Checksum(partial.num_chunks)
 
-    def _drain(self, header: Header, body: Body | None) -> None:
+    def _drain(self, header: Header, body: Body | None) -> Iterator[memoryview]:
         """Read and discard a refused payload, so that the next message can follow; leave one of unknown or too large size."""
         # checked first, since a peer may declare more chunks than can be counted
         if header.payload_bytes > self.drain_bytes:
@@ -188,7 +208,7 @@ class Frames:
         scratch = memoryview(bytearray(min(left, _SCRATCH_BYTES)))
         while left:
             step = min(left, len(scratch))
-            self._stream.read_into(scratch[:step])
+            yield scratch[:step]
             left -= step
         self.in_step = True
 

@@ -19,6 +19,7 @@ from raafl.transport.connection import Connection
 if TYPE_CHECKING:
     from raafl.transport.tcp.credentials import Credentials
     from raafl.transport.tcp.listener import Peer
+    from raafl.transport.tcp.loop import SocketLoop
 
 Admit = Callable[[int, str, Callable[[], Connection]], None]
 """Function that admits a connection, given the client's id, its address and what makes the connection; raises
@@ -64,12 +65,14 @@ class Transport(ABC):
         comes_and_goes: whether clients may join, leave and come back at any time; else all are there from the start.
         address: address of the server for display; empty = clients know it.
         certified: whether both ends have certificates of an authority.
+        loop: server's thread that reads and writes all connections; None = each is used by threads of its own.
     """
 
     client: int = 0
     comes_and_goes: bool = False
     address: str = ""
     certified: bool = False
+    loop: SocketLoop | None = None
 
     def __enter__(self) -> Self:
         """On the server: bind the address and announce the server to clients; none is admitted yet."""

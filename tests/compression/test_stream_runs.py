@@ -23,7 +23,7 @@ from raafl.parts.protect.privacy import Privacy
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.replay import replay
 from raafl.runtime.server.link import Inbox
-from raafl.runtime.server.session import Session
+from raafl.runtime.server.session_loop import LoopSession
 from raafl.runtime.server.session_protocol import SessionSetup
 from raafl.submodel import FULL, FlatTensors
 from raafl.transport import Kind, Message
@@ -31,6 +31,7 @@ from raafl.transport.tcp.connection import TcpConnection
 from tests.compression.ends import drawn, model, plan_of, task
 from tests.helpers.crash import crashed, simulated
 from tests.helpers.small_runs import SPEEDS, experiment, finish, unequal
+from tests.runtime.server.sessions import LOOP
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
@@ -44,7 +45,7 @@ def test_a_session_refuses_places_that_cannot_be_and_goes_on():
     ours, theirs = socket.socketpair()
     times = Timeouts(join_s=5.0, task_s=20.0, idle_s=20.0, stop_s=2.0)
     setup = SessionSetup(submodels, times, plan=made)
-    session = Session(4, 0, lambda: TcpConnection(ours, 20.0), setup, inbox)
+    session = LoopSession(LOOP, 4, 0, TcpConnection(ours, 20.0), setup, inbox)
     session.start()
     pair = TcpConnection(theirs, 20.0)
     try:

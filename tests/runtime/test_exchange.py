@@ -24,7 +24,7 @@ from raafl.runtime.client.worker import Client
 from raafl.runtime.exchange import SplitClient, SplitSession
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.link import Inbox
-from raafl.runtime.server.session import Session
+from raafl.runtime.server.session_loop import LoopSession
 from raafl.runtime.server.session_protocol import SessionSetup
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
 from raafl.transport import Kind, Message
@@ -34,6 +34,7 @@ from tests.conformance.clocks import on_both_clocks
 from tests.helpers.coordinators import EXAMPLE, Line
 from tests.helpers.real_ranks import ranks
 from tests.helpers.small_runs import experiment, finish
+from tests.runtime.server.sessions import LOOP
 
 pytestmark = pytest.mark.timeout(120)
 TERMS = {"cut": "fc1", "batch_size": 2, "num_samples": 3, "per_epoch": 2, "batches": 2, "samples": 3}
@@ -64,7 +65,7 @@ class Table:
             local=local or split_fed(client_layers=1).local,
             extensions=[SplitSession],
         )
-        self.session = Session(4, 0, lambda: TcpConnection(ours, 20.0), setup, self.inbox)
+        self.session = LoopSession(LOOP, 4, 0, TcpConnection(ours, 20.0), setup, self.inbox)
         self.session.start()
         self.pair = TcpConnection(theirs, 20.0)
         if greet:

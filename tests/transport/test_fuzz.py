@@ -47,6 +47,14 @@ class Memory:
     def write(self, parts):
         self.num_written += sum(map(len, parts))
 
+    def reading_into(self, view):
+        self.read_into(view)
+        yield from ()
+
+    def writing_all(self, parts):
+        self.write(parts)
+        yield from ()
+
 
 def tensors(**named):
     return FlatTensors.from_named(named)

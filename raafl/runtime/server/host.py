@@ -19,7 +19,8 @@ from raafl.runtime.lifecycle.service_manager import ServiceManager
 from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run, opened
 from raafl.runtime.server.link import Inbox
-from raafl.runtime.server.session import Session
+from raafl.runtime.server.session import Session, ThreadSession
+from raafl.runtime.server.session_loop import LoopSession
 from raafl.runtime.server.session_protocol import SessionExtension, SessionProtocol, SessionSetup, Terms
 from raafl.runtime.server.wall_clock import Server
 from raafl.runtime.setup import build
@@ -32,11 +33,14 @@ from raafl.transport import (
     Refused,
     Transport,
 )
+from raafl.transport.tcp.connection import TcpConnection
+from raafl.transport.tcp.loop import SocketLoop
 from raafl.units import duration
 
 OfSites = Callable[[Run], AbstractContextManager[Callable[[SessionProtocol], SessionExtension]]]
 """Opens, for a run whose clients belong to others, what makes the extension of each session with one of them."""
 
+_AT_ONCE_S = 0.01
 _GREET_S = 30.0  # seconds for a client to send its HELLO; longer for one that first asks for the config
 
 
@@ -104,7 +108,9 @@ def host(
         of_sites = ExitStack()
         if sessions is not None:
             setup = replace(setup, extensions=[*setup.extensions, of_sites.enter_context(sessions(run))])
-        transport.listen(_admit(run, server, setup), run.record.turned_away, parts.coordinator.state.values.device)
+        transport.listen(
+            _admit(run, server, setup, transport.loop), run.record.turned_away, parts.coordinator.state.values.device
+        )
         _note_transport(run, transport)
         try:
             if saved is not None:
@@ -170,16 +176,28 @@ def _session_setup(run: Run, server: Server, terms: Terms | None) -> SessionSetu
     )
 
 
-def _admit(run: Run, server: Server, setup: SessionSetup) -> Admit:
-    """Return a function that creates a server session for each client that a transport admits."""
+def _admit(run: Run, server: Server, setup: SessionSetup, loop: SocketLoop | None) -> Admit:
+    """Return a function that creates a server session for each client that a transport admits.
+
+    `loop`: thread of the sessions; None = each has one of its own.
+    """
     clients, num_clients = run.parts.clients, run.parts.experiment.clients
 
     def admit(client: int, peer: str, connect: Callable[[], Connection]) -> None:
         if not 1 <= client <= num_clients:
             problem = f"client is {client}: this run has clients 1 to {num_clients}"
-            connect().send(Message(Kind.STOP, meta=Reason(f"refused: {problem}").to_meta()))
+            # a short message fits into the socket's buffer; nobody may be waited for here
+            connect().send(Message(Kind.STOP, meta=Reason(f"refused: {problem}").to_meta()), _AT_ONCE_S)
             raise Refused("unknown-client", problem)
         known = clients[client - 1]
-        server.enter(client, lambda incarnation: Session(client, incarnation, connect, setup, server.inbox, known))
+
+        def make(incarnation: int) -> Session:
+            if loop is None:
+                return ThreadSession(client, incarnation, connect, setup, server.inbox, known)
+            pair = connect()
+            assert isinstance(pair, TcpConnection)
+            return LoopSession(loop, client, incarnation, pair, setup, server.inbox, known)
+
+        server.enter(client, make)
 
     return admit

@@ -71,7 +71,7 @@ class OverlappedSession(SessionExtension):
 
         try:
             message = yield from sent.talk.recv(Kind.UPDATE, into)
-            update = session.update(message, sent)
+            update = yield from session.update(message, sent)
         except Refused as refused:
             update = session.refused(assignment, refused)
         yield from session.arrived(update, sent.talk)

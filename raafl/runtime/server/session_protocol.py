@@ -1,13 +1,12 @@
-"""Speak the server's side of one client's session: messages in, messages out, without a socket, a thread or a queue.
+"""Speak the server's side of one client's session: messages in, messages out, without a socket or a thread.
 
 A session is a generator. It yields what it needs next (`Send`, `Receive`, `NextTask`, ...), and is resumed with the result or
-with the error. Who drives it decides how: `raafl.runtime.server.session.Session` does so on a thread of its own, over a
-connection that blocks; a test does so from a list of messages.
+with the error. Who drives it decides how: `raafl.runtime.server.session_loop` drives all sessions over TCP on one thread,
+`raafl.runtime.server.session.ThreadSession` one over a connection that blocks, and a test does so from a list of messages.
 """
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +45,7 @@ from raafl.runtime.server.link import Item
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.tensor_files import PayloadRoom
 from raafl.transport import GIVEN_UP, Expect, Kind, Message, PeerLost, Refused
+from raafl.transport.tcp.loop import Mailbox
 
 MAX_DAMAGED = 3
 """Damaged messages in a row after which a connection is given up."""
@@ -53,6 +53,8 @@ MAX_DAMAGED = 3
 NOT_JOINING: Mapping[str, str] = {POLICY: "its site does not allow this run", DRY_RUN: "it was a dry run"}
 """Reasons of a FAILED in the place of a HELLO, in words for the log."""
 
+
+T = TypeVar("T")
 
 # ---- what a session is given ----
 
@@ -79,7 +81,7 @@ class Terms:
     storage: PayloadRoom = field(default_factory=PayloadRoom)
 
 
-# ---- requests of the protocol to the session's thread ----
+# ---- requests of the protocol to who drives the session ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +112,19 @@ class Await:
     Raises `Stopped` where the run has ended.
     """
 
-    source: queue.SimpleQueue[Any]
+    source: Mailbox[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Encode or decode tensors, which takes a processor's time but waits for nobody; the result is the function's."""
+
+    function: Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Do work that may take long; the result is the function's, which is given what performs further steps."""
+    """Do work that also waits for the client; the result is the function's, which is given what performs further steps."""
 
     function: Callable[[Callable[[Steps[Any]], Any]], Any]
 
@@ -155,8 +164,7 @@ class TurnAway:
     reason: str
 
 
-Need = Send | Receive | NextTask | Await | Work | Beside | Join | HandOver | Confirm | TurnAway
-T = TypeVar("T")
+Need = Send | Receive | NextTask | Await | Compute | Work | Beside | Join | HandOver | Confirm | TurnAway
 Steps = Generator[Need, Any, T]
 """What a part of a session yields and is given; T is its result."""
 
@@ -415,14 +423,23 @@ class SessionProtocol:
             message, values = extension.before(task, message, values)
         self.out = self.out or assignment
         talk = Conversation(self, assignment)
-        packed = self.down.pack(assignment, values)
+        packed = yield from self._compute(lambda: self.down.pack(assignment, values))
         yield from talk.send(Kind.ASSIGN, message.to_meta(), packed)
-        return Sent(task, talk, self.down.unpack(assignment, packed) if self.plan.sender_unpacks else None)
+        if not self.plan.sender_unpacks:
+            return Sent(task, talk)
+        return Sent(task, talk, (yield from self._compute(lambda: self.down.unpack(assignment, packed))))
+
+    def _compute(self, function: Callable[[], T]) -> Steps[T]:
+        """Encode or decode tensors; without a codec that is no work."""
+        if self.plan.up is None and self.plan.down is None and not self.plan.payload.is_resident:
+            return function()
+        result: T = yield Compute(function)
+        return result
 
     def _answer(self, sent: Sent) -> Steps[Update]:
         layout = self.plan.layout(sent.assignment.spec, "trained", sent.assignment.extra)
         message = yield from sent.talk.recv(Kind.UPDATE, lambda meta: self.buffer(layout))
-        return self.update(message, sent)
+        return (yield from self.update(message, sent))
 
     def telling(self, sent: Sent, steps: Steps[Update | None]) -> Steps[Update | None]:
         """Take an answer by ``steps``, and tell the client if it is refused, since it may wait for a reply."""
@@ -470,9 +487,10 @@ class SessionProtocol:
                 "connection-broken", f"{MAX_DAMAGED} messages in a row were damaged, the last: {update.refusal}"
             )
 
-    def update(self, message: Message, sent: Sent) -> Update:
+    def update(self, message: Message, sent: Sent) -> Steps[Update]:
         """Check a client's answer, and unpack its tensors; raises `Refused`."""
-        if message.kind is not Kind.UPDATE or message.tensors is None:
+        packed = message.tensors
+        if message.kind is not Kind.UPDATE or packed is None:
             raise Refused("bad-kind", f"expected UPDATE, got {message.kind.name}")
         if message.incarnation != self.incarnation:
             raise Refused("wrong-incarnation", f"expected {self.incarnation}, got {message.incarnation}")
@@ -480,7 +498,7 @@ class SessionProtocol:
         for extension in self.extensions:
             extension.after(answer)
         try:
-            tensors = self.up.unpack(sent.assignment, message.tensors, sent.received)
+            tensors = yield from self._compute(lambda: self.up.unpack(sent.assignment, packed, sent.received))
         except InvalidPayload as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
         return Update(

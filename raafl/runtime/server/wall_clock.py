@@ -1,8 +1,8 @@
 """Run on the wall clock: the server coordinates clients in processes of their own, one connection for each.
 
-One thread per client sends and receives; the loop below takes what they report, in order, and is the only one to touch
-the global state. Evaluation and checkpoints work on snapshots in threads of their own; a merge waits for their copy
-alone, and for a checkpoint that is still being written when the next is due.
+Sessions (`raafl.runtime.server.session_loop`) send and receive; the loop below takes what they report, in order, and is the
+only one to touch the global state. Evaluation and checkpoints work on snapshots in threads of their own; a merge waits for
+their copy alone, and for a checkpoint that is still being written when the next is due.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Server(Driver):
     def _offer(self, asked: Resumption) -> bool:
         """Offer a session the new connection of its client; return whether the session accepts it."""
         session = self.sessions[asked.client] if self._is_current(asked.client, asked.wanted) else None
-        if session is None or not session.link.offer(asked.pair, asked.position):
+        if session is None or not session.offer(asked.pair, asked.position):
             return False
         with self._enter_lock:
             return self._entering.pop((asked.client, asked.incarnation), None) is not None

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 
 from raafl.transport import codec
 from raafl.transport.codec import Expect, Message, Refused
 from raafl.transport.connection import Connection, PeerLost, PeerTimeout
-from raafl.transport.frames import Frames, Partial
-from raafl.transport.tcp.stream import SocketStream, TimeBudget, hang_up, shut
+from raafl.transport.frames import PIECE_BYTES, Frames, Partial
+from raafl.transport.tcp.stream import PAUSE, SocketStream, TimeBudget, Wait, Waits, block, hang_up, shut
 
 MIN_BYTES_PER_S = 1000.0
 """Slower than this, a peer in the middle of a message is cut off as ``slow``."""
@@ -50,6 +50,7 @@ class TcpConnection(Connection):
         # One thread may send while another receives, since the two halves of the frames share nothing. The lock is held
         # only briefly, to count the threads inside, so that closing never waits for the peer.
         self._lock, self._num_inside, self._open = threading.Lock(), 0, True
+        self._has_unread = False
 
     @property
     def sent_bytes(self) -> int:
@@ -78,26 +79,63 @@ class TcpConnection(Connection):
             timeout_s: seconds in which the peer must accept each piece; None = the default of the connection.
             first_chunk: index of the first chunk of the payload to send; the peer has all earlier chunks.
         """
+        return block(self.sending(message, timeout_s, first_chunk))
+
+    def sending(self, message: Message, timeout_s: float | None = None, first_chunk: int = 0) -> Waits[int]:
+        """Send a message, yielding what to wait for; see `send`."""
         head = codec.encode_head(message)
         with self._inside():
             self._socket.writing = TimeBudget(self.timeout_s if timeout_s is None else timeout_s, self.min_bytes_per_s)
+            before = self._stream.num_written
             try:
-                return self._frames.send(head, message.tensors, first_chunk)
+                yield from self._writing(head, message, first_chunk)
             except Refused as refused:
                 raise PeerTimeout(f"the peer accepts the message too slowly: {refused.detail}") from None
+            return self._stream.num_written - before
+
+    def _writing(self, head: bytes, message: Message, first_chunk: int) -> Waits[None]:
+        for number, parts in enumerate(self._frames.sending(head, message.tensors, first_chunk)):
+            if number:
+                yield PAUSE
+            yield from self._stream.writing_all(parts)
 
     def recv(self, expect: Expect, timeout_s: float, *, finite: bool = False) -> Message:
         """Receive a message; see `Connection.recv`."""
-        self.received_bytes = 0
+        return block(self.receiving(expect, timeout_s, finite))
+
+    def receiving(self, expect: Expect, timeout_s: float, finite: bool = False) -> Waits[Message]:
+        """Receive a message, yielding what to wait for; see `Connection.recv`."""
+        self.received_bytes, self._has_unread = 0, False
         with self._inside():
             before = self._stream.num_read
             self._socket.reading = TimeBudget(self.timeout_s, self.min_bytes_per_s)
             try:
                 if not self._stream.pending:
-                    self._socket.await_first(timeout_s)
-                return self._frames.receive(expect, finite)
+                    yield from self._socket.awaiting_first(timeout_s)
+                return (yield from self._reading(self._frames.receiving(expect, finite)))
             finally:
                 self.received_bytes = self._stream.num_read - before
+
+    def _reading(self, steps: Generator[memoryview, None, Message]) -> Waits[Message]:
+        try:
+            while True:
+                view = next(steps)
+                yield from self._stream.reading_into(view)
+                if len(view) >= PIECE_BYTES:
+                    yield PAUSE
+        except StopIteration as end:
+            message: Message = end.value
+            return message
+        finally:
+            steps.close()
+
+    def watching(self, timeout_s: float) -> Waits[None]:
+        """Wait while the connection is idle; raise `PeerLost` once the peer has closed it."""
+        with self._inside():
+            if self._has_unread or self._stream.pending:
+                yield Wait(None, False, timeout_s)
+            elif (yield Wait(self._socket, False, timeout_s)):
+                self._has_unread = self._socket.check()
 
     def check(self) -> None:
         """Raise `PeerLost` if the peer has closed the connection; see `Connection.check`."""

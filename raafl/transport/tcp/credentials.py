@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from raafl.errors import BadInput
 from raafl.transport.codec import Refused
-from raafl.transport.tcp.stream import SocketStream
+from raafl.transport.tcp.stream import SocketStream, Waits
 
 TOKEN_BYTES = 32
 TOKEN_VARIABLE = "RAAFL_LOCAL_TOKEN"
@@ -33,7 +33,7 @@ class ServerLogin:
         """Return the TLS context of the next connection; None = plain TCP."""
         return None
 
-    def begin(self, stream: SocketStream) -> Callable[[bytes], Proof]:
+    def begin(self, stream: SocketStream) -> Waits[Callable[[bytes], Proof]]:
         """Check what the client proves before it sends a token; return the function that checks its token.
 
         Both raise `Refused`; the client gets the reason of the second one in words.
@@ -116,12 +116,13 @@ class _ServerToken(ServerLogin):
     def __init__(self, token: bytes) -> None:
         self._token = token
 
-    def begin(self, stream: SocketStream) -> Callable[[bytes], Proof]:
+    def begin(self, stream: SocketStream) -> Waits[Callable[[bytes], Proof]]:
         def check(token: bytes) -> Proof:
             if not hmac.compare_digest(token, self._token):
                 raise Refused("wrong-token", "the server was started by another command")
             return None, 0
 
+        yield from ()  # there is nothing to wait for
         return check
 
 

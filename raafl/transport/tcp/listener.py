@@ -1,7 +1,8 @@
 """Listen on a port, and admit clients that authenticate.
 
 Callers that have not authenticated yet occupy a limited number of places. When all are taken, the caller that has waited longest,
-of the host with most places, gives up its place, so that silent callers cannot keep out one that speaks.
+of the host with most places, gives up its place, so that silent callers cannot keep out one that speaks. Each costs a socket and
+the buffers of its handshake.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import base64
 import ipaddress
 import logging
-import selectors
 import socket
 import ssl
 import struct
@@ -28,7 +28,8 @@ from raafl.transport.codec import Refused
 from raafl.transport.connection import PeerLost, PeerTimeout
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.credentials import TOKEN_BYTES, ClientLogin, Credentials, ServerLogin
-from raafl.transport.tcp.stream import SocketStream, TimeBudget, drain, hang_up, shut
+from raafl.transport.tcp.loop import SocketLoop
+from raafl.transport.tcp.stream import SocketStream, TimeBudget, Waits, draining, hang_up, shut
 from raafl.transport.tcp.tls import TlsStream
 
 # Authenticate both sides of a new connection: by TLS or a token, the client's id, and the server's answer in words.
@@ -71,20 +72,22 @@ def opening_stream(sock: socket.socket, timeout_s: float) -> SocketStream:
     return TlsStream(sock, budget, 0) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock, budget, 0)
 
 
-def server_opening(stream: SocketStream, login: ServerLogin, address: str, authorize: Callable[[Peer], None]) -> Peer:
-    """Run the server's side of the authentication; return the authenticated client.
+def server_opening(
+    stream: SocketStream, login: ServerLogin, address: str, authorize: Callable[[Peer], None]
+) -> Waits[Peer]:
+    """Run the server's side of the authentication, yielding what to wait for; return the authenticated client.
 
     Raises:
         Refused: the client was refused.
         PeerLost: the client closed the connection.
         PeerTimeout: the client was too slow.
     """
-    proof = login.begin(stream)
+    proof = yield from login.begin(stream)
     hello = bytearray(_HELLO.size)
-    stream.read_into(memoryview(hello)[:4])
+    yield from stream.reading_into(memoryview(hello)[:4])
     if hello[:4] != MAGIC:
         raise Refused("bad-magic", f"{bytes(hello[:4])!r} is no raafl client")
-    stream.read_into(memoryview(hello)[4:])
+    yield from stream.reading_into(memoryview(hello)[4:])
     _, version, _, client, token = _HELLO.unpack(hello)
     try:
         if version != VERSION:
@@ -93,9 +96,9 @@ def server_opening(stream: SocketStream, login: ServerLogin, address: str, autho
         peer = Peer(client, site, serial, address)
         authorize(peer)
     except Refused as refused:
-        stream.write([_answer(f"{refused.reason}: {refused.detail}")])
+        yield from stream.writing_all([_answer(f"{refused.reason}: {refused.detail}")])
         raise
-    stream.write([_answer("")])
+    yield from stream.writing_all([_answer("")])
     return peer
 
 
@@ -136,7 +139,10 @@ def _answer(text: str) -> bytes:
 HANDSHAKE_S = 5.0
 """How long a caller may take for its part of the handshake."""
 
-_BACKLOG = 128
+MAX_CALLERS = 256
+"""Most callers that are being admitted at once."""
+
+_BACKLOG = 1024
 _LINGER_S = 1.0
 _JOIN_S = 10.0
 _RETRY_S = 0.1
@@ -163,13 +169,13 @@ class _Caller:
     sock: socket.socket
     host: str
     address: str
-    thread: threading.Thread | None = None
     reason: str | None = None
-    admitted: bool = False
 
 
 class Listener:
     """Listening socket that admits clients that authenticate; a context manager.
+
+    All of it but `start` and `close` runs on the loop's thread, so that a caller costs its buffers, not a thread.
 
     `address`: ``HOST:PORT`` with the actual port.
     """
@@ -183,13 +189,15 @@ class Listener:
         *,
         authorize: Callable[[Peer], None] = lambda peer: None,
         timeout_s: float = 30.0,
-        max_callers: int = 32,
-        max_per_host: int = 32,
+        max_callers: int = MAX_CALLERS,
+        max_per_host: int = MAX_CALLERS,
         turns: TokenBucket | None = None,
+        loop: SocketLoop | None = None,
     ) -> None:
         """Listen; `start` begins to answer.
 
-        `turns`: rate limit of each client; None = no limit.
+        `admit`: called on the loop's thread with each client that is let in; it must not wait. `turns`: rate limit of each
+        client; None = no limit. `loop`: thread of the sockets, which has started when this does; None = one of its own.
 
         Raises:
             BadInput: the address is not of this machine or in use, or a file of the credentials is of no use.
@@ -200,12 +208,15 @@ class Listener:
         self._listener = address if isinstance(address, socket.socket) else _bind(address)
         self._listener.setblocking(False)
         self.address = _text(self._listener.getsockname())
-        # the lock guards the list of callers, and decides for each whether its admission or its rejection comes first
-        self._lock, self._callers, self._closed = threading.Lock(), list[_Caller](), threading.Event()
+        self._callers: list[_Caller] = []
         self._told: Counter[str] = Counter()
-        self._turns, self._stormed = turns, False
-        self._waker, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
+        self._turns = turns
+        self._loop, self._owns_loop, self._has_started, self._is_closed = (
+            loop or SocketLoop(),
+            loop is None,
+            False,
+            False,
+        )
 
     def start(self) -> Listener:
         """Start to accept connections, and return the listener. Until then, the system refuses connection attempts."""
@@ -213,29 +224,25 @@ class Listener:
             self._listener.listen(_BACKLOG)
         except OSError as error:  # another process may have bound the port in the meantime
             raise _unusable(self.address, error) from None
-        self._thread.start()
+        if self._owns_loop:
+            self._loop.start()
+        self._has_started = True
+        self._loop.post(self._listen)
         return self
 
     def close(self) -> None:
-        """Stop listening, refuse clients that are still in the handshake, and end all threads; admitted connections stay open.
+        """Stop listening, and refuse clients that are still in the handshake; admitted connections stay open.
 
         The method can be called again.
         """
-        self._closed.set()
-        with suppress(OSError):
-            self._waker.send(b"x")
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_S)
-        with self._lock:
-            callers = list(self._callers)
-        for caller in callers:
-            self._turn_out(caller, "stopped")
-        deadline = time.monotonic() + _JOIN_S
-        for caller in callers:
-            if caller.thread is not None and caller.thread is not threading.current_thread():
-                caller.thread.join(max(0.0, deadline - time.monotonic()))
-        for sock in (self._listener, self._waker, self._woken):
-            sock.close()
+        if self._is_closed:
+            return
+        if self._has_started:
+            self._loop.wait_for(self._end())
+        self._is_closed = True
+        if self._owns_loop:
+            self._loop.close()
+        self._listener.close()
 
     def __enter__(self) -> Listener:
         return self.start()
@@ -243,75 +250,71 @@ class Listener:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    async def _end(self) -> None:
+        self._is_closed = True
+        self._loop.remove_reader(self._listener)
+        for caller in list(self._callers):
+            self._turn_out(caller, "stopped")
+        until = time.monotonic() + _JOIN_S
+        while self._callers and time.monotonic() < until:
+            await self._loop.sleep(_RETRY_S / 10)
+
     def _listen(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while not self._closed.is_set():
-                selector.select()
-                if self._closed.is_set():
-                    return
-                try:
-                    sock, address = self._listener.accept()
-                except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                    continue
-                except OSError as error:  # out of file descriptors, of which some will be freed
-                    _log.warning("cannot accept a connection at %s: %s", self.address, error)
-                    self._closed.wait(_RETRY_S)
-                    continue
-                self._enter(_Caller(sock, str(address[0]), _text(address)))
-                if self._stormed:
-                    self._stormed = False
-                    self._closed.wait(_BREATH_S)
+        if not self._is_closed:
+            self._loop.add_reader(self._listener, self._accept)
+
+    async def _listen_after(self, seconds: float) -> None:
+        await self._loop.sleep(seconds)
+        self._listen()
+
+    def _rest(self, seconds: float) -> None:
+        """Accept nobody for a while."""
+        self._loop.remove_reader(self._listener)
+        self._loop.begin(self._listen_after(seconds))
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:  # out of file descriptors, of which some will be freed
+            _log.warning("cannot accept a connection at %s: %s", self.address, error)
+            self._rest(_RETRY_S)
+            return
+        self._enter(_Caller(sock, str(address[0]), _text(address)))
 
     def _enter(self, caller: _Caller) -> None:
-        """Give a caller a slot and a thread, or reject it."""
-        while (victim := self._in_the_way(caller)) is not None:
-            self._turn_out(victim, "busy")
-            if victim is not caller and victim.thread is not None:
-                victim.thread.join(_JOIN_S)
-                if not victim.thread.is_alive():
-                    continue
-            caller.reason = "busy"
-            break
-        if caller.reason is not None:
+        """Give a caller a slot, or reject it."""
+        if (victim := self._in_the_way(caller)) is caller:
             hang_up(caller.sock, abruptly=True)
-            self._say(caller, caller.reason)
+            self._say(caller, "busy")
             return
-        caller.thread = threading.Thread(target=self._answer, args=(caller,), name="caller", daemon=True)
-        with self._lock:
-            self._callers.append(caller)
-        try:
-            caller.thread.start()
-        except RuntimeError as error:  # the system has no more threads
-            with self._lock:
-                self._callers.remove(caller)
-            hang_up(caller.sock, abruptly=True)
-            self._say(caller, "busy", str(error))
+        if victim is not None:
+            self._turn_out(victim, "busy")
+        self._callers.append(caller)
+        self._loop.begin(self._answer(caller))
 
     def _in_the_way(self, caller: _Caller) -> _Caller | None:
-        """Return whom to reject for lack of slots: an older caller not admitted yet, else ``caller``; None if there is room."""
-        with self._lock:
-            held = Counter(other.host for other in self._callers)
-            if held[caller.host] >= self._max_per_host:
-                host = caller.host
-            elif len(self._callers) >= self._max_callers:
-                host = max(held, key=held.__getitem__)
-            else:
-                return None
-            waiting = [other for other in self._callers if not other.admitted]
-            return next((o for o in waiting if o.host == host), next(iter(waiting), caller))
+        """Return whom to reject for lack of slots, the oldest of the host with most; ``caller`` if all are leaving already.
+
+        None = there is room.
+        """
+        waiting = [other for other in self._callers if other.reason is None]
+        held = Counter(other.host for other in waiting)
+        if held[caller.host] >= self._max_per_host:
+            host = caller.host
+        elif len(waiting) >= self._max_callers:
+            host = max(held, key=held.__getitem__)
+        else:
+            return caller if len(self._callers) >= 2 * self._max_callers else None
+        return next(other for other in waiting if other.host == host)
 
     def _turn_out(self, caller: _Caller, reason: str) -> None:
-        """Wake the thread of a caller that is not admitted yet, which then closes the connection."""
-        with self._lock:
-            if caller.admitted:
-                return
-            caller.reason = caller.reason or reason
-            # Only that thread closes the descriptor: closed here, its number could be reused by another file that the
-            # thread then reads.
-            with suppress(OSError):
-                shut(caller.sock, socket.SHUT_RD)  # the peer notices nothing until the socket is reset
+        """Wake the task of a caller, which then closes the connection."""
+        caller.reason = caller.reason or reason
+        # Only that task closes the descriptor: closed here, its number could be reused while the task waits for it.
+        with suppress(OSError):
+            shut(caller.sock, socket.SHUT_RD)  # the peer notices nothing until the socket is reset
 
     def _may_enter(self, peer: Peer) -> None:
         """Raise `Refused` for an authenticated peer that is not allowed, or that connects too often."""
@@ -319,27 +322,19 @@ class Listener:
         if self._turns is not None and not self._turns.take(peer.client):
             raise Refused("too-often", f"client {peer.client}: try again later")
 
-    def _begin(self, caller: _Caller) -> None:
-        """Wrap a caller's socket in TLS; the handshake follows later."""
-        with self._lock:  # `_turn_out` uses the socket in another thread
-            if caller.reason is None and (context := self._login.context()) is not None:
-                caller.sock = context.wrap_socket(caller.sock, server_side=True, do_handshake_on_connect=False)
-
-    def _answer(self, caller: _Caller) -> None:
+    async def _answer(self, caller: _Caller) -> None:
         """Do the handshake with one caller and admit it; any other outcome calls ``refused`` once."""
         reason, detail, abruptly = "failed", "", True
         try:
-            self._begin(caller)
+            if (context := self._login.context()) is not None:
+                caller.sock = context.wrap_socket(caller.sock, server_side=True, do_handshake_on_connect=False)
             stream = opening_stream(caller.sock, HANDSHAKE_S)
-            peer = server_opening(stream, self._login, caller.address, self._may_enter)
-            with self._lock:
-                caller.admitted = caller.reason is None
-            if caller.admitted:
+            peer = await self._loop.drive(server_opening(stream, self._login, caller.address, self._may_enter))
+            if caller.reason is None:
                 self._admit(TcpConnection(caller.sock, self._timeout_s), peer)
                 reason = ""
         except Refused as refused:
             reason, detail, abruptly = refused.reason, refused.detail, False
-            self._stormed |= reason == "too-often"
         except PeerTimeout as timeout:
             reason, detail = "timeout", str(timeout)
         except (PeerLost, OSError) as lost:
@@ -349,14 +344,21 @@ class Listener:
         try:
             if caller.reason is not None:
                 reason, abruptly = caller.reason, True
+            if reason == "too-often" and not self._is_closed:
+                self._rest(_BREATH_S)
+            elif reason and not abruptly:
+                await self._linger(caller.sock)
             if reason:
-                if not abruptly and reason != "too-often":
-                    _linger(caller.sock)
                 hang_up(caller.sock, abruptly=abruptly)
                 self._say(caller, reason, detail)
         finally:
-            with self._lock:
-                self._callers.remove(caller)
+            self._callers.remove(caller)
+
+    async def _linger(self, sock: socket.socket) -> None:
+        """Wait briefly until the peer has read the last message: closing with unread data in the socket would reset it."""
+        with suppress(OSError):
+            shut(sock, socket.SHUT_WR)
+            await self._loop.drive(draining(sock, _LINGER_S, _DRAIN_BYTES))
 
     def _say(self, caller: _Caller, reason: str, detail: str = "") -> None:
         """Report a rejected caller; log a few warnings at most, for reasons that an operator can fix."""
@@ -447,13 +449,6 @@ def _unusable(address: str, error: OSError) -> BadInput:
         f"address is '{address}', on which this machine cannot listen ({error.strerror or error}): give an address of this "
         f"machine and a free port, or port 0"
     )
-
-
-def _linger(sock: socket.socket) -> None:
-    """Wait briefly until the peer has read the last message: closing with unread data in the socket would reset it."""
-    with suppress(OSError):
-        shut(sock, socket.SHUT_WR)
-        drain(sock, _LINGER_S, _DRAIN_BYTES)
 
 
 _MAX_HEAD_BYTES = 16 << 10

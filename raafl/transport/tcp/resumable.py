@@ -22,7 +22,7 @@ from typing import Any
 from raafl.transport import codec
 from raafl.transport.codec import Expect, Kind, Message, Refused
 from raafl.transport.connection import Connection, PeerLost, PeerTimeout
-from raafl.transport.frames import count_chunks
+from raafl.transport.frames import Partial, count_chunks
 from raafl.transport.tcp.connection import TcpConnection
 
 SUCCEEDED = "connection-replaced"
@@ -46,6 +46,58 @@ Renew = Callable[[Position, Exception], tuple[TcpConnection, Position]]
 """Function that returns the next connection and the peer's position, given this end's position and the error."""
 
 
+class Progress:
+    """What one end of a session has sent and received, and the part of its last message that the other end may lack.
+
+    `num_sent`, `num_received`: number of task messages.
+    `last`: last task message sent; None = it has arrived.
+    `first`: chunk from which to send that message on this connection; None = nothing needs to be sent.
+    """
+
+    def __init__(self) -> None:
+        self.num_sent = self.num_received = 0
+        self.last: Message | None = None
+        self.first: int | None = None
+
+    def begin(self, message: Message) -> None:
+        """Note a task message that is about to be sent."""
+        self.last, self.first, self.num_sent = message, 0, self.num_sent + 1
+
+    def take(self, message: Message) -> None:
+        """Note a message that was received; it may show that the last one sent has arrived."""
+        self.num_received += message.assignment != 0
+        if self.last is not None and _confirms(message, self.last):
+            self.last = None
+
+    def refuse(self, refused: Refused) -> None:
+        """Note a message that was received and refused."""
+        self.num_received += refused.message is not None and refused.message.assignment != 0
+
+    def here(self, partial: Partial | None) -> Position:
+        """Return the position of this end; ``partial``: the message that broke off."""
+        return Position(self.num_received, 0 if partial is None else partial.num_chunks)
+
+    def go_on(self, theirs: Position) -> None:
+        """Go on from the other end's position on a new connection; raises `Refused` (wrong-position) for an impossible one."""
+        self.first = self._first_missing(theirs)
+        if self.first is None:
+            self.last = None
+
+    def _first_missing(self, theirs: Position) -> int | None:
+        """Return the first chunk of the last message that the peer still needs; None = it has everything."""
+        num_missing, last = self.num_sent - theirs.num_messages, self.last
+        if num_missing == 0 and theirs.num_chunks == 0:
+            return None
+        most = 0 if last is None else count_chunks(codec.declared(last.tensors))
+        if num_missing != 1 or last is None or theirs.num_chunks > most:
+            raise Refused(
+                "wrong-position",
+                f"the other end has {theirs.num_messages} messages and {theirs.num_chunks} chunks, of {self.num_sent} messages "
+                f"and {most} chunks",
+            )
+        return theirs.num_chunks
+
+
 class ResumableConnection(Connection):
     """A session with one peer that survives broken connections: it continues on the peer's next connection.
 
@@ -54,7 +106,6 @@ class ResumableConnection(Connection):
     middle of a message that the new connection is to continue.
 
     `pair`: the present connection of the session.
-    `num_sent`: number of task messages sent.
     """
 
     resumes = True
@@ -63,14 +114,11 @@ class ResumableConnection(Connection):
         """Start the session on a connection."""
         self.pair, self._renew = pair, renew
         self._sending, self._receiving = threading.Lock(), threading.RLock()
-        # The lock guards the connection, the last message, and `_first`: the chunk from which to send that message on
-        # this connection; None = nothing needs to be sent.
-        self._swap = threading.Lock()
-        self._first: int | None = None
-        self._last: Message | None = None
+        self._swap = threading.Lock()  # guards the connection and the progress
+        self._progress = Progress()
         self._confirmed = threading.Event()  # set unless the last message may have to be sent again
         self._confirmed.set()
-        self.num_sent = self._num_received = self._num_repeated_bytes = 0
+        self._num_repeated_bytes = 0
         self._is_closed = False
 
     @property
@@ -81,7 +129,7 @@ class ResumableConnection(Connection):
     @property
     def is_unconfirmed(self) -> bool:
         """Whether the peer has not yet confirmed the last task message."""
-        return self._last is not None
+        return self._progress.last is not None
 
     def send(self, message: Message, timeout_s: float | None = None) -> int:
         """Send a message, on a new connection if this one breaks; see `Connection.send`.
@@ -94,7 +142,7 @@ class ResumableConnection(Connection):
             if not message.assignment:
                 return self.pair.send(message, timeout_s)
             with self._swap:
-                self._last, self.num_sent, self._first = message, self.num_sent + 1, 0
+                self._progress.begin(message)
                 self._confirmed.clear()
             return self._send_rest(message, timeout_s)
         finally:
@@ -105,7 +153,7 @@ class ResumableConnection(Connection):
         num_bytes, self._num_repeated_bytes = self._num_repeated_bytes, 0
         while True:
             with self._swap:
-                pair, first, self._first = self.pair, self._first, None
+                pair, first, self._progress.first = self.pair, self._progress.first, None
             if first is None:
                 return num_bytes
             before = pair.sent_bytes
@@ -143,19 +191,18 @@ class ResumableConnection(Connection):
         try:
             message = pair.recv(expect, left_s, finite=finite)
         except Refused as refused:
-            self._num_received += refused.message is not None and refused.message.assignment != 0
+            self._progress.refuse(refused)
             if pair.closed:
                 self.close()
             raise
-        self._num_received += message.assignment != 0
         with self._swap:
-            if self._last is not None and _confirms(message, self._last):
-                self._forget_last()
+            self._progress.take(message)
+            self._note_confirmed()
         return message
 
-    def _forget_last(self) -> None:
-        self._last = None
-        self._confirmed.set()
+    def _note_confirmed(self) -> None:
+        if self._progress.last is None:
+            self._confirmed.set()
 
     def settle(self, stopped: Callable[[], bool]) -> None:
         """Wait until the last task message has arrived, or the session has ended; see `Connection.settle`."""
@@ -193,16 +240,14 @@ class ResumableConnection(Connection):
     def _take_next(self, old: TcpConnection, error: PeerLost | PeerTimeout) -> None:
         """Continue on the next connection; the caller holds the receiving lock."""
         partial = old.partial
-        mine = Position(self._num_received, 0 if partial is None else partial.num_chunks)
         try:
-            pair, theirs = self._renew(mine, error)
+            pair, theirs = self._renew(self._progress.here(partial), error)
             pair.partial = partial
             # atomic, so that a message sent meanwhile is either compared here or goes over the new connection
             with self._swap:
                 self.pair = pair
-                self._first = self._first_missing(theirs)
-                if self._first is None:
-                    self._forget_last()
+                self._progress.go_on(theirs)
+                self._note_confirmed()
         except BaseException:
             self.close()
             raise
@@ -210,29 +255,13 @@ class ResumableConnection(Connection):
             pair.close()
             raise error
 
-    def _first_missing(self, theirs: Position) -> int | None:
-        """Return the first chunk of the last message that the peer still needs; None = it has everything.
-
-        Raises Refused (wrong-position) for an impossible position.
-        """
-        num_missing, last = self.num_sent - theirs.num_messages, self._last
-        if num_missing == 0 and theirs.num_chunks == 0:
-            return None
-        most = 0 if last is None else count_chunks(codec.declared(last.tensors))
-        if num_missing != 1 or last is None or theirs.num_chunks > most:
-            raise Refused(
-                "wrong-position",
-                f"the other end has {theirs.num_messages} messages and {theirs.num_chunks} chunks, of {self.num_sent} messages "
-                f"and {most} chunks",
-            )
-        return theirs.num_chunks
-
     def _repeat(self) -> None:
         """Send the chunks that the peer lacks, unless another thread is sending them."""
-        while self._first is not None and not self._is_closed:
+        progress = self._progress
+        while progress.first is not None and not self._is_closed:
             with _attempt(self._sending) as is_free:
-                if is_free and self._last is not None and self._first is not None:
-                    self._num_repeated_bytes += self._send_rest(self._last)
+                if is_free and progress.last is not None and progress.first is not None:
+                    self._num_repeated_bytes += self._send_rest(progress.last)
 
 
 def _confirms(message: Message, last: Message) -> bool:

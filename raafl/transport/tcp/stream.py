@@ -1,4 +1,8 @@
-"""Transfer bytes over a socket, with deadlines that a slow peer cannot extend; closing wakes all threads that wait."""
+"""Transfer bytes over a socket, with deadlines that a slow peer cannot extend; closing wakes all threads that wait.
+
+Reading and writing are generators that yield what to wait for (`Wait`), so that one code serves two drivers: `block` waits on
+the calling thread, and the loop of a server's sessions waits for thousands of sockets at a time.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ import mmap
 import select
 import socket
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from raafl.transport.codec import Refused
 from raafl.transport.connection import PeerLost, PeerTimeout
@@ -22,6 +26,38 @@ UNSENT_BYTES = 512 << 10
 
 _MAX_PARTS = 64  # buffers per sendmsg call; far below every system's IOV_MAX
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+
+T = TypeVar("T")
+
+
+class Wait(NamedTuple):
+    """Request to wait; the result is whether the socket is ready, False after the time."""
+
+    stream: SocketStream | None  # None = only for the time
+    writes: bool  # whether to wait until the socket takes bytes, else until it has some
+    timeout_s: float  # seconds to wait at most
+
+
+Waits = Generator[Wait, bool, T]
+"""Steps of a transfer that yield what to wait for; T is their result."""
+
+PAUSE = Wait(None, False, 0.0)
+"""Yielded between the pieces of a long transfer, so that a loop can see to other connections."""
+
+
+def block(steps: Waits[T]) -> T:
+    """Perform the steps of a transfer, waiting on this thread; return their result."""
+    is_ready: Any = None
+    try:
+        while True:
+            wait = steps.send(is_ready)
+            is_ready = wait.stream is not None and wait.stream.poll(wait.writes, wait.timeout_s)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        steps.close()
 
 
 class TimeBudget:
@@ -98,34 +134,53 @@ class SocketStream:
             _tune(sock)
         self.sock, self.reading, self.writing = sock, budget, budget
         self.num_read = self.num_written = 0
-        self._ahead = _zeroed_memory(ahead_bytes)
+        self._ahead, self._ahead_bytes = _NOTHING, ahead_bytes
         self._start = self._end = 0
-        self._readable, self._writable = select.poll(), select.poll()
-        self._readable.register(sock, select.POLLIN)
-        self._writable.register(sock, select.POLLOUT)
+        self._polls: dict[bool, select.poll] = {}
 
     @property
     def pending(self) -> bool:
         """Whether bytes were read ahead and wait in memory."""
         return self._start < self._end
 
-    def await_first(self, timeout_s: float) -> None:
+    def poll(self, writes: bool, timeout_s: float) -> bool:
+        """Wait on this thread until the socket takes bytes (``writes``) or has some; return whether it does."""
+        if (poll := self._polls.get(writes)) is None:
+            poll = self._polls[writes] = select.poll()
+            poll.register(self.sock, select.POLLOUT if writes else select.POLLIN)
+        return bool(poll.poll(_milliseconds(timeout_s)))
+
+    def awaiting_first(self, timeout_s: float) -> Waits[None]:
         """Wait until bytes arrive or the stream ends; raise `PeerTimeout` if neither happens in time."""
-        if not self.pending and not self._readable.poll(_milliseconds(timeout_s)):
+        if not self.pending and not (yield Wait(self, False, timeout_s)):
             raise PeerTimeout(f"nothing from the peer within {timeout_s:g} s")
 
-    def check(self) -> None:
-        """Raise `PeerLost` if the peer has closed the connection and everything that it sent was read; return at once."""
+    def await_first(self, timeout_s: float) -> None:
+        """Wait on this thread; see `awaiting_first`."""
+        block(self.awaiting_first(timeout_s))
+
+    def check(self) -> bool:
+        """Raise `PeerLost` if the peer has closed the connection and everything that it sent was read; return at once.
+
+        The result is whether bytes of the peer wait to be read.
+        """
         try:
-            gone = self._readable.poll(0) and not self.sock.recv(1, socket.MSG_PEEK)
+            if not self.poll(False, 0):
+                return self.pending
+            gone = not self.sock.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
-            return
+            return self.pending
         except OSError as error:
             raise connection_lost(error) from None
         if gone:
             raise connection_ended()
+        return True
 
     def read_into(self, view: memoryview) -> None:
+        """Read bytes until ``view`` is full; see `Stream.read_into`."""
+        block(self.reading_into(view))
+
+    def reading_into(self, view: memoryview) -> Waits[None]:
         """Read bytes until ``view`` is full; see `Stream.read_into`."""
         filled = 0
         while filled < len(view):
@@ -133,23 +188,43 @@ class SocketStream:
                 got = min(self._end - self._start, len(view) - filled)
                 view[filled : filled + got] = self._ahead[self._start : self._start + got]
                 self._start += got
-            elif len(view) - filled >= len(self._ahead):
-                got = self._receive(view[filled:])
+                if self._start == self._end:
+                    self._give_back()
+            elif len(view) - filled >= self._ahead_bytes:
+                got = yield from self._receiving(view[filled:])
             else:
-                got, self._start, self._end = 0, 0, 0
-                self._end = self._receive(self._ahead)
+                got = 0
+                yield from self._reading_ahead()
             filled += got
             self.num_read += got
 
+    def _reading_ahead(self) -> Waits[None]:
+        """Read into memory of this stream, which it has only while bytes wait in it: most connections are idle."""
+        memory = _take_memory(self._ahead_bytes)
+        try:
+            end = yield from self._receiving(memory)
+        except BaseException:
+            _give_memory(memory)
+            raise
+        self._ahead, self._start, self._end = memory, 0, end
+
+    def _give_back(self) -> None:
+        memory, self._ahead, self._start, self._end = self._ahead, _NOTHING, 0, 0
+        _give_memory(memory)
+
     def write(self, parts: Sequence[memoryview | bytes]) -> None:
         """Write all parts; see `Stream.write`. A peer that does not read, or reads too slowly, raises `PeerTimeout`."""
+        block(self.writing_all(parts))
+
+    def writing_all(self, parts: Sequence[memoryview | bytes]) -> Waits[None]:
+        """Write all parts; see `write`."""
         views = [memoryview(part) for part in parts if len(part)]
         first = 0
         while first < len(views):
             try:
                 sent = self.sock.sendmsg(views[first : first + _MAX_PARTS])
             except (BlockingIOError, InterruptedError):
-                self._wait(self._writable, self.writing)
+                yield from self._waiting(True, self.writing)
                 continue
             except OSError as error:
                 raise connection_lost(error) from None
@@ -161,12 +236,12 @@ class SocketStream:
                 sent -= step
                 first += not len(views[first])
 
-    def _receive(self, view: memoryview) -> int:
+    def _receiving(self, view: memoryview) -> Waits[int]:
         while True:
             try:
                 got = self.sock.recv_into(view)
             except (BlockingIOError, InterruptedError):
-                self._wait(self._readable, self.reading)
+                yield from self._waiting(False, self.reading)
                 continue
             except OSError as error:
                 raise connection_lost(error) from None
@@ -175,23 +250,36 @@ class SocketStream:
             self.reading.moved(got)
             return got
 
-    def _wait(self, poll: select.poll, budget: TimeBudget) -> None:
+    def _waiting(self, writes: bool, budget: TimeBudget) -> Waits[None]:
         # the caller tries once more after the last wait, since data that came during the wait is in time
         if budget.left_s <= 0:
             raise budget.spent()
         start = time.monotonic()
-        poll.poll(_milliseconds(budget.left_s))
+        yield Wait(self, writes, budget.left_s)
         budget.waited(time.monotonic() - start)
 
 
-def _zeroed_memory(num_bytes: int) -> memoryview:
-    """Return zeroed memory that is allocated at first use and returned to the operating system when freed.
+_NOTHING = memoryview(b"")
+_MAX_SPARE = 16
+_spare: list[memoryview] = []
+"""Memory of `AHEAD_BYTES` that no stream reads into; taken and given back by single operations, which are atomic."""
 
-    malloc would keep blocks of this size in the process, once for each thread.
-    """
-    if not num_bytes:
-        return memoryview(b"")
+
+def _take_memory(num_bytes: int) -> memoryview:
+    """Return memory to read into, outside of malloc, which would keep blocks of this size once for each thread."""
+    try:
+        return _spare.pop() if num_bytes == AHEAD_BYTES else _mapped(num_bytes)
+    except IndexError:
+        return _mapped(num_bytes)
+
+
+def _mapped(num_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def _give_memory(memory: memoryview) -> None:
+    if len(memory) == AHEAD_BYTES and len(_spare) < _MAX_SPARE:
+        _spare.append(memory)
 
 
 def hang_up(sock: socket.socket, *, abruptly: bool = False) -> None:
@@ -217,12 +305,10 @@ def shut(sock: socket.socket, how: int) -> None:
     socket.socket.shutdown(sock, how)
 
 
-def drain(sock: socket.socket, timeout_s: float, most_bytes: int) -> None:
+def draining(sock: socket.socket, timeout_s: float, most_bytes: int) -> Waits[None]:
     """Read and discard what a peer still sends, so that unread bytes do not reset the connection before the peer has read ours."""
-    until, scratch = time.monotonic() + timeout_s, bytearray(4096)
-    readable = select.poll()
-    readable.register(sock, select.POLLIN)
-    while most_bytes > 0 and readable.poll(_milliseconds(until - time.monotonic())):
+    stream, until, scratch = SocketStream(sock, TimeBudget(timeout_s), 0), time.monotonic() + timeout_s, bytearray(4096)
+    while most_bytes > 0 and (yield Wait(stream, False, max(until - time.monotonic(), 0.0))):
         try:
             got = socket.socket.recv_into(sock, scratch)
         except OSError:

@@ -16,7 +16,14 @@ from typing import Any
 
 from raafl.transport.codec import Refused
 from raafl.transport.connection import PeerLost
-from raafl.transport.tcp.stream import AHEAD_BYTES, SocketStream, TimeBudget, connection_ended, connection_lost
+from raafl.transport.tcp.stream import (
+    AHEAD_BYTES,
+    SocketStream,
+    TimeBudget,
+    Waits,
+    connection_ended,
+    connection_lost,
+)
 
 WRITE_BYTES = 256 << 10
 """How much one SSL_write is given. It makes records of 16 KiB of it; shorter writes cost more calls, longer ones hold the lock."""
@@ -65,7 +72,7 @@ class TlsStream(SocketStream):
         self._tls, self._lock = sock, Lock()
         self._has_opened = sock.version() is not None
 
-    def handshake(self) -> None:
+    def shaking_hands(self) -> Waits[None]:
         """Do the TLS handshake within the time budget for reading.
 
         Raises:
@@ -73,7 +80,7 @@ class TlsStream(SocketStream):
             PeerLost: the other side closed the connection.
             PeerTimeout: the time budget is used up.
         """
-        self._attempt(self._tls.do_handshake, self.reading)
+        yield from self._attempt(self._tls.do_handshake, self.reading)
         self._has_opened = True
 
     @property
@@ -81,41 +88,43 @@ class TlsStream(SocketStream):
         """Whether decrypted bytes wait to be read; polling the socket does not show this."""
         return self._start < self._end or self._tls.pending() > 0
 
-    def check(self) -> None:
+    def check(self) -> bool:
         """Raise `PeerLost` if the peer has closed the connection; received bytes are kept. See `SocketStream.check`."""
-        if self.pending or not self._readable.poll(0):
-            return
-        self._start = self._end = 0
+        if self.pending or not self.poll(False, 0):
+            return self.pending
+        first = bytearray(1)  # what follows stays where it is: OpenSSL has the rest of the record
         try:
             with self._lock:
-                self._end = self._tls.recv_into(self._ahead)
+                got = self._tls.recv_into(first)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return
+            return False
         except OSError as error:
             raise problem_of(error, self._has_opened) from None
-        if self._end == 0:
+        if got == 0:
             raise connection_ended()
+        self._ahead, self._start, self._end = memoryview(first), 0, 1
+        return True
 
-    def write(self, parts: Sequence[memoryview | bytes]) -> None:
+    def writing_all(self, parts: Sequence[memoryview | bytes]) -> Waits[None]:
         """Write all parts: short parts together, long parts in pieces of `WRITE_BYTES`. See `Stream.write`."""
         if sum(map(len, parts)) <= WRITE_BYTES:
-            self._send(memoryview(b"".join(parts)))
+            yield from self._sending(memoryview(b"".join(parts)))
             return
         for part in parts:
             view = memoryview(part)
             for start in range(0, len(view), WRITE_BYTES):
-                self._send(view[start : start + WRITE_BYTES])
+                yield from self._sending(view[start : start + WRITE_BYTES])
 
-    def _send(self, view: memoryview) -> None:
+    def _sending(self, view: memoryview) -> Waits[None]:
         """Send all of ``view``; if the socket is full, SSL_write must be called again with the same bytes."""
         if not len(view):
             return
-        _, credited = self._attempt(lambda: self._tls.send(view), self.writing)
+        _, credited = yield from self._attempt(lambda: self._tls.send(view), self.writing)
         self.writing.moved(max(len(view) - credited, 0))
         self.num_written += len(view)
 
-    def _receive(self, view: memoryview) -> int:
-        got: int = self._attempt(lambda: self._read_records(view), self.reading)[0]
+    def _receiving(self, view: memoryview) -> Waits[int]:
+        got: int = (yield from self._attempt(lambda: self._read_records(view), self.reading))[0]
         if got == 0:
             raise connection_ended()
         self.reading.moved(got)
@@ -136,7 +145,7 @@ class TlsStream(SocketStream):
             if got < RECORD_BYTES or filled >= most:
                 return filled
 
-    def _attempt(self, call: Callable[[], Any], budget: TimeBudget) -> tuple[Any, int]:
+    def _attempt(self, call: Callable[[], Any], budget: TimeBudget) -> Waits[tuple[Any, int]]:
         """Repeat ``call`` until TLS no longer waits for the socket; return its result and the bytes credited during the waits."""
         credited = 0
         while True:
@@ -144,10 +153,10 @@ class TlsStream(SocketStream):
                 with self._lock:
                     return call(), credited
             except ssl.SSLWantReadError:
-                self._wait(self._readable, budget)
+                yield from self._waiting(False, budget)
             except ssl.SSLWantWriteError:
                 before = self._num_queued()
-                self._wait(self._writable, budget)
+                yield from self._waiting(True, budget)
                 # SSL_write does not say how much it has sent so far, so the system is asked: a slow peer must not count
                 # as silent
                 if (taken := before - self._num_queued()) > 0:

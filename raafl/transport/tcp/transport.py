@@ -16,6 +16,7 @@ from raafl.transport.codec import Refused
 from raafl.transport.connection import Connection
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.listener import Listener, Peer, TokenBucket, connect
+from raafl.transport.tcp.loop import SocketLoop
 from raafl.transport.transport import Admit, ConnectOptions, Transport
 
 
@@ -44,6 +45,7 @@ class TcpTransport(Transport):
 
     def __enter__(self) -> Self:
         """Bind the port; until `listen` is called, connections are refused."""
+        self.loop = SocketLoop()
         self._listener = Listener(
             self._meeting.address,
             self._credentials,
@@ -52,6 +54,7 @@ class TcpTransport(Transport):
             authorize=self._meeting.authorize,
             timeout_s=self._meeting.piece_s,
             turns=TokenBucket(),
+            loop=self.loop,
         )
         self.address = self._listener.address + (", TLS 1.3" if self.certified else "")
         return self
@@ -63,6 +66,8 @@ class TcpTransport(Transport):
         this connection without waiting.
         """
         self._admit, self._refused = admit, refused
+        assert self.loop is not None
+        self.loop.start()
         self._listener.start()
 
     def _let_in(self, connection: TcpConnection, peer: Peer) -> None:
@@ -88,8 +93,10 @@ class TcpTransport(Transport):
             connection.cut(refused.reason, refused.detail)
 
     def __exit__(self, *_: object) -> None:
-        """Close the port; see `Transport.__exit__`."""
+        """Close the port, and end the thread of all connections; see `Transport.__exit__`."""
         self._listener.close()
+        if self.loop is not None:
+            self.loop.close()
 
     def connect(self, device: torch.device | str = "cpu") -> Connection:
         """Connect to the server; see `raafl.transport.tcp.listener.connect`."""

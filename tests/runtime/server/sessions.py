@@ -10,14 +10,18 @@ from raafl.core.types import Assignment, ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.link import Inbox
-from raafl.runtime.server.session import Session
+from raafl.runtime.server.session_loop import LoopSession
 from raafl.runtime.server.session_protocol import SessionSetup, Terms
 from raafl.submodel import FULL, FlatTensors
 from raafl.transport import Kind, Message
 from raafl.transport.tcp.connection import TcpConnection
+from raafl.transport.tcp.loop import SocketLoop
 from tests.helpers.coordinators import filled, line_state
 
 WAIT_S = 60.0  # for what comes at once on an idle machine, and before a sign of life that the test does not expect
+LOOP = SocketLoop().start()
+"""Loop of all sessions of a test process."""
+
 INFO = ClientInfo(4, 17, Profile(name="phone", flops_per_s=1e8))
 
 
@@ -36,7 +40,7 @@ class Table:
         moved = lambda down, up: self.moved.append((down, up))  # noqa: E731
         setup = SessionSetup(self.state.submodels, times, moved, terms=terms or Terms(), extensions=extensions)
         known = ClientInfo(4, share, profile or Profile())
-        self.session = Session(4, 0, lambda: TcpConnection(ours, 20.0), setup, self.inbox, known)
+        self.session = LoopSession(LOOP, 4, 0, TcpConnection(ours, 20.0), setup, self.inbox, known)
         self.session.start()
         self.theirs = theirs
         self.pair = TcpConnection(theirs, 20.0)

@@ -14,7 +14,7 @@ from raafl.core.saving import client_to_json
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.link import Inbox
-from raafl.runtime.server.session import Session
+from raafl.runtime.server.session_loop import LoopSession
 from raafl.runtime.server.session_protocol import SessionSetup, Terms
 from raafl.runtime.server.wall_clock import LinkTracker
 from raafl.submodel import FlatTensors
@@ -22,7 +22,7 @@ from raafl.submodel.tensor_files import PayloadRoom, is_in_files
 from raafl.transport import Kind, Message, PeerLost, codec, frames
 from raafl.transport.tcp.connection import TcpConnection
 from tests.helpers.coordinators import filled, line_state
-from tests.runtime.server.sessions import INFO, WAIT_S, task
+from tests.runtime.server.sessions import INFO, LOOP, WAIT_S, task
 
 CHUNK = 8  # the model has 16 bytes and more
 
@@ -43,7 +43,7 @@ class Door:
         self.tracker = LinkTracker(self.roster, self.rows.append, self.notes.append, self.offer)
 
     def offer(self, asked):
-        return asked.wanted == 0 and self.sessions[0].link.offer(asked.pair, asked.position)
+        return asked.wanted == 0 and self.sessions[0].offer(asked.pair, asked.position)
 
     def call(self):
         """Connect anew."""
@@ -52,7 +52,7 @@ class Door:
         pair.resumes = True  # as over TLS
         moved = lambda down, up: self.moved.append((down, up))  # noqa: E731
         setup = SessionSetup(self.state.submodels, self.times, moved, terms=self.terms)
-        session = Session(4, len(self.sessions), lambda: pair, setup, self.inbox)
+        session = LoopSession(LOOP, 4, len(self.sessions), pair, setup, self.inbox)
         self.sessions.append(session)
         session.start()
         return TcpConnection(theirs, 5.0)
@@ -139,7 +139,7 @@ def test_a_client_comes_back_to_its_session_and_its_update_is_settled_once(door)
     assert event.update.tensors.fingerprint() == filled(door.state, 3.0).fingerprint()
     assert hear(pair).kind is Kind.KEEPALIVE  # it has arrived
     door.sessions[1].join(WAIT_S)
-    assert not door.sessions[1].is_alive()  # the new connection's thread has handed it over, and says nothing
+    assert not door.sessions[1].is_alive()  # the new connection's session has handed it over, and says nothing
     assert door.inbox.get(0.0) is None
     assert [row["event"] for row in door.rows] == ["away", "back"] and door.rows[1]["chunks"] == 1
     assert sum(up for _, up in door.moved) > update(door).tensors.num_bytes  # what came twice is counted
@@ -251,7 +251,7 @@ def test_a_client_whose_site_is_taken_out_while_it_is_away_is_lost_at_once(door)
     pair.close()
     door.turn()
     assert door.roster.away == {4}
-    door.sessions[0].link._pair.pair.cut("revoked", "the certificate of site 'south' was revoked")
+    door.sessions[0].line.pair.cut("revoked", "the certificate of site 'south' was revoked")
     since = time.monotonic()
     event = door.event()
     assert isinstance(event, Lost) and "revoked" in event.reason and time.monotonic() - since < WAIT_S / 4

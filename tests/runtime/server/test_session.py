@@ -15,12 +15,14 @@ import torch.distributed as dist
 
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.server.link import Inbox
-from raafl.runtime.server.session import Session
+from raafl.runtime.server.session import ThreadSession
 from raafl.runtime.server.session_protocol import SessionSetup, Terms
 from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import NoRoom, PayloadRoom, is_in_files
 from raafl.transport import Kind, PeerLost, codec
 from raafl.transport.gloo import GlooConnection
+from raafl.transport.tcp.connection import TcpConnection
+from raafl.transport.tcp.stream import Wait
 from tests.helpers.coordinators import filled, line_state
 from tests.runtime.server.sessions import INFO, WAIT_S, Table
 
@@ -192,7 +194,7 @@ def test_a_client_that_does_not_come_is_lost_at_the_deadline():
     state, inbox = line_state(), Inbox()
     store = dist.TCPStore(HOST, 0, None, True, timeout=timedelta(seconds=1), wait_for_workers=False)
     connect = lambda: GlooConnection.connect(store, "pair", True, 0.5, HOST)  # noqa: E731
-    session = Session(4, 0, connect, SessionSetup(state.submodels), inbox)
+    session = ThreadSession(4, 0, connect, SessionSetup(state.submodels), inbox)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(session.run)
         event = inbox.get(20.0)
@@ -230,10 +232,7 @@ def test_a_stop_reaches_a_client_in_the_middle_of_its_task(table):
     assert table.event(0.0) is None  # not lost: let go
 
 
-@pytest.mark.parametrize("connected", [False, True])
-def test_a_stop_reaches_a_client_that_still_builds_its_model(table, connected):
-    while connected and table.session._pair is None:
-        time.sleep(0.001)
+def test_a_stop_reaches_a_client_that_still_builds_its_model(table):
     table.session.stop("max_updates")
     message = table.hear()
     assert (message.kind, message.meta) == (Kind.STOP, {"reason": "max_updates"})
@@ -245,24 +244,19 @@ def test_a_stop_reaches_a_client_that_still_builds_its_model(table, connected):
         table.hear()
 
 
-def test_a_stop_reaches_a_client_whose_task_is_just_being_sent(table):
-    """`stop` comes when the message has gone out and its sender is about to let go of the pair."""
+def test_a_stop_reaches_a_client_whose_task_is_just_being_sent(table, monkeypatch):
+    """`stop` comes while the message goes out: it follows the message."""
+    sending = TcpConnection.sending
 
-    class Late:
-        def __init__(self, lock):
-            self.lock, self.acquire, self.release, self.stopped = lock, lock.acquire, lock.release, False
-
-        def __enter__(self):
-            self.lock.acquire()
-
-        def __exit__(self, *_):
-            if not self.stopped:
-                self.stopped = True
-                table.session.stop("max_updates")
-            self.lock.release()
+    def stopped_meanwhile(self, message, *args):
+        sent = yield from sending(self, message, *args)
+        if message.kind is Kind.ASSIGN:
+            table.session.stop("max_updates")
+            yield Wait(None, False, 0.1)  # until the loop has heard of it
+        return sent
 
     table.greet()
-    table.session._sending = Late(table.session._sending)
+    monkeypatch.setattr(TcpConnection, "sending", stopped_meanwhile)
     assert table.assign().kind is Kind.ASSIGN
     message = table.hear()
     assert (message.kind, message.meta) == (Kind.STOP, {"reason": "max_updates"})

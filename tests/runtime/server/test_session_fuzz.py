@@ -25,12 +25,6 @@ pytestmark = pytest.mark.timeout(3600)
 CONFIG = "clients: 4\n"
 
 
-@pytest.fixture(autouse=True)
-def quick_looks(monkeypatch):
-    # how soon an idle session sees that its client has gone
-    monkeypatch.setattr("raafl.runtime.server.session._LOOK_S", 0.01)
-
-
 def hello(table):
     model = table.state.submodels.layout().fingerprint
     return Message(Kind.HELLO, meta={"protocol": PROTOCOL, "model": model, **client_to_json(INFO), "unsent": 3})

@@ -36,6 +36,8 @@ class Played:
                 return message
             case needs.NextTask():
                 return self.tasks.pop(0) if self.tasks else None
+            case needs.Compute(function):
+                return function()
             case needs.TurnAway(reason):
                 self.turned_away.append(reason)
 

@@ -7,13 +7,12 @@ import os
 import socket
 import ssl
 import struct
-import threading
 import time
 
 import pytest
 
 from raafl.errors import parse_address
-from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.transport import Kind, Message, PeerLost, Refused
 from raafl.transport.tcp import listener as module
 from raafl.transport.tcp.listener import VERSION, client_opening, opening_stream
 from tests.helpers.certificates import TOKEN, federation
@@ -135,24 +134,6 @@ def test_a_host_may_hold_only_so_many_places():
         assert len(all_bytes(crowd[0])[0]) in ALERT
         for sock in crowd:
             sock.close()
-
-
-def test_those_who_are_being_admitted_keep_their_places():
-    inside, leave = threading.Event(), threading.Event()
-
-    def admit(pair, peer):
-        inside.set()
-        assert leave.wait(WAIT_S)
-        pair.close()
-
-    with House(admit=admit, max_callers=1) as house:
-        first = house.call(1)
-        assert inside.wait(WAIT_S)
-        with pytest.raises((PeerLost, PeerTimeout)):
-            house.call(2)
-        assert house.reason() == "busy"
-        leave.set()
-        first.close()
 
 
 def test_admit_may_refuse():

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from raafl.transport import PeerLost, Refused
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.listener import VERSION, client_opening, opening_stream, server_opening
+from raafl.transport.tcp.stream import block
 from tests.helpers.certificates import TOKEN, federation
 from tests.transport.test_fuzz import (
     DRAIN_BYTES,
@@ -116,7 +117,7 @@ def opened(data, expected, sock=None):
     """What a server makes of the bytes with which somebody opens."""
     peers = []
     try:
-        peers.append(server_opening(sock or Memory(data), expected.server_login(), "test", lambda peer: None))
+        peers.append(block(server_opening(sock or Memory(data), expected.server_login(), "test", lambda peer: None)))
     except Refused as refused:
         return refused.reason
     except PeerLost:

@@ -1,0 +1,533 @@
+"""Perform the sessions of all clients over TCP on one thread, that of their sockets (`SocketLoop`).
+
+Two kinds of steps have threads of their own: tensors are encoded and decoded by a small pool (`Compute`), and a task that the
+server trains together with its client has a thread while it lasts (`Work`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+from raafl.core.types import ClientInfo
+from raafl.errors import GpuLost, TaskFailed
+from raafl.local.train import Stopped
+from raafl.runtime.protocol import Resume
+from raafl.runtime.server import session_protocol as needs
+from raafl.runtime.server.link import Away, Back, HandedOver, Inbox, LinkStep, Resumption
+from raafl.runtime.server.session import Session
+from raafl.runtime.server.session_protocol import SessionSetup, Steps, T, Task
+from raafl.submodel.tensor_files import NoRoom
+from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.transport.codec import Expect
+from raafl.transport.tcp.connection import TcpConnection
+from raafl.transport.tcp.loop import Mailbox, SocketLoop
+from raafl.transport.tcp.resumable import LINK, SUCCEEDED, Position, Progress
+
+_LOOK_S = 0.25  # seconds between two looks of a session that waits whether the run has ended
+_BRIEFLY_S = 0.02  # seconds between two looks whether another user of a broken connection has replaced it
+
+
+class LoopSession(Session):
+    """A session over TCP, on the thread of a `SocketLoop`."""
+
+    def __init__(
+        self,
+        loop: SocketLoop,
+        client: int,
+        incarnation: int,
+        pair: TcpConnection,
+        setup: SessionSetup,
+        inbox: Inbox,
+        known: ClientInfo | None = None,
+    ) -> None:
+        """Store the arguments; see `Session`. ``pair``: connection of the client."""
+        super().__init__(client, incarnation, setup, inbox, known)
+        self.loop = loop
+        self.line = SessionLine(pair, self, self._waits.resume_s, inbox.put)
+        self._owns_line = True  # until the connection is handed over to an earlier session
+        self._sends, self._heard_s = False, time.monotonic()
+        self._branches: list[_Branch] = []
+        self._begun, self._over = False, threading.Event()
+
+    # ---- called on the run's loop ----
+
+    def start(self) -> None:
+        """Begin; see `Session.start`."""
+        self._begun = True
+        self.loop.post(lambda: self.loop.begin(self._run()))
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the session has ended; see `Session.join`."""
+        self._over.wait(timeout)
+
+    def is_alive(self) -> bool:
+        """Return whether the session goes on; see `Session.is_alive`."""
+        return self._begun and not self._over.is_set()
+
+    def stop(self, reason: str, wait_s: float | None = None) -> None:
+        """Tell the client to stop; see `Session.stop`."""
+        self._stopping = reason
+        self._outbox.put(reason)
+        self.loop.post(self._stop_now, reason, wait_s)
+
+    def offer(self, pair: TcpConnection, position: Position) -> bool:
+        """Offer the client's next connection; see `Session.offer`."""
+        return self.line.offer(pair, position)
+
+    def abandon(self) -> None:
+        """Close the connection; see `Session.abandon`."""
+        if self._owns_line:
+            self.line.close()
+
+    # ---- called by the protocol ----
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection has ended."""
+        return self.line.closed
+
+    @property
+    def received_bytes(self) -> int:
+        """Size of the last received message in bytes."""
+        return self.line.received_bytes
+
+    # ---- on the loop's thread ----
+
+    async def _run(self) -> None:
+        """Serve the client until the session ends."""
+        error: Exception | None = None
+        try:
+            await self._say_if_stopping()
+            await self.perform(self.protocol.run())
+        except TaskFailed as failed:
+            error = failed
+            if not isinstance(failed, GpuLost):
+                reason = self._report(failed)
+                # the client is told once the run has recorded the failure
+                await self.loop.pause(self._waits.stop_s, self._outbox)
+                await self._say_stop(reason)
+        except Exception as raised:
+            error = raised
+        finally:
+            if self._owns_line:
+                self.line.end()
+            for branch in self._branches:  # the connection is closed, so they cannot send any more
+                await branch.stop(self._waits.stop_s)
+            self._ended(error)
+            self._over.set()
+
+    async def perform(self, steps: Steps[T], branch: _Branch | None = None) -> T:
+        """Perform steps of the session; return their result, or raise their error.
+
+        `branch`: the branch whose steps they are; None = the session's own.
+        """
+        result: Any = None
+        error: Exception | None = None
+        while True:
+            try:
+                need = steps.send(result) if error is None else steps.throw(error)
+            except StopIteration as end:
+                done: T = end.value
+                return done
+            finally:
+                # breaks a reference cycle of frame and error, which would keep the task's tensors in memory
+                result = error = None
+            try:
+                result = await self._meet(need, branch)
+            except Exception as raised:
+                error = raised
+            del need  # free its tensors before the next request allocates some
+
+    async def _meet(self, need: needs.Need, branch: _Branch | None) -> Any:
+        """Perform what a protocol step requests; return the result."""
+        match need:
+            case needs.Send(message):
+                return await self._send(message)
+            case needs.Receive(expect, wait_s, finite):
+                return await self.line.recv(expect, wait_s, finite)
+            case needs.NextTask():
+                return await (self._next_task() if branch is None else self._branch_task(branch))
+            case needs.Await(source):
+                return await self._wait_for(source)
+            case needs.Compute(compute):
+                return await self.loop.compute(compute)
+            case needs.Work(function):
+                return await self.loop.work(lambda: function(lambda steps: self.loop.wait_for(self.perform(steps))))
+            case needs.Beside(steps):
+                self._branches = [other for other in self._branches if other.is_running]
+                self._branches.append(_Branch(self, steps))
+                return self._branches[-1]
+            case needs.Join(beside):
+                assert isinstance(beside, _Branch)
+                return await beside.end()
+            case needs.HandOver(message):
+                if await self.line.hand_over(message):
+                    self._owns_line = False
+                    raise HandedOver
+            case needs.Confirm(assignment):
+                await self.line.confirm(self.incarnation, assignment)
+            case needs.TurnAway(reason):
+                await self._say_stop(reason)
+        return None
+
+    async def _send(self, message: Message) -> int:
+        self._sends = True
+        try:
+            sent = await self.line.send(message)
+        finally:
+            self._sends = False
+        self._heard_s = time.monotonic()
+        await self._say_if_stopping()  # `stop` could not send meanwhile
+        return sent
+
+    async def _idle(self, mailbox: Mailbox[Any], seconds: float) -> None:
+        """Wait for an item; see that the client is connected, and send it a sign of life from time to time."""
+        until = self._heard_s + self._waits.idle_s / 3
+        if time.monotonic() >= until:
+            await self.line.send(Message(Kind.KEEPALIVE, 0, self.incarnation))
+            self._heard_s = time.monotonic()
+            return
+        await self.line.watch(min(until - time.monotonic() + 1e-3, seconds), mailbox)
+
+    async def _next_task(self) -> Task | None:
+        self._heard_s = time.monotonic()
+        while self._outbox.is_empty:
+            await self._idle(self._outbox, self._waits.idle_s)
+        command = self._outbox.get()
+        if isinstance(command, str):
+            await self._say_stop(command)
+            return None
+        if isinstance(command, NoRoom):
+            raise command
+        return command
+
+    async def _branch_task(self, branch: _Branch) -> Task:
+        """Return the next task for a branch; raises `Stopped` if the branch is no longer wanted."""
+        while not branch.over and not self.stopping:
+            await self.loop.pause(self._waits.idle_s, self._outbox)
+            if branch.over or self._outbox.is_empty:
+                continue
+            command = self._outbox.get()
+            if isinstance(command, NoRoom):
+                raise command
+            if not isinstance(command, str):
+                return command
+            self._outbox.put(command)
+        raise Stopped
+
+    async def _wait_for(self, source: Mailbox[Any]) -> Any:
+        while True:
+            with suppress(queue.Empty):
+                return source.get()
+            if self.stopping:
+                raise Stopped
+            await self._idle(source, _LOOK_S)
+
+    def wake(self) -> None:
+        """Have a branch that waits for a task look again whether it is wanted."""
+        if (wake := self._outbox.wake) is not None:
+            wake()
+
+    def _stop_now(self, reason: str, wait_s: float | None) -> None:
+        """Send the stop message, unless the session is about to do so itself: after what it sends, or as its next step."""
+        protocol = self.protocol
+        if self._owns_line and not self._sends and (protocol.out is not None or not protocol.welcomed):
+            self.loop.begin(self._say_stop(reason, wait_s))
+
+    async def _say_if_stopping(self) -> None:
+        if self._stopping is not None:
+            await self._say_stop(self._stopping)
+
+    async def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
+        """Send the client the stop message, unless it was sent before."""
+        if self._told or self._over.is_set():
+            return
+        self._told = True
+        with suppress(PeerLost, PeerTimeout):
+            await self.line.send(self._stop_message(reason), self._waits.stop_s if wait_s is None else wait_s)
+
+
+class _Branch:
+    """Steps that are performed beside the session's own.
+
+    `over`: whether no task is wanted any more.
+    """
+
+    def __init__(self, session: LoopSession, steps: Steps[Any]) -> None:
+        self._session, self._steps, self.over = session, steps, False
+        self._task: asyncio.Task[Any] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def start(self) -> None:
+        self._task = self._session.loop.begin(self._session.perform(self._steps, self))
+
+    async def end(self) -> Any:
+        """Wait for the branch; return its result, None if it was given up, or raise its error."""
+        self.over = True
+        self._session.wake()
+        if self._task is None:
+            return None
+        with suppress(Stopped):
+            return await self._task
+        return None
+
+    async def stop(self, timeout_s: float) -> None:
+        """Tell the branch that no task is wanted any more, and wait until it has ended; ignore its errors."""
+        with suppress(Exception):
+            await asyncio.wait_for(self.end(), timeout_s)
+
+
+class SessionLine:
+    """Connection of a session to its client. Over TLS it can be replaced: if it breaks, the session continues on the next one.
+
+    All but `offer` and `close` runs on the thread of the sessions' loop. As over a `ResumableConnection`, only who holds the
+    receiving lock replaces the connection, since the receiver may be in the middle of a message that the next is to continue.
+
+    `pair`: the present connection.
+    `received_bytes`: size in bytes of the last received message.
+    """
+
+    def __init__(
+        self, pair: TcpConnection, session: LoopSession, resume_s: float, put: Callable[[LinkStep], None]
+    ) -> None:
+        """Start on a connection; ``put`` passes a step to the run's loop."""
+        self.pair, self._session, self._put = pair, session, put
+        self._drive, self._resumes = session.loop.drive, bool(resume_s) and pair.resumes
+        self._sending, self._receiving = asyncio.Lock(), asyncio.Lock()
+        self._progress = Progress()
+        self.received_bytes = self._num_repeated_bytes = 0
+        self._is_closed = False
+        self._next: Mailbox[tuple[TcpConnection, Position]] = Mailbox()
+        self._resume_s, self._left_s, self._before = resume_s, resume_s, (Position(), Position())
+        # the lock orders the session's end and new connections: each is either taken, or told that no session exists
+        self._lock, self._has_ended = threading.Lock(), False
+
+    @property
+    def closed(self) -> bool:
+        """Whether the session has ended; over a connection that cannot be replaced, whether that has."""
+        return self._is_closed or (not self._resumes and self.pair.closed)
+
+    # ---- messages ----
+
+    async def send(self, message: Message, timeout_s: float | None = None) -> int:
+        """Send a message, on a new connection if this one breaks; see `Connection.send`.
+
+        The tensors of a task message must stay unchanged until the next message is received.
+        """
+        if self._sending.locked() and timeout_s is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._sending.acquire(), timeout_s)
+                self._sending.release()
+            if self._sending.locked():
+                raise PeerTimeout("another message is still being sent")
+        async with self._sending:
+            if not self._resumes or not message.assignment:
+                return await self._drive(self.pair.sending(message, timeout_s))
+            self._progress.begin(message)
+            return await self._send_rest(message)
+
+    async def _send_rest(self, message: Message) -> int:
+        """Send a message from its first missing chunk on; the caller holds the sending lock."""
+        num_bytes, self._num_repeated_bytes = self._num_repeated_bytes, 0
+        while (first := self._progress.first) is not None:
+            pair, self._progress.first = self.pair, None
+            before = pair.sent_bytes
+            try:
+                await self._drive(pair.sending(message, None, first))
+            except (PeerLost, PeerTimeout) as error:
+                await self._replace(pair, error)
+            finally:
+                num_bytes += pair.sent_bytes - before
+        return num_bytes
+
+    async def recv(self, expect: Expect, timeout_s: float, finite: bool) -> Message:
+        """Receive a message, on a new connection if this one breaks; see `Connection.recv`."""
+        self.received_bytes = 0
+        async with self._receiving:
+            return await self._recv(expect, timeout_s, finite)
+
+    async def _recv(self, expect: Expect, timeout_s: float, finite: bool) -> Message:
+        until, left_s = time.monotonic() + timeout_s, timeout_s
+        while True:
+            pair = self.pair
+            try:
+                return await self._received(pair, expect, left_s, finite)
+            except (PeerLost, PeerTimeout) as error:
+                if not self._resumes:
+                    raise
+                lost = error
+            finally:
+                self.received_bytes += pair.received_bytes
+            if isinstance(lost, PeerTimeout) and pair.in_step and pair.partial is None:
+                self.close()  # nothing arrived in time
+                raise lost
+            await self._replace(pair, lost, receives=True)
+            await self._repeat()
+            left_s = until - time.monotonic()
+
+    async def _received(self, pair: TcpConnection, expect: Expect, left_s: float, finite: bool) -> Message:
+        # the deadline was for the message's beginning: the rest of a broken-off message has the timeout of one piece
+        left_s = max(left_s, 1e-3 if pair.partial is None else pair.timeout_s)
+        try:
+            message = await self._drive(pair.receiving(expect, left_s, finite))
+        except Refused as refused:
+            self._progress.refuse(refused)
+            if pair.closed:
+                self.close()
+            raise
+        self._progress.take(message)
+        return message
+
+    async def watch(self, timeout_s: float, mailbox: Mailbox[Any]) -> None:
+        """Wait until ``mailbox`` has an item, for so long at most; if the client's connection breaks, wait for its next one."""
+        pair = self.pair
+        try:
+            await self._drive(pair.watching(timeout_s), mailbox)
+        except PeerLost as error:
+            if not self._resumes:
+                raise
+            await self._replace(pair, error)
+            await self._repeat()
+
+    async def confirm(self, incarnation: int, assignment: int) -> None:
+        """Tell a client whose connection can resume that its answer has arrived, so that the client may discard the answer."""
+        if self._resumes and not self.closed:
+            with suppress(PeerLost, PeerTimeout):  # who receives will notice the lost connection
+                await self.send(Message(Kind.KEEPALIVE, 0, incarnation, {"confirms": assignment}))
+
+    def close(self) -> None:
+        """End the connection; callable from any thread."""
+        self._is_closed = True
+        self.pair.close()
+
+    # ---- the next connection ----
+
+    async def hand_over(self, message: Message) -> bool:
+        """Let the client's earlier session continue on this new connection; return whether it does.
+
+        Raises:
+            Refused: the message has invalid numbers.
+        """
+        position, session = Resume.from_meta(message.meta).position, self._session
+        if not self._resumes:
+            return False
+        step = Resumption(session.client, session.incarnation, message.incarnation, self.pair, position)
+        self._put(step)
+        while not session.stopping and not self.pair.closed:  # otherwise the run's loop may have ended
+            with suppress(queue.Empty):
+                return step.is_taken.get()
+            await session.loop.pause(_LOOK_S, step.is_taken)
+        return False
+
+    def offer(self, pair: TcpConnection, position: Position) -> bool:
+        """Offer the client's next connection to the session; return whether it continues on it. Callable from any thread.
+
+        The session may not have noticed yet that its present connection is dead.
+        """
+        with self._lock:
+            if self._has_ended or not self._resumes or self._is_closed:
+                return False
+            old = self.pair  # the loop's thread may take the next one at once
+            self._next.put((pair, position))
+            old.cut(SUCCEEDED, "the client has come back by another connection")
+            return True
+
+    def end(self) -> None:
+        """Accept no further connection, close those that are waiting to be accepted, and this one."""
+        with self._lock:
+            self._has_ended = True
+        while not self._next.is_empty:
+            self._next.get()[0].close()
+        self.close()
+
+    async def _replace(self, pair: TcpConnection, error: PeerLost | PeerTimeout, *, receives: bool = False) -> None:
+        """Wait until another connection has replaced ``pair``; raises ``error`` if the session ends instead.
+
+        ``receives``: whether the caller holds the receiving lock.
+        """
+        if isinstance(error, PeerLost) and error.reason not in LINK:
+            self.close()
+        # ends the wait of any other user of this connection
+        pair.cut("connection-broken", "another user found it so")
+        while self.pair is pair:
+            if self._is_closed:
+                raise error
+            if not receives and self._receiving.locked():
+                # the holder may take the next connection, and then wait for the sender
+                await asyncio.sleep(_BRIEFLY_S)
+                continue
+            async with nullcontext() if receives else self._receiving:
+                await self._take_next(pair, error)
+
+    async def _take_next(self, old: TcpConnection, error: PeerLost | PeerTimeout) -> None:
+        """Continue on the client's next connection; the caller holds the receiving lock."""
+        try:
+            pair, theirs = await self._renew(self._progress.here(old.partial), error)
+            pair.partial, self.pair = old.partial, pair
+            self._progress.go_on(theirs)
+        except BaseException:
+            self.close()
+            raise
+        if self._is_closed:
+            pair.close()
+            raise error
+
+    async def _repeat(self) -> None:
+        """Send the chunks that the client lacks, unless they are being sent."""
+        progress = self._progress
+        while progress.first is not None and not self._is_closed:
+            if self._sending.locked():
+                await asyncio.sleep(_BRIEFLY_S)
+                continue
+            async with self._sending:
+                if progress.last is not None:
+                    self._num_repeated_bytes += await self._send_rest(progress.last)
+
+    async def _renew(self, here: Position, error: Exception) -> tuple[TcpConnection, Position]:
+        """Wait until the client connects again; return its connection, and what it has received."""
+        session, out, since = self._session, self._session.protocol.out, time.monotonic()
+        number = None if out is None else out.id
+        if number is None and self._next.is_empty:
+            raise error
+        if number is not None:
+            self._put(Away(session.client, session.incarnation, number, str(error), self._left_s))
+        while not session.stopping:
+            left_s = self._left_s - (time.monotonic() - since)
+            try:
+                pair, theirs = self._next.get()
+            except queue.Empty:
+                if (why := self.pair.why_closed).reason not in LINK:
+                    raise why from None  # the client's site was removed meanwhile
+                if left_s <= 0 or self._is_closed:
+                    break
+                await session.loop.pause(min(left_s, _LOOK_S), self._next)
+                continue
+            try:
+                await self._drive(pair.sending(Message(Kind.WELCOME, 0, session.incarnation, Resume(here).to_meta())))
+            except (PeerLost, PeerTimeout):
+                continue
+            away_s = time.monotonic() - since
+            self._put(Back(session.client, session.incarnation, number, here.num_chunks, away_s))
+            self._charge(away_s, here, theirs)
+            return pair, theirs
+        raise error
+
+    def _charge(self, away_s: float, here: Position, theirs: Position) -> None:
+        """Subtract the time without a connection from the client's allowance, which is restored once any data has arrived.
+
+        So a client that reconnects repeatedly without progress has ``resume_s`` in all. While the client trains,
+        nothing is transferred; then only the task's deadline (``Timeouts.task_s``) counts.
+        """
+        is_training = self.pair.partial is None and theirs.num_messages == self._progress.num_sent
+        has_moved = (here, theirs) != self._before
+        self._left_s = self._resume_s if is_training or has_moved else self._left_s - away_s
+        self._before = (here, theirs)

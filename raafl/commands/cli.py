@@ -270,8 +270,19 @@ def _serve(argv: list[str]) -> int:
 def _join(argv: list[str]) -> int:
     """Run a client until the server dismisses it."""
     from raafl.commands.join import command
+    from raafl.config.remote_options import options_below, split
 
-    return command(argv)
+    own, rest = split("join", argv)
+    if own.subfederation is None:
+        return command(argv)
+    resolves(own.address)
+    rest = options_below(own, rest)
+    _check_first("serve", rest)
+    with _json_alone(rest):
+        with quick_imports():
+            from raafl.commands.subfederation import join_above
+        result, parsed = join_above(own, rest)
+    return _report(*result, parsed)
 
 
 def _certs(argv: list[str]) -> int:

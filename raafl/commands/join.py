@@ -53,7 +53,7 @@ def command(argv: list[str]) -> int:
         from raafl.runtime.protocol import DRY_RUN
 
         say = _said_to(service := ServiceManager.here(), own.client)
-        gate = _gate(own, say)
+        gate = open_gate_of(own, say)
         has_config = any(name_of(item) in ("--config", "--resume", "--help", "-h") for item in rest)
         parsed = parse_run("join", rest) if has_config else None
 
@@ -100,7 +100,7 @@ def command(argv: list[str]) -> int:
     return together(make_site, work, own.client, say)
 
 
-def _gate(own: Namespace, say: Callable[[str], None]) -> SiteGate | None:
+def open_gate_of(own: Namespace, say: Callable[[str], None]) -> SiteGate | None:
     """Return the gate that checks tasks against the policy of the site; None if there is no policy."""
     if own.policy is None:
         return None

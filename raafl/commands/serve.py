@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from raafl.commands.fit_local import NOTE
 from raafl.config.experiment import Experiment
 from raafl.config.shared import for_clients, sections
+from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput, parse_address
 from raafl.runfolder.seals import Signer
 from raafl.runtime.server.host import OfSites, host
@@ -81,6 +82,7 @@ def serve(
     sites: Sites | None = None,
     min_clients: int | None = None,
     inbox: Inbox | None = None,
+    observer: RunHooks | None = None,
 ) -> tuple[dict[str, Any], Path]:
     """Run a server for clients that come and go; return the summary and the run folder.
 
@@ -88,6 +90,7 @@ def serve(
     `min_clients`: number of clients that must have joined before the run starts or restarts; None = as many as a
     resumed run had needed, or all.
     `inbox`: queue for events of the clients; None = a new one.
+    `observer`: observer called during the run; None = none.
 
     Raises:
         BadInput: the config, the address or the credentials are invalid, or the folder cannot be resumed.
@@ -105,7 +108,13 @@ def serve(
     )
 
     signer = Signer.choose(credentials.key)
-    terms = Terms(for_clients(config_yaml), sections(config_yaml), experiment.guard.own_data, signer=signer)
+    terms = Terms(
+        for_clients(config_yaml),
+        sections(config_yaml),
+        experiment.guard.own_data,
+        signer=signer,
+        max_below=experiment.guard.max_below or 0,
+    )
 
     sessions: OfSites | None = None
     if credentials.certified:
@@ -131,4 +140,5 @@ def serve(
             terms=terms,
             note=note,
             sessions=sessions,
+            observer=observer,
         )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
-from raafl.config.argv import names_section, own_options, whole_number
+from raafl.config.argv import name_of, names_section, own_options, whole_number
 from raafl.errors import BadInput
+from raafl.plain_yaml import read_yaml
 
 SERVE = """
 Options of serve itself:
@@ -28,6 +30,9 @@ Options of join itself:
   --policy FILE         what this site allows, checked here before and after each task (docs/site-policy.md)
   --dry-run             show what the server would have this client do, and leave
   --receipts true|false keep signed receipts of what is sent, for raafl audit (default: true)
+  --subfederation FILE  train by a federation: serve the clients of the run that this config describes, on each task of the
+                        server (docs/sites-and-regions.md); all further options are of that run, such as --output, --resume
+  --below_address HOST:PORT, --below_min_clients N, --below_certs FOLDER, --below_sites FILE   of that run, as of raafl serve
   --keep_inputs SHARE   share of tasks, drawn in secret, whose inputs are kept for raafl audit (default 0.05; 0 keeps none)
 Without --config the server's is taken, if it is names of raafl's own parts and plain values. With --data, or any --data.FIELD, the
 client trains on data of its own. Processes started by torchrun are one client: torchrun --nproc-per-node 2 -m raafl join ..."""
@@ -50,6 +55,11 @@ def parser(command: str) -> ArgumentParser:
         found.add_argument("--policy")
         found.add_argument("--dry-run", "--dry_run", action="store_true")
         found.add_argument("--receipts", default="true")
+        found.add_argument("--subfederation")
+        found.add_argument("--below_address", default="127.0.0.1:0")
+        found.add_argument("--below_min_clients")
+        found.add_argument("--below_certs")
+        found.add_argument("--below_sites")
         found.add_argument("--keep_inputs", default="0.05")
     return found
 
@@ -65,6 +75,7 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         own.share_of_data = _truth("share_of_data", own.share_of_data)
         own.receipts = _truth("receipts", own.receipts)
         own.keep_inputs = share_of("keep_inputs", own.keep_inputs)
+        _check_below(own)
     if command == "serve":
         own.min_clients = None if own.min_clients is None else whole_number("min_clients", own.min_clients)
     elif not {"--help", "-h", "--print_config"} & set(rest):
@@ -76,6 +87,34 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
             raise BadInput("`raafl join` needs --client ID: a number from 1 to the run's number of clients")
         own.client = whole_number("client", own.client)
     return own, rest
+
+
+def options_below(own: Namespace, rest: Sequence[str]) -> list[str]:
+    """Return the options of the run below a client with ``--subfederation``: its config, by default one merge a task."""
+    if any(name_of(item) == "--resume" for item in rest):
+        return list(rest)
+    options = [f"--config={own.subfederation}", *rest]
+    try:
+        config = read_yaml(Path(own.subfederation), "subfederation")
+    except (OSError, BadInput):  # whoever parses the config says what is wrong
+        return options
+    is_given = names_section(rest, "--subfederation") or (isinstance(config, dict) and config.get("subfederation"))
+    return options if is_given else [*options, "--subfederation.merges=1"]
+
+
+def _check_below(own: Namespace) -> None:
+    """Check the options of `join` that are about the clients of a subfederation."""
+    if own.subfederation is None:
+        defaults = {"address": "127.0.0.1:0", "min_clients": None, "certs": None, "sites": None}
+        given = [name for name, default in defaults.items() if getattr(own, f"below_{name}") != default]
+        if given:
+            raise BadInput(
+                f"--below_{given[0]} is about the clients of a subfederation: give --subfederation FILE, too"
+            )
+    elif own.dry_run:
+        raise BadInput("--dry-run shows what a plain client would do: leave --subfederation out")
+    if own.below_min_clients is not None:
+        own.below_min_clients = whole_number("below_min_clients", own.below_min_clients)
 
 
 def share_of(name: str, text: str) -> float:

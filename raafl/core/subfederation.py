@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Self
@@ -347,12 +347,30 @@ def weighs_by(merge: Merge) -> str:
     return "samples" if getattr(merge, "by_samples", False) else "equal"
 
 
-def counted(update: Update, contributions: Sequence[Contribution], extra: Mapping[str, Any]) -> Update:
-    """Return ``update`` with what a subfederation says of it; its samples and steps are those of its clients."""
-    update.contributions, update.journal = tuple(contributions), str(extra.get(JOURNAL, ""))
-    update.num_samples = sum(one.num_samples for one in contributions)
-    update.num_steps = sum(one.num_steps for one in contributions)
-    return update
+def with_contributions(update: Update, submodels: Submodels, spec: Spec, below: int, most_samples: int) -> None:
+    """Take over what a subfederation says of its update into the update; its samples and steps are those of its clients.
+
+    Args:
+        update: the update.
+        submodels: submodels of the model.
+        spec: submodel of the task.
+        below: number of clients that the subfederation stands for.
+        most_samples: number of samples that it has said its clients have.
+
+    Raises:
+        ValueError: a number is out of range, or of another type.
+        SpecError: a submodel is not part of what was sent.
+    """
+    told, journal = dict(update.extra), update.extra.get(JOURNAL, "")
+    if not isinstance(journal, str) or len(journal) > 128 or not journal.isalnum():
+        raise ValueError("journal is no digest")
+    found = check_contributions(from_json(told.pop(CONTRIBUTIONS, None)), submodels, spec, below)
+    update.extra = {name: value for name, value in told.items() if name != JOURNAL}
+    update.contributions, update.journal = found, journal
+    update.num_steps, num_samples = sum(one.num_steps for one in found), sum(one.num_samples for one in found)
+    update.num_samples = num_samples
+    if num_samples > most_samples:
+        update.limit_samples(most_samples)
 
 
 def config_problems(

@@ -23,10 +23,11 @@ import torch
 from torch import nn
 
 from raafl.atomic_file import atomic_file
-from raafl.errors import BadInput
+from raafl.errors import BadInput, cause
 from raafl.log import warn_once
 from raafl.module_hooks import overrides
-from raafl.runfolder.schema import CHECKPOINTS
+from raafl.runfolder.schema import CHECKPOINTS, RECEIVED
+from raafl.submodel import FlatTensors, Layout
 
 _FORMAT: Final = 1
 _log = logging.getLogger(__name__)
@@ -166,6 +167,36 @@ def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
         raise BadInput(
             f"checkpoint is {found}, which is damaged or not one of raafl's ({what}): give an earlier one"
         ) from error
+
+
+def keep_received(folder: Path, fingerprint: str, values: FlatTensors) -> None:
+    """Write tensors that a run has received, and that its replay reads again; equal ones are written once."""
+    path = folder / RECEIVED / f"{fingerprint}.pt"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        if not path.exists():
+            with atomic_file(path) as file:
+                torch.save(dict(values.items()), file)
+    except (OSError, RuntimeError) as error:
+        _log.warning(f"{path} cannot be written: {error}; the run goes on, but cannot be replayed")
+
+
+def load_received(folder: Path, fingerprint: str, layout: Layout) -> FlatTensors:
+    """Read what `keep_received` has written.
+
+    Raises:
+        BadInput: the file is missing or damaged, or holds other tensors.
+    """
+    path = folder / RECEIVED / f"{fingerprint}.pt"
+    try:
+        found = FlatTensors.from_named(load_plain(path), layout)
+    except Exception as error:
+        raise BadInput(
+            f"'{path}' cannot be read ({cause(error)}): replay an unchanged copy of the run's folder"
+        ) from None
+    if found.fingerprint() != fingerprint:
+        raise BadInput(f"'{path}' was changed: replay an unchanged copy of the run's folder")
+    return found
 
 
 def load_plain(path: Path) -> Any:

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from raafl.config.options import Target
 from raafl.core.saving import assignment_to_json, event_to_json
-from raafl.core.types import Adjusted, Arrived, Assignment, Event, Joined, Sending, Settled
+from raafl.core.types import Adjusted, Arrived, Assignment, Event, Joined, Received, Sending, Settled
+from raafl.runfolder.checkpoints import keep_received
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import (
     CLIENT,
@@ -87,6 +88,8 @@ class RunRecord:
         elif isinstance(event, Arrived) and self.folder is not None and event.update.needs_fingerprint:
             event.update.fingerprint = event.update.tensors.fingerprint()
         if self.folder is not None:
+            self._keep_received(event)
+        if self.folder is not None:
             row = {"time_s": now, **event_to_json(event)}
             # shorten repeated profiles, so that a client that keeps joining does not fill the disk
             if isinstance(event, Joined) and event.client.profile.has_series:
@@ -94,6 +97,14 @@ class RunRecord:
 
                 row["profile"] = shortened(row["profile"], self._series)
             self.folder.event(cast(JournalRow, row))
+
+    def _keep_received(self, event: Event) -> None:
+        """Keep the tensors that a replay cannot compute: models of the server above, and updates of subfederations."""
+        assert self.folder is not None
+        if isinstance(event, Received):
+            keep_received(self.folder.path, event.fingerprint, event.tensors)
+        elif isinstance(event, Arrived) and event.update.contributions and event.update.refusal is None:
+            keep_received(self.folder.path, event.update.fingerprint, event.update.tensors)
 
     def assigned(self, assignment: Assignment) -> None:
         """Write the start of a task to the journal."""

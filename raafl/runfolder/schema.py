@@ -20,6 +20,7 @@ SEALS: Final = "seals.jsonl"
 CLIENT_LOGS: Final = "client-logs.jsonl"
 MODEL: Final = "model"
 CHECKPOINTS: Final = "checkpoints"
+RECEIVED: Final = "received"
 SAMPLES: Final = "samples.csv"
 SAMPLE_COLUMNS: Final = ("version", "kind", "input", "output", "expected", "probability")
 GROWING: Final = (JOURNAL, METRICS, CLIENTS)

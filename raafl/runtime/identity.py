@@ -114,7 +114,13 @@ def in_words(different: Difference, client: int) -> str:
 
 
 def client_info(
-    hello: Mapping[str, Any], num_samples: int, known: ClientInfo, incarnation: int, *, own_data: bool = True
+    hello: Mapping[str, Any],
+    num_samples: int,
+    known: ClientInfo,
+    incarnation: int,
+    *,
+    own_data: bool = True,
+    max_below: int = 0,
 ) -> ClientInfo:
     """Check the fields of a client's first message (HELLO), and build the coordinator's description of the client from it.
 
@@ -130,6 +136,12 @@ def client_info(
         info = client_from_json({**hello, "client": client, "incarnation": incarnation, "profile": profile})
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise Refused("bad-json", f"profile of client {client}: {sanitize_text(error)}") from None
+    if type(info.below) is not int or not 0 <= info.below <= max_below:
+        raise Refused(
+            "subfederation",
+            f"client {client} stands for {sanitize_text(info.below, 20)} clients, as a subfederation, but guard.max_below of "
+            f"this run is {max_below or 'null'}",
+        )
     if info.own_data and not own_data:
         raise Refused("own-data", f"client {client} has data of its own, which guard.own_data of this run forbids")
     if known.num_samples and not info.own_data and num_samples > known.num_samples:

@@ -21,11 +21,13 @@ import torch
 from raafl.config.parse import load_run
 from raafl.core.coordinator import Coordinator
 from raafl.core.saving import event_from_json
-from raafl.core.types import OUT_OF_MEMORY, Action, Adjusted, Arrived, Assign, Assignment, Event, Lost, Update
+from raafl.core.subfederation import from_json
+from raafl.core.types import OUT_OF_MEMORY, Action, Adjusted, Arrived, Assign, Assignment, Event, Lost, Received, Update
 from raafl.data.federated import ClientData
 from raafl.devices.recordings import long_series, restored
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder.checkpoints import load_received
 from raafl.runfolder.events import read_run
 from raafl.runfolder.schema import EVENTS, JournalRow
 from raafl.runtime.driver import snapshots_of
@@ -34,7 +36,7 @@ from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle.environment import conditions, differences, same_mode
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.setup import ServerSetup, build, make_executor
-from raafl.submodel import FlatTensors
+from raafl.submodel import FULL, FlatTensors, Layout, Spec
 
 
 def replay(
@@ -73,7 +75,7 @@ def replay(
     found = conditions(experiment)
     executor = make_executor(parts, workers, own)
     try:
-        played = Replay(parts.coordinator, executor)
+        played = Replay(parts.coordinator, executor, folder)
         played.run(rows, until)
     finally:
         executor.close()
@@ -126,7 +128,9 @@ def _own_data(
     """Return the data of the clients that had data of their own."""
     from raafl.runtime.client.setup import whole
 
-    wanted = {row["client"] for row in rows if row.get("event") == "joined" and row.get("own_data")}
+    # the updates of a subfederation are in the folder
+    joined = (row for row in rows if row.get("event") == "joined" and not row.get("below"))
+    wanted = {row["client"] for row in joined if row.get("own_data")}
     for client in sorted(wanted - set(files)):
         raise BadInput(
             f"client {client} trained on its own data: give --client_data {client}=FILE, a YAML file with the data "
@@ -202,6 +206,7 @@ class Replay:
 
     coordinator: Coordinator
     executor: Executor
+    folder: Path | None = None  # folder of the run, with what it has received
     first_difference: FirstDifference | None = None
     num_events: int = 0
     now: float = 0.0
@@ -223,7 +228,8 @@ class Replay:
             rows: rows of the journal; they are read twice, so a generator cannot be used.
             until: number of the last event to replay, from 1; None = all.
         """
-        order = {row["assignment"]: place for place, row in enumerate(rows) if row.get("event") == "arrived"}
+        arrived = (one for one in enumerate(rows) if one[1].get("event") == "arrived")
+        order = {row["assignment"]: place for place, row in arrived if "contributions" not in row}
         together, never = batches_of(rows), len(order)
         self.executor.follow(together)
         # a task without an answer may have been trained in a batch whose others have one
@@ -239,7 +245,7 @@ class Replay:
             if row.get("event") == "adjusted":
                 self._check_adjusted(row)
                 continue
-            event = self._arrived(row) if row.get("event") == "arrived" else event_of(row, self._series)
+            event = self._event(row)
             if event is None:
                 continue
             self.num_events += 1
@@ -248,6 +254,34 @@ class Replay:
                 self._do(action, order)
             if isinstance(event, Lost):
                 self._forget(event.client)
+
+    def _event(self, row: JournalRow) -> Event | None:
+        if row.get("event") == "received":
+            spec = Spec.from_json(row["spec"])
+            layout = self.coordinator.payload.layout(spec, "sent")
+            values = self._received(row["fingerprint"] or "", layout)
+            return Received(row["task"], row["version"], spec, values, row["fingerprint"] or "")
+        if row.get("event") == "arrived":
+            return self._arrived(row) if "contributions" not in row else self._of_subfederation(row)
+        return event_of(row, self._series)
+
+    def _received(self, fingerprint: str, layout: Layout) -> FlatTensors:
+        """Read tensors that the run has received."""
+        assert self.folder is not None
+        return load_received(self.folder, fingerprint, layout).to(self.coordinator.state.values.device)
+
+    def _of_subfederation(self, row: JournalRow) -> Arrived:
+        """Return the update of a subfederation, which only its own run can compute again."""
+        number, fingerprint = row["assignment"], row["fingerprint"] or ""
+        assignment, _ = self._out.get(number, (None, None))
+        spec = FULL if assignment is None else assignment.spec
+        values = self._received(fingerprint, self.coordinator.payload.returned(spec))
+        if assignment is not None:
+            self._release(number)
+        update = Update(number, row["client"], row["incarnation"], values, row["num_samples"], row["num_steps"] or 0)
+        update.contributions, update.journal = from_json(row["contributions"]), row["journal"]
+        update.fingerprint, update.refusal = fingerprint, row["refusal"]
+        return Arrived(update)
 
     def _go_on(self, row: JournalRow) -> None:
         """Continue as the resumed run did: with its assignment ids and the limits that it was given."""

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from raafl.runtime.lifecycle.resume import SavedRun
     from raafl.transport import Transport
 
+NO_SERVER_ABOVE = (
+    "subfederation is given, but nobody sends this run a task: leave it out, or start the run by "
+    "`raafl join --subfederation FILE`"
+)
+
 
 class Run:
     """Parts that simulated and real runs have in common: run folder, journal, progress display, evaluator and summary."""
@@ -342,6 +347,8 @@ def simulate(
     from raafl.runtime.simulation import Simulation
 
     experiment.check()
+    if experiment.subfederation.is_on:
+        raise BadInput(NO_SERVER_ABOVE)
     with opened(experiment.resume, "simulated") as saved, ExitStack() as stack:
         if saved is not None:
             from raafl.runfolder.events import JournalReader

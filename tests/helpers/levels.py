@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
+from raafl.core.hooks import RunHooks
 from raafl.core.subfederation import TaskBelow, check_contributions
 from raafl.core.types import Arrived, Assign, Joined, Received, Settled, Timer
 from raafl.runtime.driver import snapshots_of
@@ -37,6 +38,7 @@ class Level:
         self.parts, self.coordinator, self.clients = parts, parts.coordinator, clients
         self.executor, self.snapshots = make_executor(parts, 1), snapshots_of(parts.coordinator)
         self.settled, self.events, self._due, self._task = [], [], deque(), TaskBelow()
+        self.hooks = RunHooks()
         for client, below in clients.items():
             info = parts.clients[client - 1]
             if below is not None:
@@ -71,6 +73,8 @@ class Level:
             elif isinstance(action, Settled):
                 self.settled.append(action)
                 self._task.add(action)
+                self.hooks.on_settled(action, now)
+        self.hooks.on_event(event, self.coordinator, now)
 
     def run(self):
         """Work until nobody has a task any more, or the run has ended."""

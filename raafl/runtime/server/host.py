@@ -13,11 +13,12 @@ from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Trigger
 from raafl.core.hooks import HookList, RunHooks
+from raafl.errors import BadInput
 from raafl.parts.trigger import AllReported
 from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle.service_manager import ServiceManager
 from raafl.runtime.protocol import Reason
-from raafl.runtime.run import Run, opened
+from raafl.runtime.run import NO_SERVER_ABOVE, Run, opened
 from raafl.runtime.server.link import Inbox
 from raafl.runtime.server.session import Session, ThreadSession
 from raafl.runtime.server.session_loop import LoopSession
@@ -71,6 +72,8 @@ def host(
     `starting`: further observer, which may end the run while clients start; None = none.
     """
     inbox = inbox or Inbox()
+    if experiment.subfederation.is_on and observer is None:
+        raise BadInput(NO_SERVER_ABOVE)
     with (
         transport,
         # opened after the port is bound, since the port may be in use

@@ -22,6 +22,7 @@ from raafl.core.local import Local
 from raafl.core.payload import Payload
 from raafl.core.roster import DAMAGED
 from raafl.core.state import ClientState
+from raafl.core.subfederation import with_contributions
 from raafl.core.types import POLICY, Arrived, Assignment, ClientInfo, Joined, Update
 from raafl.errors import InvalidPayload
 from raafl.local.failure import unanswered
@@ -42,7 +43,8 @@ from raafl.runtime.protocol import (
     no_tensors,
 )
 from raafl.runtime.server.link import Item
-from raafl.submodel import FlatTensors, Layout, Spec, Submodels
+from raafl.sanitize import sanitize_text
+from raafl.submodel import FlatTensors, Layout, Spec, SpecError, Submodels
 from raafl.submodel.tensor_files import PayloadRoom
 from raafl.transport import GIVEN_UP, Expect, Kind, Message, PeerLost, Refused
 from raafl.transport.tcp.loop import Mailbox
@@ -76,6 +78,7 @@ class Terms:
     # digest of each config section that must be equal; None = not compared, since both read the same file
     sections: Mapping[str, str] | None = None
     own_data: bool = True  # whether the client may train on data of its own
+    max_below: int = 0  # largest number of clients that a client may stand for as a subfederation; 0 = none may be one
     signer: Signer | None = None  # holder of the server's key; None = this user's own
     # storage for the session's tasks and updates, in memory or in files
     storage: PayloadRoom = field(default_factory=PayloadRoom)
@@ -335,14 +338,14 @@ class SessionProtocol:
         self.down = DownlinkCodec(self.plan, Scratch(storage), ClientState(storage))
         self.up = UplinkCodec(self.plan, self.scratch)
         self.out: Assignment | None = None
-        self.welcomed, self._num_samples, self._num_damaged = False, 0, 0
+        self.welcomed, self._num_samples, self._below, self._num_damaged = False, 0, 0, 0
         self._known = known or ClientInfo(client, 0)
         self.extensions = [make(self) for make in setup.extensions]
 
     def run(self) -> Steps[None]:
         """Return the steps of the whole session; they end once the client was told to stop."""
         info, hello = yield from self._greet()
-        self._num_samples = info.num_samples
+        self._num_samples, self._below = info.num_samples, info.below
         self.report(Joined(info))
         # A result that was lost with the client's earlier connection is recorded as refused. It counts as one of that
         # connection: the client says the number, which may be that of the task that this one is about to be sent.
@@ -391,7 +394,14 @@ class SessionProtocol:
         hello = Hello.from_meta(message.meta)
         if (difference := agree(Identity.of(submodels, terms.sections), hello.identity)) is not None:
             raise Refused("incompatible", in_words(difference, self.client))
-        info = client_info(hello.client, hello.num_samples, self._known, self.incarnation, own_data=terms.own_data)
+        info = client_info(
+            hello.client,
+            hello.num_samples,
+            self._known,
+            self.incarnation,
+            own_data=terms.own_data,
+            max_below=terms.max_below,
+        )
         for extension in self.extensions:
             extension.check(info)
         return info, hello
@@ -501,7 +511,7 @@ class SessionProtocol:
             tensors = yield from self._compute(lambda: self.up.unpack(sent.assignment, packed, sent.received))
         except InvalidPayload as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
-        return Update(
+        update = Update(
             message.assignment,
             self.client,
             self.incarnation,
@@ -511,6 +521,12 @@ class SessionProtocol:
             dict(answer.metrics),
             extra=dict(answer.extra),
         )
+        if self._below:
+            try:
+                with_contributions(update, self.setup.submodels, sent.assignment.spec, self._below, self._num_samples)
+            except (ValueError, SpecError) as error:
+                raise Refused("bad-json", sanitize_text(error)) from None
+        return update
 
     def checked_answer(self, spec: Spec, meta: Meta) -> Answer:
         """Read an answer, and check it against what the client said of itself; raises `Refused`."""

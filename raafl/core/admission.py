@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from raafl.core.algorithm import Algorithm, SelectContext
 from raafl.core.payload import Payload
 from raafl.core.roster import DAMAGED, RefusalBackoff, Roster
 from raafl.core.state import is_ruined
-from raafl.core.subfederation import TasksAbove
 from raafl.core.types import (
     DIVERGED,
     ERROR,
@@ -34,6 +34,9 @@ from raafl.core.types import (
     Work,
 )
 from raafl.errors import BadInput, format_error, raises
+
+if TYPE_CHECKING:
+    from raafl.core.subfederation import TasksAbove
 
 
 class Admission:

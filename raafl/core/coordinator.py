@@ -9,13 +9,13 @@ import math
 import random
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from raafl.core.admission import Admission
 from raafl.core.algorithm import Algorithm, OwnTests, SelectContext, Training, TriggerContext
 from raafl.core.payload import TransferCost
 from raafl.core.roster import Roster
 from raafl.core.state import ArrivalTimes, GlobalState, PendingUpdate
-from raafl.core.subfederation import TasksAbove
 from raafl.core.types import (
     ENDS,
     ERROR,
@@ -45,6 +45,9 @@ from raafl.core.types import (
 )
 from raafl.errors import BadInput
 from raafl.rules import Rules
+
+if TYPE_CHECKING:
+    from raafl.core.subfederation import TasksAbove
 
 TIME_UP = 0  # id of the timer that ends the run; a suspended client's timer has minus the client's id
 
@@ -95,7 +98,11 @@ class Coordinator:
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
         self.is_merging = False
         self.finished: str | None = None
-        self.above = TasksAbove.of(limits, algorithm, state, self.roster, self.drop_waiting)
+        self.above: TasksAbove | None = None
+        if limits.subfederation is not None:
+            from raafl.core.subfederation import TasksAbove
+
+            self.above = TasksAbove(limits.subfederation, algorithm, state, self.roster, self.drop_waiting)
         self.payload = algorithm.local.payload(state.submodels)
         state.num_clients = limits.num_clients
         self.rng = random.Random(derive_seed(seed, "coordinator"))

@@ -12,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from raafl.core.algorithm import Algorithm, Merge
 from raafl.core.local import Local
 from raafl.core.options import Guard, Subfederation, Training
 from raafl.core.roster import Roster
 from raafl.core.state import GlobalState
-from raafl.core.types import NUM_TESTED, Assignment, ClientInfo, Contribution, Limits, Received, Settled, Update, Work
+from raafl.core.types import NUM_TESTED, Assignment, ClientInfo, Contribution, Received, Settled, Update, Work
 from raafl.submodel import FULL, FlatTensors, Spec, SpecError, Submodels
 from raafl.submodel.batch_norm import Pooling
 
@@ -152,11 +152,6 @@ class TasksAbove:
         self.options, self._algorithm, self._state, self._roster = options, algorithm, state, roster
         self._drop_waiting = drop_waiting
         self.waits, self.num_merges, self.spec, self._begun_s = True, 0, FULL, 0.0
-
-    @classmethod
-    def of(cls, limits: Limits, *parts: Any) -> Self | None:
-        """Return the tasks of a run with these limits and parts; None if there is no server above it."""
-        return None if limits.subfederation is None else cls(limits.subfederation, *parts)
 
     def begin(self, event: Received, now: float) -> None:
         """Begin a task from the values sent; what waits for a merge, or is being trained, does not count any more."""

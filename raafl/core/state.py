@@ -97,9 +97,11 @@ class Memory:
             make: function that returns a new record; None = ``kind()``.
             key: name of the record, needed where a part occurs several times; None = ``kind.key``.
         """
-        record = self.find(kind, key)
+        key = kind.key if key is None else key
+        known = self._records.get(key)
+        record = known if isinstance(known, kind) else self.find(kind, key)
         if record is None:
-            record = self._records[kind.key if key is None else key] = kind() if make is None else make()
+            record = self._records[key] = kind() if make is None else make()
         return record
 
     def pop(self, kind: type[Record]) -> Record | None:

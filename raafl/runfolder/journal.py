@@ -326,7 +326,7 @@ class RunFolder:
         Raises:
             ValueError: `row` has a column that clients.csv cannot have.
         """
-        row = {name: _rounded(name, value) for name, value in row.items()}
+        row = {name: _rounded(name, value) if type(value) is float else value for name, value in row.items()}
         new = [name for name in row if name not in self._clients.columns]
         known = (*MEMORY_COLUMNS, *LOGGED_COLUMNS)
         if unknown := [name for name in new if not name.startswith(TESTED) and name not in known]:

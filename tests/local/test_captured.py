@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from raafl.core.algorithm import Local
 from raafl.local.captured import Capture
+from raafl.local.captured.graphs import CapturedSteps
+from raafl.local.train import TaskSteps
 from raafl.submodel import Spec
 from tests.helpers.emulated_cuda import Emulated
 from tests.local.bench import Bench, Net, Norm, assignment
@@ -300,3 +302,45 @@ def test_the_graphs_share_the_memory_that_the_largest_is_predicted_to_need(emula
     real = next(iter(capture._used)).graph.pool().peak_bytes
     # what is freed after its last use: Python holds some tensors a little longer
     assert 0.9 * real <= predicted <= 1.35 * real and predicted == costs[0].pool_bytes > costs[1].pool_bytes
+
+
+TOKENS = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 2]]), "labels": torch.tensor([0, 1])}
+KEPT = {
+    "a padded token": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+    "one for each pair of tokens": torch.ones(2, 1, 3, 3),
+    "no tensor": [[1, 1, 1], [1, 1, 1]],
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_only_a_mask_of_ones_is_left_out_of_a_batch(monkeypatch, kind):
+    seen = []
+    monkeypatch.setattr(TaskSteps, "_run_batch", lambda self, batch: seen.append(batch))
+    steps = CapturedSteps.__new__(CapturedSteps)
+    for mask in (torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool), KEPT[kind]):
+        steps._run_batch({**TOKENS, "attention_mask": mask})
+    steps._run_batch((TOKENS["input_ids"], KEPT[kind]))
+    assert [list(batch) for batch in seen[:3]] == [[*TOKENS], [*TOKENS], [*TOKENS, "attention_mask"]]
+    assert seen[3] == (TOKENS["input_ids"], KEPT[kind])
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_transformers_give_the_same_bits_without_a_mask_of_ones(kind):
+    from transformers import AutoConfig, AutoModel
+
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 16,
+    }
+    module = AutoModel.from_config(AutoConfig.for_model(kind, **sizes)).train()
+    answers = []
+    for more in ({}, {"attention_mask": torch.ones(2, 3, dtype=torch.int64)}):
+        torch.manual_seed(0)
+        module.zero_grad()
+        states = module(input_ids=TOKENS["input_ids"], **more).last_hidden_state
+        states.square().sum().backward()
+        answers.append([states, *(p.grad for p in module.parameters() if p.grad is not None)])
+    assert len(answers[0]) == len(answers[1]) > 5 and all(map(torch.equal, *answers))

@@ -364,8 +364,11 @@ def _norm_of_model(state: GlobalState, memory: BoundedMemory) -> float:
 
 def _accepted(state: GlobalState, memory: BoundedMemory, spec: Spec) -> _Accepted:
     """Return the record of accepted updates of the layout of ``spec``."""
-    layout = state.submodels.layout(spec, "trained")
-    return memory.norms.setdefault(layout.fingerprint, _Accepted())
+    fingerprint = state.submodels.layout(spec, "trained").fingerprint
+    found = memory.norms.get(fingerprint)
+    if found is None:
+        found = memory.norms[fingerprint] = _Accepted()
+    return found
 
 
 def _is_near_half(state: GlobalState, update: Update) -> bool:
@@ -410,11 +413,12 @@ def _norm(buffers: Buffers, before: Buffers | None = None, part: Mapping[torch.d
     squares: list[float] = []
     for dtype, buffer in buffers.items():
         where = slice(None) if part is None else part[dtype]
-        values = reals(buffer[where])
+        values = buffer if part is None or where.stop == len(buffer) and not where.start else buffer[where]
+        values = reals(values)
         if not values.is_floating_point() or not values.numel():
             continue
         if before is None:
-            flat = values.flatten()
+            flat = values.view(-1)
             squares += map(_square, torch.split(flat, PIECE) if flat.numel() > PIECE else (flat,))
         else:
             squares += (_square(piece - old) for piece, old in chunks(values, reals(before[dtype][where])))

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +150,7 @@ class Trained:
     @cached_property
     def _answers(
         self,
-    ) -> tuple[Layout, dict[torch.dtype, Tensor], list[bool], list[float], dict[str, tuple[list[float], list[float]]]]:
+    ) -> tuple[Layout, dict[torch.dtype, Tensor], list[bool], list[float], dict[str, tuple[Any, list[float]]]]:
         """Values to send, a row a task, and whether their sums are finite; sums of losses; sums and counts of logged values."""
         layout = self._trainer.payload.layout(self._members[0].assignment.spec, "trained")
         rows = {dtype: self._rows.buffers[dtype][:, :numel] for dtype, numel in layout.numel.items()}

@@ -455,7 +455,7 @@ def _in_step(
         place = index % len(sizes)
         if not place:
             orders = [client.epoch(generator) for client, generator in zip(clients, generators, strict=True)]
-            order, gathered = torch.stack(orders), list[Sequence[Tensor]]()
+            order, gathered = torch.stack(orders), list[Any]()
         if not gathered:
             start, size = sum(sizes[:place]), sizes[place]
             steps = min(ahead, sizes[place:].count(size), count - index)

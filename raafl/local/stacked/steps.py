@@ -459,7 +459,7 @@ class Logged:
             {name: (of_all[client], counts[client]) for name, (of_all, counts) in sums.items() if counts[client]}
         )
 
-    def read(self, most: int | None) -> dict[str, tuple[Sequence[Any], list[float]]]:
+    def read(self, most: int | None) -> dict[str, tuple[Any, list[float]]]:
         """Return the sum of each logged value and its total weight, for all clients, by name; at most ``most`` names.
 
         Sums on a GPU are not read yet.

@@ -413,7 +413,7 @@ def _norm(buffers: Buffers, before: Buffers | None = None, part: Mapping[torch.d
     squares: list[float] = []
     for dtype, buffer in buffers.items():
         where = slice(None) if part is None else part[dtype]
-        values = buffer if part is None or where.stop == len(buffer) and not where.start else buffer[where]
+        values = buffer if part is None or (where.stop == len(buffer) and not where.start) else buffer[where]
         values = reals(values)
         if not values.is_floating_point() or not values.numel():
             continue

@@ -11,7 +11,10 @@ import mmap
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -29,15 +32,40 @@ class NoRoom(OSError):
     """Raised if a disk has no room for a payload (the tensors of one task)."""
 
 
+MOST_IN_ALL_BYTES = 1 << 30
+"""Most bytes of payloads in memory, all together: a server of ten thousand clients would otherwise keep one update of each."""
+
+
+class _Held:
+    """Count of the bytes of payloads in memory."""
+
+    def __init__(self) -> None:
+        self.num_bytes, self._lock = 0, threading.Lock()
+
+    def take(self, num_bytes: int, most_bytes: int) -> bool:
+        """Count so many bytes more, and return True, unless they would be more than ``most_bytes``."""
+        with self._lock:
+            fits = self.num_bytes + num_bytes <= most_bytes
+            self.num_bytes += num_bytes if fits else 0
+            return fits
+
+    def give(self, num_bytes: int) -> None:
+        """Count so many bytes less."""
+        with self._lock:
+            self.num_bytes -= num_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class PayloadRoom:
-    """Allocator of storage for payloads (the tensors of one task): in memory, or for large ones in files.
+    """Allocator of storage for payloads (the tensors of one task): in memory, or in files for large ones and for too many.
 
     A file's content need not stay in memory: the operating system can write it to disk and free the memory.
     """
 
     folder: str | None = None  # folder of the files; None = store all payloads in memory
     most_bytes: int = 0  # size of the largest payload to store in memory
+    most_in_all_bytes: int = MOST_IN_ALL_BYTES  # size of all payloads in memory together
+    _held: _Held = field(default_factory=_Held, compare=False)
 
     def __call__(self, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
         """Return storage for ``layout``, whose content is undefined.
@@ -45,7 +73,7 @@ class PayloadRoom:
         Raises:
             NoRoom: the disk is full.
         """
-        return self._in_files(layout) if self._is_large(layout, device) else FlatTensors.empty(layout, device)
+        return self._made(FlatTensors.empty, layout, device)
 
     def zeros(self, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
         """Return storage for ``layout``, filled with zeros.
@@ -53,10 +81,19 @@ class PayloadRoom:
         Raises:
             NoRoom: the disk is full.
         """
-        return self._in_files(layout) if self._is_large(layout, device) else FlatTensors.zeros(layout, device)
+        return self._made(FlatTensors.zeros, layout, device)
 
-    def _is_large(self, layout: Layout, device: torch.device | str) -> bool:
-        return self.folder is not None and layout.num_bytes > self.most_bytes and torch.device(device).type == "cpu"
+    def _made(
+        self, make: Callable[[Layout, torch.device | str], FlatTensors], layout: Layout, device: torch.device | str
+    ) -> FlatTensors:
+        num_bytes = layout.num_bytes
+        if self.folder is None or torch.device(device).type != "cpu":
+            return make(layout, device)
+        if num_bytes > self.most_bytes or not self._held.take(num_bytes, self.most_in_all_bytes):
+            return self._in_files(layout)
+        made = make(layout, device)
+        weakref.finalize(made, self._held.give, num_bytes).atexit = False
+        return made
 
     def _in_files(self, layout: Layout) -> FlatTensors:
         assert self.folder is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import resource
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -60,7 +61,11 @@ class SocketLoop:
         self._waiting: dict[tuple[int, bool], list[asyncio.Future[bool]]] = {}
 
     def start(self) -> SocketLoop:
-        """Start the thread; return the loop."""
+        """Start the thread; return the loop. The process may then open as many files as the system lets it."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            with suppress(ValueError, OSError):  # macOS has a lower limit of its own
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._thread.start()
         return self
 

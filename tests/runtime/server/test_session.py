@@ -155,6 +155,30 @@ def test_long_updates_lie_in_files_and_a_full_disk_ends_one_session_alone(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_updates_in_memory_are_bounded_in_all_and_the_next_lie_in_files(tmp_path):
+    terms = Terms(
+        storage=PayloadRoom(str(tmp_path), most_bytes=100, most_in_all_bytes=2 * 52)
+    )  # an update has 52 bytes
+    tables, in_files = [Table(terms) for _ in range(3)], []
+    for table in tables:
+        table.greet()
+        table.assign()
+        table.update()
+        in_files.append(is_in_files(table.event().update.tensors))
+    assert in_files == [False, False, True] and terms.storage._held.num_bytes == 104
+    for table in tables:
+        table.close()
+
+
+def test_room_that_is_given_back_is_taken_again(tmp_path):
+    room = PayloadRoom(str(tmp_path), most_bytes=100, most_in_all_bytes=60)
+    layout = line_state().submodels.layout()
+    first = room(layout)
+    assert not is_in_files(first) and is_in_files(room(layout))
+    del first
+    assert room._held.num_bytes == 0 and not is_in_files(room(layout))
+
+
 def no_room(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

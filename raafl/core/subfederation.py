@@ -330,6 +330,8 @@ def differences(
     takes_all = trigger.waits_for_all or getattr(trigger, "size", None) == num_clients
     if below.sample.cohort is not None or not takes_all:
         found.append("a merge here may leave clients out")
+    if above.local != below.local:
+        found.append("clients here train otherwise than the method above says (prox, for example)")
     if training.lr_schedule != "constant":
         found.append("the schedule of the learning rate follows the merges here")
     return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from model_zoo import MLP
-from raafl.algorithms import diloco, fed_avg, fed_buff, fed_prox
-from raafl.core.options import Guard, Subfederation
-from raafl.core.subfederation import check_contributions, from_json, to_json
+from raafl.algorithms import ALGORITHMS, diloco, fed_avg, fed_buff, fed_prox
+from raafl.core.options import Guard, Privacy, Subfederation, Training
+from raafl.core.subfederation import check_contributions, differences, from_json, problem_above, to_json
 from raafl.core.types import Assignment, ClientInfo, Received
 from raafl.data import Dirichlet
 from raafl.parts import RateSelect
@@ -19,6 +19,7 @@ from tests.helpers.small_runs import experiment
 
 HALVES = {1: (1, 2, 3), 2: (4, 5, 6)}
 ONE = Subfederation(merges=1)
+PRIVATE = Privacy(noise_multiplier=1.0, clip_norm=1.0)
 RATES = (1.0, 0.5, 0.25, 0.5, 0.25, 0.25)
 
 
@@ -154,3 +155,45 @@ test_what_a_subfederation_says_is_checked = refuses(
 def test_contributions_of_one_submodel_are_one():
     data = [[HALF.to_json(), 1, 5, 2], [{}, 1, 7, 2], [HALF.to_json(), 1, 6, 3]]
     assert to_json(_checked(data)) == [[HALF.to_json(), 2.0, 11, 5], [{}, 1.0, 7, 2]]
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "num_merges", "said"),
+    [
+        (fed_avg(), fed_avg(), 1, []),
+        (fed_buff(2), fed_buff(3), 1, []),
+        (diloco(), diloco(1.0, 0.0), 1, []),
+        (fed_avg(), fed_avg(), 2, ["several merges"]),
+        (fed_avg(), fed_avg(), None, ["several merges"]),
+        (fed_buff(2), fed_buff(2), 1, ["may leave clients out"]),
+        (fed_buff(2), fed_buff(3, 0.5), 1, ["by 0.5 of"]),
+        (fed_avg(), fed_avg(by_samples=False), 1, ["weigh otherwise"]),
+        (fed_avg(), fed_avg(cohort=2), 1, ["may leave clients out"]),
+        (fed_prox(0.1), fed_avg(), 1, ["train otherwise"]),
+    ],
+)
+def test_what_differs_from_a_flat_federation_is_said(above, below, num_merges, said):
+    found = differences(above, below, Training(), num_merges, 3)
+    assert len(found) == len(said) and all(part in line for part, line in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["fed_raa", "fed_avg", "fed_prox", "fed_buff", "diloco"])
+def test_methods_whose_merge_is_a_mean_take_subfederations(name):
+    algorithm = ALGORITHMS[name]()
+    assert problem_above(algorithm, algorithm.merge) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["scaffold", "hetero_fl", "fed_nova", "split_fed", "fed_per", "ca2fl", "fed_pm", "moon"]
+)
+def test_other_methods_do_not(name):
+    algorithm = ALGORITHMS[name]()
+    assert problem_above(algorithm, algorithm.merge) is not None
+
+
+test_what_cannot_be_below_is_refused = refuses(
+    lambda algorithm, **fields: build(experiment("unused", algorithm, max_updates=None, **fields), pace=False),
+    ({"algorithm": diloco(), "subfederation": ONE}, "whose merge .* is more than a mean"),
+    ({"algorithm": "scaffold", "guard": Guard(max_below=2)}, "guard.max_below is 2, but"),
+    ({"algorithm": fed_avg(), "guard": Guard(max_below=2), "privacy": PRIVATE}, "but privacy is on"),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from raafl.lab.report.page import (
 from raafl.lab.report.submodels import axes, regions, specs, staleness
 from raafl.lab.report.timeline import time_spent, timeline
 from raafl.runfolder.books import signature_warning
-from raafl.runfolder.reading import RecordedRun, read, sample_rows
+from raafl.runfolder.reading import RecordedRun, read, sample_images, sample_rows
 from raafl.runfolder.schema import SAMPLE_COLUMNS
 from raafl.units import quantity, size
 
@@ -198,6 +199,7 @@ def _samples(runs: Sequence[RecordedRun]) -> str:
     for run in runs[:_MAX_APART]:
         rows = sample_rows(run.path)
         if rows:
+            parts.append(_thumbnails(run))
             latest = max(int(row[0]) for row in rows if row[0].isdecimal())
             first_and_last = [row for row in rows if row[0] in ("0", str(latest))]
             parts.append(
@@ -206,6 +208,16 @@ def _samples(runs: Sequence[RecordedRun]) -> str:
             kept, said = thin_rows(rows)
             parts.append(collapsible(f"All of {run.name}", table_html(Table(SAMPLE_COLUMNS, kept, said))))
     return f'<section id="samples"><h2>Samples</h2>{"".join(parts)}</section>' if parts else ""
+
+
+def _thumbnails(run: RecordedRun) -> str:
+    """Return the pictures of the recorded test samples, each with what was predicted for it last; empty if there are none."""
+    figures = [
+        f'<figure><img alt="test sample {number}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
+        f"<figcaption>{escaped(caption)}</figcaption></figure>"
+        for number, (content, caption) in sample_images(run.path).items()
+    ]
+    return f'<div class="thumbnails">{"".join(figures)}</div>' if figures else ""
 
 
 def _configs(groups: Sequence[Group], runs: Sequence[RecordedRun]) -> str:

@@ -223,27 +223,34 @@ class Samples:
     Attributes:
         prompts: texts that a language model continues, always with the most probable token.
         predictions: number of test samples whose predicted classes are recorded, the first ones.
+        images: number of test images whose predicted classes are recorded, the first ones, each with a small picture of it.
         every: record at each so-many-th evaluation, beside the run's first model.
         max_new_tokens: most tokens written after a prompt.
     """
 
     prompts: list[str] = field(default_factory=list)
     predictions: int = 0
+    images: int = 0
     every: int = 1
     max_new_tokens: int = 32
 
     def __post_init__(self) -> None:
-        for name, least in (("predictions", 0), ("every", 1), ("max_new_tokens", 1)):
+        for name, least in (("predictions", 0), ("images", 0), ("every", 1), ("max_new_tokens", 1)):
             at_least(f"samples.{name}", getattr(self, name), least)
         if self.max_new_tokens != 32 and not self.prompts:
             raise BadInput(f"samples.max_new_tokens is {self.max_new_tokens}, but there are no prompts: give some")
         if self.every != 1 and not self:
             raise BadInput(
-                f"samples.every is {self.every}, but nothing is recorded: give samples.prompts or predictions"
+                f"samples.every is {self.every}, but nothing is recorded: give samples.prompts, predictions or images"
             )
 
     def __bool__(self) -> bool:
-        return bool(self.prompts or self.predictions)
+        return bool(self.prompts or self.num_predictions)
+
+    @property
+    def num_predictions(self) -> int:
+        """Number of test samples whose predicted classes are recorded."""
+        return max(self.predictions, self.images)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,20 @@ from raafl.atomic_file import atomic_file
 from raafl.config.loggers import FOLDER, LoggerSpec, in_words, maker, specs
 from raafl.core.hooks import RunHooks
 from raafl.core.types import Settled
+from raafl.runfolder.reading import sample_images, sample_rows
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.schema import CLIENT, KINDS, LOST, MERGED, REFUSED, SAMPLE_COLUMNS, TRAIN, Summary, kind_of
+from raafl.runfolder.schema import (
+    CLIENT,
+    KINDS,
+    LOST,
+    MERGED,
+    REFUSED,
+    SAMPLE_COLUMNS,
+    SAMPLE_IMAGES,
+    TRAIN,
+    Summary,
+    kind_of,
+)
 from raafl.runfolder.statistics import Coverage
 from raafl.submodel import Spec
 
@@ -349,20 +361,28 @@ def finish(logger: Any, folder: Path, summary: Summary, tables: Tables, *, with_
     """Log the tables, the summary and the final model at the end of a run."""
     model = folder / summary["model"] if summary.get("model") and with_model else None
     if _is_a(logger, "WandbLogger"):
-        _finish_wandb(logger, summary, tables, model)
+        _finish_wandb(logger, folder, summary, tables, model)
     elif _is_a(logger, "TensorBoardLogger"):
         for name, (columns, rows) in tables.all().items():
             logger.experiment.add_text(name, markdown(columns, rows), summary.get("versions", 0))
+        for number, (content, _) in sample_images(folder).items():
+            import numpy as np
+            from PIL import Image  # which TensorBoard itself needs for images
+
+            pixels = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+            logger.experiment.add_image(f"samples/{number}", pixels, summary.get("versions", 0), dataformats="HWC")
     elif _is_a(logger, "MLFlowLogger"):
         client, run = logger.experiment, logger.run_id
         for name, (columns, rows) in tables.all().items():
             client.log_text(run, _csv(columns, rows), f"{name}.csv")
+        if (folder / SAMPLE_IMAGES).is_dir():
+            client.log_artifacts(run, str(folder / SAMPLE_IMAGES), SAMPLE_IMAGES)
         client.log_text(run, json.dumps(dict(summary), indent=2, default=str), "summary.json")
         if model is not None:
             (client.log_artifacts if model.is_dir() else client.log_artifact)(run, str(model), "model")
 
 
-def _finish_wandb(logger: Any, summary: Summary, tables: Tables, model: Path | None) -> None:
+def _finish_wandb(logger: Any, folder: Path, summary: Summary, tables: Tables, model: Path | None) -> None:
     import wandb
 
     run, begin = logger.experiment, _prefix(logger)
@@ -372,6 +392,8 @@ def _finish_wandb(logger: Any, summary: Summary, tables: Tables, model: Path | N
     figure = tables.figure()
     if figure is not None:
         found[f"{begin}timeline_chart"] = wandb.Plotly(figure)
+    for number, (_, caption) in sample_images(folder).items():
+        found[f"{begin}samples/{number}"] = wandb.Image(str(folder / SAMPLE_IMAGES / f"{number}.png"), caption=caption)
     run.log(found)
     said = ("finished", "versions", "updates_merged", "updates_lost", "utilisation", "model_digest", "time_to")
     run.summary.update({name: value for name, value in summary.items() if name in said})
@@ -415,7 +437,7 @@ class Tables:
     def _read(self) -> tuple[dict[str, Table], Any]:
         with self._lock:
             if self._found is None:
-                from raafl.runfolder.reading import read, sample_rows
+                from raafl.runfolder.reading import read
 
                 run = read(self._folder)
                 found = {"clients": clients_table(run), "timeline": timeline_table(run), "regions": regions_table(run)}

@@ -27,6 +27,7 @@ from raafl.runfolder.schema import (
     MEMORY_COLUMNS,
     METRICS,
     SAMPLE_COLUMNS,
+    SAMPLE_IMAGES,
     SAMPLES,
     SUMMARY,
     JournalRow,
@@ -42,6 +43,8 @@ _FILES = (METRICS, CLIENTS, JOURNAL, SUMMARY)
 """A folder that has one of these, or a config.yaml, is a run folder."""
 _TEXT = ("client", "spec", "outcome")
 MOST_SAMPLES = 10_000  # rows of samples.csv that are read
+MOST_IMAGES = 64  # pictures of samples that are read
+_MOST_IMAGE_BYTES = 100_000
 _AT_A_TIME = 10_000  # number of rows parsed at a time
 _TASK_NUMBERS = tuple(name for name in (*CLIENT_COLUMNS, *MEMORY_COLUMNS) if name not in _TEXT)
 
@@ -343,3 +346,20 @@ def sample_rows(folder: Path) -> list[list[str]] | None:
     except OSError:
         return None
     return [[str(row.get(name) or "") for name in SAMPLE_COLUMNS] for row in rows]
+
+
+def sample_images(folder: Path) -> dict[int, tuple[bytes, str]]:
+    """Return the pictures of test samples by the sample's number, as PNG files, and what was predicted for each last, in words."""
+    captions = {}
+    for version, kind, text, output, expected, probability in sample_rows(folder) or []:
+        if kind == "class":
+            captions[text] = f"{output} ({probability}), is {expected}; version {version}"
+    found = {}
+    for number in range(MOST_IMAGES):
+        try:
+            content = (folder / SAMPLE_IMAGES / f"{number}.png").read_bytes()
+        except OSError:
+            break
+        if content.startswith(b"\x89PNG\r\n") and len(content) < _MOST_IMAGE_BYTES:
+            found[number] = content, captions.get(f"test sample {number}", "")
+    return found

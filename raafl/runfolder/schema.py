@@ -22,6 +22,8 @@ MODEL: Final = "model"
 CHECKPOINTS: Final = "checkpoints"
 RECEIVED: Final = "received"
 SAMPLES: Final = "samples.csv"
+SAMPLE_IMAGES: Final = "samples"
+"""Folder of small pictures of the test samples in samples.csv: 0.png, 1.png and so on."""
 SAMPLE_COLUMNS: Final = ("version", "kind", "input", "output", "expected", "probability")
 GROWING: Final = (JOURNAL, METRICS, CLIENTS)
 """The files that grow by rows."""

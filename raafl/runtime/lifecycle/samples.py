@@ -7,6 +7,8 @@ digest of one without, and a repeated run has the same samples.
 from __future__ import annotations
 
 import csv
+import struct
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,14 @@ from torch import Tensor, nn
 from raafl.core.hooks import RunHooks
 from raafl.errors import USER_ERRORS, BadInput, briefly
 from raafl.rng import undisturbed
-from raafl.runfolder.schema import SAMPLE_COLUMNS, SAMPLES
+from raafl.runfolder.schema import SAMPLE_COLUMNS, SAMPLE_IMAGES, SAMPLES
 from raafl.runtime.lifecycle.checkpointer import cause
 from raafl.runtime.lifecycle.export import tokenizer_of
 from raafl.submodel import FlatTensors
 from raafl.submodel.cut.layers import copy_structure
+
+_MAX_SIDE = 64
+"""Largest height and width of a recorded picture, in pixels."""
 
 
 class SampleRecorder(RunHooks):
@@ -43,8 +48,10 @@ class SampleRecorder(RunHooks):
                     f"samples.prompts is given, but {type(data).__name__} has no `tokenizer` of transformers: leave it out"
                 )
             writer_of(run.parts.module)
-        if self._options.predictions:
-            pair_of(run.parts.data, self._options.predictions)
+        if self._options.num_predictions:
+            inputs, _ = pair_of(run.parts.data, self._options.num_predictions)
+            if self._options.images:
+                pixels_of(inputs)
 
     def opened(self) -> None:
         """Remove rows of versions after the checkpoint from which a run is resumed."""
@@ -59,6 +66,8 @@ class SampleRecorder(RunHooks):
     def start(self) -> None:
         """Record the samples of a new run's first model."""
         if not self._run.resumed:
+            if self._options.images:
+                self._write_images()
             self._record(0, self._run.parts.coordinator.state.values)
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
@@ -87,14 +96,24 @@ class SampleRecorder(RunHooks):
     def _rows(self, module: nn.Module) -> Iterator[dict[str, Any]]:
         for prompt in self._options.prompts:
             yield {"kind": "text", "input": prompt, "output": self._written(module, prompt)}
-        if not self._options.predictions:
+        if not self._options.num_predictions:
             return
-        inputs, labels = pair_of(self._run.parts.data, self._options.predictions)
+        inputs, labels = pair_of(self._run.parts.data, self._options.num_predictions)
         found = module(inputs)
         likely, classes = torch.softmax(getattr(found, "logits", found).float(), dim=-1).max(dim=-1)
         for i, (label, guess, share) in enumerate(zip(labels.tolist(), classes.tolist(), likely.tolist(), strict=True)):
             row = {"kind": "class", "input": f"test sample {i}", "output": guess}
             yield row | {"expected": label, "probability": f"{share:.4f}"}
+
+    def _write_images(self) -> None:
+        inputs, _ = pair_of(self._run.parts.data, self._options.images)
+        folder = self._run.folder / SAMPLE_IMAGES
+        try:
+            folder.mkdir(exist_ok=True)
+            for number, pixels in enumerate(pixels_of(inputs)):
+                (folder / f"{number}.png").write_bytes(png(pixels))
+        except OSError as error:
+            self._run.progress.warn(f"pictures of samples cannot be written: {cause(error)}")
 
     def _written(self, module: nn.Module, prompt: str) -> str:
         """Return what the model writes after a prompt, token by token the most probable one."""
@@ -144,3 +163,38 @@ def pair_of(data: Any, num: int) -> tuple[Any, Tensor]:
             "leave it out"
         )
     return batch[0], batch[1]
+
+
+def pixels_of(inputs: Any) -> Tensor:
+    """Return images as bytes (batch, height, width, 1 or 3), at most 64 pixels on a side, each from its least to its largest value.
+
+    Raises:
+        BadInput: the inputs are no images (batch, 1 or 3 channels, height, width).
+    """
+    if not isinstance(inputs, Tensor) or inputs.dim() != 4 or inputs.shape[1] not in (1, 3):
+        raise BadInput(
+            f"samples.images is given, but the model's inputs are {briefly(inputs)}, no images with 1 or 3 channels: "
+            "give samples.predictions"
+        )
+    images = inputs.detach().float()
+    scale = _MAX_SIDE / max(images.shape[2:])
+    if scale < 1:
+        size = [max(round(side * scale), 1) for side in images.shape[2:]]
+        images = nn.functional.interpolate(images, size, mode="area")
+    least, most = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
+    scaled = (images - least) / (most - least).clamp(min=1e-12)
+    return (scaled * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+
+
+def png(pixels: Tensor) -> bytes:
+    """Return an image (height, width, 1 or 3) of bytes as a PNG file."""
+    height, width, channels = pixels.shape
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    rows = b"".join(
+        b"\0" + row.numpy().tobytes() for row in pixels.contiguous()
+    )  # each row begins with its filter: none
+    head = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")

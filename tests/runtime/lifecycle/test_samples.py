@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import raafl
 from model_zoo import MLP
+from raafl.commands.report import build
 from raafl.config.options import Samples
 from raafl.errors import BadInput
 from raafl.loggers.loggers import Tables
+from raafl.runfolder.reading import read, sample_images
+from raafl.runtime.lifecycle.samples import pixels_of, png
 from tests.helpers.refusals import refuses
 from tests.helpers.small_runs import digits
 
@@ -113,3 +119,36 @@ test_samples_are_checked = refuses(
     ({"max_new_tokens": 5, "predictions": 1}, "samples.max_new_tokens is 5, but there are no prompts"),
     ({"predictions": -1}, "samples.predictions is -1"),
 )
+
+
+def test_images_are_small_pictures_with_what_is_predicted_for_them(tmp_path):
+    result = run(tmp_path / "run", images=2, every=2)
+    rows = rows_of(tmp_path / "run")
+    assert [row["version"] for row in rows] == ["0"] * 2 + ["2"] * 2 + ["4"] * 2
+    found = sample_images(result.folder)
+    assert [*found] == [0, 1]
+    data = digits()
+    data.setup("fit")
+    images, _ = next(iter(data.test_dataloader()))
+    for number, (content, _) in found.items():
+        pixels = np.asarray(Image.open(io.BytesIO(content)))
+        expected = images[number, 0] / images[number].max()  # the digits begin at 0
+        assert pixels.shape == (8, 8) and abs(pixels / 255 - expected.numpy()).max() <= 0.5 / 255 + 1e-6
+    page = build([read(result.folder)])
+    assert page.count('src="data:image/png;base64,') == 2
+    last = rows[-1]
+    assert f"{last['output']} ({last['probability']}), is {last['expected']}; version 4" in page
+
+
+def test_large_pictures_shrink_and_colours_stay():
+    images = torch.zeros(1, 3, 96, 128)
+    images[:, 2] = 5.0
+    pixels = pixels_of(images)
+    assert pixels.shape == (1, 48, 64, 3)
+    assert pixels[0, 0, 0].tolist() == [0, 0, 255]
+    assert Image.open(io.BytesIO(png(pixels[0]))).getpixel((63, 47)) == (0, 0, 255)
+
+
+def test_what_is_no_image_has_no_picture():
+    with pytest.raises(BadInput, match=r"samples\.images is given, but the model's inputs are"):
+        pixels_of(torch.zeros(2, 64))

@@ -1,0 +1,26 @@
+"""Play the federation of docs/hospitals.md in its short form, by its own command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.habits.source import ROOT
+
+
+@pytest.mark.long("test_from_an_empty_folder_to_an_audit")
+@pytest.mark.timeout(1800)
+def test_four_hospitals_train_lose_a_site_and_are_audited(tmp_path, raafl_data):
+    out = tmp_path / "out"
+    command = [sys.executable, str(ROOT / "examples/hospitals/play.py"), str(out), "--short", "--data", str(raafl_data)]
+    subprocess.run(command, check=True, timeout=1700)
+    result = json.loads((out / "result.json").read_text())
+    assert [row["run"] for row in result["rows"]] == ["images", "texts", "probe"]
+    assert result["rows"][0]["lost"] >= 1 and result["killed"]["merged_after"] >= 1
+    assert [row["findings"] for row in result["audits"]] == [0] * len(result["audits"])
+    assert any(row.get("trained_again") for row in result["audits"]) or len(result["audits"]) >= 5
+    assert float(result["rows"][2]["epsilon"]) > 0
+    assert {path.name for path in (out / "pages").iterdir()} >= {"images.html", "hospitals-images.svg", "model-card.md"}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import json
 import os
+import resource
 import selectors
 import socket
 import statistics
@@ -183,6 +184,8 @@ def work(config: str, address: str, certs: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a socket for each client
     players = Players(Path(config), address, Path(certs))
     print("ready", flush=True)
     for line in sys.stdin:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from raafl.core.saving import client_to_json
 from raafl.core.types import Arrived, Joined
+from raafl.errors import TaskFailed
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server import session_protocol as needs
 from raafl.runtime.server.session_protocol import SessionProtocol, SessionSetup, Task
-from raafl.transport import Kind, Message, Refused
+from raafl.transport import Kind, Message, PeerLost, Refused
+from raafl.transport.frames import Frames
+from tests.helpers.bent_frames import Bender
 from tests.helpers.coordinators import filled, line_state
+from tests.helpers.raw_frames import encode
 from tests.runtime.server.sessions import INFO, task
+from tests.transport.test_fuzz import Memory
 
 
 class Played:
@@ -50,8 +57,59 @@ class Played:
                 return
             try:
                 result, error = self.meet(need), None
-            except Refused as refused:
+            except (Refused, PeerLost) as refused:
                 result, error = None, refused
+
+
+class Fuzzed(Played):
+    """A session that is sent frames as bytes, through the code that reads those of a socket."""
+
+    def __init__(self, frames, state):
+        self.state, self.sent, self.events, self.turned_away, self.closed = state, [], [], [], False
+        self.messages, self.tasks = list(frames), [Task(task(1), state.values)]
+        self.protocol = SessionProtocol(4, 0, SessionSetup(state.submodels), self.events.append, self)
+
+    def meet(self, need):
+        if not isinstance(need, needs.Receive):
+            return super().meet(need)
+        if self.closed or not self.messages:
+            raise PeerLost("connection-closed")
+        reader = Frames(Memory(self.messages.pop(0)))
+        try:
+            return reader.receive(need.expect, need.finite)
+        finally:
+            self.closed = not reader.in_step
+
+
+def fuzz(name, num, seed):
+    """Send a session damaged frames in the place of its first message, or of its answer; count what came of them."""
+    state, bender, seen = line_state(value=2.0), Bender(seed), Counter()
+    honest = {"hello": hello(state), "update": answer(state, 1)}
+    before = [] if name == "hello" else [encode(honest["hello"])]
+    for _ in range(num):
+        played = Fuzzed([*before, bender.frame(honest[name])], state)
+        try:
+            played.play()
+            seen["over"] += 1
+        except (Refused, PeerLost, TaskFailed) as error:
+            seen[getattr(error, "reason", "failed")] += 1
+        arrived = [event.update for event in played.events if isinstance(event, Arrived)]
+        seen.update(update.refusal or "taken" for update in arrived)
+        assert len(arrived) <= 1 and all(update.client == 4 for update in arrived)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["hello", "update"])
+def test_damaged_frames_without_a_socket(name):
+    assert sum(fuzz(name, 300, 1).values()) >= 300
+
+
+@pytest.mark.long("test_damaged_frames_without_a_socket")
+@pytest.mark.parametrize("name", ["hello", "update"])
+def test_ten_thousand_damaged_frames_without_a_socket(name, capsys):
+    seen = fuzz(name, 10_000, 2)
+    with capsys.disabled():
+        print(f" {name}: {dict(sorted(seen.items()))} ", end="")
 
 
 def hello(state):

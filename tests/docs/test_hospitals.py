@@ -7,11 +7,28 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
+from raafl.config.parse import parse
+from raafl.sites.policy import load_policy
 from tests.habits.source import ROOT
 
+HERE = ROOT / "examples" / "hospitals"
 
-@pytest.mark.long("test_from_an_empty_folder_to_an_audit")
+
+@pytest.mark.parametrize("site", ["north", "east", "south", "west"])
+def test_each_policy_allows_the_methods_of_the_configs(site):
+    policy = load_policy(str(HERE / "policies" / f"{site}.yaml"))
+    configs = [yaml.safe_load((HERE / f"{name}.yaml").read_text()) for name in ("images", "texts", "probe")]
+    assert {config["algorithm"]["class_path"].removeprefix("raafl.") for config in configs} == set(policy.algorithms)
+
+
+@pytest.mark.parametrize("name", ["images", "texts"])
+def test_a_config_is_whole(name):
+    assert parse("serve", ["--config", str(HERE / f"{name}.yaml")]).experiment.name == f"hospitals-{name}"
+
+
+@pytest.mark.long("tests/docs/test_sites.py::test_from_an_empty_folder_to_an_audit")
 @pytest.mark.timeout(1800)
 def test_four_hospitals_train_lose_a_site_and_are_audited(tmp_path, raafl_data):
     out = tmp_path / "out"

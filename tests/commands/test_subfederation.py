@@ -180,3 +180,31 @@ def test_three_levels_of_processes_with_one_subfederation_killed(tmp_path):
     assert {row["journal"] for row in answered} <= heads
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders.values()]
     assert [summary["finished"] for summary in summaries] == ["max_updates"] * 3
+
+
+@pytest.mark.long("test_a_task_of_the_server_above_is_answered_by_the_merge_that_ends_it")
+@pytest.mark.parametrize(
+    "more", [{"secure_aggregation": {"min_cover": 2}}, {"privacy": {"clip_norm": 1.0, "noise_multiplier": 0.1}}]
+)
+def test_a_level_has_secure_aggregation_or_privacy_of_its_own(tmp_path, more):
+    top, own = address(), address()
+    above = config(tmp_path / "top.yaml", guard={"max_below": 8, "max_weight": None}, max_updates=3)
+    below = config(tmp_path / "below.yaml", **more)
+    folders = tmp_path / "top", tmp_path / "below"
+    options = ("--below_address", own, "--below_min_clients", "3", "--output", str(folders[1]))
+    with ExitStack() as stack:
+
+        def start(name, *argv):
+            return stack.enter_context(command(tmp_path / f"{name} output", *argv, **ENVIRONMENT))
+
+        started = [
+            start(
+                "top", "serve", "--config", above, "--address", top, "--min_clients", "1", "--output", str(folders[0])
+            ),
+            start("below", "join", "--address", top, "--client", "1", "--subfederation", below, *options),
+        ]
+        for client in "123":
+            start(f"client {client}", "join", "--address", own, "--client", client, "--receipts", "false")
+        assert [process.end() for process in started] == [0, 0]
+    assert [replay(folder)["equal"] for folder in folders] == [True, True]
+    assert [row["contributions"][0][1] for row in rows(folders[0], "arrived")] == [3.0, 3.0, 3.0]

@@ -25,7 +25,7 @@ import yaml
 from benchmarks.common import Row, report, table
 from raafl.config.experiment import Experiment
 from raafl.config.parse import parse
-from raafl.lab.compare.grid_result import tested_by_holm
+from raafl.lab.compare.grid_result import add_rows, tested_by_holm
 from raafl.lab.compare.report import p_value
 from raafl.lab.compare.statistics import censored_median, geometric, rank_test
 from raafl.lab.plan.choose import NOT_REACHED, TABLE, Candidate, Cell, FleetSummary, Table, auto, choose
@@ -35,6 +35,8 @@ from raafl.runfolder.schema import JOURNAL
 GRID = Path(__file__).parent / "results" / "unequal-small.json"
 BESIDE = Path(__file__).parent / "results" / "unequal-fed-buff-defaults.json"
 """Result of the grid with FedBuff's defaults alone; auto is compared with it, and does not choose it."""
+JOINED = (Path(__file__).parent / "results" / "unequal-fed-raa.json",)
+"""Results of further methods in the same grid, under the same rules, which are candidates, too."""
 DEFAULTS = "FedBuff-10"
 UNSEEN = Path(__file__).parent / "results" / "auto-unseen.json"
 RESULT = Path(__file__).parent / "results" / "auto.json"
@@ -114,6 +116,20 @@ def learn(grid: Mapping[str, Any]) -> tuple[Table, dict[Key, dict[str, MethodRun
         if any(label in found for found in seen.values())
     ]
     return Table(candidates, cells), seen, experiments
+
+
+def joined(grid: Mapping[str, Any], paths: Sequence[Path] = JOINED) -> dict[str, Any]:
+    """Return a grid's result with the rows of other results for the same tasks, fleets and options.
+
+    Args:
+        grid: result of the grid.
+        paths: the other results.
+    """
+    found = dict(grid)
+    for path in paths:
+        found = add_rows(found, path)
+        found["methods"] = {**found["methods"], **json.loads(path.read_text())["methods"]}
+    return found
 
 
 def _options(command: str | Sequence[str]) -> list[str]:
@@ -414,6 +430,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             UNSEEN.write_text(json.dumps(report(parts), indent=2) + "\n")
         return
     grid = json.loads(options.grid.read_text())
+    grid = joined(grid) if options.grid == GRID else grid
     found, seen, experiments = learn(grid)
     for cell in json.loads(BESIDE.read_text())["cells"] if BESIDE.is_file() else ():
         for row in cell["rows"]:

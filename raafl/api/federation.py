@@ -270,7 +270,7 @@ class Federation:
             from raafl.runtime.fit import fit
 
             run = partial(fit, starting=starting)
-            return self._run(run, spec, source, self.devices, num_clients, resume, fields)
+            return self._run(run, spec, source, self.devices, num_clients, resume, fields, simulated=False)
 
     def replay(
         self,
@@ -355,7 +355,7 @@ class Federation:
         """Return the experiment of a simulation that is predicted and not run; `auto` is replaced by the chosen method."""
         spec, source, fields = self._given(module, data, how)
         num_clients = self.clients if self.clients is not None else count_of(self.devices) or 10
-        return self._experiment(spec, source, self.devices, num_clients, None, fields)
+        return self._experiment(spec, source, self.devices, num_clients, None, fields, simulated=None)
 
     def _given(
         self, module: Any, data: Any, how: Mapping[str, Any], *, processes: bool = False
@@ -383,10 +383,12 @@ class Federation:
         num_clients: int,
         resume: str | Path | None,
         fields: Mapping[str, Any],
+        *,
+        simulated: bool = True,
     ) -> Result | None:
         recorded = {} if resume is None else settings_in(Path(resume))
         fields = fields if resume is None else {"rules": recorded["rules"], **fields}
-        experiment = self._experiment(spec, source, devices, num_clients, resume, fields)
+        experiment = self._experiment(spec, source, devices, num_clients, resume, fields, simulated=simulated)
         config = config_of(experiment, spec, source)
         if resume is not None:
             same_settings(recorded, yaml.safe_load(to_yaml(config, [])))
@@ -410,8 +412,13 @@ class Federation:
         num_clients: int,
         resume: str | Path | None,
         fields: Mapping[str, Any],
+        *,
+        simulated: bool | None,
     ) -> Experiment:
-        """Return the settings of a run; `auto` is replaced by the chosen method."""
+        """Return the settings of a run; `auto` is replaced by the chosen method.
+
+        `simulated`: whether the run is a simulation; None = it is one that is only predicted.
+        """
         experiment = Experiment(
             model=lambda: spec.make(source),
             data=lambda: source,
@@ -421,7 +428,7 @@ class Federation:
             resume=None if resume is None else str(resume),
             **fields,
         )
-        return _chosen(experiment) if experiment.algorithm.name == AUTO else experiment
+        return _chosen(experiment, simulated) if experiment.algorithm.name == AUTO else experiment
 
     def _raises(self) -> bool:
         """Check whether an interrupted run raises KeyboardInterrupt."""
@@ -437,13 +444,21 @@ class Federation:
         ]
 
 
-def _chosen(experiment: Experiment) -> Experiment:
-    """Return the experiment with ``auto`` replaced by the chosen method."""
-    from raafl.lab.plan.choose import choose, chosen
+def _chosen(experiment: Experiment, simulated: bool | None) -> Experiment:
+    """Return the experiment with ``auto`` replaced by the chosen method; a resumed run keeps its own."""
+    from raafl.lab.plan.choose import choose, chosen, chosen_by, trial_share
 
     experiment.check()
+    if experiment.resume is not None and (algorithm := chosen_by(Path(experiment.resume))) is not None:
+        return dataclasses.replace(experiment, algorithm=algorithm)
+    share = trial_share(experiment.algorithm, simulated=simulated is not False)
+    if share > 0 and simulated is False:
+        raise BadInput(
+            f"trials is {share}, but of a real run's processes only one could try methods: name the method that `simulate` has "
+            "chosen, or leave trials out"
+        )
     with _left_as_it_was():
-        return chosen(experiment, choose(experiment))
+        return chosen(experiment, choose(experiment, share=share, only_plan=simulated is None))
 
 
 def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> Result:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from raafl.config.argv import name_of, without
 from raafl.config.parse import Parsed, parse
+from raafl.errors import BadInput
 
 if TYPE_CHECKING:
     from raafl.lab.plan.choose import Choice
@@ -17,7 +18,8 @@ def parse_run(command: str, argv: Sequence[str], *, config_yaml: str | None = No
     """Parse a command line into an experiment; with `algorithm: auto`, choose its method.
 
     The chosen method is written into the config, so that resuming, replays and clients use the same. Each process of a
-    run makes the same choice from the same config.
+    run makes the same choice from the same config; methods are tried first only where one process decides: in a simulation
+    (each rank of one tries alike), and by a server that is asked to.
 
     Raises the same errors as `parse`.
 
@@ -26,12 +28,21 @@ def parse_run(command: str, argv: Sequence[str], *, config_yaml: str | None = No
     parsed = parse(command, argv, config_yaml=config_yaml)
     if parsed.experiment.algorithm.name != "auto":
         return parsed
-    from raafl.lab.plan.choose import choose, is_open
+    from raafl.lab.plan.choose import choose, is_open, trial_share
 
-    if not is_open(parsed.experiment.algorithm):
+    experiment = parsed.experiment
+    if not is_open(experiment.algorithm):
         return parsed
-    parsed.experiment.check(needs_end=False)
-    return _with_choice(command, argv, choose(parsed.experiment), config_yaml)
+    experiment.check(needs_end=False)
+    simulated = command in ("simulate", "plan")
+    share = trial_share(experiment.algorithm, simulated=simulated)
+    if share > 0 and command in ("fit", "join"):
+        raise BadInput(
+            f"algorithm.trials is {share}, but of a real run's processes only the server tries methods: name the method that "
+            "`raafl simulate` or `raafl serve` has chosen, join without --config, or leave algorithm.trials out"
+        )
+    choice = choose(experiment, share=share, only_plan=command == "plan")
+    return _with_choice(command, argv, choice, config_yaml)
 
 
 def _with_choice(command: str, argv: Sequence[str], choice: Choice, config_yaml: str | None = None) -> Parsed:

@@ -236,7 +236,8 @@ class Summary(TypedDict, total=False):
     `finished` is the reason why the run ended. `updates_lost_by_reason` has the numbers whose sum is `updates_lost`.
     `batched` tells which clients were trained together in one operation, `captured` how many tasks had steps that are
     CUDA graphs, and why others had none; `data_on_device` of how many tasks the data lay on the GPU, and why others' were
-    sent. `model` and `traceback` are files in the
+    sent. `trials` has the metric, virtual seconds, updates, share of the run's work and real seconds of trials of methods
+    before the run. `model` and `traceback` are files in the
     folder; `model_copy` is the path of a model that could not be saved there. `best` has version, metric and value of
     `checkpoints/best.ckpt`. `mirror` describes the copy in an object store, `hub` the upload to the Hugging Face hub.
     `unwritten` has the number of rows that each file lacks.
@@ -273,6 +274,7 @@ class Summary(TypedDict, total=False):
     batched: dict[str, Any]
     captured: dict[str, Any]
     data_on_device: dict[str, Any]
+    trials: dict[str, Any]
     weights_clipped: dict[str, int]
     axes: list[dict[str, Any]]
     rates_leave: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from raafl.rules import Rules
 from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.outcome import method_lines
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.schema import CONFIG, JournalRow, Summary
+from raafl.runfolder.schema import CONFIG, JOURNAL, JournalRow, Summary
 from raafl.runfolder.seals import Signer
 from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
@@ -43,6 +44,10 @@ NO_SERVER_ABOVE = (
 )
 
 
+TRIALS_S = "trials_real_s"
+"""Key of an algorithm's ``chosen`` that the summary shows and the journal leaves out, since journals of equal runs are equal."""
+
+
 class Run:
     """Parts that simulated and real runs have in common: run folder, journal, progress display, evaluator and summary."""
 
@@ -63,16 +68,9 @@ class Run:
         experiment = parts.experiment
         self.parts, self.runtime, self.config_yaml = parts, runtime, config_yaml
         self.num_queued, self.resumed = num_queued, saved is not None
-        submodels, data, device = parts.submodels, parts.data, parts.coordinator.state.values.device
-        self.norms = _form_of(parts)
-        self.evaluator = Evaluator(
-            submodels,
-            data.test_batches,
-            device,
-            self.norms.fill_,
-            seed=evaluation_seed(experiment),
-            metrics_live=Rules(experiment.rules).metrics_live,
-        )
+        data = parts.data
+        self.norms = form_of(parts)
+        self.evaluator = evaluator_of(parts, self.norms)
         self.saved_form = SavedForm(parts.module, lambda: self.evaluator.living)
         self.progress = display_of(experiment)
         self.signer = signer or Signer.own()
@@ -225,7 +223,7 @@ class Run:
             "guard": {"max_norm_ratio": max_norm_ratio(experiment)},
         }
         if experiment.algorithm.chosen is not None:
-            row["chosen"] = dict(experiment.algorithm.chosen)
+            row["chosen"] = {name: value for name, value in experiment.algorithm.chosen.items() if name != TRIALS_S}
         if experiment.batch_clients == "fast" and self.runtime == "simulated":
             row["batches"] = "fast"
         self._writer.event(row)
@@ -260,6 +258,8 @@ class Run:
         summary.update(cast(Summary, {name: told for name, told in (trained or {}).items() if told}))
         summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.admission.clipped.items())}
         summary.update(cast(Summary, coordinator.algorithm.merge.report(coordinator.state)))
+        if trials := self._trials():
+            summary["trials"] = trials
         summary["rates_leave"] = self._remaining
         summary["axes"] = []
         if self._remaining:
@@ -288,6 +288,18 @@ class Run:
         self.hooks.written()
         return told
 
+    def _trials(self) -> dict[str, Any]:
+        """Return what trials before the run took, by which its method was chosen; empty = there were none.
+
+        The real seconds are known only to the process that made the trials: a resumed run lacks them.
+        """
+        chosen = self.parts.experiment.algorithm.chosen
+        if chosen is None and self.resumed:
+            with (self.folder / JOURNAL).open(encoding="utf-8") as file:
+                chosen = json.loads(file.readline()).get("chosen")
+        found = dict((chosen or {}).get("trials", {}))
+        return found | ({"real_s": chosen[TRIALS_S]} if chosen and TRIALS_S in chosen else {})
+
     def _final_metrics(self) -> dict[str, float]:
         """Measure the final model on the test set if the run's own evaluations used a validation set."""
         batches, state = self.parts.data.final_batches(), self.parts.coordinator.state
@@ -309,7 +321,19 @@ class Run:
         self._interrupt.__exit__(None, None, None)
 
 
-def _form_of(parts: ServerSetup) -> AsItIs:
+def evaluator_of(parts: ServerSetup, norms: AsItIs) -> Evaluator:
+    """Return the evaluator of the global model on the data by which a run is measured."""
+    return Evaluator(
+        parts.submodels,
+        parts.data.test_batches,
+        parts.coordinator.state.values.device,
+        norms.fill_,
+        seed=evaluation_seed(parts.experiment),
+        metrics_live=Rules(parts.experiment.rules).metrics_live,
+    )
+
+
+def form_of(parts: ServerSetup) -> AsItIs:
     """Return the converter of a model's values for evaluations and files, such as one that fills in batch norm statistics."""
     if parts.submodels.batch_norm != "static":
         return AsItIs()

@@ -2,12 +2,14 @@
 
 The time to a target is the product of the two. The first follows from this fleet alone and is exact on the virtual clock
 (`raafl.lab.plan.dry`). The second is learnt: `choices.json` has, for each fleet and task of the grid, how many updates each method
-took; fleets count by how near they are (`Features`). `python -m benchmarks.choices` makes that file.
+took; fleets count by how near they are (`Features`). `python -m benchmarks.choices` makes that file. Before a simulation the
+best candidates are tried on its own data (`raafl.lab.plan.trials`), since the table knows fleets and not the task.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,10 +24,14 @@ from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm
 from raafl.core.select import SelectContext
 from raafl.core.types import ClientInfo, Work
-from raafl.errors import BadInput, nearest
+from raafl.devices.profiles import Profile
+from raafl.errors import BadInput, RunFailed, nearest, one_line
 from raafl.lab.plan.dry import Prediction, World, predict
+from raafl.lab.plan.trials import SHARE, Load, TrialPlan, Trials, planned, tried
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
+from raafl.runfolder.schema import JOURNAL
+from raafl.runtime.run import TRIALS_S
 
 TABLE = Path(__file__).with_name("choices.json")
 TASK_S = "{task_s}"
@@ -36,6 +42,9 @@ NOT_REACHED = 2.0
 """In the table a run that did not reach its target counts as reaching it after so many times the updates that it merged.
 
 Choosing needs a number; what choices are worth is measured without it (`benchmarks.choices`)."""
+_UNIT = Profile(name="unit", flops_per_s=1e9)
+"""Machine in whose seconds the work of candidates is counted."""
+_log = logging.getLogger(__name__)
 _MOST_UPDATES, _UPDATES_EACH = 400, 10
 _LEAST_AT_WORK = 2.0
 """Clients at work below which a buffer is left as it is: with so few it has one or two updates."""
@@ -197,6 +206,7 @@ class Table:
             *(f"  candidate: {one.label}: {one}" for one in self.candidates),
             f"  on fleets left out: {error}",
             *self._rates(),
+            f"  in a simulation the best are tried first, in about {SHARE:.0%} of its work: --algorithm.trials 0 leaves that out",
             "  --algorithm.methods '[fed_buff, fed_avg]' chooses among these alone",
         ]
         return "\n".join(lines)
@@ -224,8 +234,9 @@ class Choice:
     # expected time of each candidate until a target is reached, divided by that of the chosen one; best first
     scores: Mapping[str, float]
     problems: Mapping[str, str]  # reason why each of the other candidates cannot be run, by the candidate's label
-    reasons: tuple[str, str]  # two lines of explanation for the user
+    reasons: tuple[str, ...]  # lines of explanation for the user
     features: Features  # description of the fleet by numbers
+    trials: Trials | None = None  # outcome of the trials on the run's own data; None = none were made
 
     def to_json(self) -> dict[str, Any]:
         """Convert the choice to plain data, for the journal."""
@@ -237,45 +248,108 @@ class Choice:
             "scores": {name: round(score, 4) for name, score in self.scores.items()},
             "problems": dict(self.problems),
             "features": {name: round(value, 4) for name, value in asdict(self.features).items()},
+            **(
+                {} if self.trials is None else {"trials": self.trials.to_json(), TRIALS_S: round(self.trials.real_s, 3)}
+            ),
         }
 
 
-def choose(experiment: Experiment, table: Table | None = None) -> Choice:
+def choose(
+    experiment: Experiment, table: Table | None = None, *, share: float = 0.0, only_plan: bool = False
+) -> Choice:
     """Choose a method for an experiment with `algorithm: auto`; the same experiment always gets the same method.
 
     `table`: table of measured runs; None = the table that raafl contains.
+    `share`: share of the run's work for trials of the best candidates; 0 = the table alone decides (see `trial_share`).
+    `only_plan`: make no trials, but say which would be made.
 
     Raises:
         BadInput: no candidate can be run, or the user asked for a method that is not in the table.
     """
     table, world = table or Table.load(), World(experiment)
     fleet = FleetSummary.of(world)
-    candidates = [one.for_fleet(fleet) for one in _asked_for(experiment, table)]
+    candidates = {one.label: one.for_fleet(fleet) for one in _asked_for(experiment, table)}
     needed = table.updates(fleet.features)
     most = min(_MOST_UPDATES, _UPDATES_EACH * fleet.num_clients)
     scores, problems = dict[str, float](), dict[str, str]()
     found = dict[str, Prediction]()
-    for one in candidates:
+    for label, one in candidates.items():
         predicted = _predicted(world, one, most)
-        if predicted.update_s is None or predicted.note is not None or one.label not in needed:
-            problems[one.label] = predicted.problem or predicted.note or "it was not measured on similar fleets"
+        if predicted.update_s is None or predicted.note is not None or label not in needed:
+            problems[label] = predicted.problem or predicted.note or "it was not measured on similar fleets"
         else:
-            found[one.label] = predicted
-            scores[one.label] = predicted.update_s * needed[one.label]
+            found[label] = predicted
+            scores[label] = predicted.update_s * needed[label]
     if not scores:
         label, why = next(iter(problems.items()))
         raise BadInput(f"algorithm is auto, but none of the methods to choose from can run here; {label}: {why}")
     order = sorted(scores, key=lambda label: (scores[label], label))
-    best = next(one for one in candidates if one.label == order[0])
-    relative = {label: scores[label] / scores[order[0]] for label in order}
+    trials, notes = None, list[str]()
+    if share > 0:
+        loads = {label: Load.of(one) for label, one in found.items()}
+        promising = sorted(order, key=_promise(table, fleet.features, found).__getitem__)  # stable: else as in `order`
+        plan = planned(promising, loads, experiment, share, fleet.median_s)
+        if isinstance(plan, str):
+            notes.append(f"auto: by the table alone: {plan}")
+        elif only_plan:
+            notes.append(plan.announcement())
+        else:
+            trials, notes = _tried(experiment, candidates, plan, loads)
+    best = candidates[order[0] if trials is None else trials.order[0]]
+    relative = {label: scores[label] / scores[best.label] for label in order}
     best = _adjusting(best, found[best.label], experiment)
-    reasons = _reasons(best, relative, found[best.label].update_s or 0.0, fleet, table)
-    return Choice(best, relative, problems, reasons, fleet.features)
+    reasons = (*_reasons(best, relative, found[best.label].update_s or 0.0, fleet, table), *notes)
+    return Choice(best, relative, problems, reasons, fleet.features, trials)
+
+
+def trial_share(algorithm: Algorithm, *, simulated: bool) -> float:
+    """Return the share of a run's work for trials: as the user says, else `SHARE` in a simulation and 0 with real clients."""
+    own = algorithm.select.trials if isinstance(algorithm.select, Unchosen) else 0.0
+    return (SHARE if simulated else 0.0) if own is None else own
+
+
+def _promise(table: Table, features: Features, found: Mapping[str, Prediction]) -> dict[str, float]:
+    """Return each candidate's expected time over the best one's, for the task of the table that suits the candidate most.
+
+    The table cannot tell which of its tasks the run's resembles; so each task's favourites are worth a trial.
+    """
+    promise = dict.fromkeys(found, math.inf)
+    for task in {cell.task for cell in table.cells}:
+        needed = replace(table, cells=[cell for cell in table.cells if cell.task == task]).updates(features)
+        times = {label: (one.update_s or math.inf) * needed[label] for label, one in found.items() if label in needed}
+        for label, time in times.items():
+            promise[label] = min(promise[label], time / min(times.values()))
+    return promise
+
+
+def _tried(
+    experiment: Experiment, candidates: Mapping[str, Candidate], plan: TrialPlan, loads: Mapping[str, Load]
+) -> tuple[Trials | None, list[str]]:
+    """Carry out the trials; return their outcome, None if they failed, and lines on it for the user."""
+    quiet = experiment.progress == "quiet"
+    if not quiet:
+        _log.info(plan.announcement(), extra={"prefix": ""})
+    try:
+        found = tried(experiment, {label: candidates[label].algorithm() for label in plan.labels}, plan, loads)
+    except (BadInput, RunFailed) as error:
+        return None, [f"auto: by the table alone, since the trials failed: {one_line(str(error))}"]
+    if not quiet:
+        _log.info(f"auto: the trials took {found.real_s:.1f} s", extra={"prefix": ""})
+    return found, [found.sentence()]
 
 
 def chosen(experiment: Experiment, choice: Choice) -> Experiment:
     """Return the experiment with the chosen method; the reasons for the choice will be recorded in the run's journal."""
     return replace(experiment, algorithm=replace(choice.candidate.algorithm(), chosen=choice.to_json()))
+
+
+def chosen_by(folder: Path) -> Algorithm | None:
+    """Return the algorithm that was chosen for a run, from its journal; None if the run's method was not chosen by raafl."""
+    with (folder / JOURNAL).open(encoding="utf-8") as file:
+        found = json.loads(file.readline()).get("chosen")
+    if found is None:
+        return None
+    return replace(Candidate("", found["method"], found["settings"]).algorithm(), chosen=found)
 
 
 def is_open(algorithm: Algorithm) -> bool:
@@ -311,7 +385,7 @@ def _asked_for(experiment: Experiment, table: Table) -> list[Candidate]:
 
 def _predicted(world: World, candidate: Candidate, most: int) -> Prediction:
     try:
-        return predict(world, candidate.algorithm(), candidate.label, most)
+        return predict(world, candidate.algorithm(), candidate.label, most, _UNIT)
     except (BadInput, TypeError) as error:
         return Prediction(candidate.label, problem=" ".join(str(error).split()))
 
@@ -319,8 +393,8 @@ def _predicted(world: World, candidate: Candidate, most: int) -> Prediction:
 def _reasons(
     best: Candidate, scores: Mapping[str, float], update_s: float, fleet: FleetSummary, table: Table
 ) -> tuple[str, str]:
-    others = [f"{label} {score:.2g} x" for label, score in list(scores.items())[1:4]]
-    beside = f"; expected time beside it: {', '.join(others)}" if others else ""
+    others = [f"{label} {score:.2g} x" for label, score in scores.items() if label != best.label][:3]
+    beside = f"; expected time beside it by the table: {', '.join(others)}" if others else ""
     near = " and ".join(table.nearest(fleet.features)[:2])
     held = table.held_out
     record = ""
@@ -413,6 +487,8 @@ class Unchosen(Full):
 
     # names of the methods among which to choose; None = all that raafl has measurements of
     methods: tuple[str, ...] | None = None
+    # share of the run's work for trials of candidates; None = a tenth in a simulation, none with real clients
+    trials: float | None = None
 
     def check(self, fleet: SelectContext) -> list[str]:
         """Return an error that no method has been chosen, so that no run starts with the placeholder."""
@@ -425,11 +501,19 @@ class Unchosen(Full):
         return "chosen before the run"
 
 
-def auto(methods: list[str] | None = None) -> Algorithm:
+def auto(methods: list[str] | None = None, trials: float | None = None) -> Algorithm:
     """Choose the method automatically before the run starts, from the clients' devices, the model and the data.
 
     Args:
         methods: names of the methods among which to choose; None = all that raafl has measurements of.
+        trials: share of the run's work that trials of the best candidates may take before the run starts, at least 0
+            and below 1; 0 = no trials. None = 0.1 in a simulation, 0 with real clients, whose server then tries on its
+            own data.
+
+    Raises:
+        BadInput: ``trials`` is out of range.
     """
-    select = Unchosen(None if methods is None else tuple(methods))
+    if trials is not None and not 0 <= trials < 1:
+        raise BadInput(f"trials is {trials}: give a share of the run's work, at least 0 and below 1, such as 0.1")
+    select = Unchosen(None if methods is None else tuple(methods), trials)
     return replace(fed_buff(), name=NAME, paper="none", select=select)

@@ -218,7 +218,7 @@ def tried(
             values = {label: _finite(measured.get(label, {}).get(metric)) for label in going}
             sign = -1.0 if _grows(experiment, metric) else 1.0
             # a stable sort: of candidates that measure alike the first of the plan wins
-            ranked = sorted(going, key=lambda label: math.inf if values[label] is None else sign * values[label])
+            ranked = sorted(going, key=lambda label: _rank(values[label], sign))
             stages.append((until_s, values))
             dropped = [*ranked[num_left:], *dropped]
             going = [label for label in plan.labels if label in ranked[:num_left]]
@@ -229,6 +229,11 @@ def tried(
     run_work = _work_of(experiment, loads[plan.labels[0]]) or math.inf
     real_s = time.perf_counter() - begun_s
     return Trials(order, virtual_s, real_s, updates, work / run_work, metric, stages, problems)
+
+
+def _rank(value: float | None, sign: float) -> float:
+    """Return a sort key, by which failed trials come last."""
+    return math.inf if value is None else sign * value
 
 
 def _finite(value: float | None) -> float | None:

@@ -191,7 +191,7 @@ def test_a_run_is_that_of_the_chosen_method_and_says_why(known, tmp_path, capsys
     configs = [yaml.safe_load((tmp_path / name / "config.yaml").read_text())["algorithm"] for name in runs]
     assert configs[0] == configs[1]
     first = json.loads((tmp_path / "auto" / "events.jsonl").read_text().splitlines()[0])
-    assert first["chosen"]["method"] == "fed_buff" and len(first["chosen"]["reasons"]) == 2
+    assert first["chosen"]["method"] == "fed_buff" and len(first["chosen"]["reasons"]) == 3
     assert main(["replay", str(tmp_path / "auto"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["equal"] is True
 

@@ -445,20 +445,12 @@ class Federation:
 
 
 def _chosen(experiment: Experiment, simulated: bool | None) -> Experiment:
-    """Return the experiment with ``auto`` replaced by the chosen method; a resumed run keeps its own."""
-    from raafl.lab.plan.choose import choose, chosen, chosen_by, trial_share
+    """Return the experiment with ``auto`` replaced by the chosen method."""
+    from raafl.lab.plan.choose import chosen_for
 
     experiment.check()
-    if experiment.resume is not None and (algorithm := chosen_by(Path(experiment.resume))) is not None:
-        return dataclasses.replace(experiment, algorithm=algorithm)
-    share = trial_share(experiment.algorithm, simulated=simulated is not False)
-    if share > 0 and simulated is False:
-        raise BadInput(
-            f"trials is {share}, but of a real run's processes only one could try methods: name the method that `simulate` has "
-            "chosen, or leave trials out"
-        )
     with _left_as_it_was():
-        return chosen(experiment, choose(experiment, share=share, only_plan=simulated is None))
+        return chosen_for(experiment, simulated)
 
 
 def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> Result:

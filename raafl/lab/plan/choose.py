@@ -343,6 +343,25 @@ def chosen(experiment: Experiment, choice: Choice) -> Experiment:
     return replace(experiment, algorithm=replace(choice.candidate.algorithm(), chosen=choice.to_json()))
 
 
+def chosen_for(experiment: Experiment, simulated: bool | None) -> Experiment:
+    """Return the experiment of a script with the chosen method; a resumed run keeps its own.
+
+    `simulated`: whether the run is a simulation; None = it is one that is only predicted.
+
+    Raises:
+        BadInput: as `choose`; or trials are asked for in a run of several processes.
+    """
+    if experiment.resume is not None and (algorithm := chosen_by(Path(experiment.resume))) is not None:
+        return replace(experiment, algorithm=algorithm)
+    share = trial_share(experiment.algorithm, simulated=simulated is not False)
+    if share > 0 and simulated is False:
+        raise BadInput(
+            f"trials is {share}, but of a real run's processes only one could try methods: name the method that `simulate` has "
+            "chosen, or leave trials out"
+        )
+    return chosen(experiment, choose(experiment, share=share, only_plan=simulated is None))
+
+
 def chosen_by(folder: Path) -> Algorithm | None:
     """Return the algorithm that was chosen for a run, from its journal; None if the run's method was not chosen by raafl."""
     with (folder / JOURNAL).open(encoding="utf-8") as file:

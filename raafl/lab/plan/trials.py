@@ -205,15 +205,10 @@ def tried(
                 dropped.append(label)
         going = list(trials)
         for until_s, num_left in plan.stages:
-            measured = dict[str, dict[str, float]]()
-            for label in going:
-                before_s = trials[label].reached_s
-                try:
-                    measured[label] = trials[label].measured(until_s)
-                except USER_ERRORS as error:
-                    problems[label] = one_line(format_error(error))
-                work += (until_s - before_s) * loads[label].per_s
-                virtual_s += until_s - before_s
+            passed_s = until_s - (stages[-1][0] if stages else 0.0)
+            work += passed_s * sum(loads[label].per_s for label in going)
+            virtual_s += passed_s * len(going)
+            measured = _measured({label: trials[label] for label in going}, until_s, problems)
             metric = metric or _metric(experiment, measured)
             values = {label: _finite(measured.get(label, {}).get(metric)) for label in going}
             sign = -1.0 if _grows(experiment, metric) else 1.0
@@ -229,6 +224,17 @@ def tried(
     run_work = _work_of(experiment, loads[plan.labels[0]]) or math.inf
     real_s = time.perf_counter() - begun_s
     return Trials(order, virtual_s, real_s, updates, work / run_work, metric, stages, problems)
+
+
+def _measured(going: Mapping[str, _Trial], until_s: float, problems: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Let trials go on until a virtual time; return the metrics of each, and note why others failed."""
+    found = dict[str, dict[str, float]]()
+    for label, trial in going.items():
+        try:
+            found[label] = trial.measured(until_s)
+        except USER_ERRORS as error:
+            problems[label] = one_line(format_error(error))
+    return found
 
 
 def _rank(value: float | None, sign: float) -> float:

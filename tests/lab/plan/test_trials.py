@@ -87,7 +87,7 @@ def test_each_tasks_favourite_is_tried_and_the_same_is_chosen_again(experiment):
     found = choose(experiment, TABLE, share=0.3)
     assert found.trials is not None and set(found.trials.order[:2]) <= {"FedBuff", "Fed-RAA", "FedAvg"}
     assert found.trials.metric == "accuracy" and 0 < found.trials.share <= 0.31
-    at_s, values = found.trials.stages[-1]
+    _, values = found.trials.stages[-1]
     best = max(values, key=lambda label: values[label])
     assert found.trials.order[0] == best and found.candidate.label == best
     assert found.reasons[2].startswith("auto: ") and "before virtual time 0" in found.reasons[2]

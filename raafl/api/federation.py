@@ -415,10 +415,7 @@ class Federation:
         *,
         simulated: bool | None,
     ) -> Experiment:
-        """Return the settings of a run; `auto` is replaced by the chosen method.
-
-        `simulated`: whether the run is a simulation; None = it is one that is only predicted.
-        """
+        """Return the settings of a run; `auto` is replaced by the chosen method (``simulated`` None = only predicted)."""
         experiment = Experiment(
             model=lambda: spec.make(source),
             data=lambda: source,

@@ -442,7 +442,6 @@ class Federation:
 
 
 def _chosen(experiment: Experiment, simulated: bool | None) -> Experiment:
-    """Return the experiment with ``auto`` replaced by the chosen method."""
     from raafl.lab.plan.choose import chosen_for
 
     experiment.check()

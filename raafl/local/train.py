@@ -162,12 +162,7 @@ class LocalTrainer:
     ) -> Update:
         """Build the update of a task after its last step.
 
-        Args:
-            task: task that was trained.
-            num_steps: number of optimizer steps that were made.
-            loss: mean loss over the batches; None = every batch was skipped.
-            extra: plain data for the server, which the method's hook returned after the steps.
-            classes: classes that a masked loss has kept; empty = nothing was masked.
+        `loss` is None where every batch was skipped, `extra` what the method's hook returned, `classes` those that a masked loss kept.
         """
         built, assignment, data = task.built, task.assignment, task.data
         extra |= {"classes": classes} if classes else {}  # `raafl.core.masked_loss.CLASSES`

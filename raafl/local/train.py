@@ -162,7 +162,7 @@ class LocalTrainer:
     ) -> Update:
         """Build the update of a task after its last step.
 
-        `loss` is None where every batch was skipped, `extra` what the method's hook returned, `classes` those that a masked loss kept.
+        `loss` is None where every batch was skipped; `extra` is what the hook returned; a masked loss kept `classes`.
         """
         built, assignment, data = task.built, task.assignment, task.data
         extra |= {"classes": classes} if classes else {}  # `raafl.core.masked_loss.CLASSES`

@@ -355,10 +355,35 @@ def unseen(paths: Sequence[Path]) -> list[Row]:
                 "reached": here["auto"].reached,
                 "chosen": " or ".join(sorted({first["chosen"]["method"] for first in firsts})),
                 "adjusted": median(adjusted),
+                **_over_best(here),
                 **_beside(here["auto"], {label: one for label, one in here.items() if label != "auto"}),
             }
         )
     return rows
+
+
+def _over_best(here: Mapping[str, MethodRuns]) -> Row:
+    """Return the best of a cell's methods that raafl could choose, and the ratio to it of auto's median and of each method's."""
+    known = {label: one for label, one in here.items() if label not in ("auto", "FedBuff, defaults")}
+    best = min(known, key=lambda label: (known[label].median_s, -known[label].reached))
+    return {
+        "best": best,
+        "ratio": _finite(here["auto"].over(known[best])),
+        **{f"always {label}": _finite(one.over(known[best])) for label, one in known.items()},
+    }
+
+
+def unseen_rules(rows: Sequence[Row]) -> list[Row]:
+    """Return a row for auto and for each method that is always taken, with the median and the worst of their ratios to the best.
+
+    `rows`: result of `unseen`.
+    """
+    names = {"auto": "ratio", **{name: name for row in rows for name in row if name.startswith("always")}}
+    found = []
+    for rule, name in names.items():
+        ratios = [row[name] for row in rows if name in row]
+        found.append({"rule": rule, "cells": len(ratios), **{key: _said(one) for key, one in _worst(ratios).items()}})
+    return found
 
 
 def by_fleet(name: str, rows: Sequence[Row]) -> Row:
@@ -423,10 +448,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.unseen is not None:
         rows = unseen(options.unseen)
         left = [row for row in json.loads(RESULT.read_text())["rows"] if row["part"] == "cell"]
-        groups = all_fleets(rows, left)
-        print(table([_short(row) for row in rows]), table(groups), sep="\n\n")
+        groups, rules_of = all_fleets(rows, left), unseen_rules(rows)
+        print(table([_short(row) for row in rows]), table(rules_of), table(groups), sep="\n\n")
         if not options.check:
             parts = [{"part": "cell", **row} for row in rows] + [{"part": "fleets", **row} for row in groups]
+            parts += [{"part": "rule", **row} for row in rules_of]
             UNSEEN.write_text(json.dumps(report(parts), indent=2) + "\n")
         return
     grid = json.loads(options.grid.read_text())

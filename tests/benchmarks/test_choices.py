@@ -141,10 +141,13 @@ def test_of_a_grid_with_auto_its_choice_and_its_time_are_told(tmp_path):
     rows = [
         {"row": "auto", "runs": [{**run(i, 100.0, 50, 40.0 + 10 * i), "folder": "runs/a"} for i in range(2)]},
         {"row": "FedBuff, defaults", "runs": [run(i, 100.0, 50, 80.0 + 20 * i) for i in range(2)]},
+        {"row": "TimelyFL", "runs": [run(i, 100.0, 50, 20.0 + 5 * i) for i in range(2)]},
+        {"row": "FedAsync", "runs": [run(i, 100.0, 50, None) for i in range(2)]},
     ]
-    for name, row in zip(("a.json", "b.json"), rows, strict=True):
+    for name, row in zip(("a.json", "b.json", "c.json", "d.json"), rows, strict=True):
         (tmp_path / name).write_text(json.dumps({"cells": [{"fleet": "f", "task": "t", "rows": [row]}]}))
-    assert choices.unseen([tmp_path / "a.json", tmp_path / "b.json"]) == [
+    found = choices.unseen([tmp_path / f"{name}.json" for name in "abcd"])
+    assert found == [
         {
             "fleet": "f",
             "task": "t",
@@ -152,10 +155,28 @@ def test_of_a_grid_with_auto_its_choice_and_its_time_are_told(tmp_path):
             "reached": 2,
             "chosen": "fed_avg",
             "adjusted": 1,
-            "seconds": {"auto": [40.0, 50.0], "FedBuff, defaults": [80.0, 100.0]},
+            "best": "TimelyFL",
+            "ratio": 2.0,
+            "always TimelyFL": 1.0,
+            "always FedAsync": None,
+            "seconds": {
+                "auto": [40.0, 50.0],
+                "FedBuff, defaults": [80.0, 100.0],
+                "TimelyFL": [20.0, 25.0],
+                "FedAsync": [None, None],
+            },
             "over_fedbuff-defaults": pytest.approx(0.5),
             "sooner_fedbuff-defaults": "4 of 4",
+            "over_timelyfl": pytest.approx(2.0),
+            "sooner_timelyfl": "0 of 4",
+            "over_fedasync": 0.0,
+            "sooner_fedasync": "4 of 4",
         }
+    ]
+    assert choices.unseen_rules(found) == [
+        {"rule": "auto", "cells": 1, "median": "2.00", "worst": "2.00"},
+        {"rule": "always TimelyFL", "cells": 1, "median": "1.00", "worst": "1.00"},
+        {"rule": "always FedAsync", "cells": 1, "median": "not reached", "worst": "not reached"},
     ]
 
 

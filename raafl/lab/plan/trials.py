@@ -131,6 +131,8 @@ def planned(
     """
     if share <= 0 or len(order) < 2:
         return "no trials were asked for" if share <= 0 else "there is one candidate"
+    if experiment.privacy.is_on:
+        return "trials read the clients' data, and their privacy budget counts the run alone"
     max_time_s, work = seconds("max_time", experiment.max_time), _work_of(experiment, loads[order[0]])
     if work is None:
         return "neither max_time nor max_updates bounds the run, so that no share of it is known"

@@ -9,6 +9,7 @@ import raafl
 from raafl.commands.auto import parse_run
 from raafl.commands.cli import main
 from raafl.config.parse import load_experiment
+from raafl.core.options import Privacy
 from raafl.errors import BadInput
 from raafl.lab.plan import choose as choosing
 from raafl.lab.plan.choose import Candidate, Cell, Features, Table, auto, choose, trial_share
@@ -70,6 +71,13 @@ def test_a_run_without_limits_has_no_share(experiment):
     loads = dict.fromkeys("ab", Load(2.0, 1.0))
     assert planned(["a", "b"], loads, endless, 0.1, 1.0).startswith("neither max_time nor max_updates")
     assert planned(["a"], loads, experiment, 0.1, 1.0) == "there is one candidate"
+
+
+def test_trials_spend_no_epsilon_that_a_run_does_not_count(experiment):
+    """What trials find is seen by all, so that a private run has none: the table does not know the clients' data."""
+    private = replace(experiment, privacy=Privacy(clip_norm=1.0, noise_multiplier=1.0))
+    found = choose(private, TABLE, share=0.3)
+    assert found.trials is None and "privacy budget" in found.reasons[2]
 
 
 def test_the_share_is_a_tenth_in_simulations_alone():

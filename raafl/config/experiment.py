@@ -204,7 +204,9 @@ class Experiment:
     )
     subfederation: Subfederation = field(
         default_factory=Subfederation,
-        metadata=about("how long a task of the server above lasts, which `raafl join --subfederation` has joined"),
+        metadata=about(
+            "how long a task of the server above lasts, which `raafl join --subfederation` has joined", keyword=False
+        ),
     )
     secure_aggregation: SecureAggregation = field(
         default_factory=SecureAggregation,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
@@ -249,12 +249,18 @@ def _repeated(views: list[_Views]) -> list[_Views]:
     for some in alike.values():
         run: list[_Views] = []
         for view in sorted(some, key=lambda one: one.full[1]):
-            if len(run) > 1 and _distance(run[-1], view) != _distance(run[0], run[1]):
+            if run and not _goes_on(run, view):
                 joined.append(_with_repeats(run))
                 run = []
             run.append(view)
         joined.append(_with_repeats(run))
     return joined
+
+
+def _goes_on(run: Sequence[_Views], view: _Views) -> bool:
+    distance = _distance(run[-1], view)
+    # a view cannot go backwards: tensors may lie in another order in the submodel than in the whole model
+    return distance == _distance(run[0], run[1]) if len(run) > 1 else min(distance) > 0
 
 
 def _distance(one: _Views, other: _Views) -> tuple[int, int]:

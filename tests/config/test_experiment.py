@@ -326,6 +326,7 @@ def test_what_the_fields_say_of_themselves():
         "guard",
         "rounds",
         "privacy",
+        "subfederation",
         "secure_aggregation",
         "compress",
         "samples",

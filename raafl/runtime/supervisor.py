@@ -373,7 +373,9 @@ def local_ranks(
     patience_s = _FAILED_S
     try:
         for rank in range(1, num_ranks):
-            own = {**os.environ, **meeting, **(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # the end of the store, by which a waiting rank hears that the run has ended, is no warning to print
+            quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+            own = {**quiet, **os.environ, **meeting, **(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(command, stdout=stdout, stderr=stderr, env=own))
         os.environ.update(meeting, RANK="0", LOCAL_RANK="0")
         yield ranks

@@ -49,3 +49,17 @@ def test_ranks_are_killed_soon_after_a_block_that_fails(monkeypatch):
         raise RuntimeError("of rank 0")
     assert time.monotonic() - begin < 10
     assert [process.returncode for process in ranks] == [-9, -9]
+
+
+def test_a_rank_that_waits_hears_of_the_end_and_complains_of_nothing(tmp_path):
+    waits = MEET + "try:\n    store.get('never')\nexcept dist.DistNetworkError:\n    sys.exit(3)\n"
+    with (
+        (tmp_path / "stderr").open("wb") as stderr,
+        local_ranks([sys.executable, "-c", waits, "0"], 2, environment={"OWN": ""}, stderr=stderr) as ranks,
+    ):
+        store = distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+        store.get("rank 1")
+        time.sleep(0.2)  # so that it waits
+        del store
+    assert [process.returncode for process in ranks] == [3]
+    assert (tmp_path / "stderr").read_text() == ""

@@ -38,6 +38,8 @@ BESIDE = Path(__file__).parent / "results" / "unequal-fed-buff-defaults.json"
 JOINED = (Path(__file__).parent / "results" / "unequal-fed-raa.json",)
 """Results of further methods in the same grid, under the same rules, which are candidates, too."""
 DEFAULTS = "FedBuff-10"
+ALL_DEFAULTS = DEFAULTS, "FedBuff, defaults"
+"""Labels of FedBuff with its defaults in that result and in the grid of unseen fleets."""
 UNSEEN = Path(__file__).parent / "results" / "auto-unseen.json"
 RESULT = Path(__file__).parent / "results" / "auto.json"
 
@@ -213,22 +215,29 @@ def left_out(
         here = seen[cell.fleet, cell.task]
         label = choose_for((cell.fleet, cell.task), others)
         mine = here[label]
-        known = {name: one for name, one in here.items() if name != DEFAULTS}
-        best = min(known, key=lambda name: (known[name].median_s, -known[name].reached))
         rows.append(
             {
                 "fleet": cell.fleet,
                 "task": cell.task,
                 "chosen": label,
-                "best": best,
-                "ratio": _finite(mine.over(known[best])),
+                **_over_best(mine, here),
                 "reached": mine.reached,
                 "seeds": len(mine.seconds),
                 **_beside(mine, {name: here[name] for name in _fed_buffs(table) if name in here}),
-                **{f"always {name}": _finite(one.over(known[best])) for name, one in known.items()},
             }
         )
     return rows
+
+
+def _over_best(mine: MethodRuns, here: Mapping[str, MethodRuns]) -> Row:
+    """Return the best of a cell's methods that can be chosen, and the ratios to it of these runs' median and of each method's."""
+    known = {label: one for label, one in here.items() if label not in ("auto", *ALL_DEFAULTS)}
+    best = min(known, key=lambda label: (known[label].median_s, -known[label].reached))
+    return {
+        "best": best,
+        "ratio": _finite(mine.over(known[best])),
+        **{f"always {label}": _finite(one.over(known[best])) for label, one in known.items()},
+    }
 
 
 def _beside(mine: MethodRuns, others: Mapping[str, MethodRuns]) -> Row:
@@ -355,22 +364,11 @@ def unseen(paths: Sequence[Path]) -> list[Row]:
                 "reached": here["auto"].reached,
                 "chosen": " or ".join(sorted({first["chosen"]["method"] for first in firsts})),
                 "adjusted": median(adjusted),
-                **_over_best(here),
+                **_over_best(here["auto"], here),
                 **_beside(here["auto"], {label: one for label, one in here.items() if label != "auto"}),
             }
         )
     return rows
-
-
-def _over_best(here: Mapping[str, MethodRuns]) -> Row:
-    """Return the best of a cell's methods that raafl could choose, and the ratio to it of auto's median and of each method's."""
-    known = {label: one for label, one in here.items() if label not in ("auto", "FedBuff, defaults")}
-    best = min(known, key=lambda label: (known[label].median_s, -known[label].reached))
-    return {
-        "best": best,
-        "ratio": _finite(here["auto"].over(known[best])),
-        **{f"always {label}": _finite(one.over(known[best])) for label, one in known.items()},
-    }
 
 
 def unseen_rules(rows: Sequence[Row]) -> list[Row]:
@@ -416,7 +414,7 @@ def by_fleet(name: str, rows: Sequence[Row]) -> Row:
 
 def _defaults(row: Row) -> str:
     """Return the label of FedBuff with its defaults among a cell's rows."""
-    return next(label for label in row["seconds"] if label in (DEFAULTS, "FedBuff, defaults"))
+    return next(label for label in row["seconds"] if label in ALL_DEFAULTS)
 
 
 def all_fleets(rows: Sequence[Row], left: Sequence[Row]) -> list[Row]:

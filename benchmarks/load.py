@@ -1,16 +1,24 @@
-"""Measure how many honest clients one server bears: `python -m benchmarks.load --json`. TLS on loopback, real sessions.
+"""Measure how many clients one server bears: `python -m benchmarks.load --json`. TLS on loopback, real sessions.
 
-`raafl serve` coordinates FedAsync on the quick start's model (60 kB each way) on one core. A process on another core plays the
-clients: each has a TLS session of its own, says HELLO, and answers every assignment with a prepared update after a wait, which
-stands for its training. So 500 clients cost a process, not 500, and the server cannot tell the difference.
+`raafl serve` coordinates FedAsync on a small model (60 kB each way) on one core. A process on another core plays the clients: each
+has a TLS session of its own, says HELLO, and answers every assignment with a prepared update after a wait, which stands for its
+training. So 10,000 clients cost a process, not 10,000, and the server cannot tell the difference.
 
-A row is a phase of the same server. *Closed*: clients answer at once, as many updates as the server takes. *Paced*: each trains
-for a while first; the delay is from the update's last byte to the next assignment's last byte. *Idle*: all are there, and one is
-at work. CPU seconds are the server's and hardly depend on what else the machine does; the clock does.
+A row is a phase of one of two servers. On the first one client works at a time: *join* (all come), *idle* (all wait). On the
+second all work: *closed* (they answer at once, as many updates as the server takes), *paced* (each trains for a while; the delay is
+from the update's last byte to the next assignment's last byte), *storm* (all connections break at once, and all clients come back
+as real ones do, by RESUME; then their tasks must still be there), *large* (few clients, updates of 1 MB and 100 MB).
+CPU seconds are the server's and hardly depend on what else the machine does; the clock does.
+
+    python -m benchmarks.load --clients 100 500 2000 10000 --out load.json --resume
+
+Each phase is written to the file once measured; with ``--resume`` those of the same clients that it has are left out.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
 import heapq
 import json
 import os
@@ -22,17 +30,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.common import Row, main
+from benchmarks.common import Row, report, table
 
-CLIENTS = 500
+CLIENTS = (100, 500, 2000, 10_000)
+RATES = (125, 250, 500)
+"""Updates a second of the paced phases."""
+LARGE = ((20, 3_333), (8, 333_333))
+"""Clients and units of the model, 300 bytes each, of the phases with large updates: 1 MB and 100 MB."""
+_AT_ONCE = 16  # clients that join at a time
 _TIMEOUT_S = 120.0
 _CONFIG = """\
 name: load
@@ -41,8 +57,8 @@ model:
   class_path: model_zoo.MLP
   init_args: {{in_features: 64, hidden: [{hidden}], num_classes: 10}}
 data:
-  class_path: raafl.data.Digits
-  init_args: {{batch_size: 32}}
+  class_path: raafl.data.GaussianClusters
+  init_args: {{batch_size: 32, num_features: 64, num_classes: 10, num_train: {num_train}, num_test: 80}}
 partition: {{class_path: raafl.data.Iid}}
 algorithm: {{class_path: raafl.fed_async, init_args: {{concurrency: {at_work}}}}}
 train: {{num_epochs: 1}}
@@ -90,26 +106,78 @@ class Players:
         self._due: list[tuple[float, int, int]] = []  # when, client, assignment
         self._sent_s: dict[int, float] = {}
         self._pairs: dict[int, Any] = {}
+        self._progress: dict[int, Any] = {}
+        self._incarnations: Counter[int] = Counter()
         self._tensors: Any = None
         self._think_s, self._tally = 0.0, Tally()
+        self._pool = ThreadPoolExecutor(_AT_ONCE)  # a handshake waits for the server
 
-    def join(self, client: int) -> None:
-        """Open the session of a client and take its first assignment when it comes."""
-        from raafl.runtime.identity import Identity
-        from raafl.runtime.protocol import Hello
-        from raafl.transport import Kind, Message, PeerLost
+    def join(self, first: int, last: int) -> None:
+        """Open the sessions of clients; what comes is taken when they play.
+
+        Args:
+            first: client.
+            last: client.
+        """
+        for client in self._pool.map(self._join, range(first, last + 1)):
+            self._listen(client)
+
+    def storm(self) -> Row:
+        """Break all connections, then connect all clients again; return how many resumed, and how many joined anew."""
+        for pair in self._pairs.values():
+            self._selector.unregister(pair._socket.sock)
+            pair.close()
+        outcomes = Counter[str]()
+        for client, outcome in self._pool.map(self._return, list(self._pairs)):
+            self._listen(client)
+            outcomes[outcome] += 1
+        return dict(outcomes)
+
+    def _listen(self, client: int) -> None:
+        self._selector.register(self._pairs[client]._socket.sock, selectors.EVENT_READ, client)
+
+    def _connect(self, client: int) -> Any:
+        from raafl.transport import PeerLost
         from raafl.transport.tcp.listener import connect
 
-        for _ in range(20):
+        for _ in range(100):
             try:
-                pair = connect(self._address, client, self._login, timeout_s=_TIMEOUT_S)
-                break
+                return connect(self._address, client, self._login, timeout_s=_TIMEOUT_S)
             except PeerLost:  # busy
                 time.sleep(0.1)
+        raise RuntimeError(f"the server is busy for client {client}")
+
+    def _join(self, client: int) -> int:
+        self._pairs[client] = self._connect(client)
+        self._hello(client)
+        return client
+
+    def _hello(self, client: int) -> None:
+        from raafl.runtime.identity import Identity
+        from raafl.runtime.protocol import Hello
+        from raafl.transport import Kind, Message
+        from raafl.transport.tcp.resumable import Progress
+
         hello = Hello.of_client(Identity.of(self._site.submodels, self._site.sections), self._infos[client - 1])
-        pair.send(Message(Kind.HELLO, meta=hello.to_meta()))
-        self._pairs[client] = pair
-        self._selector.register(pair._socket.sock, selectors.EVENT_READ, client)
+        self._pairs[client].send(Message(Kind.HELLO, meta=hello.to_meta()))
+        self._progress[client] = Progress()
+
+    def _return(self, client: int) -> tuple[int, str]:
+        """Go on with a client's session over a new connection, as a client does; join anew where it has ended."""
+        from raafl.runtime.protocol import Resume, no_tensors
+        from raafl.transport import Kind, Message
+
+        pair = self._pairs[client] = self._connect(client)
+        progress = self._progress[client]
+        pair.send(Message(Kind.RESUME, 0, self._incarnations[client], Resume(progress.here(None)).to_meta()))
+        answer = pair.recv(no_tensors, _TIMEOUT_S)
+        if answer.kind is not Kind.WELCOME:
+            self._hello(client)
+            return client, "joined"
+        progress.go_on(Resume.from_meta(answer.meta).position)
+        if progress.first is not None:
+            pair.send(progress.last, first_chunk=progress.first)
+        return client, "resumed"
 
     def play(self, seconds: float, think_s: float) -> Tally:
         """Answer assignments for a while; return what was counted. What is due later is answered in the next phase.
@@ -141,8 +209,10 @@ class Players:
         pair = self._pairs[client]
         while True:
             message = pair.recv(self._expect, _TIMEOUT_S)
+            self._progress[client].take(message)
             now = time.monotonic()
             if message.kind is Kind.ASSIGN:
+                self._incarnations[client] = message.incarnation
                 if (sent_s := self._sent_s.pop(client, None)) is not None:
                     self._tally.delays.append(now - sent_s)
                 heapq.heappush(self._due, (now + self._think_s, client, message.assignment))
@@ -168,13 +238,15 @@ class Players:
         from raafl.transport import Kind, Message
 
         meta = Answer(self._infos[client - 1].num_samples, 1, {"loss": 1.0}).to_meta()
-        self._pairs[client].send(Message(Kind.UPDATE, assignment, 0, meta, self._tensors))
+        message = Message(Kind.UPDATE, assignment, self._incarnations[client], meta, self._tensors)
+        self._progress[client].begin(message)
+        self._pairs[client].send(message)
         self._tally.num_updates += 1
         self._sent_s[client] = time.monotonic()
 
 
 def work(config: str, address: str, certs: str) -> None:
-    """Play clients as the lines of standard input say: ``join FIRST LAST``, ``play SECONDS THINK_S``.
+    """Play clients as the lines of standard input say: ``join FIRST LAST``, ``play SECONDS THINK_S``, ``storm``.
 
     Args:
         config: file of the run's config.
@@ -189,16 +261,17 @@ def work(config: str, address: str, certs: str) -> None:
     players = Players(Path(config), address, Path(certs))
     print("ready", flush=True)
     for line in sys.stdin:
-        name, first, second = line.split()
-        if name == "join":
-            for client in range(int(first), int(second) + 1):
-                players.join(client)
-            print("joined", flush=True)
-            continue
+        name, *numbers = line.split()
         start = time.process_time()
-        tally = players.play(float(first), float(second))
-        told = {"num_updates": tally.num_updates, "delays": tally.delays, "cpu_s": time.process_time() - start}
-        print(json.dumps(told), flush=True)
+        told: Row = {}
+        if name == "join":
+            players.join(int(numbers[0]), int(numbers[1]))
+        elif name == "storm":
+            told = players.storm()
+        else:
+            tally = players.play(float(numbers[0]), float(numbers[1]))
+            told = {"num_updates": tally.num_updates, "delays": tally.delays}
+        print(json.dumps({**told, "cpu_s": time.process_time() - start}), flush=True)
     players.close()
 
 
@@ -207,10 +280,11 @@ def work(config: str, address: str, certs: str) -> None:
 
 @dataclass
 class Stage:
-    """Server, and the process that plays its clients."""
+    """Server with its run folder, and the process that plays its clients."""
 
     server: psutil.Process
     players: subprocess.Popen[str]
+    run: Path
 
     def ask(self, line: str) -> str:
         """Tell the players something; return their reply."""
@@ -222,6 +296,13 @@ class Stage:
             raise RuntimeError(f"the clients' process has ended after '{line}'")
         return reply
 
+    def measured(self, line: str) -> tuple[Row, float, float]:
+        """Tell the players something; return their reply, the seconds it took, and the server's CPU seconds meanwhile."""
+        before, began = self.server.cpu_times(), time.monotonic()
+        told = json.loads(self.ask(line))
+        after, took_s = self.server.cpu_times(), time.monotonic() - began
+        return told, took_s, after.user + after.system - before.user - before.system
+
     def phase(self, name: str, clients: int, seconds: float, think_s: float) -> Row:
         """Let the clients work, after a second to settle; return the row of the phase.
 
@@ -232,19 +313,58 @@ class Stage:
             think_s: wait of a client before an answer.
         """
         self.ask(f"play 1 {think_s}")
-        before, began = self.server.cpu_times(), time.monotonic()
-        told = json.loads(self.ask(f"play {seconds} {think_s}"))
-        after, took_s = self.server.cpu_times(), time.monotonic() - began
-        cpu_s = after.user + after.system - before.user - before.system
+        told, took_s, cpu_s = self.measured(f"play {seconds} {think_s}")
         return {
             "phase": name,
             "clients": clients,
             "think_s": think_s,
             **figures(told["num_updates"], told["delays"], took_s, cpu_s),
             "clients_cpu_share": told["cpu_s"] / took_s,
+            **self.state(),
+        }
+
+    def state(self) -> Row:
+        """Return the server's threads and memory, and how busy the machine is."""
+        return {
             "server_threads": self.server.num_threads(),
             "server_rss_bytes": self.server.memory_info().rss,
             "machine_load": os.getloadavg()[0],
+        }
+
+    def join(self, clients: int) -> Row:
+        """Let all clients join; return the row of the phase."""
+        before = self.server.memory_info().rss
+        told, took_s, cpu_s = self.measured(f"join 1 {clients}")
+        state = self.state()
+        return {
+            "phase": "join",
+            "clients": clients,
+            "seconds": took_s,
+            "joins_per_s": clients / took_s,
+            "join_cpu_ms": cpu_s / clients * 1e3,
+            "clients_cpu_share": told["cpu_s"] / took_s,
+            "bytes_a_session": round((state["server_rss_bytes"] - before) / clients),
+            **state,
+        }
+
+    def storm(self, clients: int, think_s: float) -> Row:
+        """Break all connections and let all clients return, then work; return the row, with the tasks that the server lost."""
+        told, took_s, cpu_s = self.measured("storm")
+        after = self.phase("storm", clients, 5.0, think_s)
+        with (self.run / "clients.csv").open(newline="") as file:
+            lost = sum(row["outcome"].startswith(("lost", "refused")) for row in csv.DictReader(file))
+        return {
+            "phase": "storm",
+            "clients": clients,
+            "seconds": took_s,
+            "joins_per_s": clients / took_s,
+            "join_cpu_ms": cpu_s / clients * 1e3,
+            "resumed": told.get("resumed", 0),
+            "joined_anew": told.get("joined", 0),
+            "tasks_lost": lost,
+            "updates_per_s": after["updates_per_s"],
+            "clients_cpu_share": told["cpu_s"] / took_s,
+            **self.state(),
         }
 
 
@@ -280,10 +400,15 @@ def stage(clients: int, at_work: int | None = None, hidden: int = 200, options: 
     cores = sorted(os.sched_getaffinity(0))
     from benchmarks.wire import certify  # it imports torch
 
-    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         folder = Path(name)
         (folder / "load.yaml").write_text(
-            _CONFIG.format(clients=clients, at_work="null" if at_work is None else at_work, hidden=hidden)
+            _CONFIG.format(
+                clients=clients,
+                at_work="null" if at_work is None else at_work,
+                hidden=hidden,
+                num_train=max(-(-2 * clients // 80) * 80, 800),
+            )
         )
         certify(folder / "certs")
         (folder / "certs" / "sites.yaml").write_text(f"site: {{clients: {list(range(1, clients + 1))}}}\n")
@@ -295,6 +420,7 @@ def stage(clients: int, at_work: int | None = None, hidden: int = 200, options: 
         server = subprocess.Popen(
             [*serve, "--address", f"fd:{listener.fileno()}"],
             env=environment,
+            stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
             preexec_fn=lambda: os.sched_setaffinity(0, cores[:1]),
         )
@@ -317,7 +443,7 @@ def stage(clients: int, at_work: int | None = None, hidden: int = 200, options: 
         try:
             assert players.stdout is not None
             players.stdout.readline()
-            yield Stage(psutil.Process(server.pid), players)
+            yield Stage(psutil.Process(server.pid), players, folder / "run")
         finally:
             players.kill()
             server.terminate()
@@ -325,33 +451,73 @@ def stage(clients: int, at_work: int | None = None, hidden: int = 200, options: 
                 process.wait(timeout=60)
 
 
-def rows(clients: int = CLIENTS, seconds: float = 5.0) -> list[Row]:
-    """Measure one client, then all: as fast as they can, paced, and idle; the last row has the cost of a session.
+def phases(clients: Sequence[int], seconds: float = 5.0) -> Iterator[tuple[str, int, Callable[[], list[Row]]]]:
+    """Yield each part of the measurement, with its number of clients and what measures its rows.
 
     Args:
-        clients: number of them.
-        seconds: duration of a phase.
+        clients: numbers of clients.
+        seconds: duration of a phase; an idle server is looked at for four times as long.
     """
-    with stage(clients) as on:
-        on.ask("join 1 1")
-        found = [on.phase("closed", 1, seconds, 0.0)]
-        before = on.server.memory_info().rss
-        start_s, start = time.monotonic(), on.server.cpu_times()
-        on.ask(f"join 2 {clients}")
-        joined_s, end = time.monotonic() - start_s, on.server.cpu_times()
-        join_cpu_s = (end.user + end.system - start.user - start.system) / (clients - 1)
-        found.append(on.phase("closed", clients, seconds, 0.0))
-        held = on.server.memory_info().rss - before
-        found += [on.phase("paced", clients, seconds, think_s) for think_s in (4.0, 2.0, 1.0)]
+    for number in clients:
+        yield "idle", number, partial(_idle, number, seconds)
+        yield "working", number, partial(_working, number, seconds)
+    for number, hidden in LARGE:
+        yield f"large:{300 * hidden}", number, partial(_large, number, hidden, seconds)
+
+
+def _idle(clients: int, seconds: float) -> list[Row]:
     with stage(clients, at_work=1) as on:
-        on.ask(f"join 1 {clients}")
-        found.append(on.phase("idle", clients, seconds, seconds))
-    session = {"joins_per_s": (clients - 1) / joined_s, "join_cpu_s": join_cpu_s}
-    return [*found, {"phase": "session", "clients": clients, "bytes_a_session": round(held / (clients - 1)), **session}]
+        joined = on.join(clients)
+        return [joined, on.phase("idle", clients, 4 * seconds, 4 * seconds)]
+
+
+def _working(clients: int, seconds: float) -> list[Row]:
+    with stage(clients) as on:
+        on.join(clients)
+        found = [on.phase("closed", clients, seconds, 0.0)]
+        found += [on.phase("paced", clients, seconds, clients / rate) for rate in RATES]
+        return [*found, on.storm(clients, clients / RATES[0])]
+
+
+def _large(clients: int, hidden: int, seconds: float) -> list[Row]:
+    with stage(clients, hidden=hidden, options=["--checkpoint_s=null"]) as on:
+        on.join(clients)
+        row = on.phase("large", clients, 2 * seconds, 0.0)
+        on.server.kill()  # it would save its model first
+    return [{**row, "update_bytes": 300 * hidden, "bytes_per_s": 2 * 300 * hidden * row["updates_per_s"]}]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure from the command line.
+
+    Args:
+        argv: arguments; None = those of the process.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.load")
+    parser.add_argument("--clients", type=int, nargs="*", default=CLIENTS, help="numbers of clients")
+    parser.add_argument("--only", nargs="*", help="parts to measure: idle, working, large:BYTES; none = all")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--out", type=Path, help="write each part to this file once it is measured")
+    parser.add_argument("--resume", action="store_true", help="leave out the parts that the file has")
+    options = parser.parse_args(argv)
+    rows: list[Row] = []
+    if options.resume and options.out is not None and options.out.exists():
+        rows = json.loads(options.out.read_text())["rows"]
+    done = {(row["part"], row["clients"]) for row in rows}
+    for part, number, measure in phases(options.clients):
+        if (part, number) in done or (options.only and part not in options.only):
+            continue
+        rows += [{"part": part, **row} for row in measure()]
+        if options.out is not None:
+            options.out.write_text(json.dumps(report(rows), indent=2) + "\n")
+        if not options.json:
+            print(table([row for row in rows if (row["part"], row["clients"]) == (part, number)]), flush=True)
+    if options.json:
+        print(json.dumps(report(rows), indent=2))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
         work(*sys.argv[2:5])
     else:
-        main("load", rows)
+        main()

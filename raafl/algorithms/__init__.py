@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 
 
 class _Methods(Mapping[str, "Callable[..., Algorithm]"]):
-    """The factory of each method by its name; looking one up imports its module."""
+    """Mapping of each method's name to its factory, whose module is imported when the factory is looked up."""
 
     def __init__(self) -> None:
-        """List the modules of this folder; none is imported."""
+        """Collect the names of this folder's modules, without importing any."""
         self._names = sorted(module.name for module in pkgutil.iter_modules(__path__))
 
     def __getitem__(self, name: str) -> Callable[..., Algorithm]:
@@ -69,7 +69,7 @@ class _Methods(Mapping[str, "Callable[..., Algorithm]"]):
         return factory
 
     def __contains__(self, name: object) -> bool:
-        """Check whether a method has this name; nothing is imported."""
+        """Check whether a method has this name, without importing anything."""
         return name in self._names
 
     def __iter__(self) -> Iterator[str]:
@@ -82,7 +82,7 @@ class _Methods(Mapping[str, "Callable[..., Algorithm]"]):
 
 
 class _Package(ModuleType):
-    """Class of this package: as its attributes, names of methods are their factories, not the modules of the same name."""
+    """Class of this package, by which the name of a method as an attribute is its factory, not its module."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         # on import of a submodule Python sets it as the package's attribute, which would replace the factory of that name
@@ -111,7 +111,7 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Callable[..., Algorithm]:
-    """Import a method's factory when it is first asked for."""
+    """Import a method's module at the first access to its name, and return the method's factory."""
     if name not in ALGORITHMS:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return ALGORITHMS[name]

@@ -166,7 +166,7 @@ class UsagePolicy(nn.Module):
         self.gates, self.used = None, []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Exclude the recorded gates from copies, since their graph cannot be copied."""
+        """Leave the recorded gates out of copies, since their autograd graph cannot be copied."""
         return {**self.__dict__, "gates": None, "used": []}
 
     def gate_for(self, gate: int, x: Tensor, batch_dim: int) -> Tensor:
@@ -394,9 +394,9 @@ def _weights(axis: Axis, dim: int) -> list[Member]:
 
 
 def _reader(block: nn.Module, path: str, axis: Axis) -> tuple[Any, Member | None]:
-    """Return the layer in ``block`` that reads all units of the axis, and its weight; (None, None) if there is none.
+    """Return the layer in ``block`` whose inputs are all units of the axis, and its weight; (None, None) if none is.
 
-    The layer is linear, or an `nn.MultiheadAttention` whose output projection reads the units.
+    The layer is linear, or an `nn.MultiheadAttention` whose output projection has the units as inputs.
     """
     for member in _weights(axis, 1):
         where = member.name.removeprefix(f"{path}.").rpartition(".")[0]
@@ -411,7 +411,7 @@ def _reader(block: nn.Module, path: str, axis: Axis) -> tuple[Any, Member | None
 
 
 def _width(layer: Any) -> int:
-    """Return the output width of a block's last layer, equal to the block's input width."""
+    """Return the output width of a block's last layer, which equals the width of the block's input."""
     return int(layer.embed_dim if isinstance(layer, nn.MultiheadAttention) else layer.weight.shape[0])
 
 
@@ -442,7 +442,7 @@ def usage_loss(policies: list[UsagePolicy], heads: float, blocks: float) -> Tens
 
 
 class _UsageLoss(Hook):
-    """Hook that adds the usage loss, which pulls the used shares of the model to their targets, to the module's loss."""
+    """Hook that adds the usage loss to the module's loss, to pull the used shares of the model to their targets."""
 
     def __init__(self, task: Task, local: Adaptive) -> None:
         super().__init__(task)

@@ -225,14 +225,10 @@ def count_of(steps: float, optimizer: torch.optim.Optimizer, device: torch.devic
 
 
 class _Carried(Hook):
-    """Hook that sets the optimizer's state before the first step, and sends how it has changed."""
+    """Hook that sets the optimizer's state before the first step, and sends the change of that state."""
 
     def __init__(self, task: Task) -> None:
-        """Load the received moments.
-
-        Raises:
-            BadInput: the module's optimizer is not Adam or AdamW.
-        """
+        """Load the received moments into the optimizer; raises `BadInput` unless it is Adam or AdamW."""
         super().__init__(task)
         optimizer = adam_of(task)
         self._start = min(value_of(task.down[STEPS]["steps"], 1.0), MOST_STEPS)
@@ -448,7 +444,7 @@ class BySpeed(WrappedSelect):
         positive("least_steps", self.least)
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work with a number of steps in proportion to the client's speed."""
+        """Return the wrapped select part's work, with steps in proportion to the client's speed."""
         work = super().__call__(client, fleet)
         most = work.num_steps or fleet.training.num_steps
         if most is None or work.num_epochs is not None:
@@ -489,7 +485,7 @@ class BySpeed(WrappedSelect):
         ]
 
     def _record(self, client: ClientInfo, work: Work, fleet: SelectContext) -> float:
-        """Record and return the client's seconds for one local step, without a task's fixed costs."""
+        """Record and return the client's seconds for one local step, excluding a task's fixed costs."""
         one_s, two_s = (fleet.task_time(client, replace(work, num_steps=num)).compute_s for num in (1, 2))
         step_s, memory = two_s - one_s, fleet.state.memory.of(SpeedMemory)
         ratio = memory.ratio.get(client.id)
@@ -506,7 +502,7 @@ class BySpeed(WrappedSelect):
 
 
 def _set(table: Table, client: int, step_s: float, fleet: SelectContext) -> None:
-    """Set a client's seconds in the table, and update the cached least value of the table."""
+    """Set a client's seconds in the table, and update the table's cached minimum."""
     _table(table, fleet)[client] = step_s
     least = fleet.cache.get(f"least {table}")
     if least is not None and step_s < least[1]:
@@ -521,7 +517,7 @@ def _forget(table: Table, client: int, fleet: SelectContext) -> None:
 
 
 def _least_s(table: Table, fleet: SelectContext) -> float:
-    """Return the least seconds in a table; the value is cached, since a fleet may be large."""
+    """Return the least seconds in a table, which are cached, since a fleet may be large; inf for an empty table."""
     found, key = _table(table, fleet), f"least {table}"
     if found and key not in fleet.cache:
         client = min(found, key=found.__getitem__)

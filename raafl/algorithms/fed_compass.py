@@ -191,8 +191,9 @@ class CompassMemory(MergeMemory):
     def _joined(self, client: int, now: float, pace: Pace) -> tuple[int | None, int]:
         """Return the group that an idle client should join, and its number of steps; (None, -1) if none fits.
 
-        It is the group in which the client makes the most steps until the group's expected time, between `min_steps` and
-        `max_steps`.
+        It is the group in which the client makes the most steps until the group's expected time; the number of steps
+        must
+        lie between `min_steps` and `max_steps`.
         """
         best, most = None, -1
         for number, group in self.groups.items():
@@ -202,7 +203,10 @@ class CompassMemory(MergeMemory):
         return best, most
 
     def _founded(self, client: int, now: float, pace: Pace) -> int:
-        """Return the steps of a client in a new group, so that it arrives with the fastest client of another group's next round."""
+        """Return the steps of a client in a new group.
+
+        With them it arrives together with the fastest client of another group's next round.
+        """
         most = -1
         for group in self.groups.values():
             if now < group.latest_s:

@@ -97,7 +97,7 @@ class LinearTerm(Hook):
     """Hook for FedDyn's linear term: it subtracts the client's stored gradient from the gradient of each step."""
 
     def __init__(self, task: Task, *others: Any) -> None:
-        """Start a task; ``others`` are arguments of a further hook that a subclass has as a base."""
+        """Store the received gradient of the linear term; ``others`` are passed to the next base class."""
         super().__init__(task, *others)
         self.linear = task.down[GRADIENT]
 

@@ -126,7 +126,7 @@ PASSES = 3
 
 @dataclass
 class _SumsMemory(MergeMemory):
-    """Running sums of a merge: the weighted changes of clients, and the weights, for each element."""
+    """Running sums of a merge for each element: the clients' weighted changes, and the weights."""
 
     key = "zeroth_order"
     sum: FlatTensors
@@ -180,7 +180,7 @@ def add_noise_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
 
 
 def _noise(piece: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw normal noise for a flat tensor in float32, on the CPU; on the meta device the same operations without values."""
+    """Draw normal float32 noise on the CPU, shaped like a flat tensor; for a meta tensor return one without values."""
     if piece.is_meta:
         return torch.randn_like(piece, dtype=torch.float32)
     return torch.randn(piece.numel(), generator=generator).to(piece.device)
@@ -204,7 +204,7 @@ def _num_perturbed(submodels: Submodels, spec: Spec) -> int:
 
 
 def _perturbed(spec: Spec, trained: Sequence[str] | None) -> Spec:
-    """Return ``spec`` with the tensors that a task perturbs marked as trained; an assigned spec marks none."""
+    """Return an assigned spec, which trains nothing, with the tensors that the task perturbs marked as trained."""
     return replace(spec, trained=None if trained is None else tuple(trained))
 
 
@@ -355,7 +355,7 @@ class ForwardOnly(WrappedSelect):
     """
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work with all parameters frozen, and record how many scalars the client may send."""
+        """Return the wrapped select part's work with all parameters frozen; record the expected number of scalars."""
         work = self.inner(client, fleet)
         expected = _num_batches(client, work, fleet)
         fleet.state.memory.of(Expected).value[client.id] = expected
@@ -376,7 +376,7 @@ class ForwardOnly(WrappedSelect):
 
 
 def _num_batches(client: ClientInfo, work: Work, fleet: SelectContext) -> int:
-    """Return the number of batches of a task."""
+    """Return the number of batches that a client trains on in a task."""
     epochs, steps = work.num_epochs, work.num_steps
     if epochs is None and steps is None:
         epochs, steps = fleet.training.num_epochs, fleet.training.num_steps

@@ -54,7 +54,7 @@ DONE = "done"
 
 @dataclass
 class _NovaMemory(SumMemory):
-    """State of a merge: the sum of the updates, and the amount of work ||a_i||_1 behind each of them."""
+    """State of a merge: the sum of the updates, and for each of them its amount of local work ||a_i||_1."""
 
     key = "fed_nova"
     done: list[float] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Counted(Local):
 
 
 class _Steps(Hook):
-    """Hook that also runs the optimizer's rule on one scalar, whose gradient is always 1."""
+    """Hook that measures local work by also applying the optimizer's rule to a scalar with constant gradient 1."""
 
     def __init__(self, task: Task, prox: float) -> None:
         super().__init__(task)
@@ -117,9 +117,9 @@ class _Steps(Hook):
         self._num = 0
 
     def stepped(self) -> None:
-        """Make the optimizer's step on one extra number with the constant gradient 1, too.
+        """Apply the optimizer's step to the extra scalar, too.
 
-        The distance that this number moves measures the amount of local work, with momentum and proximal term.
+        The distance that the scalar moves measures the amount of local work, including momentum and proximal term.
         """
         # The scalar uses the options of the first parameter group. They are read at each step, since
         # schedules change them.
@@ -133,7 +133,7 @@ class _Steps(Hook):
         self._moved += lr * step
 
     def finish(self) -> dict[str, Any]:
-        """Return the amount of local work in units of one plain SGD step; if the learning rate is 0, the number of steps."""
+        """Return the local work in units of one plain SGD step; if the learning rate is 0, the number of steps."""
         return {DONE: self._moved / self._first if self._first else float(self._num)}
 
 

@@ -147,7 +147,7 @@ def scale(shape: tuple[int, ...]) -> float:
 
 
 def _scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
-    """Return the absolute value sigma of each masked tensor in a submodel, by name; it equals that in the whole model."""
+    """Return the absolute value sigma of each masked tensor in a submodel, by name; the whole model has the same."""
     whole, names = submodels.layout().by_name, submodels.parameter_names
     return {entry.name: scale(whole[entry.name].shape) for entry in layout.entries if entry.name in names}
 
@@ -156,15 +156,15 @@ def _scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
 
 
 class _ScoreTraining(Hook):
-    """Hook for FedPM's local training (Isik et al. 2023, Algorithm 1), in which a task trains mask scores instead of weights.
+    """Hook for FedPM's local training (Isik et al. 2023, Algorithm 1), which trains mask scores instead of weights.
 
-    During a task the module's parameters store the scores, and each forward pass uses randomly masked weights in their
-    place. At the end one mask of zeros and ones is drawn, which the client sends. The layers use the weights under this
+    During a task the module's parameters store the scores, and each forward pass uses randomly masked weights instead.
+    At the end the hook draws the mask of zeros and ones that the client sends. The layers use the weights under this
     mask until the next task begins, so that the trained model can be evaluated.
     """
 
     def __init__(self, task: Task, floor: float, lr_factor: float | None) -> None:
-        """Convert probabilities to scores, ``s = log(p / (1 - p))``."""
+        """Convert the received probabilities p to scores ``s = log(p / (1 - p))``, in place."""
         super().__init__(task)
         plain = isinstance(task.optimizer, torch.optim.SGD)
         self._lr_factor = lr_factor or (SGD_LR_FACTOR if plain else LR_FACTOR)
@@ -201,7 +201,7 @@ class _ScoreTraining(Hook):
         return torch.rand(like.shape, generator=self._generator).to(like.device)
 
     def update(self) -> None:
-        """Make the optimizer's step on the scores, with their own learning rate (`lr_factor` times the module's)."""
+        """Make the optimizer's step on the scores, with the module's learning rate times `lr_factor`."""
         self._uncover()
         groups = self.task.optimizer.param_groups
         rates = [group["lr"] for group in groups]

@@ -169,7 +169,7 @@ class ShareOfElements(Select):
         RateSelect(rates=self.rates)
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the whole model as the client's submodel, with the share of the elements that it trains."""
+        """Return work on the whole model, with the share of its elements that the client trains."""
         return Work(extra={"rate": RateSelect(rates=self.rates).rate(client)})
 
     def check(self, fleet: SelectContext) -> list[str]:
@@ -195,7 +195,7 @@ class ImportanceAware(Local):
 
 
 class _LargestElements(Hook):
-    """Hook that zeroes all small elements in each step; the threshold is set at the start of the task."""
+    """Hook that zeroes all small elements in each step, by a threshold that is set at the start of the task."""
 
     def __init__(self, task: Task, rate: float) -> None:
         super().__init__(task)
@@ -213,7 +213,7 @@ class _LargestElements(Hook):
 
 @dataclass
 class _ChangedMemory(MergeMemory):
-    """Running sums of a merge: the changes, and how many updates changed each element."""
+    """Running sums of a merge for each element: its changes, and the number of updates that changed it."""
 
     key = "fiarse"
     sum: FlatTensors

@@ -142,7 +142,10 @@ class Contrastive(Local):
 
 
 class _Steps(Hook):
-    """Hook that compares the inputs of the last linear layer in three models: the client's, the received and the previous one."""
+    """Hook that adds MOON's contrastive loss, on the inputs of the last linear layer in three models.
+
+    They are the client's model, the received one and the client's previous one.
+    """
 
     def __init__(self, task: Task, local: Contrastive) -> None:
         super().__init__(task)

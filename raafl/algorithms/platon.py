@@ -180,7 +180,7 @@ def group_of(axis: Axis, groups: int) -> list[int]:
 
 
 def _kept_groups(axis: Axis, spec: Spec, groups: int) -> list[int]:
-    """Return for each kept unit of an axis the index of its group of units, in the order of units."""
+    """Return for each kept unit of an axis, in order, the index of its group of units."""
     units = spec.indices(axis.name)
     groups_of_units = group_of(axis, groups)
     return groups_of_units if units is None else [groups_of_units[unit] for unit in units]
@@ -262,9 +262,9 @@ class Sensitivity(Local):
 
 
 def _members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member, int]]:
-    """Yield each axis that can be pruned, with each tensor dimension on it, and the number of kept units.
+    """Yield each axis that can be pruned, each tensor dimension on it, and the axis's number of kept units.
 
-    Positions in a tensor are those in the submodel's tensor, which lacks the dropped units.
+    Offsets are those in the submodel's tensors, which lack the dropped units.
     """
     num_kept = {axis.name: len(spec.indices(axis.name) or range(axis.size)) for axis in submodels.axes.values()}
     dropped: dict[tuple[str, int], list[tuple[int, int]]] = {}
@@ -289,7 +289,7 @@ class MeasuredSensitivity(Hook):
     """
 
     def __init__(self, task: Task, local: Sensitivity) -> None:
-        """Start from the scores in the assignment, or from 0."""
+        """Load the scores from the assignment, or start from 0 without them."""
         super().__init__(task)
         self.local = local
         self.importance: dict[str, Tensor] = {}
@@ -433,7 +433,7 @@ class BestUnits(Select):
         return RateSelect(rates=self.rates, rate_of="width")
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the work for ``client``, as region ``client.id``; raises `BadInput` if nothing fits its memory."""
+        """Return the client's work, as region ``client.id``; raises `BadInput` if nothing fits its memory."""
         submodels, t = fleet.state.submodels, fleet.state.counts.get(client.id, 0)
         if not submodels.axes:
             return Work(region=client.id)

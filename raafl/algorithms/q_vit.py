@@ -140,7 +140,7 @@ def _damped(x: Tensor, factor: Tensor | float) -> Tensor:
 
 
 class _Layer:
-    """Base class of the quantised layers, which inherit from it and from a layer class of torch."""
+    """Mixin of the quantised layers, each of which also inherits from a layer class of torch."""
 
     fixed_bits: int | None  # bit width of weight and input; None = it is learned
     sees_first: bool  # whether the next input initialises unknown step sizes
@@ -176,7 +176,7 @@ class _Layer:
 
     @torch.no_grad()
     def set_steps(self, kind: str, x: Tensor) -> None:
-        """Initialise the step size for each possible bit width b to ``2 mean |x| / sqrt(2^(b-1) - 1)``."""
+        """Set the step size for each possible bit width b to its initial value ``2 mean |x| / sqrt(2^(b-1) - 1)``."""
         widths = range(LEAST, MOST + 1) if self.fixed_bits is None else [self.fixed_bits]
         # through `.data`: all parameters share one storage, and a write that autograd sees would invalidate the running
         # forward pass
@@ -225,7 +225,7 @@ for _plain, _own in CLASSES.items():
 
 
 def _keeps_to_layers(layer: nn.Module, args: object) -> None:
-    """Do nothing; the presence of a hook makes torch's encoder layer call its sublayers in eval mode, not a fused kernel."""
+    """Do nothing; a registered hook makes torch's encoder layer call its sublayers in eval mode, not a fused kernel."""
 
 
 # ---- the local part ----
@@ -356,7 +356,7 @@ class _Quantising(Hook):
         return loss if mean is None else loss + self.local.weight * (mean / self.local.bits - 1).square()
 
     def update(self) -> None:
-        """Make the optimizer's step, then limit the learned numbers of bits to their bounds, beyond which gradients vanish."""
+        """Make the optimizer's step, then clamp the learned bit widths to bounds beyond which gradients vanish."""
         super().update()
         with torch.no_grad():
             for layer in self.layers:
@@ -365,6 +365,6 @@ class _Quantising(Hook):
                     layer.input_bits.clamp_(LEAST, MOST)
 
     def close(self) -> None:
-        """Keep the step sizes that this task has initialised: later tasks do not initialise them again."""
+        """Clear the layers' flags, so that the next task does not initialise the step sizes again."""
         for layer in self.layers:
             layer.sees_first = False

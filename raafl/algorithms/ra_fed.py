@@ -220,7 +220,7 @@ class Regions(Select):
         return self.hold or any(number is not None for number in (self.trained, self.coverage, self.rest))
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the regions of ``client`` in this round, as region ``client.id``."""
+        """Return work on the regions that ``client`` trains in this round, as region ``client.id``."""
         round = fleet.state.version if self.rounds == "server" else fleet.state.counts.get(client.id, 0)
         most = self._most(client, fleet)
         if self.full_first and round == 0:
@@ -303,7 +303,7 @@ class Regions(Select):
         return int(fleet.cache[key])
 
     def _widest(self, submodels: Submodels, number: int) -> Spec:
-        """Return the largest submodel of ``number`` regions, whose sizes may differ by one unit of an axis."""
+        """Return the largest submodel of ``number`` regions; sizes of regions may differ by one unit of an axis."""
         axes = submodels.axes
         parts = shared_fragments(axes, [1.0] * self.regions)
         widths = {}
@@ -321,7 +321,7 @@ class Regions(Select):
         return int(fleet.cache["places"][client.id])
 
     def _takes(self, round: int, fleet: SelectContext) -> list[int]:
-        """Return the number m_n of regions of each present client, by id; in every round the same numbers occur equally often."""
+        """Return the number of regions m_n of each present client, by id; each round has each number equally often."""
         present = [fleet.clients[n] for n in sorted(fleet.clients)]
         most = [self._most(client, fleet) for client in present]
         if self.mask != "MIX-Arb":
@@ -341,9 +341,9 @@ class Regions(Select):
         return RegionCoverage(within, self.regions, trained, self.coverage, self.rest, self.hold)
 
     def _keeps_half(self, fleet: SelectContext) -> bool:
-        """Check whether the half of the clients that gets two regions in MIX-Arb must be the same in all rounds.
+        """Check whether in MIX-Arb the same half of the clients must get two regions in all rounds.
 
-        It must with `hold`, and with a limit on rests if one region for each client does not reach the coverage.
+        This is so with `hold`, and with a limit on rests if one region for each client cannot reach the coverage.
         """
         if self.hold:
             return True
@@ -381,7 +381,7 @@ class Regions(Select):
 
 
 def _of_round(fleet: SelectContext, name: str, round: int, draw: Callable[[], Value]) -> Value:
-    """Return the value that is drawn once for a round, from the cache entry ``name`` after the first call."""
+    """Return the value that ``draw`` makes once for each round; it is cached under ``name``."""
     rounds: dict[int, Value] = fleet.cache.setdefault(name, {})
     if round not in rounds:
         if len(rounds) >= 64:  # asynchronous clients are in different rounds, so one entry does not suffice

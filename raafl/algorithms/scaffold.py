@@ -143,7 +143,7 @@ _READ = ("_mean", "_correction")
 
 
 class _Steps(Hook):
-    """Hook that adds c - c_i to each gradient, and sums the gradients for the new c_i."""
+    """Hook that adds the correction c - c_i to each gradient, and sums the gradients that make up the new c_i."""
 
     def __init__(self, task: Task, option: int) -> None:
         super().__init__(task)
@@ -155,7 +155,7 @@ class _Steps(Hook):
         self._correction = {name: c[name] - self._variate[name] for name, _ in self._named}
 
     def loss(self, batch: object, index: int) -> torch.Tensor:
-        """Return the loss of a batch; for option 1, first add the batch's gradient at the received model x to a sum."""
+        """Return the loss of a batch; for option 1, first sum the batch's gradient at the received model x."""
         if self._option == 1:
             with with_parameters(self.task.module, self.task.received):
                 loss = self.task.loss(batch, index)
@@ -164,17 +164,17 @@ class _Steps(Hook):
         return super().loss(batch, index)
 
     def stepped(self) -> None:
-        """Count the gradients of option 2, one for each step."""
+        """For option 2, count one more summed gradient."""
         self._num_gradients += self._option == 2
 
     def _add(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Add one gradient of each parameter to the sums; None counts as 0."""
+        """Add the parameters' gradients to their sums; None counts as 0."""
         for (name, _), gradient in zip(self._named, gradients, strict=True):
             if gradient is not None:
                 self._mean[name].add_(gradient)
 
     def update(self) -> None:
-        """Correct the gradient (minus the client's control variate, plus the server's), then make the optimizer's step."""
+        """Add the correction to the gradient, for option 2 after summing the gradient, then step the optimizer."""
         if self._option == 2:
             # sum before the correction, which is not part of the gradient g_i(y)
             self._add([p.grad for _, p in self._named])

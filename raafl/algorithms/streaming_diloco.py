@@ -143,7 +143,7 @@ class Fragments:
 
 
 def _runs(sizes: Sequence[int], num: int) -> list[int]:
-    """Assign consecutive layers to ``num`` fragments of about equal size, none of them empty; return each layer's fragment."""
+    """Divide consecutive layers into ``num`` non-empty fragments of about equal size; return each layer's fragment."""
     total, before, turns = sum(sizes), 0, [-1]
     for index, size in enumerate(sizes):
         middle = (2 * before + size) * num // (2 * total)
@@ -153,7 +153,7 @@ def _runs(sizes: Sequence[int], num: int) -> list[int]:
 
 
 def _layer(name: str) -> str:
-    """Return the path of a tensor's layer: the block of a stack that contains the tensor, else the module that owns it."""
+    """Return the path of a tensor's layer: the block of a stack that has the tensor, else the module that owns it."""
     parts = name.split(".")
     member = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
     return ".".join(parts[: member + 1])
@@ -161,7 +161,7 @@ def _layer(name: str) -> str:
 
 @dataclass
 class _TurnMemory(OneValue[dict[int, int]]):
-    """For each client that is present, the fragment that it sends with its latest task."""
+    """The fragment that each present client sends with its latest task, by client id."""
 
     key = "fragment_turns"
     value: dict[int, int] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class InTurn(WrappedSelect):
     in_rounds: bool = True
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work with the fragments to send and to receive."""
+        """Return the wrapped select part's work, with the numbers of the fragments to send and to receive."""
         work, state = super().__call__(client, fleet), fleet.state
         turns, num = state.memory.of(_TurnMemory).value, self.fragments.count(state.submodels)
         last = turns.get(client.id)
@@ -435,10 +435,10 @@ class ReplicaWithMoments(Replica):
 
 
 class _Streaming(Hook):
-    """Hook that loads the client's own copy of the model before the first step, and mixes in the received fragment after tau."""
+    """Hook that loads the client's own copy of the model, and mixes in the received fragment after tau steps."""
 
     def __init__(self, task: Task, local: Replica) -> None:
-        """Load the client's own copy of the model; without a finite one, train from the received values."""
+        """Load the client's own copy of the model; if it is missing or not finite, train from the received values."""
         super().__init__(task)
         self._local, self._keeps = local, MOMENTS[0] in local.down
         optimizer = adam_of(task) if self._keeps else None
@@ -464,7 +464,7 @@ class _Streaming(Hook):
 
     @torch.no_grad()
     def _mix(self) -> None:
-        """Set the received fragment to ``alpha`` times the client's own plus ``1 - alpha`` times the received values."""
+        """Set the fragment to ``alpha`` times the client's values plus ``1 - alpha`` times the received ones."""
         self._waits = False
         received = self._local.travels(self.task.submodels, self.task.arrived().extra, "sent")
         for name, tensor in self._named:
@@ -478,7 +478,7 @@ class _Streaming(Hook):
             self._mix()
 
     def finish(self) -> dict[str, Any]:
-        """Store the client's copy of the model and the optimizer's moments on the client, for its next task."""
+        """Store the client's copy of the model and the optimizer's moments for the client's next task."""
         if self._waits:  # the task had fewer steps than ``sync_delay``
             self._mix()
         up = self.task.up

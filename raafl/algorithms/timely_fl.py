@@ -226,7 +226,7 @@ def workload(interval_s: float, report: TimeReport) -> Workload:
 
 
 def _trained_share(submodels: Submodels, spec: Spec) -> float:
-    """Return the number of parameters that ``spec`` trains, as a share of those that the whole model trains."""
+    """Return how many parameters ``spec`` trains, as a share of those that the whole model trains."""
     return _num_trained(submodels, spec) / _num_trained(submodels, FULL)
 
 
@@ -349,7 +349,7 @@ class Timely(Select):
     # ---- the work ----
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return E_c units of work on the layers that alpha_c allows; raises `BadInput` if none fit the client's memory."""
+        """Return E_c units of work on the layers that alpha_c allows; raises `BadInput` if none fits in memory."""
         fixed = fleet.state.memory.of(TimelyMemory).fixed
         if client.id in fixed:
             num_units, spec = fixed[client.id]
@@ -361,7 +361,10 @@ class Timely(Select):
         return work
 
     def _trained(self, client: ClientInfo, target: Workload, fleet: SelectContext) -> Work:
-        """Return work on as many last layers as share, memory and, with layers "time", T_k allow; at least the last layer."""
+        """Return work on as many of the last layers as limits allow; at least on the last layer.
+
+        The limits are the share alpha_c and memory and, with ``layers: time``, the interval T_k.
+        """
         memory = fleet.state.memory.of(TimelyMemory)
         tolerance = SLACK + (self.slack if memory.slack is None else memory.slack)
         limit_s = memory.T_k * tolerance / self._ratio(client, fleet)
@@ -381,7 +384,7 @@ class Timely(Select):
         return self._work(target.num_units, spec, fleet)
 
     def _submodels(self, fleet: SelectContext) -> list[tuple[float, Spec]]:
-        """Return the submodels that a client may get, largest first, each with the least alpha_c that allows it."""
+        """Return the submodels that a client may get, largest first, each with the least alpha_c that permits it."""
         submodels = fleet.state.submodels
         if "submodels" not in fleet.cache:
             if self.cut == "layers":

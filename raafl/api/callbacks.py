@@ -215,7 +215,7 @@ class Printing(Callback):
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
-        """Print to ``file``; None = standard output at the time."""
+        """Store the stream to print to; None = what is standard output at the time of printing."""
         self._file = file
 
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> None:
@@ -265,7 +265,7 @@ class RunView:
     """
 
     def __init__(self, run: Run, unwrap: Callable[[nn.Module], nn.Module], ask: Callable[[str], None]) -> None:
-        """Wrap ``run``; ``unwrap`` returns the user's module from raafl's, ``ask`` requests the end with a reason."""
+        """Store the run; ``unwrap`` returns the user's module from raafl's, ``ask`` requests the run's end."""
         self._run, self._unwrap, self._ask = run, unwrap, ask
         self.experiment: Experiment = run.parts.experiment
         self.version, self.time_s = run.parts.coordinator.state.version, 0.0
@@ -435,7 +435,7 @@ class CallbackHooks(RunHooks):
         return self._view
 
     def _announce(self, version: int, now: float) -> None:
-        """Report every version up to this one."""
+        """Call ``on_version`` for each version up to this one that has not been reported yet."""
         view = self._seen()
         while self._version < version:
             self._version += 1
@@ -451,7 +451,7 @@ class CallbackHooks(RunHooks):
             self._call(callback, occasion, self._seen(), *what)
 
     def _call(self, callback: Callback, occasion: str, *what: object, even_so: bool = False) -> object:
-        """Call a callback's method ``occasion``; after a failure of any callback only if ``even_so`` is set."""
+        """Call a callback's method; after a failure of any callback, call it only if ``even_so`` is set."""
         if self.failure is not None and not even_so:
             return None
         try:
@@ -470,7 +470,7 @@ class CallbackHooks(RunHooks):
             self.error, self._broken = error, callback
 
     def _raise(self) -> None:
-        """Raise a callback's exception, if there is one; for failures before the run starts."""
+        """Raise the exception of a callback that failed before the run started, if there is one."""
         if self.failure is not None:
             raise RunFailed(self.failure.removeprefix("failed: ")) from self.error
 

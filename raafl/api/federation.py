@@ -352,7 +352,7 @@ class Federation:
             return axes_report(self._looked_at(module, data, how), rates)
 
     def _looked_at(self, module: Any, data: Any, how: dict[str, Any]) -> Experiment:
-        """Return the experiment of a simulation that is predicted and not run; `auto` is replaced by the chosen method."""
+        """Return the settings by which a simulation is predicted without running it; a method is chosen for `auto`."""
         spec, source, fields = self._given(module, data, how)
         num_clients = self.clients if self.clients is not None else count_of(self.devices) or 10
         return self._experiment(spec, source, self.devices, num_clients, None, fields, simulated=None)
@@ -360,9 +360,9 @@ class Federation:
     def _given(
         self, module: Any, data: Any, how: Mapping[str, Any], *, processes: bool = False
     ) -> tuple[ModuleSpec, Any, Mapping[str, Any]]:
-        """Return module and data in the form of a run, and the fields of its config.
+        """Return the module as a `ModuleSpec`, the data as a data module, and the fields of the config.
 
-        `how`: arguments loss, optimizer, metrics, batch_size and collate_fn of the caller.
+        `how`: the caller's arguments loss, optimizer, metrics, batch_size and collate_fn.
         """
         of_trainer, fields = getattr(type(module), "for_federation", None), self._fields
         if of_trainer is None and data is None:
@@ -415,7 +415,7 @@ class Federation:
         *,
         simulated: bool | None,
     ) -> Experiment:
-        """Return the settings of a run; `auto` is replaced by the chosen method (``simulated`` None = only predicted)."""
+        """Return the settings of a run; a method is chosen for `auto`. ``simulated`` None = only predicted."""
         experiment = Experiment(
             model=lambda: spec.make(source),
             data=lambda: source,
@@ -465,7 +465,7 @@ def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> R
 
 @contextmanager
 def _left_as_it_was() -> Iterator[None]:
-    """Restore the process's random state and torch's numeric settings on exit; a run changes them."""
+    """Restore the process's random state and torch's numeric settings at the end of the ``with`` block."""
     cuda: Any = torch.cuda
     # do not initialise CUDA here: forked processes could not use it
     gpus = range(cuda.device_count()) if cuda.is_initialized() else ()
@@ -512,28 +512,28 @@ def local_clients(num_clients: int | None) -> Iterator[RunHooks]:
 class _Starting(RunHooks):
     """Observer that ends a run if a client's process ends before the client has joined.
 
-    It passes the processes' standard error on, and keeps their last lines for the message.
+    It prints the processes' standard error, and keeps the last lines of their output for the message.
     """
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Watch the processes of the clients 1, 2, ..., whose output goes to pipes."""
+        """Read the output of the processes of the clients 1, 2, ..., which goes to pipes."""
         self._processes, self._joined = processes, set[int]()
         self._outputs = [(_Output(process.stdout), _Output(process.stderr, is_shown=True)) for process in processes]
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Note which clients have joined; see `RunHooks.on_event`."""
+        """Record which clients have joined."""
         if isinstance(event, Joined):
             self._joined.add(event.client.id)
 
     def stop_asked(self) -> str | None:
-        """Return why the run must end, if a client's process has ended before the client joined; see `RunHooks.stop_asked`."""
+        """Return why the run must end, if a client's process has ended before the client joined."""
         for client, process in enumerate(self._processes, start=1):
             if client not in self._joined and (code := process.poll()) is not None:
                 return self._end(client, code)
         return None
 
     def _end(self, client: int, code: int) -> str:
-        """Show the end of the output of a client's process that has ended too early, and return the reason for the run's end."""
+        """Log the end of the output of a client's process, and return why its exit ends the run."""
         printed, errors = (output.last_lines() for output in self._outputs[client - 1])
         for _, other in self._outputs:
             other.is_shown = False  # the other clients' errors only follow from the end of the run
@@ -547,13 +547,13 @@ class _Starting(RunHooks):
 
 
 class _Output:
-    """Reader of a process's output, in a thread of its own: it keeps the last lines, and passes all on if they are to be shown.
+    """Thread that reads a process's output and keeps its last lines.
 
-    `is_shown`: whether the output is written to this process's standard error.
+    `is_shown`: whether the output is also written to this process's standard error.
     """
 
     def __init__(self, stream: IO[bytes] | None, *, is_shown: bool = False) -> None:
-        """Read ``stream`` until its end."""
+        """Start to read ``stream`` until its end."""
         assert stream is not None
         self._stream, self.is_shown = stream, is_shown
         self._lines = deque[str](maxlen=_SHOWN_LINES)
@@ -568,13 +568,13 @@ class _Output:
                     os.write(2, line)
 
     def last_lines(self) -> list[str]:
-        """Return the last lines, without empty ones, of a process that has ended."""
+        """Return the last non-empty lines of a process that has ended."""
         self._thread.join(_END_S)  # with a timeout, since a child of that process may keep the pipe open
         return [line for line in self._lines if line.strip()]
 
 
 def _script(num_clients: int) -> list[str]:
-    """Return the command that started this script."""
+    """Return the command that started this script; raises `BadInput` if no clients can be started with it."""
     if num_clients < 1:
         raise BadInput(f"'local' is {num_clients}: give the number of clients to start, 1 or more")
     if _started:

@@ -40,7 +40,7 @@ class Plain(LightningModule):
     """
 
     def __init__(self, net: nn.Module, loss: Loss, optimizer: MakeOptimizer | None, metrics: Metrics | None) -> None:
-        """Wrap the module; the arguments are those of `ModuleSpec`."""
+        """Store the arguments, which are those of `ModuleSpec`."""
         super().__init__()
         self.net = net
         # in a tuple, so that a loss that is an nn.Module does not become a submodule
@@ -96,7 +96,7 @@ def _label(batch: Mapping[str, Any]) -> str | None:
 
 
 def _measured(metric: Any, output: Any, target: Any) -> object:
-    """Return a metric function's value for a batch, or a torchmetrics ``Metric`` updated with it."""
+    """Return a metric function's value for a batch; a torchmetrics ``Metric`` is updated and returned itself."""
     if isinstance(metric, nn.Module) and isinstance(output, Tensor):
         metric = metric.to(output.device)
     if not (callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None))):
@@ -132,7 +132,7 @@ class ModuleSpec:
     metrics: Metrics | None = field(default=None)
 
     def __post_init__(self) -> None:
-        """Unwrap a `torch.compile`d module; raise `BadInput` for what cannot be a model."""
+        """Unwrap a `torch.compile`d module; raises `BadInput` for arguments that cannot be a model."""
         object.__setattr__(self, "given", uncompiled(self.given))
         is_name = isinstance(self.given, str)
         if not is_name and not callable(self.given):
@@ -186,7 +186,7 @@ class ModuleSpec:
         return made  # type: ignore[no-any-return]
 
     def _copied(self) -> nn.Module:
-        """Return a copy of the user's module, with train or eval mode of each part as for training."""
+        """Return a copy of the user's module, in which each submodule has the train or eval mode for training."""
         if _is_of_trainer(self.given):
             return self.given.fresh()  # type: ignore[no-any-return]
         return with_modes_of_training(copy_structure(self.given, {}))
@@ -231,7 +231,7 @@ def _is_lightning(module: object) -> bool:
 
 
 def _is_of_trainer(module: object) -> bool:
-    """Check whether a module is a `raafl.local.from_trainer.TrainerModule`, which runs without a Trainer need not load."""
+    """Check whether a module is a `raafl.local.from_trainer.TrainerModule`, without importing that module."""
     return callable(getattr(type(module), "trained_model", None))
 
 
@@ -271,9 +271,9 @@ class Datasets(LightningDataModule):
     def __init__(
         self, train: Any, test: Any, batch_size: int = 32, collate_fn: Callable[[list[Any]], Any] | None = None
     ) -> None:
-        """Store the data sets.
+        """Check and store the data sets.
 
-        `test`: samples to evaluate the global model on; None = none.
+        `test`: samples on which to evaluate the global model; None = none.
         `collate_fn`: makes a batch of a list of samples; None = torch's default.
         """
         super().__init__()
@@ -304,7 +304,7 @@ class Loaders(LightningDataModule):
     """Data module made of the user's own data loaders, for training and test."""
 
     def __init__(self, train: DataLoader[Any], test: DataLoader[Any] | None) -> None:
-        """Store the loaders; ``test`` None = nothing to evaluate on."""
+        """Store the loaders; ``test`` None = the model is not evaluated."""
         super().__init__()
         self.train, self.test = train, test
 

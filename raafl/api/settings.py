@@ -260,7 +260,7 @@ def _partition(partition: object) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """Convert a value to one that YAML can hold; an object becomes its class."""
+    """Convert a value to one that YAML can represent; an object becomes the name of its class."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

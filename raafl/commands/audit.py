@@ -106,7 +106,7 @@ def audit(argv: Sequence[str]) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class _Site:
-    """Receipts of a site (signed records of its client's tasks), and the server's public keys in them."""
+    """Receipts of a site (signed records of its client's tasks), and the server's public keys named in them."""
 
     books: SiteReceipts
     keys: list[str]
@@ -121,11 +121,11 @@ class _Site:
         *,
         trusted: bool,
     ) -> None:
-        """Check a server's run against the receipts of a site (signed records of the tasks of that site's client).
+        """Check a server's run against the receipts of a site, and add the findings to ``result``.
 
-        Some of the site's training tasks are repeated, and their updates compared with those in the receipts.
+        Some of the site's tasks are trained again, and their updates compared with those in the receipts.
 
-        `share`: share of the tasks to repeat; None = none.
+        `share`: share of the tasks to train again; None = none.
         """
         from raafl.config.parse import load_run
         from raafl.runtime.client.setup import ClientSetup

@@ -122,7 +122,7 @@ def _sign(options: Namespace) -> str:
 
 
 def _unlisted(options: Namespace, site: str) -> str:
-    """Return a line about a site that the server's list does not have, with the command that adds it; "" if it has it."""
+    """Return a message with the command that adds a site to the server's list; "" if the list has the site."""
     from raafl.sites.server import read_sites
 
     path, client = options.folder / "sites.yaml", 1
@@ -141,10 +141,10 @@ def _unlisted(options: Namespace, site: str) -> str:
 
 
 def _extended(path: Path, site: str, clients: list[int]) -> str | None:
-    """Return the text of the server's list with a line for one more site; None if the site is listed with these clients.
+    """Return the server's list as text, with one more site; None if the site is listed with these clients.
 
     Raises:
-        BadInput: the server would refuse the list, as it is or with this line, or lists the site with other clients.
+        BadInput: the list lists the site with other clients, or the server would refuse the old or the new list.
     """
     from raafl.sites.certificates import read
     from raafl.sites.server import read_sites
@@ -165,7 +165,7 @@ def _extended(path: Path, site: str, clients: list[int]) -> str | None:
 
 
 def _with_line(old: str, tree: dict[str, Any], path: Path, site: str, clients: list[int]) -> str:
-    """Return the list's text with a line for one more site; raise `BadInput` if it would not parse to that list."""
+    """Return the list's text with one more site; raises `BadInput` if the text would parse to another list."""
     expected = {**tree, site: {"clients": clients}}
     line = f"{site}: {{clients: {clients}}}"
     for found in (line, line.replace(site, f"'{site}'", 1)):  # quoted if needed: YAML reads on or 007 as other types

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _in_environment(name: str, value: str | None) -> Iterator[None]:
-    """Set an environment variable for the block; None = leave it as it is."""
+    """Set an environment variable within the ``with`` block; None = leave it unchanged."""
     before = os.environ.get(name)
     if value is None:
         yield
@@ -158,7 +158,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _place(field: str | None, argv: Sequence[str]) -> str:
-    """Return where a config sets a field, for the end of a message; empty if the error names no field."""
+    """Return where a config sets a field, to end a message with; "" if ``field`` is None."""
     if field is None:
         return ""
     from raafl.config.messages import place_of_field
@@ -167,7 +167,7 @@ def _place(field: str | None, argv: Sequence[str]) -> str:
 
 
 def _complain(text: str, *, known_to_all: bool = False) -> None:
-    """Log an error; an error that occurs on every rank is logged by rank 0, and by others only if rank 0 does not end first."""
+    """Log an error; one that all ranks have is logged late by ranks other than 0, by then mostly ended by torchrun."""
     rank = os.environ.get("RANK", "0")
     if known_to_all and rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(_WAIT_FOR_RANK_0_S)
@@ -175,7 +175,7 @@ def _complain(text: str, *, known_to_all: bool = False) -> None:
 
 
 def _with_local_resume(argv: list[str]) -> list[str]:
-    """Return the arguments with a URL or ``auto`` after `--resume` replaced by a local run folder."""
+    """Return the arguments with a local run folder in place of a URL or ``auto`` after `--resume`."""
     if not values(argv, "--resume"):
         return argv
     from raafl.commands.stored_runs import with_local_resume
@@ -184,7 +184,7 @@ def _with_local_resume(argv: list[str]) -> list[str]:
 
 
 def _check_first(command: str, argv: Sequence[str]) -> None:
-    """Check plain values before torch is imported, on the rank that reports for all."""
+    """Check plain values of the config before torch is imported, on the one rank that reports errors."""
     if log.reports_for_all():
         from raafl.config.parse import check_plain
 
@@ -236,7 +236,7 @@ def _simulate(argv: list[str]) -> int:
 
 
 def _num_ranks() -> int:
-    """Return the number of ranks that torchrun started, 1 without it; checked before libraries read its variables."""
+    """Return the number of ranks that torchrun started, 1 without torchrun; raises `BadInput` for invalid variables."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         value = os.environ.get(name, "0")
         if not value.isdecimal() or int(value) > 65535:
@@ -326,7 +326,7 @@ def _audit(argv: list[str]) -> int:
 
 
 def _watch(argv: list[str]) -> int:
-    """Show a run from its folder; 130 if interrupted."""
+    """Show a run's progress from its folder."""
     from raafl.commands.watch import watch
 
     watch(argv)
@@ -342,7 +342,7 @@ def _page(argv: list[str]) -> int:
 
 
 def _comparing(name: Literal["compare", "reproduce"]) -> Callable[[list[str]], int]:
-    """Return the command that prints the text of ``raafl.commands.NAME.NAME``."""
+    """Return a command-line function that prints the result of ``raafl.commands.NAME.NAME``."""
 
     def run(argv: list[str]) -> int:
         with quick_imports():
@@ -355,7 +355,7 @@ def _comparing(name: Literal["compare", "reproduce"]) -> Callable[[list[str]], i
 
 @contextmanager
 def _json_alone(argv: list[str]) -> Iterator[None]:
-    """With `--json`, redirect all that is printed during a run to standard error, so that standard output has only JSON."""
+    """With `--json`, redirect printed text to standard error, so that standard output has only the JSON."""
     if "--json" not in argv or any(option in argv for option in ("--help", "-h", "--print_config")):
         yield
         return
@@ -364,7 +364,7 @@ def _json_alone(argv: list[str]) -> Iterator[None]:
 
 
 def _printed(module: str) -> Callable[[list[str]], int]:
-    """Return a command that prints the text of ``raafl.commands.MODULE.command``."""
+    """Return a command-line function that prints the result of ``raafl.commands.MODULE.command``."""
 
     def run(argv: list[str]) -> int:
         command = importlib.import_module(f"raafl.commands.{module}").command
@@ -378,7 +378,7 @@ def _printed(module: str) -> Callable[[list[str]], int]:
 
 
 def _report(summary: dict[str, Any], folder: Path, parsed: Parsed) -> int:
-    """Print the end of a run, or for a quiet run only what went wrong; return its exit code."""
+    """Print a run's summary, for a quiet run only if it was interrupted or failed; return the exit code."""
     from raafl.runfolder.append_file import to_json
 
     ended = summary["finished"]

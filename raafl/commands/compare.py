@@ -72,7 +72,7 @@ def run(comparison: Comparison, options: Namespace) -> str:
 
 
 def _cluster(options: Namespace) -> Cluster | None:
-    """Return the cluster on which the runs are to run; None = on this machine."""
+    """Return the cluster that starts the runs; None = they start on this machine."""
     if options.engine == "processes":
         if options.engine_options:
             raise BadInput(

@@ -61,7 +61,7 @@ def script(shell: str, commands: Mapping[str, str]) -> str:
 
 
 def _parser(commands: Mapping[str, str], shtab: Any) -> argparse.ArgumentParser:
-    """Return a parser that knows the names of all options and parses nothing."""
+    """Return a parser that has the names of all options, only for generating completions."""
     from raafl.algorithms import ALGORITHMS
 
     parser = argparse.ArgumentParser(prog="raafl")
@@ -91,7 +91,7 @@ def _parser(commands: Mapping[str, str], shtab: Any) -> argparse.ArgumentParser:
 
 
 def _own_parser(command: str) -> list[argparse.ArgumentParser]:
-    """Return the parser of a command's options beside the fields of a config, if it has one."""
+    """Return the parser of those options of a command that are not fields of a config, if it has any."""
     if command in _REMOTE_COMMANDS:
         return [remote_options.parser(command)]
     if command not in _OWN_PARSERS:
@@ -115,7 +115,7 @@ def _add(parser: argparse.ArgumentParser, name: str, text: str, known: list[str]
 
 
 def _fields(command: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield name, description and allowed values (if they are few) of each option of a command that takes a config."""
+    """Yield name, description and allowed values (if few) of each config option of a command."""
     from raafl.algorithms import ALGORITHMS
     from raafl.config.parse import make_parser
 
@@ -137,7 +137,7 @@ def _fields(command: str) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _values(hint: object) -> list[str]:
-    """Return the values of a type hint that has few: a Literal, a bool, and null where None is allowed."""
+    """Return the allowed values of a type hint: of a Literal or a bool, with null if None is allowed; else none."""
     if hint is bool:
         return ["true", "false"]
     if get_origin(hint) is Literal:

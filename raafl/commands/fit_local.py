@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _LocalOptions:
-    """Parsed options of `raafl fit --local`."""
+    """Parsed options of `raafl fit --local`, which starts server and clients on this machine."""
 
     clients: int
     policy: RestartPolicy
@@ -117,7 +117,7 @@ class ServerCommand:
     """Builder of the command line that starts the server of `raafl fit --local`, or restarts it after a crash."""
 
     def __init__(self, options: Sequence[str], listener: socket.socket, note: Path) -> None:
-        """Serve at ``listener``; the server writes the path of its run folder to ``note``."""
+        """Make a command that serves at ``listener``, and writes the path of its run folder to ``note``."""
         self._options, self._note = tuple(options), note
         self._address = ("--address", f"fd:{listener.fileno()}")
         self._num_aside = 0
@@ -215,7 +215,7 @@ def _count(argv: Sequence[str], option: str, *, least: int) -> int | None:
 
 
 def _keep(logs: Path, folder: Path | None) -> None:
-    """Move the clients' logs into the run folder, if it exists and they are not empty."""
+    """Move non-empty logs of clients into the run folder, if that exists."""
     written = [file for file in sorted(logs.iterdir()) if file.stat().st_size]
     if folder is not None and folder.is_dir() and written:
         kept = folder / "logs"

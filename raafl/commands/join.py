@@ -129,7 +129,7 @@ def credentials(own: Namespace, *, server: bool) -> Credentials:
 
 
 def _said_to(service: ServiceManager, client: int) -> Callable[[str], None]:
-    """Return a function that shows a line to the user, and to systemd."""
+    """Return a function that shows a line to the user and reports it to systemd."""
 
     def say(text: str) -> None:
         _log.info(f"client {client}: {text}", extra={"prefix": "raafl, ", "private": True})
@@ -145,7 +145,7 @@ def _with_receipts(
     say: Callable[[str], None],
     stack: ExitStack,
 ) -> Callable[[str | None], ClientSetup]:
-    """Return ``make`` whose clients keep receipts until ``stack`` is closed, unless the options say otherwise."""
+    """Wrap ``make`` so that its clients keep receipts until ``stack`` is closed, if the options ask for them."""
 
     def kept(config_yaml: str | None) -> ClientSetup:
         site = make(config_yaml)

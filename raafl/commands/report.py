@@ -96,7 +96,7 @@ def report(argv: Sequence[str]) -> str:
 
 
 def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
-    """Write a file atomically and return a line about it; ``name`` is the option that names it."""
+    """Write a file atomically and return a line about it; ``name`` is the option that gave the path."""
     try:
         with atomic_file(path) as file:
             file.write(data)
@@ -138,7 +138,7 @@ def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = 
 
 
 def _deal_out(run: RecordedRun, *, trusted: bool) -> FederatedData:
-    """Load the data of a run's config and partition it among the clients; imports torch."""
+    """Load the data of a run's config and partition it among the clients."""
     from raafl.config.parse import load_run
     from raafl.runtime.setup import load_data
 
@@ -194,7 +194,7 @@ def _cards(groups: Sequence[Group], run: RecordedRun) -> str:
 
 
 def _samples(runs: Sequence[RecordedRun]) -> str:
-    """Return the section of what the models wrote and predicted; empty where no run has recorded any."""
+    """Return a section with the samples that models wrote or predicted; "" if no run has recorded any."""
     parts = []
     for run in runs[:_MAX_APART]:
         rows = sample_rows(run.path)
@@ -211,7 +211,7 @@ def _samples(runs: Sequence[RecordedRun]) -> str:
 
 
 def _thumbnails(run: RecordedRun) -> str:
-    """Return the pictures of the recorded test samples, each with what was predicted for it last; empty if there are none."""
+    """Return the recorded images of test samples, each with its last prediction as caption; "" if there are none."""
     figures = [
         f'<figure><img alt="test sample {number}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
         f"<figcaption>{escaped(caption)}</figcaption></figure>"

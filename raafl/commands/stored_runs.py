@@ -80,9 +80,9 @@ def with_local_resume(argv: Sequence[str]) -> list[str]:
 
 
 def _brought(url: str, field: str) -> Path | None:
-    """Download a run to `runs` and return its folder; None if it has no checkpoint.
+    """Download a run into the folder `runs` and return its path; None if it has no checkpoint.
 
-    A run without checkpoint that is in the way of an `output` is renamed in the store.
+    A stored run without checkpoint whose name an `output` needs is renamed in the store.
     """
     with ObjectStore.answering(url, field) as store:
         names = store.names()
@@ -105,6 +105,6 @@ def _present(folder: Path) -> Path | None:
 
 
 def _name(url: str) -> str:
-    """Return the last part of a URL as a folder's name."""
+    """Return the last part of a URL, changed to a valid folder name."""
     name = url.rstrip("/").rpartition("/")[2]
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name).lstrip(".") or "run"

@@ -129,7 +129,7 @@ class Bridge(RunHooks):
         self._answers.put(update)
 
     def _count(self, coordinator: Coordinator) -> None:
-        """Count clients and samples below: of those that are here what they say, of the others what the config says."""
+        """Count the subfederation's clients and samples; absent clients count as the config describes them."""
         assert self._run is not None
         known = {client.id: client for client in self._run.parts.clients} | coordinator.roster.clients
         self._num_clients = sum(client.stands_for for client in known.values())
@@ -171,7 +171,7 @@ class Bridge(RunHooks):
             raise
 
     def _with_gate(self, gate: Any) -> Callable[[str | None], ClientSetup]:
-        """Return what builds the client from the config of the server above, under the policy of the site, if it has one."""
+        """Return a function that builds the client from the upper server's config, within the site's policy."""
 
         def make(config_yaml: str | None) -> ClientSetup:
             found = parse_run("join", [], config_yaml=config_yaml)
@@ -247,14 +247,14 @@ class Bridge(RunHooks):
 
 
 class _Task:
-    """A task of the server above."""
+    """A task that the server above has assigned to the subfederation."""
 
     def __init__(self, assignment: Assignment, received: FlatTensors, sends: str) -> None:
         self.assignment, self.received, self.sends = assignment, received, sends
 
 
 class _Trainer(LocalTrainer):
-    """Trainer of the client above: it trains nothing itself."""
+    """Trainer of the client that a subfederation is to the server above; the clients below do the training."""
 
     def __init__(self, plain: LocalTrainer, bridge: Bridge) -> None:
         self.__dict__.update(plain.__dict__)
@@ -263,5 +263,5 @@ class _Trainer(LocalTrainer):
     def run(
         self, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext = ALONE
     ) -> Update:
-        """Have a task done by the clients below; see `LocalTrainer.run`."""
+        """Let the clients below do a task; see `LocalTrainer.run`."""
         return self._bridge.train(assignment, received, self.sends, context)

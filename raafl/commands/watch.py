@@ -119,7 +119,7 @@ def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> N
 
 
 def _note_books(path: Path, progress: Progress) -> None:
-    """Print a note if the run's signed records are unsigned or altered."""
+    """Print a note if the run's signed records are unsigned or have been altered."""
     if (line := signature_warning(path)) is not None:
         progress.note(line)
 

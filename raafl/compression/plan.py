@@ -50,7 +50,7 @@ class CompressionPlan:
         down: Compressor | None = None,
         up: Compressor | None = None,
     ) -> None:
-        """Combine payload and compressors; ``sends`` is what the merge asks clients to send."""
+        """Store payload and compressors; ``sends`` is what the merge asks clients to send."""
         self.payload, self.submodels, self.down, self.up = payload, payload.submodels, down, up
         self.adds_back = up is not None and up.differences and sends == "values"
         self._more = lru_cache(MAX_CACHED)(self._more_bytes)
@@ -136,7 +136,7 @@ class CompressionPlan:
         )
 
     def _more_bytes(self, spec: Spec) -> tuple[int, int, int]:
-        """Return the extra bytes sent down, sent up, and held by the client, compared with plain tensors."""
+        """Return the bytes sent down, sent up, and held by the client, each beyond what uncompressed tensors need."""
         more, held = [], 0
         for way in WAYS:
             one, plain, wire = self.compressor(way), self.payload.layout(spec, way), self.layout(spec, way)
@@ -228,7 +228,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Yield name, shape and dtype of the wire tensors for ``taken``."""
+        """Yield name, shape and dtype of each tensor that is transferred for the entries ``taken``."""
 
     @abstractmethod
     def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None: ...

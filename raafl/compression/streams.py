@@ -45,12 +45,12 @@ class Scratch:
     """Reusable storage for intermediate tensors, one for each of the layouts that were used last."""
 
     def __init__(self, storage: PayloadRoom | None = None) -> None:
-        """Start empty; ``storage`` makes room for the tensors; None = in memory."""
+        """Store ``storage``, which allocates the tensors; None = in memory."""
         self._kept: dict[str, dict[Layout, FlatTensors]] = {}
         self._storage = storage or PayloadRoom()
 
     def __call__(self, purpose: str, layout: Layout, device: torch.device) -> FlatTensors:
-        """Return uninitialised storage for ``layout``."""
+        """Return uninitialised tensors, which a later call with the same purpose and layout returns again."""
         kept = self._kept.setdefault(purpose, {})
         found = kept.get(layout)
         if found is None or found.device != device:
@@ -61,12 +61,12 @@ class Scratch:
 
 
 class _End:
-    """Codec for one direction of a client's connection, at one end; within a thread codecs may share ``scratch``."""
+    """Codec for one direction of a client's connection, at one end; codecs of one thread may share ``scratch``."""
 
     def __init__(
         self, plan: CompressionPlan, scratch: Scratch | None = None, kept: ClientState | None = None, client: int = 0
     ) -> None:
-        """Continue from the client's stored state ``kept``; None = start without state."""
+        """Use the client's stored state in ``kept``; None = there is none."""
         self._plan, self._scratch = plan, scratch or Scratch()
         self._kept, self._client = kept or ClientState(), client
         self._resident = ResidentPayload(plan.payload, self._kept, client) if plan.payload.is_resident else None
@@ -155,7 +155,7 @@ class DownlinkCodec(_End):
         return out
 
     def _part(self, assignment: Assignment, wire: FlatTensors) -> FlatTensors:
-        """Decode the transferred part of a resident payload (of which the client keeps the rest)."""
+        """Decode the transferred part of a resident payload; the client still has the rest from earlier tasks."""
         one = self._plan.down
         if one is None or self._resident is None:
             return wire
@@ -168,7 +168,7 @@ class DownlinkCodec(_End):
         return one is not None and one.feeds_back and self._known(spec) is None
 
     def _known(self, spec: Spec) -> FlatTensors | None:
-        """Return the client's copy of ``spec`` if it is complete and needed; else None."""
+        """Return ``spec``'s part of the client's copy if the codec needs it and no value is missing; else None."""
         one, copy = self._plan.down, self.copy
         if one is None or not one.feeds_back or copy is None:
             return None
@@ -218,7 +218,10 @@ class UplinkCodec(_End):
         return wire
 
     def _leave(self, spec: Spec, change: FlatTensors, wire: FlatTensors) -> None:
-        """Store the part of ``change`` (overwritten) that ``wire`` lacks; discard the residual if it is not finite."""
+        """Store what ``wire`` does not transfer of ``change`` as the residual; overwrites ``change``.
+
+        If ``wire`` is not finite, delete the residual, since the server will refuse the update.
+        """
         one, plan = self._plan.up, self._plan.plan(spec, "trained")
         if one is None or not wire.is_finite():  # the server will refuse an update that is not finite
             self.forget()
@@ -278,7 +281,7 @@ class CompressedSnapshots(Snapshots):
         self._ends: dict[int, tuple[DownlinkCodec, UplinkCodec]] = {}
 
     def _both(self, assignment: Assignment) -> tuple[DownlinkCodec, UplinkCodec]:
-        """Return both ends of a client's connection; a new incarnation starts without state."""
+        """Return the codecs of both directions for a client; a new incarnation starts without stored state."""
         client = assignment.client if self.remembers else 0
         if self.remembers and self._life(assignment)[0] != assignment.incarnation:
             self._state.memory.of(LastSent).value[client] = [assignment.incarnation, 0]
@@ -315,7 +318,7 @@ class CompressedSnapshots(Snapshots):
         return snapshot
 
     def _carry_down(self, down: DownlinkCodec, assignment: Assignment, snapshot: FlatTensors, out: FlatTensors) -> int:
-        """Write the values that the client trains from to ``out`` (may be ``snapshot``); return the bytes sent."""
+        """Write the values from which the client trains to ``out`` (may be ``snapshot``); return the bytes sent."""
         wire = down.pack(assignment, self._travelling(assignment, snapshot, "sent"))
         if self._part is None:
             down.unpack(assignment, wire, out)
@@ -326,7 +329,7 @@ class CompressedSnapshots(Snapshots):
         return wire.num_bytes
 
     def _travelling(self, assignment: Assignment, values: FlatTensors, way: Way) -> FlatTensors:
-        """Return the values to transfer, valid until the next call: all, or for a resident payload the client's part."""
+        """Return the values to transfer: all, or the client's part of a resident payload; valid until the next call."""
         if self._part is None:
             return values
         layout = self._part.layout(assignment.spec, way)
@@ -386,7 +389,7 @@ class ResidentPayload:
     """
 
     def __init__(self, payload: Payload, kept: ClientState, client: int) -> None:
-        """Continue from the client's values in ``kept``."""
+        """Use the values that ``kept`` stores for the client."""
         self._payload, self._kept, self._client = payload, kept, client
         self._sent: Layout | None = None  # layout of the last task's values, if this end keeps no copy of them
 

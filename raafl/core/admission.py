@@ -161,7 +161,7 @@ class Admission:
         return None
 
     def _max_samples(self, client: ClientInfo) -> int | None:
-        """Return the limit on the samples that a client with its own data counts as; None = no limit."""
+        """Return the largest number of samples that a client with its own data may count as; None = no limit."""
         if not client.own_data or self.limits.max_weight is None:
             return None
         return max(int(self.limits.max_weight * self.roster.middle * client.stands_for), 1)
@@ -201,7 +201,7 @@ class Admission:
             self._actions.append(Fail(f"failed: {why}"))
 
     def _is_hopeless(self) -> bool:
-        """Return whether no client can be expected to send a valid update any more."""
+        """Check whether no client can be expected to send a valid update any more."""
         known = [client for client, num in self.roster.joins.items() if num]
         if len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.backoff.is_bad, known)):
             return True
@@ -222,7 +222,7 @@ class Admission:
         return True
 
     def _narrow(self, assignment: Assignment) -> None:
-        """Lower a client's known memory to below what a task was predicted to need, after it ran out of memory on that task."""
+        """After a task ran out of memory, lower the client's assumed memory below the task's predicted need."""
         client = self.roster.clients[assignment.client]
         needed = self.fleet.cost(assignment.spec, assignment.extra).peak_bytes
         self.roster.said_bytes.setdefault(client.id, client.profile.memory_bytes)
@@ -255,7 +255,7 @@ class Admission:
             return self._selected(self._with_memory(client, self.roster.said_bytes.pop(client.id)))
 
     def _selected(self, client: ClientInfo) -> Work:
-        """Choose a client's work, and the precision in which it holds the frozen base."""
+        """Choose a client's work, and the precision of the frozen base that the client holds."""
         work = self.algorithm.select(client, self.fleet)
         if self.above is not None:
             work = self.above.within(work)

@@ -185,7 +185,7 @@ class Coordinator:
             self._actions.append(adjusted)
 
     def _take(self, update: Update, assignment: Assignment, now: float) -> str | None:
-        """Pass a well-formed update to the method's parts before it is recorded; return why a part refuses it, else None."""
+        """Pass a valid update to the method's parts, before it is recorded; return why one refuses it, else None."""
         client, cut = self.roster.clients[assignment.client], assignment.spec.without_base
         staleness = self.state.version - assignment.version
         update.tensors, update.bundles = self.payload.split(update.tensors, assignment.spec, "trained")
@@ -201,7 +201,7 @@ class Coordinator:
         return None
 
     def _sending(self, event: Sending, now: float) -> None:
-        """Free a client for its next task while its update is being sent; a client sends at most one update at a time."""
+        """Free a client for its next task while its update is being sent; a client sends one update at a time."""
         assignment = self.roster.active.get(event.assignment)
         if assignment is None or (assignment.client, assignment.incarnation) != (event.client, event.incarnation):
             return
@@ -222,7 +222,10 @@ class Coordinator:
     # ---- merging and assigning ----
 
     def _go_on(self, now: float) -> bool:
-        """Start the run, merge and assign work where due; return whether to repeat, since only clients without work were found."""
+        """Start the run, merge and assign work if due.
+
+        Return whether to repeat this, since only clients without work were found.
+        """
         if not self.started:
             there = len(self.roster.clients)
             if not there or there + len(self.admission.absent) < self.limits.min_clients:
@@ -234,7 +237,7 @@ class Coordinator:
         return self.finished is None and self._hand_out(now) and not self.roster.num_out
 
     def _merge_if_due(self, now: float) -> None:
-        """Merge until the trigger is not due any more: a merge may use only some of the waiting updates."""
+        """Merge until the trigger is no longer due; one merge may use only some of the waiting updates."""
         trigger, memory = self.algorithm.trigger, self.state.memory
         while self.state.waiting and self.finished is None:
             there, arrived_s = len(self.roster.clients), ArrivalTimes(self.state.waiting)
@@ -256,7 +259,7 @@ class Coordinator:
             self._actions.append(SetTimer(*self.wake))
 
     def _merge(self, ids: Collection[int] | None = None) -> None:
-        """Merge the waiting updates into the next version; ``ids``: assignments of the updates to merge, None = all."""
+        """Merge waiting updates into the next version; ``ids``: assignments whose updates to merge, None = all."""
         state = self.state
         due = [item for item in state.waiting if ids is None or item.update.assignment in ids]
         left = [item for item in state.waiting if not (ids is None or item.update.assignment in ids)]
@@ -292,7 +295,7 @@ class Coordinator:
             self._actions.append(Checkpoint(version))
 
     def _is_evaluation_due(self, now: float) -> bool:
-        """Return whether an evaluation is due: the merge just done is the first at or after a multiple of `limits.eval_every`."""
+        """Check whether the last merge is the first one at or after a multiple of `limits.eval_every`."""
         every, unit = self.limits.eval_every, self.limits.eval_unit
         if unit == "versions":
             return self.state.version % every == 0
@@ -302,7 +305,7 @@ class Coordinator:
         return due
 
     def _hand_out(self, now: float) -> bool:
-        """Sample idle clients and assign work to as many as may work at once; return whether a client was dismissed."""
+        """Draw idle clients and assign work to as many as may work at once; return whether a client was dismissed."""
         sample, rolling = self.algorithm.sample, self.algorithm.trigger.restart == "arrival"
         waits_above = self.above is not None and self.above.waits
         if len(self.roster.idle) and not waits_above and (rolling or not self.state.waiting):
@@ -333,7 +336,7 @@ class Coordinator:
             self._actions.append(Evaluate(self.state.version))
 
     def _finish(self, reason: str) -> None:
-        """End the run: merge the waiting updates if it is complete, settle the rest as unused, evaluate and save once more."""
+        """End the run: merge waiting updates if it is complete, settle the others as unused, evaluate and save."""
         folds = self.algorithm.trigger.folds_rest and reason in ENDS
         if self.state.waiting and folds and self.algorithm.merge.ends_run(self.state) is None:
             self._merge()
@@ -378,7 +381,7 @@ class Coordinator:
         self._actions.append(Assign(assignment))
 
     def _pace_s(self, client: ClientInfo, work: Work, now: float) -> float:
-        """Return the least duration of a wall-clock task in seconds, as the emulated device would take; 0 = no emulation."""
+        """Return the seconds that an emulated device would take for a task, its least duration; 0 = no emulation."""
         if not self.pace:
             return 0.0
         predicted, task = self.fleet.task_time(client, work), self.roster.tasks[client.id]

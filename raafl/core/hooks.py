@@ -90,7 +90,7 @@ class HookList(RunHooks):
     """Observer that passes each call on to a list of observers, in order."""
 
     def __init__(self, *hooks: RunHooks) -> None:
-        """Call each of ``hooks`` in order."""
+        """Combine ``hooks`` into one hook, which calls each of them in order."""
         self._hooks = hooks
 
     def begin(self, run: Any, saved: object = None) -> None:

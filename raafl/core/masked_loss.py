@@ -65,7 +65,7 @@ def output_layer(submodels: Submodels) -> str | None:
 
 
 def _on_meta(submodels: Submodels, ask: Callable[[Any, Any], str | None]) -> tuple[str | None] | None:
-    """Call ``ask`` with the whole model and a batch, both on the meta device; return None if that fails."""
+    """Call ``ask`` with the whole model and a batch, both on the meta device; return None if that raises."""
     if submodels.example_batch is None:
         return None
     for device in ("meta", "cpu"):  # default device of tensors that the user's code creates without naming one
@@ -80,7 +80,7 @@ def _on_meta(submodels: Submodels, ask: Callable[[Any, Any], str | None]) -> tup
 
 
 def _why_unused(module: nn.Module, batch: object) -> str | None:
-    """Return why a training step's loss does not depend on logits that the module's forward returns; None if it does."""
+    """Return why a training step's loss does not depend on the logits that the forward pass returns, else None."""
     found: list[Tensor | None] = []
 
     def cut(_: object, args: object, output: Tensor | HasLogits) -> object:
@@ -104,7 +104,7 @@ def _why_unused(module: nn.Module, batch: object) -> str | None:
 
 
 def _layer_of(module: nn.Module, batch: object) -> str | None:
-    """Return the path of the linear layer that computes all logits and nothing else in the step; None if there is none."""
+    """Return the path of the linear layer that computes all logits and nothing else in the step, else None."""
     given: list[tuple[str, Tensor]] = []
     logits: list[Tensor | None] = []
     for path, layer in module.named_modules():
@@ -145,7 +145,7 @@ def masked(module: nn.Module, classes: Set[int] | None, masks: dict[int, Tensor]
 
 
 def _absent(num: int, classes: Set[int], left: list[int]) -> Tensor:
-    """Return the mask of classes without samples, and put the others into ``left``; where no class is to be masked, none is."""
+    """Return the mask of classes without samples, and list the others in ``left``; no mask if labels are invalid."""
     absent = torch.zeros(num, dtype=torch.bool)
     if min(classes) >= 0 and max(classes) < num and len(classes) < num:
         left[:] = sorted(classes)

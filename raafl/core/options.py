@@ -60,7 +60,7 @@ class Training:
     lr_final: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the schedule.
+        """Check the learning-rate schedule.
 
         Raises:
             BadInput: a field is out of range, or the schedule's length is missing or given twice.
@@ -424,7 +424,7 @@ class FabricOptions:
     shard: bool = False
 
     def __post_init__(self) -> None:
-        """Read on and off as such, which YAML takes for true and false."""
+        """Convert a bool in ``capture`` to "on" or "off", since YAML reads these words as true and false."""
         if isinstance(self.capture, bool):
             object.__setattr__(self, "capture", "on" if self.capture else "off")
 

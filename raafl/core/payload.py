@@ -58,7 +58,7 @@ class Payload:
         own: OwnLayout = lambda name, spec: None,
         travels: Travels | None = None,
     ) -> None:
-        """Define the payload of a run.
+        """Define the layouts of a run's payload.
 
         `travels`: names of the values that are sent for a task of a resident payload; None = all values and bundles.
         """
@@ -174,7 +174,7 @@ def _name(bundle: str, tensor: str) -> str:
 
 
 def _next(flat: FlatTensors, layout: Layout, ends: dict[torch.dtype, int]) -> FlatTensors:
-    """Return the next tensors of ``flat`` according to ``layout``, and advance the offsets ``ends`` past them."""
+    """Return the next tensors of ``flat``, after the offsets ``ends``, in ``layout``; advance the offsets."""
     buffers: dict[Any, torch.Tensor] = {}
     for dtype, numel in layout.numel.items():
         buffers[dtype] = flat.buffers[dtype][ends[dtype] : ends[dtype] + numel]

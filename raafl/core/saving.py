@@ -86,7 +86,7 @@ def from_plain(data: object, device: torch.device = _CPU) -> Any:
 
 
 def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
-    """Collect the mutable tables of the coordinator by the names under which they are saved; all are empty in a new run."""
+    """Return the coordinator's mutable mappings, under the names by which they are saved."""
     roster, backoff = coordinator.roster, coordinator.admission.backoff
     return {
         "counts": coordinator.state.counts,
@@ -104,7 +104,7 @@ def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
 
 
 def _counters(coordinator: Coordinator) -> dict[str, Any]:
-    """Map the names of plain attributes to save to the objects that own them."""
+    """Map the names of plain attributes that are saved to the objects that own them."""
     names = dict.fromkeys(("merged", "evaluated", "samples_merged", "spacings", "opened_s", "started"), coordinator)
     return {"version": coordinator.state, "last_id": coordinator.roster, **names}
 
@@ -162,7 +162,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
 
 
 def _waiting_to_plain(item: PendingUpdate) -> list[Any]:
-    """Convert a waiting update to plain data without its tensors, which the merge has copied already."""
+    """Convert a waiting update to plain data, without its tensors, which the merge has already copied."""
     assert item.assignment is not None
     without = ("tensors", "extra", "bundles", "refusal", "group", "contributions", "journal")
     data = {one.name: getattr(item.update, one.name) for one in fields(item.update) if one.name not in without}
@@ -195,7 +195,7 @@ _ADDED = {one.name: one.default for one in fields(Profile) if one.name not in _F
 
 @lru_cache(maxsize=1024)
 def _profile_to_json(profile: Profile) -> dict[str, Any]:
-    """Convert a device profile to fields of a journal row; the cached result is shared by clients and must not be changed."""
+    """Convert a device profile to fields of a journal row; the result is cached, so it must not be changed."""
     values = {one.name: getattr(profile, one.name) for one in fields(profile)}
     # leave out fields at their default, which most devices have, to keep rows short
     for name, default in _ADDED.items():
@@ -262,7 +262,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def _below_to_json(update: Update) -> dict[str, Any]:
-    """Convert what a subfederation says of its update to fields of the journal row; empty for other clients."""
+    """Convert a subfederation's account of its update to fields of a journal row; empty for other clients."""
     if not update.contributions:
         return {}
     from raafl.core.subfederation import to_json

@@ -21,7 +21,7 @@ class Snapshots:
     remembers = False  # whether a transfer depends on the client's earlier tasks, as with delta compression
 
     def __init__(self, coordinator: Coordinator, storage: PayloadRoom | None = None) -> None:
-        """Start without copies; ``storage`` allocates them, None = in memory."""
+        """Store the coordinator's parts; ``storage`` allocates the copies, None = in memory."""
         self._storage = storage or FlatTensors.empty
         self._state, self._payload, self._merge = coordinator.state, coordinator.payload, coordinator.algorithm.merge
         self._version = -1
@@ -50,7 +50,7 @@ class Snapshots:
         return current
 
     def _own(self, assignment: Assignment) -> FlatTensors:
-        """Copy the values for one client, where the method sends each client different values."""
+        """Copy the values for one client, if the method sends different values to each client."""
         spec = assignment.spec
         out = self._room(self._payload.layout(spec, "sent"))
         values, bundles = self._payload.split(out, spec, "sent")
@@ -65,7 +65,7 @@ class Snapshots:
         return free.pop() if free else self._storage(layout, self._state.values.device)
 
     def _gather(self, spec: Spec, out: FlatTensors) -> None:
-        """Copy a submodel's values into ``out``; do nothing if the state has no values, as when planning a run."""
+        """Copy a submodel's values into ``out``; without values in the state, as when planning a run, do nothing."""
         if self._state.values.device.type != "meta":
             self._state.submodels.plan(spec, "sent").gather(self._state.values, out)
 

@@ -144,7 +144,7 @@ class ClientState:
     """
 
     def __init__(self, storage: PayloadRoom | None = None) -> None:
-        """Start empty; ``storage`` allocates values that are not stored in a folder; None = in memory."""
+        """Store ``storage``, which allocates values that are not in a folder; None = in memory."""
         self._storage = storage or PayloadRoom()
         self.values: dict[str, dict[int, FlatTensors]] = {}
         self._changed: dict[tuple[str, int], FlatTensors | None] | None = None

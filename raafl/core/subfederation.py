@@ -148,7 +148,7 @@ class TasksAbove:
         roster: Roster,
         drop_waiting: Callable[[], None],
     ) -> None:
-        """Wait for a task, which lasts as long as ``options`` say; ``drop_waiting`` settles waiting updates as unused."""
+        """Store the arguments; ``drop_waiting`` settles waiting updates as unused."""
         self.options, self._algorithm, self._state, self._roster = options, algorithm, state, roster
         self._drop_waiting = drop_waiting
         self.waits, self.num_merges, self.spec, self._begun_s = True, 0, FULL, 0.0
@@ -290,7 +290,7 @@ def problem_above(algorithm: Algorithm, merge: Merge) -> str | None:
 
 
 def _chain(merge: Merge | None) -> Iterator[Merge]:
-    """Yield a merge, and the merges that it wraps."""
+    """Yield a merge, then the merge that it wraps, and so on."""
     while merge is not None:
         yield merge
         merge = getattr(merge, "inner", None)

@@ -212,7 +212,7 @@ class OwnSteps:
     """
 
     def __init__(self, local: Stepwise, submodels: Submodels, extra: Mapping[str, Any]) -> None:
-        """Run the tasks of ``local`` with the settings ``extra``."""
+        """Store the method's ``local`` part, and ``extra``, the method's settings of the task."""
         self._local, self._submodels, self._extra = local, submodels, extra
         self.rescale = local.rescale
 
@@ -222,22 +222,22 @@ class OwnSteps:
 
 
 class _NoServer:
-    """Stand-in for the connection to the server: answers each question with tensors without values."""
+    """Stand-in for the connection to the server: it answers each question with zeros."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
-        """Pack a question's tensors as for sending, and return a reply; see `raafl.core.task.ClientLink`."""
+        """Pack the tensors that the client would send to the server, and return zeros as the server's answer."""
         FlatTensors.from_named(tensors)
         return FlatTensors.zeros(answer, self._device)
 
 
 class _OwnTask:
-    """A task with all that a method's hook may use, on tensors without values.
+    """A task as a method's hook sees it, on tensors without values, for predicting costs.
 
-    `received_and_sent`: tensors that it has received or will send.
-    `answer_bytes`: bytes of the trained values beside which bundles are sent.
+    `received_and_sent`: tensors that the task has received or will send.
+    `answer_bytes`: bytes of the trained values, which are sent together with bundles.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class Loggers(RunHooks):
     """The Lightning loggers of a run. Each works in a thread of its own; only `finish` waits for them."""
 
     def __init__(self, run: Any) -> None:
-        """Store the `raafl.runtime.run.Run` whose setting ``logger`` names the loggers."""
+        """Store the run, a `raafl.runtime.run.Run`, whose setting ``logger`` names the loggers."""
         self._run = run
         self._workers: list[_Worker] = []
 
@@ -151,7 +151,7 @@ class _Worker(threading.Thread):
 
     @property
     def at_work(self) -> bool:
-        """Check whether the logger's thread is alive, and none of its calls has taken too long."""
+        """Check whether the logger's thread is alive and not stuck in a call."""
         return self.is_alive() and not self._look()
 
     def put(self, call: Callable[[Any], None], *, counted: bool = False) -> None:
@@ -183,7 +183,7 @@ class _Worker(threading.Thread):
             return {"logged": self._logged, "failed": self._failed, "error": self._error}
 
     def run(self) -> None:
-        """Create the logger and make the queued calls; this is the main function of the logger's thread."""
+        """Create the logger and make the queued calls, until the queue has None; this is the thread's main function."""
         try:
             # starting in the future doubles the time limit, for import and connection
             self._since = time.monotonic() + CALL_S
@@ -210,7 +210,7 @@ class _Worker(threading.Thread):
                 self._fail(in_words(error))
 
     def _look(self) -> bool:
-        """Check whether the thread is stuck in a call; report it the first time."""
+        """Check whether the thread is stuck in a call; a stuck call is reported once."""
         since = self._since
         stuck = since is not None and time.monotonic() - since > CALL_S
         if stuck and self._error is None:
@@ -234,7 +234,7 @@ def _hyper_parameters(config_yaml: str) -> dict[str, Any]:
 
 
 def _close(logger: Any, status: str) -> None:
-    """Close a logger so that its data is on disk or sent."""
+    """Close a logger; its data is then on disk or sent."""
     logger.finalize("success" if status == "interrupted" else status)
     if type(logger).__name__ == "WandbLogger":  # Lightning would close the run only when the process ends
         logger.experiment.finish(exit_code=int(status == "failed"))
@@ -287,7 +287,7 @@ class RecentUpdates:
     """Collector of data about the updates merged since the last evaluation: staleness, and the share of the model trained."""
 
     def __init__(self, share: Callable[[Iterable[Spec]], float | None] | None = None) -> None:
-        """Start without rows; ``share`` returns the share of the model that submodels cover (None = unknown)."""
+        """Store ``share``, which returns the share of the model that given submodels cover; None = unknown."""
         self._share = share
         self._staleness: list[int] = []
         self._specs: dict[int, set[Spec]] = {}
@@ -558,7 +558,7 @@ _NAMES = {
 
 
 def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the valid arguments that identify a run to a tracker, from those read from a file."""
+    """Return those values read from a file that are valid arguments to identify a run at a tracker."""
     return {
         name: value
         for name, words in _NAMES.items()
@@ -570,7 +570,7 @@ class RunIds:
     """Ids that trackers such as W&B gave a run; they are stored in its folder, so that a resumed run continues the same entry."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the identifiers of an earlier attempt from ``folder``."""
+        """Read the identifiers of an earlier attempt from ``folder``, if it has any."""
         self._path, self._lock = folder / _RUN_IDS, threading.Lock()
         self._found: dict[str, dict[str, Any]] = {}
         with suppress(OSError, ValueError, TypeError, AttributeError):  # the file is missing or invalid

@@ -83,7 +83,7 @@ class Endpoint:
     """
 
     def __init__(self, listener: socket.socket, routes: Mapping[str, Callable[[], Reply]]) -> None:
-        """Start the thread that answers requests at ``listener``."""
+        """Start the thread that answers HTTP requests at ``listener``."""
         host, port = listener.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._listener, self._routes = listener, routes
@@ -108,7 +108,7 @@ class Endpoint:
             loop.close()
 
     async def _answer(self) -> None:
-        """Answer callers until the endpoint is closed."""
+        """Answer HTTP requests until the endpoint is closed."""
         server = await asyncio.start_server(self._serve, sock=self._listener, limit=MAX_REQUEST_BYTES, backlog=_BACKLOG)
         await self._closing.wait()
         server.close()
@@ -174,7 +174,7 @@ class Health(RunHooks):
     """
 
     def __init__(self, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start in state "starting"; without an iteration for ``stall_s`` seconds the run counts as stalled."""
+        """Start in state "starting"; after ``stall_s`` seconds without an iteration the run counts as stalled."""
         self._stall_s, self._clock = stall_s, clock
         self._version, self._turned_at = 0, clock()
         self.state: Literal["starting", "running", "ending"] = "starting"
@@ -222,7 +222,7 @@ class Monitor(HookList):
     """
 
     def __init__(self, run: Any) -> None:
-        """Prepare to serve a `raafl.runtime.run.Run`; `begin` opens the port."""
+        """Store the run, a `raafl.runtime.run.Run`; `begin` opens the port."""
         super().__init__()
         self._run, self.address = run, ""
         self._health = Health(seconds("monitor_stall_s", run.parts.experiment.monitor_stall_s) or 0.0)
@@ -286,7 +286,7 @@ class LabelValues:
     """Values of a metric's label, limited in number: once the limit is reached, every new value becomes `OTHER`."""
 
     def __init__(self, most: int) -> None:
-        """Allow ``most`` values beside `OTHER`."""
+        """Allow ``most`` different values; all further ones are reported as `OTHER`."""
         self._most, self._values = most, dict[str, str]()
 
     def of(self, text: str) -> str:
@@ -312,7 +312,7 @@ class RunMetrics(RunHooks):
         num_clients: int = 0,
         num_queued: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Create the metrics, with the counts that the record of a resumed run has already."""
+        """Create the metrics, starting from the counts of ``record``, which a resumed run has already."""
         self.registry = registry = CollectorRegistry()
         self._record, self._num_clients = record, num_clients
         self._reasons, self._names = LabelValues(MAX_REASONS), LabelValues(MAX_METRICS)
@@ -415,7 +415,10 @@ class RunMetrics(RunHooks):
 
 
 class _AtScrape(Collector):
-    """Collector of metrics that change without an event, and are read at each scrape; all are integers with one writer thread."""
+    """Collector of metrics that change without an event, so that it reads them at each scrape.
+
+    All are integers that one thread writes.
+    """
 
     def __init__(self, record: RunRecord, health: Health, num_queued: Callable[[], int], reasons: LabelValues) -> None:
         self._record, self._health, self._num_queued, self._reasons = record, health, num_queued, reasons

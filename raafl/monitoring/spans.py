@@ -83,7 +83,7 @@ def find_sink(warn: Callable[[str], None]) -> SpanSink | None:
 
 
 def _exporter(name: str, warn: Callable[[str], None]) -> Any:
-    """Create the span exporter called ``name``; on failure warn and return None."""
+    """Create the span exporter called ``name``; if that fails, warn and return None."""
     known = {"otlp": "otlp_proto_http"}.get(name, name)
     for entry in entry_points(group="opentelemetry_traces_exporter"):
         if entry.name in (name, known):
@@ -108,7 +108,7 @@ class Spans(RunHooks):
     """Observer that creates OpenTelemetry's trace spans for a distributed run."""
 
     def __init__(self, provider: TracerProvider, close: Callable[[], None] = lambda: None) -> None:
-        """Create spans with ``provider``; ``close`` is called at the end of the run."""
+        """Create a tracer from ``provider``; ``close`` is called at the end of the run."""
         self.close = close  # type: ignore[method-assign]
         self._tracer = provider.get_tracer("raafl", __version__)
         # the latest merge: version, end time in ns, duration in seconds
@@ -136,7 +136,7 @@ class Spans(RunHooks):
         span.end(ended)
 
     def _transfers(self, task: Any, update: Update, began: int, ended: int) -> None:
-        """Create a span for the download and the upload of a task, if their durations are known."""
+        """Create one span for a task's download and one for its upload, if their durations are known."""
         for name, start, seconds, num_bytes in (
             ("raafl.transfer.down", began, update.down_s, update.bytes_down),
             ("raafl.transfer.up", ended - _ns(update.up_s), update.up_s, update.bytes_up),

@@ -115,7 +115,7 @@ def offer(setup: ClientSetup, config_yaml: str) -> list[str]:
 
 
 def _section(section: Any) -> str:
-    """Describe a part by its import path and arguments, on one line."""
+    """Describe one section of a config by its import path and arguments, on one line."""
     if not isinstance(section, dict):
         return sanitize_text(section)
     arguments = ", ".join(f"{name}={value}" for name, value in (section.get("init_args") or {}).items())

@@ -73,7 +73,7 @@ class Authority:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the authority in a folder; raises `BadInput` if the folder has none."""
+        """Read the authority's certificate and key from its folder; raises `BadInput` if the folder has none."""
         if not files.is_file(folder / "ca.key"):
             raise BadInput(
                 f"folder is '{folder}', which has no certificate authority: make one with `raafl certs init`"
@@ -171,7 +171,7 @@ class Authority:
         return [(path, files.read_certificate(path)) for path in (self.folder / "issued").glob("*.crt")]
 
     def _revoked(self) -> frozenset[int]:
-        """Return the serial numbers of all revoked certificates: those on the list, and those whose stored copy is marked."""
+        """Return serial numbers of revoked certificates: those on the list, and of stored copies marked as revoked."""
         listed = self._list()
         return (frozenset() if listed is None else listed.serials) | {
             copy.serial_number for path, copy in self._copies() if path.name.endswith(_REVOKED)

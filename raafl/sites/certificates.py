@@ -233,7 +233,7 @@ class Revocations:
     """Revoked certificates of a federation, by the newest list that this machine has seen; thread-safe."""
 
     def __init__(self, path: Path, ca: Path) -> None:
-        """Store the paths of the revocation list and of the authority's certificate; nothing is read yet."""
+        """Store the paths of the revocation list and of the authority's certificate; a later call reads them."""
         self._path, self._ca, self._lock = path, ca, Lock()
         self._newest: RevocationList | None = None
         self._is_read, self._warned = False, ""
@@ -287,7 +287,7 @@ class Revocations:
 
 
 class _Memory:
-    """File in which this user's processes store the newest revocation list of an authority."""
+    """File that stores the newest revocation list of an authority seen so far, for all processes of this user."""
 
     def __init__(self, authority: x509.Certificate) -> None:
         spki = authority.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)

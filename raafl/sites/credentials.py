@@ -147,7 +147,7 @@ class ReloadedContext:
     """TLS context of a server, loaded again when one of its files has changed, so that a renewed certificate needs no restart."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Load the files; raises `BadInput`."""
+        """Load the TLS files; raises `BadInput` if one is missing or invalid."""
         self._files, self._lock = files, threading.Lock()
         self._stamp, self._context = self._look(), files.context(server=True)
         self._warned = ""
@@ -188,7 +188,7 @@ def stamp_of(path: Path) -> tuple[int, ...]:
 
 
 def _site_in(folder: Path) -> str:
-    """Return the name of the site whose certificate and key are in a folder, which must contain only one."""
+    """Return the name of the one site whose certificate and key are in a folder; else raise `BadInput`."""
     found = sorted(
         file.stem for file in folder.glob("*.key") if file.stem not in RESERVED and is_file(file.with_suffix(".crt"))
     )
@@ -204,7 +204,7 @@ def _site_in(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Certificate:
-    """The other end's certificate: holder, serial number, and whether its extended key usage is that of a client or server."""
+    """The peer's certificate: holder, serial number, and whether its extended key usage fits the peer's role."""
 
     holder: Holder | None
     serial: int
@@ -212,7 +212,7 @@ class _Certificate:
 
     @classmethod
     def proven(cls, stream: SocketStream, *, server: bool) -> Waits[_Certificate]:
-        """Do the TLS handshake; return the certificate of the other end. ``server``: whether that must be a server's."""
+        """Do the TLS handshake and return the peer's certificate; ``server``: whether the peer must be a server."""
         assert isinstance(stream, TlsStream) and isinstance(stream.sock, ssl.SSLSocket)
         yield from stream.shaking_hands()
         if stream.sock.selected_alpn_protocol() != ALPN:
@@ -226,7 +226,7 @@ class _Certificate:
 
 
 class _ServerTls(ServerLogin):
-    """A server's certificate, and the check of a client's: it must be of a site of the server's federation."""
+    """A server's TLS login: it accepts clients whose certificate belongs to a site of the server's federation."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._context = ReloadedContext(files)
@@ -255,7 +255,7 @@ class _ServerTls(ServerLogin):
 
 
 class _ClientTls(ClientLogin):
-    """A site's certificate, and the check of a server's: it must be the server's of the same federation."""
+    """A site's TLS login: it accepts only a server whose certificate belongs to the same federation."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files, self._federation = files, ""

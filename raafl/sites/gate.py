@@ -58,7 +58,7 @@ _LONGEST_S = 60.0  # seconds between two looks at the clock, which may be set me
 
 
 def _say(text: str) -> None:
-    """Log a line locally; it is never sent to the server, whatever `SitePolicy.logs` is."""
+    """Log a line on this machine only; it is not sent to the server even if `SitePolicy.logs` allows its level."""
     _log.info(text, extra={"private": True})
 
 
@@ -208,7 +208,7 @@ class SiteGate(Gate):
         return MeteredConnection(pair, self._moved, self._check_download)
 
     def _check_download(self, num: int) -> None:
-        """Refuse a download that exceeds the bytes left for the day, before the server sends it."""
+        """Refuse a download that exceeds the day's remaining bytes, before the server sends it."""
         most, used = self.policy.max_bytes, self._bytes_today()
         if most is not None and used + num > most:
             self._day_is_over = _midnight_after(self._now())
@@ -224,7 +224,7 @@ class SiteGate(Gate):
                 self._books.add_bytes(num, self._now().date())
 
     def _closed(self) -> tuple[datetime, str] | None:
-        """Return when the site opens and why it is closed; None = it is open."""
+        """Return the time at which the site opens, and why it is closed; None if it is open."""
         now = self._now()
         opens = opens_at(self._hours, now)
         if opens is not None:
@@ -276,7 +276,7 @@ class SiteGate(Gate):
         return () if self._logs is None else self._logs.take()
 
     def _add_noise(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
-        """Record the release in the privacy budget, then clip the update and add noise to it, in place."""
+        """Book the release in the privacy budget, then clip the update and add noise to it in place."""
         privacy = self.policy.privacy
         if privacy is None or self._books is None:
             return
@@ -296,7 +296,7 @@ class SiteGate(Gate):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Return a context for writing the site's books; if that fails, the client leaves the run for good."""
+        """Return a context for writing the site's books; if a write fails, the client leaves the run for good."""
         try:
             yield
         except OSError as error:
@@ -335,7 +335,7 @@ class SiteGate(Gate):
             )
 
     def _check_samples(self, num_batches: int) -> None:
-        """Refuse a task with too few samples: its batches times the batch size, at most the client's whole data."""
+        """Refuse a task that trains on too few samples: batches times batch size, at most all of the data."""
         batch_size = self._trainer.training.batch_size or self._data.batch_size or 1
         num = min(num_batches * batch_size, self._data.num_samples)
         if num < self.policy.min_samples:
@@ -373,7 +373,7 @@ class LogBuffer(logging.Handler):
     """
 
     def __init__(self, allowed: SiteLogs) -> None:
-        """Keep the log lines that ``allowed`` permits; `listening` adds this handler to the loggers."""
+        """Store which log lines ``allowed`` permits; `listening` adds this handler to the loggers."""
         super().__init__(logging.getLevelNamesMapping()[allowed.level.upper()])
         self._names = allowed.loggers
         self._lines: deque[LogLine] = deque(maxlen=MAX_LOG_LINES - 1)
@@ -427,7 +427,6 @@ class MeteredConnection(Connection):
     def __init__(
         self, inner: Connection, moved: Callable[[int], None], check: Callable[[int], None] = lambda num: None
     ) -> None:
-        """Wrap a connection."""
         self._inner, self._moved, self._check = inner, moved, check
 
     @property
@@ -489,9 +488,10 @@ class Consents:
     """Asks people at the site for the consent that its policy requires."""
 
     def __init__(self, consent: Consent | None, ended: Callable[[], bool] = lambda: False) -> None:
-        """Prepare; create the spool folder if it is missing.
+        """Create the spool folder if it is missing; raises BadInput if that fails.
 
-        `consent`: whom to ask and for what; None = nobody. Raises BadInput if the folder cannot be written.
+        `consent`: whom to ask and for what; None = nobody. `ended`: returns whether the run has ended, so that waiting
+        stops.
         """
         self._consent, self.ended = consent, ended
         self._is_failing = False
@@ -521,7 +521,7 @@ class Consents:
         return is_given
 
     def _warn(self, folder: str, error: OSError) -> None:
-        """Warn that nobody can be asked for consent; warn again only after the folder has worked in between."""
+        """Warn that nobody can be asked for consent; repeat the warning only after a request has succeeded."""
         if not self._is_failing:
             _log.warning(
                 f"policy.consent.folder is '{folder}', in which no file can be written ({error.strerror}): make room, "
@@ -531,7 +531,7 @@ class Consents:
         self._is_failing = True
 
     def _at_terminal(self, request: Mapping[str, Any], wait_s: float) -> bool:
-        """Show the request at the terminal and read a line; anything but yes counts as no."""
+        """Show the request at the terminal and read a line; anything but yes in time counts as no."""
         lines = "\n".join(f"  {name}: {value}" for name, value in request.items())
         sys.stderr.write(f"{lines}\nConsent? [y/N] ")
         sys.stderr.flush()
@@ -543,7 +543,7 @@ class Consents:
         return False
 
     def _by_spool(self, folder: Path, request: Mapping[str, Any], wait_s: float) -> bool:
-        """Write the request to the spool folder and wait for the reviewer's answer file."""
+        """Write the request to the spool folder and wait for the reviewer's answer file; none counts as no."""
         name = f"{datetime.now():%Y%m%d-%H%M%S}-{uuid4().hex[:8]}"
         new, file = folder / f"{name}.new", folder / f"{name}.json"
         yes, no = folder / f"{name}.yes", folder / f"{name}.no"

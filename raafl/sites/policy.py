@@ -193,7 +193,7 @@ class SitePolicy:
 
 
 def _check_names(field: str, entries: Sequence[str] | None) -> None:
-    """Raise `BadInput` for an entry that names no known object, or that has an invalid digest."""
+    """Raise `BadInput` for an entry whose name is unknown or whose digest is invalid."""
     for entry in entries or []:
         name, at, digest = entry.partition("@")
         if at and not _DIGEST.fullmatch(digest):
@@ -208,7 +208,7 @@ def _check_names(field: str, entries: Sequence[str] | None) -> None:
 
 
 def _own_names(field: str) -> set[str]:
-    """Return the names of raafl's own classes and functions that this field of the policy may contain."""
+    """Return the names of raafl's own classes and functions that the policy's field ``field`` may contain."""
     from raafl.config.trust import registry
 
     return {entry.name for entry in registry()[KINDS[field]].values()}

@@ -396,7 +396,7 @@ def compare(site: SiteReceipts, run: Path, books: Books) -> tuple[list[str], lis
 
 
 def _rows_of(run: Path, client: int) -> tuple[dict[int, JournalRow], dict[int, JournalRow]]:
-    """Return a client's assignment rows and update rows, by assignment, including those that were rolled back."""
+    """Return a client's journal rows of tasks and of updates, by assignment id, including rolled back ones."""
     assigned, arrived = dict[int, JournalRow](), dict[int, JournalRow]()
     for row in JournalReader(run).written():
         if row.get("client") != client:
@@ -442,7 +442,7 @@ def retrain(site: SiteReceipts, setup: ClientSetup, share: float) -> Retrained:
 
 
 def _problem_of_task(receipt: Receipt, path: Path, setup: ClientSetup) -> str | None:
-    """Train a task again; describe how its result differs from the receipt, None if it is equal to the bit."""
+    """Train a task again and describe how its result differs from the receipt; None if it is bitwise equal."""
     trainer: LocalTrainer = setup.trainer
     try:
         assignment = assignment_from_json(dict(receipt.assignment))

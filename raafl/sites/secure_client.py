@@ -87,10 +87,7 @@ class MaskedClient(Questions):
     forbids = frozenset({"begin early", "send beside", "send logs", "send as trained"})
 
     def __init__(self, client: Client, merge: SecureSum, terms: SiteTerms | None = None) -> None:
-        """Store the terms; no group has begun yet.
-
-        `terms`: statements and limits of the client's site; None = the defaults.
-        """
+        """Store the arguments; ``terms``: statements and limits of the client's site, None = the defaults."""
         super().__init__(client)
         self._submodels, self._merge, self._terms = client.submodels, merge, terms or SiteTerms()
         self._scale = 1.0
@@ -185,7 +182,7 @@ class MaskedClient(Questions):
     def _claim(
         self, assignment: Assignment, answer: Answer, keys: bytes, received: FlatTensors
     ) -> tuple[Claim, GroupMember]:
-        """Return this client's statement about itself, and the entry that the server's list of members must have for it."""
+        """Return this client's claim, and the entry for this client that the server's list must contain."""
         terms = self._terms
         if terms.keys is None:
             claim = Claim(terms.run)
@@ -305,7 +302,7 @@ class SiteKeys:
                 )
 
     def _holder(self, chain: str) -> tuple[Holder | None, str, str]:
-        """Return a certificate's holder, its public key as `is_signed` takes it, and the key's fingerprint.
+        """Return a certificate's holder, its public key in the form that `is_signed` takes, and the key's fingerprint.
 
         The holder is None if the certificate is not valid now.
         """

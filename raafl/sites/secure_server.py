@@ -127,7 +127,7 @@ class MaskedSession(SessionExtension):
         return None
 
     def _room(self, layout: Layout) -> Callable[[Meta], FlatTensors]:
-        """Allocate CPU memory for what the client sends, since masks are added on the CPU."""
+        """Return a function that allocates CPU memory for what the client sends, since masks are added on the CPU."""
         return lambda meta: self.session.setup.terms.storage(layout)
 
     def refusal(self, failed: Failed) -> str | None:
@@ -156,7 +156,7 @@ class _Running:
     signed: Reply | None = None  # reply to those that have signed both lists; None = before that
 
     def await_(self, phase: Phase, keys: Iterable[int]) -> None:
-        """Start to wait for the next message of each given member that is still connected."""
+        """Enter ``phase`` and wait for a message of each member in ``keys`` that is still connected."""
         self.phase, self.waiting, self.here = phase, set(keys) - self.gone, {}
 
 
@@ -164,7 +164,7 @@ class SecureAggregator:
     """Secure aggregation in the server's main loop: it forms groups of clients, and computes the sum of each group's updates."""
 
     def __init__(self, groups: SecureGroups, note: Callable[[str], None]) -> None:
-        """Start without clients; ``note`` is called with the reason if a sum cannot be opened."""
+        """Store the groups and ``note``, which is called with the reason if a sum cannot be opened."""
         self._groups, self._note = groups, note
         self._layouts = IntegerLayouts(groups.coordinator.state.submodels)
         self._ready: dict[int, SecureStep] = {}
@@ -241,7 +241,7 @@ class SecureAggregator:
         running.await_("shares", chosen)
 
     def _group(self, chosen: Mapping[int, SecureStep]) -> Group:
-        """Describe a group of these clients from their own claims; the server may only lower the samples that count."""
+        """Describe a group of clients by their own claims; the server may only lower their counted samples."""
         groups, coordinator = self._groups, self._groups.coordinator
         members = []
         for step in chosen.values():
@@ -254,7 +254,7 @@ class SecureAggregator:
         return Group(secrets.token_hex(16), tuple(members), threshold, groups.merge.min_cover, version, run, equal)
 
     def _advance(self, running: _Running, now: float) -> None:
-        """Advance the group to its next step with the members whose messages have arrived."""
+        """Move the group to its next phase with the members whose messages have arrived, or give it up."""
         try:
             if running.phase != "opened" and len(running.here) < running.opening.group.threshold:
                 need = running.opening.group.threshold
@@ -308,9 +308,9 @@ class SecureAggregator:
         running.await_("opened", signers)
 
     def _signers(self, running: _Running, text: bytes) -> dict[int, SecureStep]:
-        """Return the steps with valid signatures; members with invalid ones are treated as lost.
+        """Return the steps with valid signatures by member; members with invalid ones are treated as lost.
 
-        Raises CannotOpen if too few members are left.
+        Raises CannotOpen if too few members remain.
         """
         group, here = running.opening.group, dict(sorted(running.here.items()))
         signed = {key: step for key, step in here.items() if is_signed(text, step.signature, group.by_id[key].sign_key)}

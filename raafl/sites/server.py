@@ -295,7 +295,7 @@ class WatchedFiles(Generic[T]):
     """
 
     def __init__(self, what: str, paths: tuple[Path, ...], read: Callable[[], T]) -> None:
-        """Read the value for the first time; errors of ``read`` are raised."""
+        """Read the value for the first time; errors of ``read`` are passed on."""
         self._what, self._paths, self._read = what, paths, read
         self._stamps = self._seen = self._look()
         self._failed: list[tuple[int, ...]] | None = None
@@ -349,7 +349,7 @@ class ClientLogs:
     """Log lines of all clients of a run; callable from any thread. The file is created with the first line."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
-        """Write into ``folder``; ``warn`` is called once if that fails or the file is full."""
+        """Store the path in ``folder``, and ``warn``, called once if writing fails or the file is full."""
         self._path, self._warn = folder / CLIENT_LOGS, warn
         self._bucket = TokenBucket(LINES_AT_ONCE, LINE_EVERY_S)
         self._dropped: Counter[int] = Counter()

@@ -117,7 +117,7 @@ class Expect(Protocol):
     """
 
     def __call__(self, kind: Kind, assignment: int, meta: dict[str, Any], /) -> FlatTensors | None:
-        """Return a buffer with the declared dtypes and lengths; None for a message without tensors."""
+        """Return a buffer for a message's tensors, of the declared dtypes and lengths; None if it has no tensors."""
         ...
 
 

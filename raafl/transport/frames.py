@@ -174,7 +174,7 @@ class Frames:
         return codec.finish(header, meta, partial.target)
 
     def _receive_payload(self, partial: Partial, finite: bool) -> Iterator[memoryview]:
-        """Receive the missing chunks into the target, and store in ``partial`` the first problem found in them."""
+        """Receive the missing chunks into the target, and store the first problem found in ``partial``."""
         checksum, footer, problem = Checksum(partial.num_chunks), bytearray(FOOTER_BYTES), partial.problem
         with self.staging.ring("recv", partial.target) as staging:
             for piece, ends in _chunked(partial.target, partial.num_chunks):
@@ -195,7 +195,7 @@ class Frames:
                 checksum = Checksum(partial.num_chunks)
 
     def _drain(self, header: Header, body: Body | None) -> Iterator[memoryview]:
-        """Read and discard a refused payload, so that the next message can follow; leave one of unknown or too large size."""
+        """Read and discard a refused payload, so that the stream stays in step; skip one that is too large."""
         # checked first, since a peer may declare more chunks than can be counted
         if header.payload_bytes > self.drain_bytes:
             return
@@ -219,7 +219,7 @@ def count_chunks(buffers: tuple[tuple[torch.dtype, int], ...]) -> int:
 
 
 def _ends(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[bool]:
-    """Yield for each piece of a payload whether it is the last of its chunk."""
+    """Yield for each piece of a payload whether it is the last piece of its chunk."""
     filled, left = 0, codec.num_payload_bytes(buffers)
     for num_bytes in piece_sizes(buffers, PIECE_BYTES):
         filled, left = filled + num_bytes, left - num_bytes
@@ -229,7 +229,7 @@ def _ends(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[bool]:
 
 
 def _chunked(tensors: FlatTensors, first: int) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the pieces of a payload from the given chunk on, each with whether it is the last of its chunk."""
+    """Yield a payload's pieces from chunk ``first`` on, each with whether it is the last piece of its chunk."""
     buffers = codec.declared(tensors)
     pieces = chain.from_iterable(
         torch.split(tensors.buffers[dtype].detach(), PIECE_BYTES // dtype.itemsize) for dtype, _ in buffers
@@ -299,7 +299,7 @@ class Staging:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate the ring of `NUM_STAGED` buffers of `CHUNK_BYTES` each, and a CUDA stream if ``device`` is a GPU."""
+        """Allocate `NUM_STAGED` buffers of `CHUNK_BYTES` each and, if ``device`` is a GPU, a CUDA stream for copies."""
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
         memory = torch.empty(NUM_STAGED * CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._stream is not None)

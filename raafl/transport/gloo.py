@@ -52,7 +52,7 @@ class GlooConnection(Connection):
     """Connection over Gloo; CUDA tensors pass through a pinned buffer of 24 MiB for each direction."""
 
     def __init__(self, group: Any, rank: int, timeout_s: float) -> None:
-        """Wrap a two-rank ProcessGroupGloo; call `connect` instead of this."""
+        """Wrap a two-rank ProcessGroupGloo; use `connect` to make a connection."""
         self.timeout_s, self.drain_bytes = timeout_s, DRAIN_BYTES
         self._group: Any = group
         self._peer = 1 - rank
@@ -149,7 +149,7 @@ class GlooConnection(Connection):
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Close the connection if the block raises any error."""
+        """Close the connection if the ``with`` block raises."""
         try:
             yield
         except BaseException:
@@ -247,7 +247,7 @@ class GlooConnection(Connection):
         return codec.memory(whole)
 
     def _recv_payload(self, target: FlatTensors, finite: bool) -> tuple[str, str] | None:
-        """Receive the payload into ``target``; return a description of what is wrong with it, None if nothing is."""
+        """Receive the payload into ``target``; return reason and description of its first problem, else None."""
         footer = torch.empty(FOOTER_BYTES, dtype=torch.uint8)
         checksum, problem = Checksum(), None
         todo = itertools.chain(chunks(target), [footer])
@@ -275,7 +275,7 @@ class GlooConnection(Connection):
         return problem if bytes(codec.memory(footer)) == checksum.footer() else ("bad-checksum", "payload")
 
     def _drain(self, header: Header, body: Body | None) -> None:
-        """Read a refused payload to its end in pieces, into one scratch buffer; close the connection if it is too long."""
+        """Read and discard a refused payload; close the connection if the payload is too long for that."""
         if body is None or header.payload_bytes > self.drain_bytes:
             self.close()
             return

@@ -115,7 +115,7 @@ def connect(
 
 
 def _told(pair: GlooConnection, mine: str, timeout_s: float) -> str:
-    """Send the peer this end's error message ("" = none) and return the peer's."""
+    """Send this end's error message ("" = no error) to the peer, and return the peer's."""
     pair.send(codec.Message(codec.Kind.HELLO, meta={"nccl": mine}))
     return str(pair.recv(lambda kind, assignment, meta: None, timeout_s).meta.get("nccl"))
 
@@ -173,7 +173,7 @@ def checked_group(store: Store, rank: int, size: int, timeout_s: float, check: C
 
 
 def _joined(store: Store, rank: int, device: torch.device, timeout_s: float) -> Any:
-    """Make a group of two and exchange one word each way; raises `RuntimeError` or `PeerTimeout` if that fails."""
+    """Make a NCCL group of two ranks and test it with one number each way; raises `RuntimeError` or `PeerTimeout`."""
     cuda: Any = torch.cuda
 
     def check(group: Any) -> None:
@@ -191,12 +191,12 @@ def _joined(store: Store, rank: int, device: torch.device, timeout_s: float) -> 
 
 
 def _buffers(tensors: FlatTensors) -> list[Tensor]:
-    """List the buffers to send, one message each: a payload's values by dtype."""
+    """List a payload's buffers, one for each dtype; each is sent as one NCCL message."""
     return [tensors.buffers[dtype].detach() for dtype, _ in codec.declared(tensors)]
 
 
 def _sum(buffers: list[Tensor]) -> int:
-    """Return a checksum of the buffers: the wrapping sum of their words, weighted by position; synchronizes the GPU once."""
+    """Return a checksum of the buffers, the wrapping sum of their words weighted by position; waits for the GPU."""
     total = sum((place * sum_of_bits(buffer) for place, buffer in enumerate(buffers, 1)), torch.tensor(0))
     return int(total) % 2**64
 
@@ -213,7 +213,7 @@ class NcclConnection(GlooConnection):
     """
 
     def __init__(self, control: GlooConnection, group: Any, device: torch.device) -> None:
-        """Wrap ``control``, which must not be used directly afterwards, and a two-rank ProcessGroupNCCL on ``device``."""
+        """Take over ``control``, not to be used directly afterwards, and a two-rank ProcessGroupNCCL."""
         self.__dict__.update(control.__dict__)
         self._device, self._nccl = device, group
         cuda: Any = torch.cuda
@@ -229,7 +229,7 @@ class NcclConnection(GlooConnection):
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Close the connection if the block raises; report an NCCL error as a lost peer."""
+        """Close the connection if the ``with`` block raises; report an NCCL error as a lost peer."""
         with super()._ending():
             try:
                 yield
@@ -238,7 +238,7 @@ class NcclConnection(GlooConnection):
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Run the block on the connection's stream, after all work already queued on the GPU."""
+        """Run the ``with`` block on the connection's CUDA stream, after all work that is already queued on the GPU."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
@@ -274,7 +274,7 @@ class NcclConnection(GlooConnection):
             self._received([torch.empty(numel, dtype=dtype, device=self._device) for dtype, numel in body.buffers])
 
     def _received(self, buffers: list[Tensor]) -> int:
-        """Receive into the buffers; return the sender's checksum, whose transfer over Gloo also detects a dead peer."""
+        """Receive into the buffers; return the sender's checksum, sent over Gloo, which also detects a dead peer."""
         for buffer in buffers:
             self._nccl.recv([codec.byte_view(buffer)], self._peer, 0).wait()
         footer = torch.empty(FOOTER_BYTES, dtype=torch.uint8)

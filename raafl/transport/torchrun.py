@@ -42,7 +42,7 @@ class TorchrunTransport(Transport):
     def __init__(
         self, rank: int, num_clients: int, store: Store, wait_s: float, *, local: bool, nccl: bool = False
     ) -> None:
-        """Connect to the store that all ranks share."""
+        """Store the settings, and the key-value store that all ranks share; `__enter__` starts the heartbeat."""
         self.client, self.store, self.local, self._nccl = rank, store, local, nccl
         self._num_clients, self._wait_s = num_clients, wait_s
         self._prepared, self._let_go = threading.Event(), set[int | None]()
@@ -79,7 +79,7 @@ class TorchrunTransport(Transport):
         return cls(rank, clients, store, meeting.wait_s, local=local, nccl=meeting.nccl)
 
     def __enter__(self) -> Self:
-        """Announce that rank 0 is alive, so that clients wait until it listens; it may first evaluate a large model."""
+        """Announce that rank 0 is alive until it listens, since it may first evaluate a large model."""
         self._beats.start()
         return self
 
@@ -119,9 +119,9 @@ class TorchrunTransport(Transport):
         return connect(self.store, f"pair/{client}", is_server, self._wait_s, host, device=device, nccl=nccl)
 
     def _await_client(self, client: int) -> None:
-        """Wait until a client's process is about to connect; raise `PeerLost` or `PeerTimeout` if it does not.
+        """Wait until a client's process is about to connect; raises `PeerLost` or `PeerTimeout` if it does not.
 
-        Creating the process group earlier would wait for the other rank in C++, where nothing can interrupt the wait.
+        A process group that is created earlier would wait for the other rank in C++, which nothing can interrupt.
         """
         wait_s, deadline = 0.01, time.monotonic() + self._wait_s
         try:

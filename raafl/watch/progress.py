@@ -150,7 +150,7 @@ class Progress(Notices):
             self._say(line := evaluation(state, self._width), partial(self._line, line))
 
     def _is_news(self, state: ProgressState, now: float) -> bool:
-        """Check whether a status line is due: the run has begun, and the line would differ from the last or that is long ago."""
+        """Check whether a status line is due: the run has begun, and the last line differs or is old enough."""
         working = state.num_working if state.num_working is not None else sum(bool(one.doing) for one in state.clients)
         begun = state.version or state.num_updates or working
         said, self._said = self._said, (state.version, state.num_updates, working, state.num_there)
@@ -213,7 +213,7 @@ def _stamp() -> str:
 
 
 def _is_same(file: TextIO, other: TextIO | None) -> bool:
-    """Check whether two streams end in one file or pipe, as after ``2>&1``."""
+    """Check whether two streams write to the same file or pipe, as after ``2>&1``."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if other is not None and file is not other:
             return os.path.samestat(os.fstat(file.fileno()), os.fstat(other.fileno()))
@@ -348,7 +348,7 @@ def plain(state: ProgressState) -> dict[str, Any]:
 
 
 def _metrics(state: ProgressState) -> list[str]:
-    """Format the global model's metrics, without the shares of LoRA ranks, which only reports show."""
+    """Format the global model's metrics, except the shares of LoRA ranks, which only reports show."""
     return [f"{name} {value:.4g}" for name, value in state.metrics.items() if not name.startswith("rank_energy/")]
 
 
@@ -383,7 +383,7 @@ def _more(num: int) -> list[str]:
 
 
 def _rates(state: ProgressState) -> list[tuple[int, str]]:
-    """Return the run's rates as pairs (priority, text); those with higher numbers are left out first if space is short."""
+    """Return the run's rates as pairs (priority, text); if space is short, higher numbers are left out first."""
     if state.updates_per_s is None or state.bytes_per_s is None:
         return []
     rates = [(1, f"{state.updates_per_s:.3g} updates/s"), (4, f"{size(state.bytes_per_s)}/s")]

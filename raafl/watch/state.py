@@ -43,7 +43,7 @@ class _Client:
     lasted_s: dict[str, float] = field(default_factory=dict)
 
     def due_s(self) -> float | None:
-        """Predict when the client's task will end, from the duration of an earlier task, if possible with the same submodel."""
+        """Predict when the client's task ends, from the duration of an earlier one, preferably with equal submodel."""
         if self.task is None:
             return None
         guess = self.lasted_s.get(spec_in_words(self.task.spec)) if len(self.lasted_s) > 1 else None
@@ -67,7 +67,7 @@ class RunState:
     how: Callable[[], tuple[int | None, float | None, float | None]] | None = None
 
     def __init__(self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start without rows; ``clock`` (seconds) measures the time since the last row of a wall-clock run."""
+        """Store ``say`` and ``clock``, which measures the seconds since the last journal row of a wall-clock run."""
         self.say, self._clock = say, clock
         self.title = self.runtime = ""
         self.goals = Goals()
@@ -385,7 +385,6 @@ class Trainings:
     """Times of a simulation's recent training tasks, from which its throughput is computed."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._num = 0
         self._marks: deque[tuple[float, int]] = deque(maxlen=_SECONDS)
 

@@ -203,7 +203,7 @@ def co_s2p(
 
 
 def _instead(asked: RollingWindows, submodel: Select | None) -> Select:
-    """Return ``submodel`` if given, else masked windows; raises `BadInput` if settings of both are given."""
+    """Return ``submodel`` or, if it is None, ``asked``; raises `BadInput` if settings of both are given."""
     if submodel is None:
         return asked
     usual = RollingWindows(list(RATES), segments=asked.segments, distils=asked.distils)
@@ -310,7 +310,7 @@ class MaskedAndDistilled(TrainsExits):
         )
 
     def _more(self, submodels: Submodels, spec: Spec, batch_size: int, axes: Sequence[str]) -> _More:
-        """Predict the hook's extra costs per sample: FLOPs, bytes of peak memory, moved bytes, and FLOPs on padding."""
+        """Predict the hook's extra costs: FLOPs, moved bytes and padding FLOPs per sample, and bytes of peak memory."""
         if submodels.example_batch is None:
             return 0.0, 0, 0.0, 0.0
         extra = {"masks": axes, "rate": 0.5} if axes else {}
@@ -342,7 +342,7 @@ class MaskedAndDistilled(TrainsExits):
 
 
 def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, extra: Mapping[str, Any]) -> Ledger:
-    """Trace a task's forward and backward pass on the meta device; return the ledger with its costs."""
+    """Trace a task's forward and backward pass on the meta device; return the ledger of its costs."""
     module: Any = submodels.shrink(spec, device="meta").module
     batch = meta_batch(submodels.example_batch, batch_size)
     settle(module)
@@ -402,7 +402,7 @@ class LeadingDraws(RollingWindows):
     def _kept(
         self, submodels: Submodels, stop: int, width: float, scores: Mapping[str, list[float]], seed: int
     ) -> dict[str, list[int]]:
-        """Return the kept units of each axis below ``stop`` and outside all blocks."""
+        """Return the indices of the kept units of each axis, for blocks below ``stop`` and axes outside all blocks."""
         units = super()._kept(submodels, stop, width, scores, seed)
         for name, cut in self._cuts(submodels).items():
             if name in units and name in scores and self._is_trained(cut):

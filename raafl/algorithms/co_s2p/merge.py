@@ -39,7 +39,7 @@ def importance(update: Tensor, drift: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass
 class _ImportanceMemory(MergeMemory):
-    """Running sums of a merge: weighted differences, and weights, for each element of the model."""
+    """Running sums of a merge for each element of the model: weighted differences, and weights."""
 
     key = "importance"
     sum: FlatTensors
@@ -48,7 +48,7 @@ class _ImportanceMemory(MergeMemory):
 
 @dataclass
 class _MostStartBytes(OneValue[int]):
-    """Largest memory so far, in bytes, of stored copies of the models from which late clients started."""
+    """Largest size so far, in bytes, of the stored copies of the models from which late clients started."""
 
     key = "most_start_bytes"
     value: int = 0
@@ -58,7 +58,7 @@ _SUMS = ("sum", "weight")  # names of the storage in `GlobalState.scratch`
 
 
 def _zeros(state: GlobalState, name: str) -> FlatTensors:
-    """Return zeros of the model's size, in storage of an earlier merge if there is any."""
+    """Return zeros of the model's size, in the storage that an earlier merge left under ``name``, if there is any."""
     flat: FlatTensors | None = state.scratch.pop(name, None)
     return zeros_like(state.values) if flat is None else flat
 
@@ -179,7 +179,7 @@ class _Table:
     """Consecutive numbers of all trained segments, over axes and tensors.
 
     `num`: number of segments.
-    `num_scored`: number of segments that hold parameters; the one after them holds all running statistics.
+    `num_scored`: number of segments that hold parameters; the segment after them holds all running statistics.
     """
 
     def __init__(self, submodels: Submodels, number: int) -> None:
@@ -214,7 +214,7 @@ class _Table:
         return dim, ids
 
     def places(self, submodels: Submodels, spec: Spec) -> dict[str, Place]:
-        """Map each tensor that a submodel trains to the numbers of the segments (groups of units) to which its rows belong."""
+        """Map each tensor that a submodel trains to the numbers of the segments to which its rows belong."""
         spec = submodels.normal(spec)
         return submodels.cached("importance of", (self._number, spec), lambda: self._found(submodels, spec))
 
@@ -227,7 +227,7 @@ class _Table:
         return places
 
     def norms(self, tensors: FlatTensors, places: dict[str, Place]) -> Tensor:
-        """Compute the L2 norm of each segment, over the elements that a submodel has; float64 on the CPU, shape (segments,)."""
+        """Compute the L2 norm of each segment over the submodel's elements; float64 on the CPU, shape (segments,)."""
         squares = torch.zeros(self.num, dtype=torch.float64)
         for name, tensor in tensors.items():
             dim, ids = places[name]
@@ -237,7 +237,7 @@ class _Table:
 
 
 def _shaped(scores: Tensor, place: Place, tensor: Tensor) -> Tensor:
-    """Return the score of each element of ``tensor``, in a shape that broadcasts to its own."""
+    """Return the score of each element of ``tensor``, in a shape that broadcasts to the shape of ``tensor``."""
     dim, ids = place
     factors = scores[ids].to(tensor.device, tensor.dtype)
     return factors.reshape([1] * tensor.dim()) if dim is None else factors.view(-1, *[1] * (tensor.dim() - dim - 1))
@@ -259,7 +259,7 @@ def _table(submodels: Submodels, number: int) -> _Table:
 
 @dataclass
 class _PublishedMemory(MergeMemory):
-    """Running sums of a merge: weighted differences, and weights, for each element."""
+    """Running sums of a merge for each element of the model: weighted differences, and weights."""
 
     key = "published"
     sum: FlatTensors
@@ -311,7 +311,7 @@ class PublishedMerge(Merge):
 
 
 def _drift(state: GlobalState, client: int, spec: Spec) -> float:
-    """Return the L1 norm of the model's change since the client started, over what it trains."""
+    """Return the L1 norm of the global model's change since the client started, over the client's submodel."""
     task = state.memory.of(AtWork).starts.get(client)
     if task is None or task.start is None:
         return 0.0
@@ -320,7 +320,7 @@ def _drift(state: GlobalState, client: int, spec: Spec) -> float:
 
 
 def _forget_absent(state: GlobalState, spec: Spec, present: FlatTensors, total: FlatTensors, gamma: float) -> None:
-    """Add ``-gamma theta`` to ``total`` at columns that a client does not hold, in the rows that it holds."""
+    """Subtract ``gamma * theta`` from ``total`` in the submodel's rows, at the columns that the submodel lacks."""
     for name, dims in state.submodels.selections(state.submodels.normal(spec)).items():
         if 1 not in dims or name not in present:
             continue

@@ -291,7 +291,7 @@ class Split(Local):
 
 
 def _leaf_bytes(half: Half) -> float:
-    """Return the bytes per sample that the server's half needs from a batch, such as labels, without the activation."""
+    """Return the bytes per sample that the server's half needs from a batch besides the activation, such as labels."""
     flat = tree_flatten(half.example_batch)[0]
     num_bytes: int = sum(flat[i].nbytes for i in half.cut.leaves)
     return num_bytes / max(_num_samples(half), 1)
@@ -313,7 +313,7 @@ class Halved(Select):
     sends: Literal["values", "delta"] = "values"
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the whole model and the run's own work, with the cut in `Work.extra`."""
+        """Return work on the whole model with the run's epochs or steps, and with the cut in `Work.extra`."""
         extra, training = fleet.task_options(client), fleet.training
         if not extra:
             return Work()

@@ -57,7 +57,7 @@ class Call:
 
 @dataclass(slots=True)
 class _Value:
-    """A tensor storage, with the numbers of the operations that created (`came`), first used and last used it."""
+    """A tensor storage, with the numbers of the operations that created it (`came`), used it first and used it last."""
 
     came: int
     first: int = -1
@@ -121,7 +121,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
     """Tracer of a training step: it records calls of modules, and which tensors are computed from which."""
 
     def __init__(self, submodels: Submodels, batch: object) -> None:
-        """Prepare to trace the step of ``batch``, whose tensors are on the meta device; `run` traces it."""
+        """Copy the module to the meta device, for `run` to trace its step on ``batch``, which is on the meta device."""
         super().__init__()
         self.rules = submodels.rules
         self.module: Any = copy_structure(submodels.module, {}).to("meta")
@@ -352,7 +352,7 @@ class Reached(BaseException):
     """Signal that the client's half has reached the cut. It is no `Exception`, since the user's code might catch that."""
 
     def __init__(self, output: object) -> None:
-        """Store the output of the module at the cut."""
+        """Store ``output``, the output of the module at the cut."""
         self.output = output
 
 
@@ -540,6 +540,6 @@ def with_received_activation(module: nn.Module, outline: Outline, activation: Te
 
 
 def _given(outputs: list[Any]) -> Callable[..., Any]:
-    """Return a forward method that returns ``outputs`` one after another, one in each call."""
+    """Return a forward method that returns the next of ``outputs`` at each call."""
     remaining = iter(outputs)
     return lambda *args, **kwargs: next(remaining)

@@ -38,7 +38,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @contextmanager
 def _no_skips() -> Iterator[None]:
-    """Raise `BadInput` if a training step returns None, since the other side waits for its half of the batch."""
+    """Raise `BadInput` if a training step returns None, since the server waits for its half of the batch."""
     try:
         yield
     except SkippedBatch:
@@ -148,7 +148,7 @@ class BothHook(LowerHook):
     _received: Received
 
     def __init__(self, task: Task, half: Half) -> None:
-        """Create the server's RNG stream; ``half`` is the server's."""
+        """Create the server's random stream; ``half`` is the server's half of the model."""
         super().__init__(task, half)
         self._draws = task.draws(server_seed(task.assignment.seed))
 
@@ -215,7 +215,7 @@ class Batches:
     test = None
 
     def __init__(self, half: Half, assignment: Assignment, link: ServerLink) -> None:
-        """Wait for the first batch of the assignment; ``half`` is the server's."""
+        """Wait for the first batch of the assignment; ``half`` is the server's half of the model."""
         terms = assignment.extra[KEY]
         self.num_samples: int = terms["num_samples"]
         self._batch_size: int = terms["batch_size"]
@@ -255,7 +255,7 @@ class Batches:
         return receive(self._half, self._shapes, tensors["activation"], leaves, self._link.draws)
 
     def _expect(self, meta: Mapping[str, Any]) -> Layout:
-        """Return the layout of the expected batch; raises `InvalidPayload` if the batch's description deviates."""
+        """Return the layout of the next batch; raises `InvalidPayload` if the client describes another batch."""
         if meta.get("batch") != self._index:
             raise InvalidPayload("bad-json", f"expected batch {self._index}, got {str(meta.get('batch'))[:40]}")
         if meta["sends"] != self._sends:
@@ -278,7 +278,7 @@ class Batches:
         return Layout.pack([("activation", outline.shape, dtype), *sent])
 
     def _checked_shapes(self, described: object) -> Shapes:
-        """Return the shapes of the batch's tensors; raises `InvalidPayload` if they cannot be those of the expected batch."""
+        """Return the shapes of the batch's tensors; raises `InvalidPayload` if the next batch cannot have them."""
         examples = shapes_of(self._half.example_batch)
         samples, due = examples[0][0] if examples[0] else 1, self._due
         if not isinstance(described, list) or len(described) != len(examples):

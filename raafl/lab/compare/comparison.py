@@ -151,7 +151,7 @@ class Search:
                     )
 
     def _check_study(self, labels: Sequence[str]) -> None:
-        """Raise `BadInput` unless the fields of a search by a sampler go together."""
+        """Raise `BadInput` unless the fields of a search by an Optuna sampler are valid and fit together."""
         for name, value, known in (("sampler", self.sampler, SAMPLERS), ("pruner", self.pruner, PRUNERS)):
             if value is not None and value not in known:
                 raise BadInput(f"search.{name} is '{value}': {nearest(value, known)}")
@@ -235,7 +235,7 @@ class Comparison:
             self.search.check(list(self.rows), self.seeds)
 
     def _check_distance(self) -> None:
-        """Raise `BadInput` unless `eval_every` is given once, and means the same amount of training in all rows."""
+        """Raise `BadInput` unless ``eval_every`` is set once for all rows, in seconds or samples."""
         if self.eval_every is None:
             return
         from raafl.config.experiment import distance

@@ -247,7 +247,7 @@ def read_grid(path: Path, more: Sequence[Path] = ()) -> Grid:
 
 
 def _texts(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return the fields with names converted to text, since YAML may read a name as a number."""
+    """Return ``given`` with the fields ``names`` converted to text, since YAML may read a name as a number."""
     return {name: str(one) if name in names and one is not None else one for name, one in given.items()}
 
 

@@ -75,7 +75,7 @@ def _cell(grid: Grid, runs: GridRuns, cell: Cell, folder: Path) -> dict[str, Any
 
 
 def _accepted(grid: Grid, runs: GridRuns, cell: Cell, row: dict[str, Any]) -> dict[str, Any]:
-    """Add whether a row is accepted: True = its replays are equal, False = one is not, None = one is missing."""
+    """Add the field ``accepted`` to a row: True = all replays are equal, False = one is not, None = one is missing."""
     due = replayed_seeds(grid, cell, row["row"])
     verdicts = {run["seed"]: _replayed(runs, run) for run in row["runs"] if "error" not in run and run["seed"] in due}
     if any(why for why, _ in verdicts.values()):
@@ -122,7 +122,7 @@ def standings(rows: Sequence[Row], *, maximize: bool) -> dict[str, dict[str, Any
 
 
 def _order(median_s: float | None, reached: float) -> tuple[float, float]:
-    """Return the sort key of a method: its median time or, without one, the number of seeds that reached the target."""
+    """Return a method's sort key: its median time or, if it has none, how many seeds reached the target."""
     return (math.inf, -reached) if median_s is None else (median_s, 0.0)
 
 
@@ -133,24 +133,25 @@ def _first(targets: Mapping[str, Any], key: str | None = None) -> float | None:
 
 
 def _rank(values: Mapping[str, float | None], label: str) -> int:
-    """Return each row's rank, 1 + the number of better rows; rows without a value share the last rank."""
+    """Return a row's rank: 1 + the number of better rows; rows without a value share the last rank."""
     own = values[label]
     return 1 + sum(value is not None and (own is None or value < own) for value in values.values())
 
 
 def _dominates(one: tuple[float | None, float | None], other: tuple[float | None, float | None]) -> bool:
-    """Check whether ``one`` needs no more time and bytes than ``other``, and less of either."""
+    """Check whether ``one``, a pair of time and bytes, is at most ``other`` in both, and less in one of them."""
     ours, theirs = ([math.inf if value is None else value for value in pair] for pair in (one, other))
     return all(a <= b for a, b in zip(ours, theirs, strict=True)) and ours != theirs
 
 
 def _behind(rows: Sequence[Row], leader: str) -> dict[str, dict[str, Any]]:
-    """Compare each row's times to the first target with those of the first method, by a rank test over all runs.
+    """Compare each row's times to the first target with the times of the row ``leader``, by a rank test.
 
     Returns:
-        For each row how many of its seeds reached the target; the ratio of its median time to the first method's; in how
-        many pairs of runs it is later; and p-values of the Mann-Whitney test, one row's own and with Holm's correction
-        for all rows of the cell. The first method has no test.
+        For each row: how many of its seeds reached the target; the ratio of its median time to the leader's; in how
+        many
+        pairs of runs it is later; and two p-values of the Mann-Whitney test, uncorrected and with Holm's correction for
+        all rows of the cell. The leader itself has no test.
     """
     times = {row["row"]: times_of(row) for row in rows}
     medians = {row["row"]: _first(row["time_to"], "median_s") for row in rows}
@@ -305,7 +306,7 @@ _ACCEPTED = {True: "yes", False: "NO", None: "not replayed"}
 
 
 def _behind_cell(behind: Mapping[str, Any] | None, label: str) -> str:
-    """Format the ratio of a method's median time to the first method's, and the test: `1.8 x (9 of 9 pairs, p 0.1)`."""
+    """Format the ratio of a method's median time to the leader's, and the rank test: `1.8 x (9 of 9 pairs, p 0.1)`."""
     if behind is None or behind["of"] == label:
         return ""
     ratio = "never" if behind["ratio"] is None else f"{short(behind['ratio'])} x"

@@ -87,7 +87,7 @@ def _ended_on_error(processes: Collection[BaseProcess]) -> Iterator[None]:
 
 
 def _end(processes: Collection[BaseProcess]) -> None:
-    """Ask processes to end and wait for them; a run ends between two events, with a checkpoint."""
+    """Interrupt processes and wait until they end; a run ends after its current event, with a checkpoint."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):  # the process has just ended
             os.kill(cast(int, process.pid), signal.SIGINT)
@@ -342,13 +342,13 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Job:
-    """A command to be run on another machine, which is resumed from its last checkpoint where it begins again."""
+    """A command to run on another machine; if the job is started again, its run resumes from the last checkpoint."""
 
     argv: tuple[str, ...]
     log: str
 
     def __call__(self) -> int:
-        """Run the command here, and return its exit code."""
+        """Run the command on this machine, and return its exit code."""
         argv = self.argv
         if "--output" in argv and newest(folder := Path(argv[argv.index("--output") + 1])) is not None:
             argv = (argv[0], "--resume", str(folder), "--progress", "quiet")
@@ -362,7 +362,7 @@ class _Job:
                 raise
 
     def checkpoint(self) -> Any:
-        """Return the job to be queued again where Slurm takes its node away (called by submitit)."""
+        """Return the job, so that it is queued again after Slurm has taken its node away; called by submitit."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)

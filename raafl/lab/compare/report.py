@@ -234,7 +234,7 @@ def quoted(label: str) -> str:
 
 
 def _rounded(mean: float, half: float) -> str:
-    """Format a mean and half its interval to the decimals of the interval's second significant digit."""
+    """Format a mean and the half-width of its interval, rounded to two significant digits of the half-width."""
     if not (math.isfinite(mean) and math.isfinite(half) and half > 0):
         return f"{short(mean)} ± {short(half)}"
     decimals = max(0, 1 - math.floor(math.log10(half)))
@@ -263,7 +263,7 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
 
 
 def _mixed_modes(result: Mapping[str, Any]) -> list[str]:
-    """Return a warning if some rows, not all, had products of clients in one call, whose last bits differ."""
+    """Return a warning if only some rows were trained with ``batch_clients: fast``, whose last bits differ."""
     is_fast = {row["row"]: any(run.get("batch_clients") == "fast" for run in row["runs"]) for row in result["rows"]}
     if len(set(is_fast.values())) < 2:
         return []
@@ -274,9 +274,9 @@ def _mixed_modes(result: Mapping[str, Any]) -> list[str]:
 
 
 def _unlike_evaluations(result: Mapping[str, Any]) -> list[str]:
-    """Return a warning if rows were not measured alike, such as each by its own versions.
+    """Return a warning if rows were evaluated at different distances, such as each after so many of its own versions.
 
-    Rows are measured alike if their evaluations are as far from each other in virtual time, or in merged updates.
+    Rows count as alike if their evaluations are equally far apart, either in virtual time or in merged updates.
     """
     if result.get("eval_every") is not None:
         return []
@@ -297,13 +297,16 @@ def _unlike_evaluations(result: Mapping[str, Any]) -> list[str]:
 
 
 def _are_alike(distances: Iterable[float]) -> bool:
-    """Check whether distances between evaluations differ by at most a tenth, as they may if given in versions."""
+    """Check whether the largest distance between evaluations is at most 1.1 times the smallest."""
     known = list(distances)
     return bool(known) and max(known) <= 1.1 * min(known)
 
 
 def _spacing(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return the mean distance between evaluations of a row's runs, in the unit ``name`` (time_s or updates); None if unknown."""
+    """Return the mean distance between evaluations of a row's runs, in the unit ``name``: time_s or updates.
+
+    None if no run has two evaluations and that field.
+    """
     counted = [run for run in runs if len(run.get("curve", ())) > 1 and run.get(name) is not None]
     num = sum(len(run["curve"]) - 1 for run in counted)
     return sum(run[name] for run in counted) / num if num else None
@@ -361,7 +364,7 @@ def _escaped(cell: str) -> str:
 
 
 def _whole_trials(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the trials of a row's search that used their full budget."""
+    """Return the trials of a row's search that no pruner ended early."""
     searched = row.get("searched") or {"trials": []}
     return [trial for trial in searched["trials"] if "cut_after" not in trial]
 
@@ -476,7 +479,7 @@ def _row(comparison: Comparison, label: str, machine: Profile) -> Forecast:
 
 
 def _evaluations(experiment: Experiment, world: World, found: Prediction, factor: float) -> float:
-    """Estimate the number of evaluations in a run; if given in seconds or samples, at most one per version."""
+    """Estimate a run's number of evaluations; ``eval_every`` in seconds or samples gives at most one per version."""
     versions, every = found.versions * factor, distance("eval_every", experiment.eval_every)
     if every is None:
         return versions / len(world.clients)
@@ -489,7 +492,7 @@ def _evaluations(experiment: Experiment, world: World, found: Prediction, factor
 
 
 def _updates(experiment: Experiment, found: Prediction) -> int:
-    """Predict the number of merged updates of a run from its limits, as if it never reached a target."""
+    """Predict how many updates a run merges within its limits, assuming that it never reaches its target."""
     limit_s, updates = seconds("max_time", experiment.max_time), experiment.max_updates
     in_time = None if limit_s is None or not found.update_s else int(limit_s / found.update_s)
     return min((limit for limit in (in_time, updates) if limit is not None), default=found.updates)
@@ -500,7 +503,7 @@ def _tested(world: World) -> int:
 
 
 def _share(comparison: Comparison) -> float:
-    """Return the mean budget of a trial under successive halving, as a share of a full run."""
+    """Return the mean training of a trial under successive halving, as a share of a full run."""
     halving = comparison.search.halving if comparison.search else None
     spent, left = 0.0, 1.0
     for fraction in rungs(halving):

@@ -81,7 +81,7 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
 
 
 def _megabytes_at(folder: Path) -> list[tuple[float, float]]:
-    """Return the time in seconds of each evaluation, and the megabytes sent and received until then."""
+    """Return for each evaluation its time in seconds, and the megabytes sent and received until then."""
     with (folder / METRICS).open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [(float(row["time_s"]), (float(row["bytes_up"]) + float(row["bytes_down"])) / 1e6) for row in rows]
@@ -111,9 +111,9 @@ def _costs(summary: Summary) -> dict[str, Any]:
 
 
 def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
-    """Return the last figures that clients measured on data of their own.
+    """Return figures of each client's last evaluation on its own test data.
 
-    These are the means of all metrics, weighted by samples, and the worst value.
+    They are the means of all metrics, weighted by samples, and the worst client's value of the comparison's metric.
     """
     last: dict[str, dict[str, str]] = {}
     with (folder / CLIENTS).open(newline="") as file:

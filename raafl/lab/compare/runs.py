@@ -157,8 +157,8 @@ def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
 def _named_files(fields: Mapping[str, Any]) -> list[Path]:
     """Return the files besides the config on whose contents a result depends.
 
-    They are the device file, files with recorded device speeds, and the modules of the user's classes, but not modules
-    that these import.
+    They are the device file, files with recorded device speeds, and the modules that define the user's classes; modules
+    that these import are not included.
     """
     from raafl.devices import load_devices
 
@@ -304,7 +304,7 @@ class Runner:
         return start(["simulate", *argv, "--progress", "quiet"], log, self._num_ranks, self._cluster)
 
     def _outcome(self, run: Run, process: BaseProcess) -> Outcome | None:
-        """Return the outcome of a run whose process has ended; None if the run must be started again."""
+        """Return the outcome of a run whose process has ended; None if the run must be started from scratch."""
         outcome = self.find(run)
         if outcome is not None:
             return outcome
@@ -338,7 +338,7 @@ class Runner:
 
 
 def _check_metric(metric: str | None, run: Run, folder: Path, *, ended: bool) -> None:
-    """Raise `BadInput` if a run's metrics file lacks the metric; a run in progress is checked after its first evaluation."""
+    """Raise `BadInput` if a run's metrics file lacks the metric; before the first evaluation nothing is checked."""
     try:
         with (folder / METRICS).open(newline="") as file:
             columns = next(csv.reader(file), [])
@@ -439,7 +439,7 @@ def machine_name(hardware: Mapping[str, Any]) -> str:
 
 @cache
 def _commit() -> str | None:
-    """Return the commit of the checkout that raafl is imported from, with `+` where files differ; None outside of one."""
+    """Return the commit of raafl's checkout, with `+` if files differ from it; None if raafl is not in a checkout."""
     git = ["git", "-C", str(Path(raafl.__file__).parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()

@@ -193,7 +193,7 @@ def _ended(study: Any) -> list[Any]:
 
 
 def _renew_killed(study: Any) -> None:
-    """Ask again for the settings of trials during which a search was killed; such trials do not count."""
+    """Mark trials that were running when a search was killed as failed, and queue their settings again."""
     from optuna.trial import TrialState
 
     waiting = {TrialState.RUNNING, TrialState.WAITING}
@@ -205,7 +205,7 @@ def _renew_killed(study: Any) -> None:
 
 
 def _run(study: Any, asked: Sequence[Any], comparison: Comparison, search: Search, label: str, runner: Runner) -> None:
-    """Run trials side by side, stage by stage where a pruner may end them, and tell the study what came of them."""
+    """Run trials side by side, in stages if a pruner may end some early, and report their scores to the study."""
     from optuna.trial import TrialState
 
     settings = {trial.number: settings_of(trial, search, label) for trial in asked}

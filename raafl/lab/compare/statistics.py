@@ -115,12 +115,12 @@ def rank_test(groups: Sequence[tuple[Sequence[float | None], Sequence[float | No
 
 
 def _excess(ours: Sequence[float], theirs: Sequence[float]) -> int:
-    """Return the number of pairs in which our time is later, minus the number in which it is earlier."""
+    """Return the number of pairs (ours, theirs) in which ours is later, minus the number in which ours is earlier."""
     return sum((one > other) - (one < other) for one in ours for other in theirs)
 
 
 def _null(times: Sequence[float], num: int) -> dict[int, int]:
-    """Count for each value of `_excess` the choices of ``num`` runs that have this value against the remaining runs."""
+    """Count the ways to choose ``num`` of the runs, for each value of `_excess` against the runs not chosen."""
     # a choice's excess is the sum of its runs' excesses over all runs, since pairs within the choice cancel
     excesses = [_excess([one], times) for one in times]
     ways: list[dict[int, int]] = [{0: 1}, *({} for _ in range(num))]
@@ -132,7 +132,7 @@ def _null(times: Sequence[float], num: int) -> dict[int, int]:
 
 
 def _sums(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
-    """Return the distribution of the sum of two independent excesses."""
+    """Return the distribution of the sum of two independent values of `_excess`, as counts by value."""
     found: dict[int, int] = {}
     for a, ways in one.items():
         for b, more in other.items():

@@ -194,7 +194,7 @@ def read_real(folder: Path, experiment: Experiment, base: Profile | None = None)
 
 
 def _answers(row: JournalRow, task: Assignment | None) -> bool:
-    """Check whether an arrival is the first answer to ``task``, from the client that has it."""
+    """Check whether an arrived update belongs to ``task``, by its client and that client's incarnation."""
     return task is not None and (task.client, task.incarnation) == (row["client"], row["incarnation"])
 
 

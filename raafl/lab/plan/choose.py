@@ -309,9 +309,9 @@ def trial_share(algorithm: Algorithm, *, simulated: bool) -> float:
 
 
 def _promise(table: Table, features: Features, found: Mapping[str, Prediction]) -> dict[str, float]:
-    """Return each candidate's expected time over the best one's, for the task of the table that suits the candidate most.
+    """Return each candidate's expected time, as a ratio to the best one's, on the task where this ratio is smallest.
 
-    The table cannot tell which of its tasks the run's resembles; so each task's favourites are worth a trial.
+    The table cannot tell which of its tasks resembles the run's task, so each task's best candidates are worth a trial.
     """
     promise = dict.fromkeys(found, math.inf)
     for task in {cell.task for cell in table.cells}:
@@ -325,7 +325,7 @@ def _promise(table: Table, features: Features, found: Mapping[str, Prediction]) 
 def _tried(
     experiment: Experiment, candidates: Mapping[str, Candidate], plan: TrialPlan, loads: Mapping[str, Load]
 ) -> tuple[Trials | None, list[str]]:
-    """Carry out the trials; return their outcome, None if they failed, and lines on it for the user."""
+    """Carry out the trials; return their outcome (None if they failed), and lines about it for the user."""
     quiet = experiment.progress == "quiet"
     if not quiet:
         _log.info(plan.announcement(), extra={"prefix": ""})
@@ -377,7 +377,7 @@ def is_open(algorithm: Algorithm) -> bool:
 
 
 def _adjusting(best: Candidate, predicted: Prediction, experiment: Experiment) -> Candidate:
-    """Add settings with which the method adapts its buffer size or slack to measured times, unless these must be fixed."""
+    """Add settings that adapt the method's buffer size or slack to measured times, unless privacy forbids it."""
     takes = signature(ALGORITHMS[best.method]).parameters
     fixed = experiment.privacy.is_on or experiment.secure_aggregation.is_on
     more: dict[str, float] = {}
@@ -492,7 +492,7 @@ class FleetSummary:
 
 
 def _present(client: ClientInfo, task_s: float) -> float:
-    """Return the share of time, 0 to 1, in which a client is available, over its period or its next tasks."""
+    """Return the share of time, 0 to 1, in which a client is available, over its period or else over its next tasks."""
     horizon_s = client.profile.period_s or _TASKS_AHEAD * task_s
     return fmean(client.profile.available((i + 0.5) / _MOMENTS * horizon_s) for i in range(_MOMENTS))
 

@@ -62,7 +62,6 @@ class World:
     """Data, clients and costs of an experiment, shared by the predictions for several algorithms."""
 
     def __init__(self, experiment: Experiment) -> None:
-        """Load and partition the data. Raises `BadInput` as `raafl.runtime.setup` does."""
         torch.set_num_threads(experiment.threads)
         self.experiment = experiment
         self.data: FederatedData = load_data(experiment)
@@ -130,10 +129,10 @@ class World:
 
 
 class _Unmerged(Merge):
-    """Merge of a dry run: it discards updates, but counts versions."""
+    """Merge of a dry run: discard each update, so that only versions are counted."""
 
     def __init__(self, inner: Merge) -> None:
-        """Stand in for the merge ``inner``."""
+        """Ask clients to send the same as for the merge ``inner``, which is replaced."""
         self.sends = inner.sends
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -147,7 +146,7 @@ class Untrained(Executor):
     """Executor of a dry run: it trains nothing, and returns uninitialised tensors at once."""
 
     def __init__(self, payload: Payload, sizes: Mapping[int, int], seconds_of: Callable[[Assignment], float]) -> None:
-        """Simulate clients that have ``sizes`` samples, by id; ``here_s`` sums ``seconds_of`` over all tasks."""
+        """Store each client's number of samples, by id, and a function that returns the seconds of a task."""
         self._payload, self._sizes, self._seconds_of = payload, sizes, seconds_of
         self.here_s = 0.0
         self._tasks: dict[int, tuple[Assignment, torch.device]] = {}

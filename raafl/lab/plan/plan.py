@@ -122,7 +122,7 @@ def make_plan(
 
 
 def _by_the_loop(experiment: Experiment, submodels: Submodels) -> str | None:
-    """Return the reason why a simulation cannot train clients as one batch; None if no reason is known before training."""
+    """Return why a simulation must train clients one by one; None if no reason is known before training."""
     local = experiment.algorithm.local
     reason = refusal_of(local, local.payload(submodels), experiment.fabric, device_type(experiment.fabric))
     if reason is not None:
@@ -145,7 +145,7 @@ def _not_captured(experiment: Experiment, submodels: Submodels) -> list[str]:
 
 
 def _others(world: World, name: str, advice: Advice, max_updates: int | None) -> list[Prediction]:
-    """Predict an algorithm with its defaults, or with the settings that the plan advises for it."""
+    """Predict the algorithm ``name`` with the settings that the plan advises, or with its defaults."""
     choices: dict[str, dict[str, Any]] = {
         "fed_raa": {"fragments": advice.fragments} if advice.fragments else {},
         "fed_buff": {"buffer_size": advice.buffer_size},
@@ -372,5 +372,5 @@ def advise(fleet: SelectContext, clients: Sequence[ClientInfo]) -> Advice:
 
 
 def _cost_s(fleet: SelectContext, client: ClientInfo, spec: Spec = FULL) -> float:
-    """Return the seconds of a task on ``spec``, including transfers during the task."""
+    """Return the seconds of a client's task on the submodel ``spec``, including transfers during the task."""
     return fleet.cost_s(client, Work(spec, extra=fleet.task_options(client)))

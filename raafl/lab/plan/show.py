@@ -59,7 +59,10 @@ def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int
 
 
 def _axes(facts: Mapping[str, Any], most: int | None) -> list[Table]:
-    """Return the tables of the axes, of what rates leave, and of what stays whole; ``most`` as for `axes_text`."""
+    """Return three tables: axes, the shares of the model that remain at each rate, and dimensions that stay whole.
+
+    `most`: see `axes_text`.
+    """
     axes = [[one["name"], str(one["size"]), ", ".join(one["parameters"])] for one in facts["axes"]]
     rates = [[rate, share(one["parameters"]), share(one["flops"])] for rate, one in facts["rates"].items()]
     places: dict[str, list[str]] = {}

@@ -153,7 +153,7 @@ def planned(
 
 
 def _work_of(experiment: Experiment, load: Load) -> float | None:
-    """Return the predicted work of a run; None if neither its time nor its updates are limited."""
+    """Return the predicted work of a run within its limits; None if neither its time nor its updates are limited."""
     max_time_s = seconds("max_time", experiment.max_time)
     found = [] if max_time_s is None else [max_time_s * load.per_s]
     found += [] if experiment.max_updates is None else [experiment.max_updates * load.per_update]
@@ -161,7 +161,7 @@ def _work_of(experiment: Experiment, load: Load) -> float | None:
 
 
 def _sizes(num: int) -> list[int]:
-    """Return how many candidates take part in each stage: half of those before, until two are left."""
+    """Return the number of candidates in each stage: each stage has half of the one before, down to two."""
     found = [num]
     while found[-1] > 2:
         found.append(math.ceil(found[-1] / 2))
@@ -169,7 +169,7 @@ def _sizes(num: int) -> list[int]:
 
 
 def _relative_work(costs: Sequence[float]) -> float:
-    """Return the work of all stages for each second of the first one, if those that go on are the dearest.
+    """Return the work of all stages for each virtual second of the first stage, if the costliest candidates go on.
 
     `costs`: work of each candidate in a virtual second.
     """
@@ -229,7 +229,7 @@ def tried(
 
 
 def _measured(going: Mapping[str, _Trial], until_s: float, problems: dict[str, str]) -> dict[str, dict[str, float]]:
-    """Let trials go on until a virtual time; return the metrics of each, and note why others failed."""
+    """Continue trials until a virtual time and return the metrics of each; record failures in ``problems``."""
     found = dict[str, dict[str, float]]()
     for label, trial in going.items():
         try:
@@ -240,7 +240,7 @@ def _measured(going: Mapping[str, _Trial], until_s: float, problems: dict[str, s
 
 
 def _rank(value: float | None, sign: float) -> float:
-    """Return a sort key, by which failed trials come last."""
+    """Return a sort key for a trial's metric ``value``; failed trials (None) come last."""
     return math.inf if value is None else sign * value
 
 
@@ -249,7 +249,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _metric(experiment: Experiment, measured: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the metric by which to compare: the first target's, else accuracy or the loss; "" where there is none."""
+    """Return the metric by which to compare trials: the first target's, else accuracy, loss or another; "" = none."""
     names = next(iter(measured.values()), {})
     wanted = [*(target.metric for target in experiment.targets()), "accuracy", "loss", *names]
     return next((name for name in wanted if name in names and _grows(experiment, name) is not None), "")
@@ -265,7 +265,7 @@ def _grows(experiment: Experiment, metric: str) -> bool | None:
 
 
 def _of_trials(experiment: Experiment) -> Experiment:
-    """Return the settings of a trial: those of the run, measured on a part of the training set that no client gets."""
+    """Return the run's settings changed for trials, which are evaluated on training data that no client gets."""
     module = experiment.data()
     partition = experiment.partition
     if not partition.validation_share:
@@ -278,13 +278,13 @@ def _of_trials(experiment: Experiment) -> Experiment:
 
 
 class _Trial(Simulation):
-    """Simulation that stops at a time to be measured, and goes on; it has no run folder and no checkpoints."""
+    """Simulation that can stop at a virtual time and continue later; it writes no run folder or checkpoints."""
 
     reached_s = 0.0  # virtual time up to which this trial has run
 
     @classmethod
     def of(cls, experiment: Experiment, stack: ExitStack) -> _Trial:
-        """Build the trial of an experiment; the stack closes its executor. Raises what `raafl.runtime.setup.build` does."""
+        """Build a trial, whose executor ``stack`` closes; raises the errors of `raafl.runtime.setup.build`."""
         parts = build(experiment, pace=False)
         executor = make_executor(parts, experiment.workers)
         stack.callback(executor.close)
@@ -295,7 +295,7 @@ class _Trial(Simulation):
     _measure_now: Evaluator
 
     def measured(self, until_s: float) -> dict[str, float]:
-        """Go on until a virtual time; return the mean of the metrics shortly before and then."""
+        """Continue until a virtual time; return the mean metrics of the model at that time and shortly before it."""
         from_s, found = self.reached_s, list[dict[str, float]]()
         for part in _MEASURED_AT:
             self.reached_s = from_s + part * (until_s - from_s)

@@ -31,7 +31,7 @@ Classes = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A client of a run in a chart."""
+    """A client of a run, as one point in a chart."""
 
     name: str  # label of the client
     tasks: int  # number of tasks that the client ended
@@ -250,7 +250,7 @@ def _bars(run: RecordedRun, sizes: Mapping[int, int], classes: Classes) -> View:
 
 
 def _histogram(sizes: Mapping[int, int], classes: Classes) -> View:
-    """Chart many clients: a histogram of their numbers of samples or, with ``classes``, the class shares of groups of clients."""
+    """Chart many clients: a histogram of their samples or, with ``classes``, class shares of groups of clients."""
     if not classes:
         counts, edges = np.histogram(list(sizes.values()), _BANDS)
         trace = {

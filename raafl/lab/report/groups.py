@@ -126,7 +126,7 @@ def _experiment(run: RecordedRun) -> dict[str, Any]:
 
 
 def _cut_short(run: RecordedRun) -> bool:
-    """Check whether a run ended before its limits."""
+    """Check whether a run stopped before it reached one of its limits."""
     return str((run.summary or {}).get("finished")) not in REASONS
 
 
@@ -137,7 +137,7 @@ def _key(run: RecordedRun) -> str:
 
 
 def _labels(members: Sequence[Sequence[RecordedRun]], fields: Sequence[Mapping[str, str]]) -> list[str]:
-    """Label each group by its algorithm and its differences from other groups of that algorithm."""
+    """Label each group of runs by its algorithm, and by the settings that differ between groups of that algorithm."""
     labels: list[str] = []
     for some, mine in zip(members, fields, strict=True):
         alike = [other for other in fields if other["algorithm"] == mine["algorithm"]]
@@ -232,7 +232,7 @@ def curves(groups: Sequence[Group], first: str | None = None) -> Chart:
 
 
 def _hidden(group: Group) -> str:
-    """Return a note if a group's shortest run hides a tenth or more of its longer runs, since curves end with the shortest."""
+    """Return a note if curves, which end with a group's shortest run, leave out a tenth or more of its longest run."""
     ends = {run.name: run.end_s for run in group.runs}
     shortest = min(ends, key=ends.__getitem__)
     share = ends[shortest] / max(max(ends.values()), 1e-9)

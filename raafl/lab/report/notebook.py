@@ -117,7 +117,7 @@ def curve_svg(groups: Sequence[Group], metric: str | None = None, against: str =
 
 
 def _line(group: Group, metric: str, against: str) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Return x values, and mean, minimum and maximum over the group's runs there; empty where no run has the metric."""
+    """Return x values, and mean, minimum and maximum over the group's runs at each; empty if no run has the metric."""
     lines = [line for run in group.runs if len((line := curve(run, metric, against))[0])]
     empty = np.empty(0)
     return band(lines, _MAX_POINTS) if lines else (empty, empty, empty, empty)

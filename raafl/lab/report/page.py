@@ -121,7 +121,7 @@ def data_json(charts: Sequence[Chart]) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return a choice's text as a browser returns it from a select element."""
+    """Return the text of a menu's choice as a browser will return it from the select element."""
     return html.unescape(escaped(text))
 
 

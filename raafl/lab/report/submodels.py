@@ -209,14 +209,14 @@ def axes(groups: Sequence[Group]) -> Chart:
 
 
 def _of_merged(group: Group, column: str) -> Numbers:
-    """Return a column of all runs' merged tasks, without missing values."""
+    """Return a column of the merged tasks of all runs, without missing values."""
     values = np.concatenate([run.tasks[column][run.tasks.are(MERGED)] for run in group.runs])
     found: Numbers = values[np.isfinite(values) & (values >= 0)]
     return found
 
 
 def _regions(group: Group) -> dict[int, list[float]]:
-    """Return for each region its merged updates per run, mean staleness, and longest pause in any run."""
+    """Return for each region: merged updates per run, mean staleness, longest pause (in versions) in any run."""
     region, stale = (
         np.concatenate([run.tasks[name][run.tasks.are(MERGED)] for run in group.runs])
         for name in ("region", "staleness")
@@ -232,7 +232,7 @@ def _regions(group: Group) -> dict[int, list[float]]:
 
 
 def _pauses(run: RecordedRun) -> dict[int, float]:
-    """Return for each region the largest number of consecutive versions without an update of it."""
+    """Return for each region the largest number of consecutive versions without an update of that region."""
     merged = run.tasks.are(MERGED) & np.isfinite(run.tasks["merged_version"]) & np.isfinite(run.tasks["region"])
     region, version = run.tasks["region"][merged], run.tasks["merged_version"][merged]
     if not len(version):

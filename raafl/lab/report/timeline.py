@@ -47,9 +47,9 @@ def lanes_height(lanes: int) -> int:
 
 
 def _bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
-    """Arrange clients in the rows of a chart; return the client ids of each row, under the row's label.
+    """Assign clients to the rows of a chart; return the client ids of each row by the row's label.
 
-    Each client gets its own row, or clients of similar speed share one if there are too many.
+    Each client has a row of its own; if there are too many clients, those of similar speed share a row.
     """
     if len(order) <= _MAX_LANES:
         return {lane(run, client): [client] for client in order}
@@ -325,7 +325,7 @@ def task_intervals(run: RecordedRun) -> TaskIntervals:
 
 
 def _first(times: Sequence[float], since: float, otherwise: float) -> float:
-    """Return the first of ascending times at or after ``since``; ``otherwise`` if there is none."""
+    """Return the first of ascending ``times`` that is at or after ``since``; ``otherwise`` if there is none."""
     place = bisect_left(times, since)
     return times[place] if place < len(times) else otherwise
 
@@ -383,7 +383,7 @@ def transfer_s(run: RecordedRun) -> Numbers:
 
 
 def _link(client: ClientRecord, is_simulated: bool) -> tuple[float, float, float]:
-    """Return a link's seconds per byte down and up, and latency in seconds; NaN if its speed is unknown or varies."""
+    """Return seconds per byte down and up, and latency in seconds; all NaN if the speed is unknown or varies."""
     down, up = (number(client.profile.get(name)) for name in ("down_bytes_per_s", "up_bytes_per_s"))
     latency = number(client.profile.get("latency_s"))
     latency = 0.0 if math.isnan(latency) else latency

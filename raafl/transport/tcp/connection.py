@@ -166,7 +166,7 @@ class TcpConnection(Connection):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Count the threads inside; close the connection on any error except a refusal after which the stream is still in step."""
+        """Count the threads in the ``with`` block; close the connection on errors that leave the stream out of step."""
         with self._lock:
             if self._has_ended():
                 raise self.why_closed

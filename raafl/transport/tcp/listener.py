@@ -164,7 +164,7 @@ def _text(address: tuple[str, int]) -> str:
 
 @dataclass(eq=False)
 class _Caller:
-    """A connection that is being admitted; ``reason``: why this end has rejected it, if it has."""
+    """A connection that is being admitted; ``reason``: why this end has rejected it, None if it has not."""
 
     sock: socket.socket
     host: str
@@ -194,13 +194,14 @@ class Listener:
         turns: TokenBucket | None = None,
         loop: SocketLoop | None = None,
     ) -> None:
-        """Listen; `start` begins to answer.
+        """Bind the address; `start` begins to accept connections.
 
-        `admit`: called on the loop's thread with each client that is let in; it must not wait. `turns`: rate limit of each
-        client; None = no limit. `loop`: thread of the sockets, which has started when this does; None = one of its own.
+        `admit`: called on the loop's thread with each admitted client; it must not wait. `turns`: rate limit of each
+        client;
+        None = no limit. `loop`: thread that serves the sockets and is already running; None = the listener makes one.
 
         Raises:
-            BadInput: the address is not of this machine or in use, or a file of the credentials is of no use.
+            BadInput: the address is not of this machine or is in use, or a file of the credentials cannot be used.
         """
         self._login = credentials.server_login()
         self._admit, self._refused, self._authorize = admit, refused, authorize
@@ -268,7 +269,7 @@ class Listener:
         self._listen()
 
     def _rest(self, seconds: float) -> None:
-        """Accept nobody for a while."""
+        """Accept no connections for a while."""
         self._loop.remove_reader(self._listener)
         self._loop.begin(self._listen_after(seconds))
 
@@ -284,7 +285,7 @@ class Listener:
         self._enter(_Caller(sock, str(address[0]), _text(address)))
 
     def _enter(self, caller: _Caller) -> None:
-        """Give a caller a slot, or reject it."""
+        """Start to answer a caller, or reject it or an older caller if there are too many."""
         if (victim := self._in_the_way(caller)) is caller:
             hang_up(caller.sock, abruptly=True)
             self._say(caller, "busy")
@@ -295,9 +296,9 @@ class Listener:
         self._loop.begin(self._answer(caller))
 
     def _in_the_way(self, caller: _Caller) -> _Caller | None:
-        """Return whom to reject for lack of slots, the oldest of the host with most; ``caller`` if all are leaving already.
+        """Return which caller to reject if there are too many: the oldest one of the host with the most.
 
-        None = there is room.
+        None = there is room; ``caller`` = as many again are already being rejected.
         """
         waiting = [other for other in self._callers if other.reason is None]
         held = Counter(other.host for other in waiting)
@@ -310,7 +311,7 @@ class Listener:
         return next(other for other in waiting if other.host == host)
 
     def _turn_out(self, caller: _Caller, reason: str) -> None:
-        """Wake the task of a caller, which then closes the connection."""
+        """Mark a caller as rejected and wake its task, which then closes the connection."""
         caller.reason = caller.reason or reason
         # Only that task closes the descriptor: closed here, its number could be reused while the task waits for it.
         with suppress(OSError):
@@ -323,7 +324,7 @@ class Listener:
             raise Refused("too-often", f"client {peer.client}: try again later")
 
     async def _answer(self, caller: _Caller) -> None:
-        """Do the handshake with one caller and admit it; any other outcome calls ``refused`` once."""
+        """Do the handshake with a caller and admit it; if that fails, call ``refused`` once."""
         reason, detail, abruptly = "failed", "", True
         try:
             if (context := self._login.context()) is not None:
@@ -355,13 +356,13 @@ class Listener:
             self._callers.remove(caller)
 
     async def _linger(self, sock: socket.socket) -> None:
-        """Wait briefly until the peer has read the last message: closing with unread data in the socket would reset it."""
+        """Wait briefly until the peer has read the last message: closing with unread data resets a connection."""
         with suppress(OSError):
             shut(sock, socket.SHUT_WR)
             await self._loop.drive(draining(sock, _LINGER_S, _DRAIN_BYTES))
 
     def _say(self, caller: _Caller, reason: str, detail: str = "") -> None:
-        """Report a rejected caller; log a few warnings at most, for reasons that an operator can fix."""
+        """Report a rejected caller; for reasons that an operator can fix, log the first few as warnings."""
         self._told[reason] += 1
         notable = reason in _NOTABLE and self._told[reason] <= _MAX_TOLD
         level = logging.WARNING if notable else logging.DEBUG
@@ -534,7 +535,7 @@ class TokenBucket:
     def __init__(
         self, at_once: int = AT_ONCE, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Give each client up to ``at_once`` tokens, one more every ``every_s`` seconds."""
+        """Allow each client ``at_once`` tokens, and one more every ``every_s`` seconds."""
         self._at_once, self._every_s, self._clock = at_once, every_s, clock
         self._left: dict[int, tuple[float, float]] = {}  # by client: tokens left, and the time of that count
         self._lock = threading.Lock()

@@ -150,7 +150,7 @@ class SocketLoop:
         self._loop.remove_reader(sock)
 
     async def _wait(self, wait: Wait, mailbox: Mailbox[Any] | None) -> bool:
-        """Wait as a transfer asks for; return whether its socket is ready."""
+        """Wait for a transfer's socket, its mailbox or its timeout; return whether the socket is ready."""
         descriptor = -1
         if wait.stream is not None and (descriptor := wait.stream.sock.fileno()) < 0:
             return True  # closed: the next attempt says so

@@ -84,7 +84,7 @@ class Progress:
             self.last = None
 
     def _first_missing(self, theirs: Position) -> int | None:
-        """Return the first chunk of the last message that the peer still needs; None = it has everything."""
+        """Return the first chunk of the last message that the peer still needs; None if it has everything."""
         num_missing, last = self.num_sent - theirs.num_messages, self.last
         if num_missing == 0 and theirs.num_chunks == 0:
             return None
@@ -111,7 +111,7 @@ class ResumableConnection(Connection):
     resumes = True
 
     def __init__(self, pair: TcpConnection, renew: Renew) -> None:
-        """Start the session on a connection."""
+        """Begin a session on the connection ``pair``; ``renew`` makes the next one after a failure."""
         self.pair, self._renew = pair, renew
         self._sending, self._receiving = threading.Lock(), threading.RLock()
         self._swap = threading.Lock()  # guards the connection and the progress
@@ -149,7 +149,7 @@ class ResumableConnection(Connection):
             self._sending.release()
 
     def _send_rest(self, message: Message, timeout_s: float | None = None) -> int:
-        """Send a message from its first missing chunk on; the caller holds the sending lock."""
+        """Send a message from its first missing chunk on; the caller must hold the sending lock."""
         num_bytes, self._num_repeated_bytes = self._num_repeated_bytes, 0
         while True:
             with self._swap:
@@ -225,7 +225,7 @@ class ResumableConnection(Connection):
         self.pair.close()
 
     def _replace(self, pair: TcpConnection, error: PeerLost | PeerTimeout) -> None:
-        """Wait until another connection has replaced ``pair``; raises ``error`` if the session ends instead."""
+        """Wait until another connection has replaced ``pair``; raises ``error`` if the session ends first."""
         if isinstance(error, PeerLost) and error.reason not in LINK:
             self.close()
         # ends the wait of any other thread that still uses this connection
@@ -238,7 +238,7 @@ class ResumableConnection(Connection):
                     self._take_next(pair, error)
 
     def _take_next(self, old: TcpConnection, error: PeerLost | PeerTimeout) -> None:
-        """Continue on the next connection; the caller holds the receiving lock."""
+        """Continue the session on a new connection; the caller must hold the receiving lock."""
         partial = old.partial
         try:
             pair, theirs = self._renew(self._progress.here(partial), error)
@@ -256,7 +256,7 @@ class ResumableConnection(Connection):
             raise error
 
     def _repeat(self) -> None:
-        """Send the chunks that the peer lacks, unless another thread is sending them."""
+        """Send the chunks that the peer lacks, unless another thread already sends them."""
         progress = self._progress
         while progress.first is not None and not self._is_closed:
             with _attempt(self._sending) as is_free:
@@ -265,9 +265,9 @@ class ResumableConnection(Connection):
 
 
 def _confirms(message: Message, last: Message) -> bool:
-    """Check whether a message from the peer proves that ``last`` has arrived there.
+    """Check whether a message from the peer proves that the peer has received ``last``.
 
-    With overlapping transfers an answer may belong to the previous task, and a new task may come while an answer is
+    With overlapping transfers an answer may belong to the previous task, and a new task may arrive while an answer is
     being sent.
     """
     if message.kind is Kind.ASSIGN:

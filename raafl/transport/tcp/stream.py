@@ -69,7 +69,7 @@ class TimeBudget:
     """
 
     def __init__(self, timeout_s: float, min_bytes_per_s: float = math.inf) -> None:
-        """Start full. With an infinite rate, transferred bytes add no time, so ``timeout_s`` limits the sum of all waits."""
+        """Start with ``timeout_s``; with an infinite rate transferred bytes add nothing, so it limits all waits."""
         self.timeout_s, self.min_bytes_per_s, self.left_s, self._silent_s = timeout_s, min_bytes_per_s, timeout_s, 0.0
 
     def waited(self, seconds: float) -> None:
@@ -128,7 +128,7 @@ class SocketStream:
     """
 
     def __init__(self, sock: socket.socket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
-        """Wrap a socket; reads up to ``ahead_bytes`` ahead of what is requested, by default nothing."""
+        """Wrap a socket; the stream reads up to ``ahead_bytes`` more than is requested."""
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             _tune(sock)
@@ -199,7 +199,7 @@ class SocketStream:
             self.num_read += got
 
     def _reading_ahead(self) -> Waits[None]:
-        """Read into memory of this stream, which it has only while bytes wait in it: most connections are idle."""
+        """Read into a buffer that is held only while it has unread bytes, since most connections are idle."""
         memory = _take_memory(self._ahead_bytes)
         try:
             end = yield from self._receiving(memory)
@@ -266,7 +266,7 @@ _spare: list[memoryview] = []
 
 
 def _take_memory(num_bytes: int) -> memoryview:
-    """Return memory to read into, outside of malloc, which would keep blocks of this size once for each thread."""
+    """Return memory to read into, mapped outside of malloc, which would keep blocks of this size for each thread."""
     try:
         return _spare.pop() if num_bytes == AHEAD_BYTES else _mapped(num_bytes)
     except IndexError:

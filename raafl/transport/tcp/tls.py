@@ -67,7 +67,7 @@ class TlsStream(SocketStream):
     """Byte stream over a TLS socket; one thread may read while another writes. Bytes are counted before encryption."""
 
     def __init__(self, sock: ssl.SSLSocket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
-        """Wrap a TLS socket, whose handshake may still follow; see `SocketStream`."""
+        """Wrap a TLS socket, before or after its handshake; see `SocketStream`."""
         super().__init__(sock, budget, ahead_bytes)
         self._tls, self._lock = sock, Lock()
         self._has_opened = sock.version() is not None
@@ -116,7 +116,7 @@ class TlsStream(SocketStream):
                 yield from self._sending(view[start : start + WRITE_BYTES])
 
     def _sending(self, view: memoryview) -> Waits[None]:
-        """Send all of ``view``; if the socket is full, SSL_write must be called again with the same bytes."""
+        """Send all of ``view``; while the socket is full, SSL_write is called again with the same bytes."""
         if not len(view):
             return
         _, credited = yield from self._attempt(lambda: self._tls.send(view), self.writing)
@@ -131,7 +131,7 @@ class TlsStream(SocketStream):
         return got
 
     def _read_records(self, view: memoryview) -> int:
-        """Read what has arrived, at most `READ_BYTES`, and return the number of bytes; one SSL_read returns only one record."""
+        """Read up to `READ_BYTES` that have arrived, and return their number; one SSL_read returns only one record."""
         filled, most = 0, min(len(view), READ_BYTES)
         while True:
             try:
@@ -146,7 +146,7 @@ class TlsStream(SocketStream):
                 return filled
 
     def _attempt(self, call: Callable[[], Any], budget: TimeBudget) -> Waits[tuple[Any, int]]:
-        """Repeat ``call`` until TLS no longer waits for the socket; return its result and the bytes credited during the waits."""
+        """Repeat ``call`` until TLS need not wait for the socket; return its result, and the bytes sent in waits."""
         credited = 0
         while True:
             try:
@@ -166,7 +166,7 @@ class TlsStream(SocketStream):
                 raise problem_of(error, self._has_opened) from None
 
     def _num_queued(self) -> int:
-        """Return the number of sent bytes that the peer has not acknowledged; 0 if the system does not say."""
+        """Return the number of sent bytes that the peer has not acknowledged; 0 if the system does not tell."""
         try:
             return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
         except OSError:

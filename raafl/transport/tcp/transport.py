@@ -44,7 +44,7 @@ class TcpTransport(Transport):
         self._admitted: WeakKeyDictionary[TcpConnection, Peer] = WeakKeyDictionary()
 
     def __enter__(self) -> Self:
-        """Bind the port; until `listen` is called, connections are refused."""
+        """Bind the port and start the sockets' thread; connections are refused until `listen` is called."""
         self.loop = SocketLoop()
         self._listener = Listener(
             self._meeting.address,

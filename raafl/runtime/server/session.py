@@ -1,4 +1,8 @@
-"""Serve one client: what all sessions have in common, and a session on a thread of its own, over a connection that blocks."""
+"""Serve one client: what all sessions do, and a session on a thread of its own, over a connection that blocks.
+
+A session is one coroutine. Over TCP its waits suspend it, so that one thread serves all clients
+(`raafl.runtime.server.session_loop`); under torchrun its waits block, and each session has a thread.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -16,17 +20,18 @@ from raafl.local.train import Stopped
 from raafl.runtime.protocol import GPU_LOST, Reason
 from raafl.runtime.server import session_protocol as needs
 from raafl.runtime.server.link import HandedOver, Inbox
-from raafl.runtime.server.session_protocol import SessionProtocol, SessionSetup, Steps, T, Task
+from raafl.runtime.server.session_protocol import Branch, SessionProtocol, SessionSetup, Steps, T, Task
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors
 from raafl.submodel.tensor_files import NoRoom
-from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.transport import Connection, Expect, Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.loop import Mailbox
 from raafl.transport.tcp.resumable import Position
 
-_LOOK_S = 0.5  # seconds between two checks of an idle session whether its client is still connected
-_BRANCH_LOOK_S = 0.1  # seconds between two checks of a branch that waits for a task whether it is still wanted
+_LOOK_S = 0.25  # seconds between two looks of a session that waits whether the run has ended
+_CHECK_S = 0.5  # seconds between two checks of an idle session that blocks whether its client is still connected
+_BRANCH_LOOK_S = 0.1  # seconds between two looks of a branch that blocks whether its task is still wanted
 
 
 class Session(ABC):
@@ -47,6 +52,9 @@ class Session(ABC):
         self._outbox: Mailbox[Task | NoRoom | str] = Mailbox()
         self._stopping: str | None = None
         self._told = False
+        self._heard_s = time.monotonic()  # time at which the client was last sent a message or became idle
+        self._branches: list[Branch] = []
+        self._branch_look_s = setup.waits.idle_s
         self.protocol = SessionProtocol(client, incarnation, setup, inbox.put, self, known)
 
     # ---- called on the run's loop ----
@@ -140,8 +148,192 @@ class Session(ABC):
             self._inbox.put(Lost(self.client, reason, self.incarnation, failure))
         return reason
 
-    def _stop_message(self, reason: str) -> Message:
-        return Message(Kind.STOP, 0, self.incarnation, Reason(reason).to_meta())
+    # ---- the coroutine ----
+
+    async def _serve(self) -> None:
+        """Serve the client until the session ends."""
+        error: Exception | None = None
+        try:
+            await self._open()
+            await self._say_if_stopping()
+            await self.perform(self.protocol.run())
+        except TaskFailed as failed:
+            error = failed
+            if not isinstance(failed, GpuLost):
+                reason = self._report(failed)
+                with suppress(queue.Empty):  # the client is told once the run has recorded the failure
+                    await self._take(self._outbox, self._waits.stop_s)
+                await self._say_stop(reason)
+        except Exception as raised:
+            error = raised
+        finally:
+            self._close()
+            for branch in self._branches:  # the connection is closed, so they cannot send any more
+                await branch.stop(self._waits.stop_s)
+            self._ended(error)
+
+    async def perform(self, steps: Steps[T], branch: Branch | None = None) -> T:
+        """Perform steps of the session; return their result, or raise their error.
+
+        `branch`: the branch whose steps they are; None = the session's own.
+        """
+        result: Any = None
+        error: Exception | None = None
+        while True:
+            try:
+                need = steps.send(result) if error is None else steps.throw(error)
+            except StopIteration as end:
+                done: T = end.value
+                return done
+            finally:
+                # breaks a reference cycle of frame and error, which would keep the task's tensors in memory
+                result = error = None
+            try:
+                result = await self._meet(need, branch)
+            except Exception as raised:
+                error = raised
+            del need  # free its tensors before the next request allocates some
+
+    async def _meet(self, need: needs.Need, branch: Branch | None) -> Any:
+        """Perform what a protocol step requests; return the result."""
+        match need:
+            case needs.Send(message):
+                return await self._send(message)
+            case needs.Receive(expect, wait_s, finite):
+                return await self._read(expect, wait_s, finite)
+            case needs.NextTask():
+                return await (self._next_task() if branch is None else self._branch_task(branch))
+            case needs.Await(source):
+                return await self._wait_for(source)
+            case needs.Compute(compute):
+                return await self._compute(compute)
+            case needs.Work(function):
+                return await self._work(function)
+            case needs.Beside(steps):
+                self._branches = [other for other in self._branches if other.is_running]
+                self._branches.append(self._branch(steps))
+                return self._branches[-1]
+            case needs.Join(beside):
+                return await beside.end()
+            case needs.HandOver() | needs.Confirm():  # most connections cannot be replaced by another
+                pass
+            case needs.TurnAway(reason):
+                await self._say_stop(reason)
+        return None
+
+    async def _send(self, message: Message) -> int:
+        sent = await self._write(message)
+        self._heard_s = time.monotonic()
+        await self._say_if_stopping()  # `stop` could not send meanwhile
+        return sent
+
+    async def _idle(self, mailbox: Mailbox[T], seconds: float) -> T:
+        """Return the next item, as `_take`; see that the client is connected, and send it a sign of life from time to time."""
+        due_s = self._waits.idle_s / 3
+        if mailbox.is_empty and time.monotonic() - self._heard_s >= due_s:
+            await self._write(Message(Kind.KEEPALIVE, 0, self.incarnation))
+            self._heard_s = time.monotonic()
+        left_s = self._heard_s + due_s - time.monotonic()
+        return await self._take(mailbox, min(left_s + 1e-3, seconds), watches=True)
+
+    async def _next_task(self) -> Task | None:
+        self._heard_s = time.monotonic()
+        while True:
+            with suppress(queue.Empty):
+                command = await self._idle(self._outbox, self._waits.idle_s)
+                break
+        if isinstance(command, str):
+            await self._say_stop(command)
+            return None
+        if isinstance(command, NoRoom):
+            raise command
+        return command
+
+    async def _branch_task(self, branch: Branch) -> Task:
+        """Return the next task for a branch; raises `Stopped` if the branch is no longer wanted."""
+        while not branch.over and not self.stopping:
+            try:
+                command = await self._take(self._outbox, self._branch_look_s)
+            except queue.Empty:
+                continue
+            if isinstance(command, NoRoom):
+                raise command
+            if not isinstance(command, str):
+                return command
+            self._outbox.put(command)
+        raise Stopped
+
+    async def _wait_for(self, source: Mailbox[Any]) -> Any:
+        while not self.stopping or not source.is_empty:
+            with suppress(queue.Empty):
+                return await self._idle(source, _LOOK_S)
+        raise Stopped
+
+    @property
+    def _hears_late(self) -> bool:
+        """Whether the client would learn only after a long wait that it is to stop: it works, or builds its model."""
+        return self.protocol.out is not None or not self.protocol.welcomed
+
+    async def _say_if_stopping(self) -> None:
+        """Send a stop message that `stop` could not send, because there was no connection yet or the session was sending."""
+        if self._stopping is not None:
+            await self._say_stop(self._stopping)
+
+    async def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
+        """Send the client the stop message, unless it was sent before."""
+        if self._told or self.closed:
+            return
+        self._told = True
+        message = Message(Kind.STOP, 0, self.incarnation, Reason(reason).to_meta())
+        with suppress(PeerLost, PeerTimeout):
+            await self._write(message, self._waits.stop_s if wait_s is None else wait_s)
+
+    # ---- how the coroutine waits ----
+
+    @abstractmethod
+    async def _open(self) -> None:
+        """Connect, where that is left to the session."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Close the connection, if it is the session's."""
+
+    @abstractmethod
+    async def _write(self, message: Message, wait_s: float | None = None) -> int:
+        """Send a message, as `Connection.send`."""
+
+    @abstractmethod
+    async def _read(self, expect: Expect, wait_s: float, finite: bool) -> Message:
+        """Receive a message, as `Connection.recv`."""
+
+    @abstractmethod
+    async def _take(self, mailbox: Mailbox[T], seconds: float, *, watches: bool = False) -> T:
+        """Return the next item of a mailbox; raise `queue.Empty` if there is none within ``seconds``, or sooner.
+
+        ``watches``: raise `PeerLost` if the connection breaks meanwhile.
+        """
+
+    @abstractmethod
+    async def _compute(self, function: Callable[[], Any]) -> Any:
+        """Encode or decode tensors."""
+
+    @abstractmethod
+    async def _work(self, function: Callable[[Callable[[Steps[Any]], Any]], Any]) -> Any:
+        """Do work that is given what performs steps of this session."""
+
+    @abstractmethod
+    def _branch(self, steps: Steps[Any]) -> Branch:
+        """Prepare steps beside the session's own."""
+
+
+def _blocking(steps: Coroutine[Any, Any, T]) -> T:
+    """Perform a coroutine whose waits all block this thread; return its result."""
+    try:
+        steps.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("a wait has not blocked")
 
 
 class ThreadSession(Session):
@@ -164,9 +356,8 @@ class ThreadSession(Session):
         # Both this thread and `stop`, called on the run's loop, may send to the client, but only one at a time.
         # `_stopping` is set before trying the lock, and checked after releasing it, so exactly one of the two sends the
         # stop message.
-        self._sending = threading.Lock()
-        self._heard_s = time.monotonic()  # time at which the client was last sent a message or became idle
-        self._branches: list[_BranchThread] = []
+        self._sending = threading.RLock()
+        self._branch_look_s = _BRANCH_LOOK_S  # nobody wakes a branch that is no longer wanted
 
     # ---- called on the run's loop ----
 
@@ -188,17 +379,15 @@ class ThreadSession(Session):
         self._outbox.put(reason)
         # Send the reason from here only if the session's thread waits for an answer; if it is about to send, it sends the
         # reason itself.
-        protocol = self.protocol
-        if (protocol.out is not None or not protocol.welcomed) and self._sending.acquire(blocking=False):
+        if self._hears_late and self._sending.acquire(blocking=False):
             try:
-                self._say_stop(reason, wait_s)
+                _blocking(self._say_stop(reason, wait_s))
             finally:
                 self._sending.release()
 
     def abandon(self) -> None:
         """Close the connection; see `Session.abandon`."""
-        if self._pair is not None:
-            self._pair.close()
+        self._close()
 
     # ---- called by the protocol ----
 
@@ -216,174 +405,84 @@ class ThreadSession(Session):
 
     def run(self) -> None:
         """Serve the client until the session ends."""
-        error: Exception | None = None
-        try:
-            self._pair = self._connect()
-            self._say_if_stopping()
-            self.perform(self.protocol.run())
-        except TaskFailed as failed:
-            error = failed
-            if not isinstance(failed, GpuLost):
-                reason = self._report(failed)
-                with suppress(queue.Empty):  # the client is told once the run has recorded the failure
-                    self._outbox.get(self._waits.stop_s)
-                self._say_stop(reason)
-        except Exception as raised:
-            error = raised
-        finally:
-            if self._pair is not None:
-                self._pair.close()
-            for branch in self._branches:  # the connection is closed, so they cannot send any more
-                branch.stop(self._waits.stop_s)
-        self._ended(error)
+        _blocking(self._serve())
 
-    def perform(self, steps: Steps[T], branch: _BranchThread | None = None) -> T:
-        """Perform steps of the session on this thread; return their result, or raise their error.
+    @property
+    def _line(self) -> Connection:
+        assert self._pair is not None
+        return self._pair
 
-        `branch`: the branch whose steps they are; None = the session's own.
-        """
-        result: Any = None
-        error: Exception | None = None
-        while True:
-            try:
-                need = steps.send(result) if error is None else steps.throw(error)
-            except StopIteration as end:
-                done: T = end.value
-                return done
-            finally:
-                # breaks a reference cycle of frame and error, which would keep the task's tensors in memory
-                result = error = None
-            try:
-                result = self._meet(need, branch)
-            except Exception as raised:
-                error = raised
-            del need  # free its tensors before the next request allocates some
+    async def _open(self) -> None:
+        self._pair = self._connect()
 
-    def _meet(self, need: needs.Need, branch: _BranchThread | None) -> Any:
-        """Perform what a protocol step requests; return the result."""
-        pair = self._pair
-        assert pair is not None
-        match need:
-            case needs.Send(message):
-                return self._send(pair, message)
-            case needs.Receive(expect, wait_s, finite):
-                return pair.recv(expect, wait_s, finite=finite)
-            case needs.NextTask():
-                return self._next_task(pair) if branch is None else self._branch_task(branch)
-            case needs.Await(source):
-                return self._wait_for(pair, source)
-            case needs.Compute(compute):
-                return compute()
-            case needs.Work(function):
-                return function(self.perform)
-            case needs.Beside(steps):
-                self._branches = [other for other in self._branches if other.is_alive()]
-                self._branches.append(_BranchThread(self, steps))
-                return self._branches[-1]
-            case needs.Join(beside):
-                assert isinstance(beside, _BranchThread)
-                return beside.end()
-            case needs.HandOver() | needs.Confirm():  # such a connection cannot be replaced by another
-                pass
-            case needs.TurnAway(reason):
-                with self._sending:
-                    self._say_stop(reason)
-        return None
+    def _close(self) -> None:
+        if self._pair is not None:
+            self._pair.close()
 
-    def _send(self, pair: Connection, message: Message) -> int:
+    async def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
+        with self._sending:  # whether it was said must not change meanwhile
+            await super()._say_stop(reason, wait_s)
+
+    async def _write(self, message: Message, wait_s: float | None = None) -> int:
         with self._sending:
-            sent = pair.send(message)
-        self._heard_s = time.monotonic()
-        self._say_if_stopping()  # `stop` could not send while this thread held the lock
-        return sent
+            return self._line.send(message, wait_s)
 
-    def _keep_alive(self, pair: Connection) -> None:
-        """Check that the client is connected, and send it a sign of life from time to time."""
-        if time.monotonic() - self._heard_s >= self._waits.idle_s / 3:
-            with self._sending:
-                pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation))
-            self._heard_s = time.monotonic()
-        pair.check()
+    async def _read(self, expect: Expect, wait_s: float, finite: bool) -> Message:
+        return self._line.recv(expect, wait_s, finite=finite)
 
-    def _next_task(self, pair: Connection) -> Task | None:
-        self._heard_s = time.monotonic()
-        while True:
-            try:
-                command = self._outbox.get(_LOOK_S)
-            except queue.Empty:
-                self._keep_alive(pair)
-                continue
-            if isinstance(command, str):
-                with self._sending:
-                    self._say_stop(command)
-                return None
-            if isinstance(command, NoRoom):
-                raise command
-            return command
+    async def _take(self, mailbox: Mailbox[T], seconds: float, *, watches: bool = False) -> T:
+        try:
+            return mailbox.get(min(seconds, _CHECK_S) if watches else seconds)
+        except queue.Empty:
+            if watches:
+                self._line.check()
+            raise
 
-    def _branch_task(self, branch: _BranchThread) -> Task:
-        """Return the next task for a branch; raises `Stopped` if the branch is no longer wanted."""
-        while not branch.over.is_set() and not self.stopping:
-            try:
-                command = self._outbox.get(_BRANCH_LOOK_S)
-            except queue.Empty:
-                continue
-            if isinstance(command, NoRoom):
-                raise command
-            if not isinstance(command, str):
-                return command
-            self._outbox.put(command)
-        raise Stopped
+    async def _compute(self, function: Callable[[], Any]) -> Any:
+        return function()
 
-    def _wait_for(self, pair: Connection, source: Mailbox[Any]) -> Any:
-        while True:
-            with suppress(queue.Empty):
-                return source.get(_LOOK_S)
-            if self.stopping:
-                raise Stopped
-            self._keep_alive(pair)
+    async def _work(self, function: Callable[[Callable[[Steps[Any]], Any]], Any]) -> Any:
+        return function(self.perform_here)
 
-    def _say_if_stopping(self) -> None:
-        """Send a stop message that `stop` could not send, because there was no connection yet or this thread was sending."""
-        if self._stopping is not None:
-            with self._sending:
-                self._say_stop(self._stopping)
+    def perform_here(self, steps: Steps[T], branch: Branch | None = None) -> T:
+        """Perform steps of the session on this thread; see `Session.perform`."""
+        return _blocking(self.perform(steps, branch))
 
-    def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
-        """Send the client the stop message, unless it was sent before."""
-        if self._pair is None or self._told:
-            return
-        self._told = True
-        with suppress(PeerLost, PeerTimeout):
-            self._pair.send(self._stop_message(reason), self._waits.stop_s if wait_s is None else wait_s)
+    def _branch(self, steps: Steps[Any]) -> Branch:
+        return _BranchThread(self, steps)
 
 
-class _BranchThread(threading.Thread):
-    """Thread that performs a branch: protocol steps that run beside the session's own."""
+class _BranchThread(Branch):
+    """Branch on a thread of its own."""
 
     def __init__(self, session: ThreadSession, steps: Steps[Any]) -> None:
-        super().__init__(name=f"beside-{session.client}", daemon=True)
-        self._session, self._steps, self.over = session, steps, threading.Event()
+        self._session, self._steps = session, steps
+        self._thread = threading.Thread(target=self._run, name=f"beside-{session.client}", daemon=True)
         self._result: Any = None
         self._error: Exception | None = None
 
-    def run(self) -> None:
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
         try:
-            self._result = self._session.perform(self._steps, self)
+            self._result = self._session.perform_here(self._steps, self)
         except Stopped:
             pass
         except Exception as error:
             self._error = error
 
-    def end(self) -> Any:
-        """Wait for the branch; return its result, None if it was given up, or raise its error."""
-        self.stop()
+    async def end(self) -> Any:
+        await self.stop(None)
         if self._error is not None:
             raise self._error
         return self._result
 
-    def stop(self, timeout_s: float | None = None) -> None:
-        """Tell the branch that no task is wanted any more, and wait until it has ended."""
-        self.over.set()
-        if self.ident is not None:
-            self.join(timeout=timeout_s)
+    async def stop(self, timeout_s: float | None) -> None:
+        self.over = True
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)

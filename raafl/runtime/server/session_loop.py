@@ -15,14 +15,12 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 from raafl.core.types import ClientInfo
-from raafl.errors import GpuLost, TaskFailed
 from raafl.local.train import Stopped
 from raafl.runtime.protocol import Resume
 from raafl.runtime.server import session_protocol as needs
 from raafl.runtime.server.link import Away, Back, HandedOver, Inbox, LinkStep, Resumption
 from raafl.runtime.server.session import Session
-from raafl.runtime.server.session_protocol import SessionSetup, Steps, T, Task
-from raafl.submodel.tensor_files import NoRoom
+from raafl.runtime.server.session_protocol import Branch, SessionSetup, Steps, T
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.codec import Expect
 from raafl.transport.tcp.connection import TcpConnection
@@ -51,16 +49,14 @@ class LoopSession(Session):
         self.loop = loop
         self.line = SessionLine(pair, self, self._waits.resume_s, inbox.put)
         self._owns_line = True  # until the connection is handed over to an earlier session
-        self._sends, self._heard_s = False, time.monotonic()
-        self._branches: list[_Branch] = []
-        self._begun, self._over = False, threading.Event()
+        self._sends, self._begun, self._over = False, False, threading.Event()
 
     # ---- called on the run's loop ----
 
     def start(self) -> None:
         """Begin; see `Session.start`."""
         self._begun = True
-        self.loop.post(lambda: self.loop.begin(self._run()))
+        self.loop.post(lambda: self.loop.begin(self._serve()))
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the session has ended; see `Session.join`."""
@@ -90,7 +86,7 @@ class LoopSession(Session):
     @property
     def closed(self) -> bool:
         """Whether the connection has ended."""
-        return self.line.closed
+        return self.line.closed or self._over.is_set()
 
     @property
     def received_bytes(self) -> int:
@@ -99,135 +95,55 @@ class LoopSession(Session):
 
     # ---- on the loop's thread ----
 
-    async def _run(self) -> None:
-        """Serve the client until the session ends."""
-        error: Exception | None = None
+    async def _open(self) -> None:
+        """Do nothing: the connection has been made."""
+
+    def _close(self) -> None:
+        if self._owns_line:
+            self.line.end()
+
+    def _ended(self, error: Exception | None) -> None:
+        super()._ended(error)
+        self._over.set()
+
+    async def _write(self, message: Message, wait_s: float | None = None) -> int:
+        return await self.line.send(message, wait_s)
+
+    async def _read(self, expect: Expect, wait_s: float, finite: bool) -> Message:
+        return await self.line.recv(expect, wait_s, finite)
+
+    async def _send(self, message: Message) -> int:
+        self._sends = True
         try:
-            await self._say_if_stopping()
-            await self.perform(self.protocol.run())
-        except TaskFailed as failed:
-            error = failed
-            if not isinstance(failed, GpuLost):
-                reason = self._report(failed)
-                # the client is told once the run has recorded the failure
-                await self.loop.pause(self._waits.stop_s, self._outbox)
-                await self._say_stop(reason)
-        except Exception as raised:
-            error = raised
+            return await super()._send(message)
         finally:
-            if self._owns_line:
-                self.line.end()
-            for branch in self._branches:  # the connection is closed, so they cannot send any more
-                await branch.stop(self._waits.stop_s)
-            self._ended(error)
-            self._over.set()
+            self._sends = False
 
-    async def perform(self, steps: Steps[T], branch: _Branch | None = None) -> T:
-        """Perform steps of the session; return their result, or raise their error.
+    async def _take(self, mailbox: Mailbox[T], seconds: float, *, watches: bool = False) -> T:
+        if mailbox.is_empty:
+            await (self.line.watch(seconds, mailbox) if watches else self.loop.pause(seconds, mailbox))
+        return mailbox.get()
 
-        `branch`: the branch whose steps they are; None = the session's own.
-        """
-        result: Any = None
-        error: Exception | None = None
-        while True:
-            try:
-                need = steps.send(result) if error is None else steps.throw(error)
-            except StopIteration as end:
-                done: T = end.value
-                return done
-            finally:
-                # breaks a reference cycle of frame and error, which would keep the task's tensors in memory
-                result = error = None
-            try:
-                result = await self._meet(need, branch)
-            except Exception as raised:
-                error = raised
-            del need  # free its tensors before the next request allocates some
+    async def _compute(self, function: Callable[[], Any]) -> Any:
+        return await self.loop.compute(function)
 
-    async def _meet(self, need: needs.Need, branch: _Branch | None) -> Any:
-        """Perform what a protocol step requests; return the result."""
+    async def _work(self, function: Callable[[Callable[[Steps[Any]], Any]], Any]) -> Any:
+        return await self.loop.work(lambda: function(lambda steps: self.loop.wait_for(self.perform(steps))))
+
+    def _branch(self, steps: Steps[Any]) -> Branch:
+        return _LoopBranch(self, steps)
+
+    async def _meet(self, need: needs.Need, branch: Branch | None) -> Any:
         match need:
-            case needs.Send(message):
-                return await self._send(message)
-            case needs.Receive(expect, wait_s, finite):
-                return await self.line.recv(expect, wait_s, finite)
-            case needs.NextTask():
-                return await (self._next_task() if branch is None else self._branch_task(branch))
-            case needs.Await(source):
-                return await self._wait_for(source)
-            case needs.Compute(compute):
-                return await self.loop.compute(compute)
-            case needs.Work(function):
-                return await self.loop.work(lambda: function(lambda steps: self.loop.wait_for(self.perform(steps))))
-            case needs.Beside(steps):
-                self._branches = [other for other in self._branches if other.is_running]
-                self._branches.append(_Branch(self, steps))
-                return self._branches[-1]
-            case needs.Join(beside):
-                assert isinstance(beside, _Branch)
-                return await beside.end()
             case needs.HandOver(message):
                 if await self.line.hand_over(message):
                     self._owns_line = False
                     raise HandedOver
             case needs.Confirm(assignment):
                 await self.line.confirm(self.incarnation, assignment)
-            case needs.TurnAway(reason):
-                await self._say_stop(reason)
+            case _:
+                return await super()._meet(need, branch)
         return None
-
-    async def _send(self, message: Message) -> int:
-        self._sends = True
-        try:
-            sent = await self.line.send(message)
-        finally:
-            self._sends = False
-        self._heard_s = time.monotonic()
-        await self._say_if_stopping()  # `stop` could not send meanwhile
-        return sent
-
-    async def _idle(self, mailbox: Mailbox[Any], seconds: float) -> None:
-        """Wait for an item; see that the client is connected, and send it a sign of life from time to time."""
-        until = self._heard_s + self._waits.idle_s / 3
-        if time.monotonic() >= until:
-            await self.line.send(Message(Kind.KEEPALIVE, 0, self.incarnation))
-            self._heard_s = time.monotonic()
-            return
-        await self.line.watch(min(until - time.monotonic() + 1e-3, seconds), mailbox)
-
-    async def _next_task(self) -> Task | None:
-        self._heard_s = time.monotonic()
-        while self._outbox.is_empty:
-            await self._idle(self._outbox, self._waits.idle_s)
-        command = self._outbox.get()
-        if isinstance(command, str):
-            await self._say_stop(command)
-            return None
-        if isinstance(command, NoRoom):
-            raise command
-        return command
-
-    async def _branch_task(self, branch: _Branch) -> Task:
-        """Return the next task for a branch; raises `Stopped` if the branch is no longer wanted."""
-        while not branch.over and not self.stopping:
-            await self.loop.pause(self._waits.idle_s, self._outbox)
-            if branch.over or self._outbox.is_empty:
-                continue
-            command = self._outbox.get()
-            if isinstance(command, NoRoom):
-                raise command
-            if not isinstance(command, str):
-                return command
-            self._outbox.put(command)
-        raise Stopped
-
-    async def _wait_for(self, source: Mailbox[Any]) -> Any:
-        while True:
-            with suppress(queue.Empty):
-                return source.get()
-            if self.stopping:
-                raise Stopped
-            await self._idle(source, _LOOK_S)
 
     def wake(self) -> None:
         """Have a branch that waits for a task look again whether it is wanted."""
@@ -236,31 +152,15 @@ class LoopSession(Session):
 
     def _stop_now(self, reason: str, wait_s: float | None) -> None:
         """Send the stop message, unless the session is about to do so itself: after what it sends, or as its next step."""
-        protocol = self.protocol
-        if self._owns_line and not self._sends and (protocol.out is not None or not protocol.welcomed):
+        if self._owns_line and not self._sends and self._hears_late:
             self.loop.begin(self._say_stop(reason, wait_s))
 
-    async def _say_if_stopping(self) -> None:
-        if self._stopping is not None:
-            await self._say_stop(self._stopping)
 
-    async def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
-        """Send the client the stop message, unless it was sent before."""
-        if self._told or self._over.is_set():
-            return
-        self._told = True
-        with suppress(PeerLost, PeerTimeout):
-            await self.line.send(self._stop_message(reason), self._waits.stop_s if wait_s is None else wait_s)
-
-
-class _Branch:
-    """Steps that are performed beside the session's own.
-
-    `over`: whether no task is wanted any more.
-    """
+class _LoopBranch(Branch):
+    """Branch as a task of the loop."""
 
     def __init__(self, session: LoopSession, steps: Steps[Any]) -> None:
-        self._session, self._steps, self.over = session, steps, False
+        self._session, self._steps = session, steps
         self._task: asyncio.Task[Any] | None = None
 
     @property
@@ -271,7 +171,6 @@ class _Branch:
         self._task = self._session.loop.begin(self._session.perform(self._steps, self))
 
     async def end(self) -> Any:
-        """Wait for the branch; return its result, None if it was given up, or raise its error."""
         self.over = True
         self._session.wake()
         if self._task is None:
@@ -281,7 +180,6 @@ class _Branch:
         return None
 
     async def stop(self, timeout_s: float) -> None:
-        """Tell the branch that no task is wanted any more, and wait until it has ended; ignore its errors."""
         with suppress(Exception):
             await asyncio.wait_for(self.end(), timeout_s)
 

@@ -8,6 +8,7 @@ with the error. Who drives it decides how: `raafl.runtime.server.session_loop` d
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -172,11 +173,30 @@ Steps = Generator[Need, Any, T]
 """What a part of a session yields and is given; T is its result."""
 
 
-class Branch(Protocol):
-    """Steps that are performed beside a session's own."""
+class Branch(ABC):
+    """Steps that are performed beside a session's own.
 
+    `over`: whether no task is wanted any more.
+    """
+
+    over = False
+
+    @property
+    @abstractmethod
+    def is_running(self) -> bool:
+        """Whether the steps have begun and not ended."""
+
+    @abstractmethod
     def start(self) -> None:
         """Begin; returns at once."""
+
+    @abstractmethod
+    async def end(self) -> Any:
+        """Wait for the end; return the steps' result, None if they were given up, or raise their error."""
+
+    @abstractmethod
+    async def stop(self, timeout_s: float) -> None:
+        """Say that no task is wanted any more, and wait for the end; ignore errors."""
 
 
 class Line(Protocol):

@@ -16,7 +16,7 @@ DOCUMENTED = {"_replace", "_exit"}  # Python documents these, underscore and all
 def defined(parsed: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the private names that a file gives to something of its own."""
     for node in parsed:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id

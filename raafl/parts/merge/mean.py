@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -227,12 +227,18 @@ def trained_pieces(state: GlobalState, *others: FlatTensors) -> Iterator[tuple[b
 
 @dataclass
 class _MeanMemory(SumMemory):
-    """Updates that `Mean` has received and not merged yet."""
+    """Sum of the updates that `Mean` has received and not merged yet."""
 
     key = "mean"
-    received: list[tuple[float, float]] = field(default_factory=list)  # weight and staleness factor of each update
-    # tensors and submodel of the only update, until `Mean.detach` copies them; None = all updates are in the sum
-    lone: tuple[FlatTensors, Spec] | None = None
+    factors: list[float] = field(default_factory=list)  # staleness factor of each update in the sum
+    # tensors, submodel, weight and factor of the only update, until `Mean.detach` adds it; None = all are in the sum
+    lone: tuple[FlatTensors, Spec, float, float] | None = None
+
+    @classmethod
+    def from_plain(cls, data: Any) -> Self:
+        """Restore the record; earlier versions stored each update's weight with its factor."""
+        received = data.get("received")
+        return super().from_plain(data if received is None else {**data, "factors": [factor for _, factor in received]})
 
 
 @dataclass(frozen=True)
@@ -268,54 +274,44 @@ class Mean(Merge):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add an update to the mean; the first one is not copied yet, since `apply` can mix a single one in directly."""
-        memory = state.memory.of(_MeanMemory)
-        weight, factor = self.weigh(update, staleness)
-        if not update.contributions or [one.spec for one in update.contributions] == [spec]:
-            memory.received.append((weight, factor))
-            if len(memory.received) == 1 and memory.lone is None:
-                memory.lone = (update.tensors, spec)
-                return
-            self.detach(state)
-            Accumulator(state, memory).add(update.tensors, spec, weight, factor)
+        memory, (weight, factor) = state.memory.of(_MeanMemory), self.weigh(update, staleness)
+        is_one = [one.spec for one in update.contributions] in ([], [spec])
+        if is_one and memory.lone is None and not memory.updates:
+            memory.lone = (update.tensors, spec, weight, factor)
             return
         self.detach(state)
-        shares = shares_of(update, spec, lambda one: self.weigh(one, staleness)[0])
-        memory.received += [(weight, factor) for _, weight in shares]
+        shares = [(spec, weight)] if is_one else shares_of(update, spec, lambda one: self.weigh(one, staleness)[0])
+        memory.factors += [factor] * len(shares)
         Accumulator(state, memory).add_shares(update.tensors, spec, shares, factor)
 
     def detach(self, state: GlobalState) -> None:
         """Add the waiting update to the sum if there is just one, before its tensors are overwritten."""
         memory = state.memory.of(_MeanMemory)
-        if memory.lone is None:
-            return
-        tensors, spec = memory.lone
-        memory.lone = None
-        weight, factor = memory.received[0]
-        Accumulator(state, memory).add(tensors, spec, weight, factor)
+        if memory.lone is not None:
+            tensors, spec, weight, factor = memory.lone
+            memory.lone, memory.factors = None, [factor]
+            Accumulator(state, memory).add(tensors, spec, weight, factor)
 
     def apply(self, state: GlobalState) -> None:
         """Mix all received updates into the model."""
         memory = state.memory.of(_MeanMemory)
-        received, lone = memory.received, memory.lone
-        memory.received, memory.lone = [], None
-        if lone is not None:
-            if not received[0][0]:
-                return
-            tensors, spec = lone
-            plan = state.submodels.plan(spec)
-            if received[0][1] == 1.0:
-                plan.scatter_(state.values, tensors)
-            else:
-                plan.lerp_(state.values, tensors, received[0][1])
+        if memory.lone is None:
+            factors, memory.factors = memory.factors, []
+            self._apply_sum(state, Accumulator(state, memory), factors)
             return
-        self._apply_sum(state, Accumulator(state, memory), received)
+        (tensors, spec, weight, factor), memory.lone = memory.lone, None
+        plan = state.submodels.plan(spec)
+        if weight and factor == 1.0:
+            plan.scatter_(state.values, tensors)
+        elif weight:
+            plan.lerp_(state.values, tensors, factor)
 
-    def _apply_sum(self, state: GlobalState, sums: Accumulator, received: list[tuple[float, float]]) -> None:
+    def _apply_sum(self, state: GlobalState, sums: Accumulator, factors: list[float]) -> None:
         spec = sums.common
         if spec is None:
-            self._apply_covered(state, sums, [factor for _, factor in received])
+            self._apply_covered(state, sums, factors)
         elif sums.weight:  # all updates cover the same elements, so one number replaces the weight on each
-            mixed = math.fsum(weight * factor for weight, factor in received)
+            mixed = math.fsum(weight * factor for (_, weight), factor in zip(sums.updates, factors, strict=True))
             plan, weight = state.submodels.plan(spec), sums.weight
             # theta + sum w a (theta_n - theta) / W = theta (1 - sum w a / W) + (sum w a theta_n) / W, with W = sum w. In this
             # order one pass over the model suffices for any number of updates, and where all a are 1 the first term is exactly

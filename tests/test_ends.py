@@ -17,6 +17,7 @@ import pytest
 from model_zoo import MLP
 from raafl.commands.cli import main
 from raafl.errors import BadInput
+from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.events import JournalReader
 from raafl.runtime.lifecycle import signals
@@ -72,7 +73,7 @@ def hang_while_saving():
 
 def resumable(folder):
     """Go on with a run for a few updates, and check that it ends and replays."""
-    version = checkpoint.load(folder).version
+    version = checkpoint_reader.load(folder).version
     assert (
         main(
             [
@@ -112,7 +113,7 @@ def test_once_ends_with_checkpoint_and_summary_and_can_be_resumed(tmp_path, numb
     assert summary["finished"] == "interrupted" and summary == json.loads((run / "summary.json").read_text())
     assert summary["warnings"] == [] and started.err == ""
     assert len(children) == int(workers) - 1 and psutil.wait_procs(children, timeout=30)[1] == []
-    assert checkpoint.load(run).version == summary["versions"]
+    assert checkpoint_reader.load(run).version == summary["versions"]
     if workers == "1":
         resumable(run)
 
@@ -139,7 +140,7 @@ def test_twice_stops_at_once(tmp_path, where, second):
     assert started.err.splitlines() == [STOPPED] and started.out == ""
     assert not (run / "summary.json").exists()
     assert list(run.rglob(".*.tmp")) == []
-    assert checkpoint.load(run).raafl["finished"] is None
+    assert checkpoint_reader.load(run).raafl["finished"] is None
     if where == "saving":
         resumable(run)
 
@@ -186,7 +187,7 @@ def test_once_and_twice_in_rank_0_while_a_client_hangs(tmp_path, ranks):
         server.send(signal.SIGTERM)
         assert server.end() == 130
     assert server.err.splitlines() == [STOPPED]
-    assert checkpoint.load(run).raafl["finished"] is None
+    assert checkpoint_reader.load(run).raafl["finished"] is None
 
 
 def test_an_evaluation_that_hangs_at_the_end_is_given_up(tmp_path, ranks):
@@ -236,7 +237,7 @@ def test_under_torchrun_once_and_twice(tmp_path):
         torchrun.send_all(signal.SIGINT)
         assert torchrun.end() != 0 and STOPPED in torchrun.err
         assert psutil.wait_procs([one.process for one in ranks], timeout=30)[1] == []
-    assert not (run / "summary.json").exists() and checkpoint.load(run).raafl["finished"] is None
+    assert not (run / "summary.json").exists() and checkpoint_reader.load(run).raafl["finished"] is None
 
 
 # ---- killed without a word ----
@@ -282,7 +283,7 @@ def test_a_run_whose_files_may_not_grow_computes_as_any_other_and_has_failed_to_
     with pytest.raises(BadInput, match=r"events\.jsonl: its last \d+ rows are missing"):
         replay(tmp_path / "run")
     with pytest.raises(BadInput, match="but there is none"):
-        checkpoint.load(tmp_path / "run")
+        checkpoint_reader.load(tmp_path / "run")
     assert replay(tmp_path / "run", until=5)["parted_at"] is None
 
 
@@ -307,7 +308,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, small_disk):
             while True:
                 file.write(bytes(4096))
         wait_for(lambda: started.err.count("No space left on device") >= 2, "warnings")
-        good = checkpoint.load(run).version
+        good = checkpoint_reader.load(run).version
         ballast.unlink()
         wait_for(lambda: (checkpoint.newest(run) or Path()).stem > f"version-{good + 5:06d}", "later checkpoints")
         started.send(signal.SIGINT)
@@ -326,7 +327,7 @@ def test_a_resumed_run_whose_journal_has_a_hole_is_replayed_by_nobody(tmp_path, 
         started.end()
     lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
     (run / "events.jsonl").write_bytes(b"".join(lines[:30]))
-    version = checkpoint.load(run).version
+    version = checkpoint_reader.load(run).version
     assert main(["simulate", "--resume", str(run), "--max_updates", str(version + 4), "--progress", "quiet"]) == 0
     assert "events from before the checkpoint are missing in" in capsys.readouterr().err
     assert events(run).count("gap") == 1

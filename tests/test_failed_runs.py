@@ -18,7 +18,7 @@ from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Training
 from raafl.errors import BadInput
 from raafl.log import in_notebook
-from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.run import simulate
 from tests.helpers.small_runs import Finished, digits, experiment, finish, small_mlp, unequal
 
@@ -69,7 +69,7 @@ def test_a_bad_label_ends_a_simulation_with_a_line_a_traceback_and_a_checkpoint(
     assert "(model_zoo/classifier.py:" in reason  # the innermost that is no library's
     told = run.text(run.summary["traceback"])
     assert f'test_failed_runs.py", line {LINE}' in told and told.startswith(reason)
-    assert checkpoint.load(run.folder).raafl["finished"] is None
+    assert checkpoint_reader.load(run.folder).raafl["finished"] is None
     assert run.summary["updates_merged"] < 60
 
 
@@ -176,4 +176,4 @@ def test_an_evaluation_that_fails_ends_a_simulation_as_a_task_does(tmp_path, mon
         "failed: evaluation of the global model at version 2: ZeroDivisionError: no share (tests/"
     )
     assert "in validation_step" in run.text("failure.txt")
-    assert checkpoint.load(run.folder).raafl["finished"] is None and run.summary["versions"] == 2
+    assert checkpoint_reader.load(run.folder).raafl["finished"] is None and run.summary["versions"] == 2

@@ -8,7 +8,7 @@ import torch
 from raafl.algorithms import ALGORITHMS, fed_buff
 from raafl.compression.plan import Compress
 from raafl.local.train import FabricOptions
-from raafl.runfolder.checkpoints import load
+from raafl.runfolder.checkpoint_reader import load
 from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from tests.helpers import cached_models

@@ -27,6 +27,8 @@ QUICK_START = (
     "costs",
     "smaller modules",
     "state of modules",
+    "own configs",
+    "seals",
     "first look",
     "divergence",
     "final model",

@@ -5,7 +5,7 @@ that works again; beyond the bound rows are dropped and counted. The first failu
 
 Rows of a journal are connected by a hash chain, which shows later changes. The last field of each row is ``chain``: the hex
 SHA-256 of the previous row's ``chain`` followed by the row as it is without that field. So the last ``chain``, the head, stands
-for the whole journal: a row that is changed, removed, inserted or moved no longer fits the row before it.
+for the whole journal: a row that is changed, removed, inserted or moved no longer fits the row before it (`raafl.runfolder.books`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -68,7 +67,6 @@ _ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=plain
 
 KEPT_ROWS = 10_000
 """Rows of one file that are kept in memory while they cannot be written."""
-_READ_BYTES = 2**16  # bytes read at a time from a file's end
 RETRY_S = 1.0
 """Seconds between two tries to write them: a full disk may take milliseconds to say so again."""
 DELETED = "it was deleted during the run"
@@ -243,28 +241,6 @@ class AppendFile(Generic[Item]):
             self._warn(f"{self.path} cannot be written: {why}; {self._consequence}")
 
 
-def measure(path: Path) -> tuple[int, int]:
-    """Return the sizes in bytes of a file up to its last line end, and of what follows: an incomplete row, or nothing.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    with path.open("rb") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(end - _READ_BYTES, 0)
-            file.seek(start)
-            if (found := file.read(end - start).rfind(b"\n")) >= 0:
-                return start + found + 1, size - start - found - 1
-            end = start
-    return 0, size
-
-
-def cut_incomplete_row(path: Path) -> None:
-    """Remove what follows the last line end of a file, as a crash leaves it."""
-    os.truncate(path, measure(path)[0])
-
-
 def complete_rows(data: bytes) -> list[bytes]:
     """Return the complete rows in the content of a file, with their line ends."""
     # splitlines would also split at bytes other than the newline
@@ -287,84 +263,12 @@ def write_table(path: Path, rows: Iterable[Sequence[str]]) -> None:
 
 START: Final = "0" * 64
 """Head of a journal without rows."""
-MAX_NAMED: Final = 20
-"""Rows that do not fit which are named one by one; the others are counted."""
 
-_FIELD: Final = b',"chain":"'
-_DIGITS: Final = frozenset(b"0123456789abcdef")
-_END: Final = b'"}\n'
-_LENGTH: Final = len(_FIELD) + 64 + len(_END)
+CHAIN_FIELD: Final = b',"chain":"'
+CHAIN_END: Final = b'"}\n'
 
 
 def link(head: str, row: bytes) -> tuple[bytes, str]:
     """Compute a journal row's hash, which depends on all rows before; return the row with its hash, and the hash alone."""
     new = hashlib.sha256(head.encode() + row).hexdigest()
-    return b"".join((row[:-2], _FIELD, new.encode(), _END)), new
-
-
-def unlink(line: bytes) -> tuple[bytes, str] | None:
-    """Split a line of a journal into the original row and its hash (``chain``); None for a line without a hash."""
-    digest = line[-_LENGTH + len(_FIELD) : -len(_END)]
-    if line[-_LENGTH : -_LENGTH + len(_FIELD)] != _FIELD or not line.endswith(_END) or not _DIGITS.issuperset(digest):
-        return None
-    return line[:-_LENGTH] + b"}\n", digest.decode()
-
-
-@dataclass
-class ChainCheck:
-    """Checker of a journal's hash chain; it gets the lines one by one.
-
-    After a row with a wrong hash, the check continues from that hash, so that every wrong row is found.
-    """
-
-    num_rows: int = 0  # number of lines checked so far
-    num_unlinked: int = 0  # number of rows at the beginning without a hash, written by an earlier version of raafl
-    head: str = START  # hash of the last row; `START` before the first row
-    # numbers of the rows with a wrong hash, from 1; at most `MAX_NAMED` of them
-    broken: list[int] = field(default_factory=list)
-    num_broken: int = 0  # number of rows with a wrong hash
-
-    def __post_init__(self) -> None:
-        """Start the digest over the unchained rows at the beginning; the chain of later rows starts from it."""
-        self._before = hashlib.sha256()
-
-    def add(self, line: bytes) -> None:
-        """Check the next line, which must be complete (with a line end)."""
-        self.num_rows += 1
-        found = unlink(line)
-        if found is None and self.num_unlinked == self.num_rows - 1:
-            self.num_unlinked += 1
-            self._before.update(line)
-            return
-        head = self._before.hexdigest() if 0 < self.num_unlinked == self.num_rows - 1 else self.head
-        if found is None or link(head, found[0])[1] != found[1]:
-            self.num_broken += 1
-            if len(self.broken) < MAX_NAMED:
-                self.broken.append(self.num_rows)
-        self.head = hashlib.sha256(line).hexdigest() if found is None else found[1]
-
-    @property
-    def has_chain(self) -> bool:
-        """Whether the journal is protected by hashes: some row has one, or there is no row yet."""
-        return self.num_unlinked < self.num_rows or self.num_rows == 0
-
-    @property
-    def next_head(self) -> str:
-        """Hash of the last row, from which the next row's hash will be computed."""
-        return self._before.hexdigest() if 0 < self.num_unlinked == self.num_rows else self.head
-
-
-def check_lines(lines: Iterable[bytes]) -> ChainCheck:
-    """Check the hashes of a journal's lines; an incomplete last line, as a crash leaves, is ignored."""
-    found = ChainCheck()
-    for line in lines:
-        if line.endswith(b"\n"):
-            found.add(line)
-    return found
-
-
-def read_head(path: Path) -> tuple[str, int]:
-    """Return the hash of the journal's last row, from which the next row's hash is computed, and the number of rows."""
-    with path.open("rb") as file:
-        found = check_lines(file)
-    return found.next_head, found.num_rows
+    return b"".join((row[:-2], CHAIN_FIELD, new.encode(), CHAIN_END)), new

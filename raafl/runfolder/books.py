@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Iterator, Mapping
+import hashlib
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from raafl.runfolder.append_file import MAX_NAMED, START, ChainCheck, complete_rows, measure
+from raafl.runfolder.append_file import CHAIN_END, CHAIN_FIELD, START, complete_rows, link
 from raafl.runfolder.schema import CHECKPOINTS, CONFIG, GROWING, JOURNAL, MODEL, SEALS, SUMMARY
 from raafl.runfolder.seals import Seal, TableDigest, file_digest, is_signed, key_name, read_seals, seal_digest
 from raafl.sanitize import sanitize_text
@@ -279,3 +281,110 @@ def _check_files(folder: Path, books: Books, seals: list[Seal]) -> None:
 def _files(folder: Path, name: str) -> list[str]:
     paths = (path for path in (folder / name).rglob("*") if path.is_file() and not path.name.startswith("."))
     return [path.relative_to(folder).as_posix() for path in paths]
+
+
+_READ_BYTES = 2**16  # bytes read at a time from a file's end
+
+
+def measure(path: Path) -> tuple[int, int]:
+    """Return the sizes in bytes of a file up to its last line end, and of what follows: an incomplete row, or nothing.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(end - _READ_BYTES, 0)
+            file.seek(start)
+            if (found := file.read(end - start).rfind(b"\n")) >= 0:
+                return start + found + 1, size - start - found - 1
+            end = start
+    return 0, size
+
+
+def cut_incomplete_row(path: Path) -> None:
+    """Remove what follows the last line end of a file, as a crash leaves it."""
+    os.truncate(path, measure(path)[0])
+
+
+MAX_NAMED: Final = 20
+"""Rows that do not fit which are named one by one; the others are counted."""
+
+
+_DIGITS: Final = frozenset(b"0123456789abcdef")
+
+
+_LENGTH: Final = len(CHAIN_FIELD) + 64 + len(CHAIN_END)
+
+
+def unlink(line: bytes) -> tuple[bytes, str] | None:
+    """Split a line of a journal into the original row and its hash (``chain``); None for a line without a hash."""
+    digest = line[-_LENGTH + len(CHAIN_FIELD) : -len(CHAIN_END)]
+    if (
+        line[-_LENGTH : -_LENGTH + len(CHAIN_FIELD)] != CHAIN_FIELD
+        or not line.endswith(CHAIN_END)
+        or not _DIGITS.issuperset(digest)
+    ):
+        return None
+    return line[:-_LENGTH] + b"}\n", digest.decode()
+
+
+@dataclass
+class ChainCheck:
+    """Checker of a journal's hash chain; it gets the lines one by one.
+
+    After a row with a wrong hash, the check continues from that hash, so that every wrong row is found.
+    """
+
+    num_rows: int = 0  # number of lines checked so far
+    num_unlinked: int = 0  # number of rows at the beginning without a hash, written by an earlier version of raafl
+    head: str = START  # hash of the last row; `START` before the first row
+    # numbers of the rows with a wrong hash, from 1; at most `MAX_NAMED` of them
+    broken: list[int] = field(default_factory=list)
+    num_broken: int = 0  # number of rows with a wrong hash
+
+    def __post_init__(self) -> None:
+        """Start the digest over the unchained rows at the beginning; the chain of later rows starts from it."""
+        self._before = hashlib.sha256()
+
+    def add(self, line: bytes) -> None:
+        """Check the next line, which must be complete (with a line end)."""
+        self.num_rows += 1
+        found = unlink(line)
+        if found is None and self.num_unlinked == self.num_rows - 1:
+            self.num_unlinked += 1
+            self._before.update(line)
+            return
+        head = self._before.hexdigest() if 0 < self.num_unlinked == self.num_rows - 1 else self.head
+        if found is None or link(head, found[0])[1] != found[1]:
+            self.num_broken += 1
+            if len(self.broken) < MAX_NAMED:
+                self.broken.append(self.num_rows)
+        self.head = hashlib.sha256(line).hexdigest() if found is None else found[1]
+
+    @property
+    def has_chain(self) -> bool:
+        """Whether the journal is protected by hashes: some row has one, or there is no row yet."""
+        return self.num_unlinked < self.num_rows or self.num_rows == 0
+
+    @property
+    def next_head(self) -> str:
+        """Hash of the last row, from which the next row's hash will be computed."""
+        return self._before.hexdigest() if 0 < self.num_unlinked == self.num_rows else self.head
+
+
+def check_lines(lines: Iterable[bytes]) -> ChainCheck:
+    """Check the hashes of a journal's lines; an incomplete last line, as a crash leaves, is ignored."""
+    found = ChainCheck()
+    for line in lines:
+        if line.endswith(b"\n"):
+            found.add(line)
+    return found
+
+
+def read_head(path: Path) -> tuple[str, int]:
+    """Return the hash of the journal's last row, from which the next row's hash is computed, and the number of rows."""
+    with path.open("rb") as file:
+        found = check_lines(file)
+    return found.next_head, found.num_rows

@@ -1,8 +1,7 @@
-"""Read and write checkpoints of the global model, which `LightningModule.load_from_checkpoint` can read, too.
+"""Write checkpoints of the global model, which `LightningModule.load_from_checkpoint` can read, too.
 
 A file holds what Lightning looks for (`state_dict`, `hyper_parameters`, `pytorch-lightning_version`, and what the module's
-`on_save_checkpoint` adds) and a section `raafl` of plain data and tensors, from which a run resumes. It is read with
-`torch.load(weights_only=True)`: nothing in it is executed.
+`on_save_checkpoint` adds) and a section `raafl` of plain data and tensors, from which a run resumes.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any, Final
@@ -23,30 +20,17 @@ import torch
 from torch import nn
 
 from raafl.atomic_file import atomic_file
-from raafl.errors import BadInput, cause
 from raafl.log import warn_once
 from raafl.module_hooks import overrides
 from raafl.runfolder.schema import CHECKPOINTS, RECEIVED
-from raafl.submodel import FlatTensors, Layout
+from raafl.submodel import FlatTensors
 
-_FORMAT: Final = 1
+FORMAT: Final = 1
 _log = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"version-(\d{6,})\.ckpt")
 _PLAIN: Final = (str, int, float, bool, type(None), torch.Tensor, nn.Parameter)
 _READABLE: Final = (*_PLAIN, complex, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)
 """Types of single values that `torch.load(weights_only=True)` reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavedCheckpoint:
-    """Content of a checkpoint file."""
-
-    path: Path  # path of the file
-    version: int  # version of the global model
-    state_dict: dict[str, Any]  # state dict as the module saves it, with tensors on the CPU
-    hyper_parameters: dict[str, Any]  # arguments of the module
-    raafl: dict[str, Any]  # everything else that is needed to resume the run
-    values: dict[str, torch.Tensor]  # tensors of the global model by name
 
 
 def contents(
@@ -88,7 +72,7 @@ def contents(
     content = {name: value for name, value in content.items() if _is_kept(name, value, report)}
     content["state_dict"] = saved
     missing = {name: value for name, value in (values or {}).items() if not _is_same(saved.get(name), value)}
-    content["raafl"] = {"format": _FORMAT, "version": version, "state": section, "values": missing}
+    content["raafl"] = {"format": FORMAT, "version": version, "state": section, "values": missing}
     return content
 
 
@@ -116,59 +100,6 @@ def write(
     return path
 
 
-def save(
-    run_folder: str | os.PathLike[str],
-    version: int,
-    state_dict: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
-    *,
-    module: nn.Module | None = None,
-    raafl: Mapping[str, Any] | None = None,
-    keep_last: int | None = None,
-    name: str | None = None,
-) -> Path:
-    """Write a checkpoint and return its path; see `contents` and `write`.
-
-    `keep_last`: number of checkpoints to keep, including this one; None = all.
-    """
-    return write(run_folder, contents(version, state_dict, module=module, raafl=raafl), keep_last=keep_last, name=name)
-
-
-def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
-    """Read a checkpoint; `path` is a checkpoint file, or a run folder, of which the newest checkpoint is read.
-
-    Raises:
-        BadInput: there is no checkpoint at `path`, or the file cannot be read or was not written by raafl.
-    """
-    found = newest(path) if Path(path).is_dir() else Path(path)
-    if found is None or not found.is_file():
-        raise BadInput(
-            f"checkpoint is {str(path)!r}, but there is none: give a version-*.ckpt file or a run folder with one"
-        )
-    try:
-        content = load_plain(found)
-        section = content["raafl"]
-        if (format_ := section["format"]) != _FORMAT:
-            raise BadInput(
-                f"checkpoint is {found} of format {format_}, but this version reads format {_FORMAT}: use the "
-                "version that wrote it"
-            )
-        # checkpoints of earlier versions have no separate values
-        state, more = content["state_dict"], section.get("values", {})
-        values = {**{name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, **more}
-        hyper_parameters = content.get("hyper_parameters", {})
-        return SavedCheckpoint(found, section["version"], state, hyper_parameters, section["state"], values)
-    except BadInput:
-        raise
-    except Exception as error:  # torch.load and untrusted content raise errors of many types
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        # torch's message advises to load untrusted code, so it is not shown
-        if type(error).__name__ == "UnpicklingError":
-            what = "it holds more than tensors and plain values"
-        raise BadInput(
-            f"checkpoint is {found}, which is damaged or not one of raafl's ({what}): give an earlier one"
-        ) from error
-
-
 def keep_received(folder: Path, fingerprint: str, values: FlatTensors) -> None:
     """Write tensors that a run has received, and that its replay reads again; equal ones are written once."""
     path = folder / RECEIVED / f"{fingerprint}.pt"
@@ -179,42 +110,6 @@ def keep_received(folder: Path, fingerprint: str, values: FlatTensors) -> None:
                 torch.save(dict(values.items()), file)
     except (OSError, RuntimeError) as error:
         _log.warning(f"{path} cannot be written: {error}; the run goes on, but cannot be replayed")
-
-
-def load_received(folder: Path, fingerprint: str, layout: Layout) -> FlatTensors:
-    """Read what `keep_received` has written.
-
-    Raises:
-        BadInput: the file is missing or damaged, or holds other tensors.
-    """
-    path = folder / RECEIVED / f"{fingerprint}.pt"
-    try:
-        found = FlatTensors.from_named(load_plain(path), layout)
-    except Exception as error:
-        raise BadInput(
-            f"'{path}' cannot be read ({cause(error)}): replay an unchanged copy of the run's folder"
-        ) from None
-    if found.fingerprint() != fingerprint:
-        raise BadInput(f"'{path}' was changed: replay an unchanged copy of the run's folder")
-    return found
-
-
-def load_plain(path: Path) -> Any:
-    """Read tensors and plain values from a file of `torch.save` that somebody else may have written; nothing is executed.
-
-    A file that would unpack to more than its own length is refused, as is the format before torch 1.6.
-
-    Raises:
-        Exception: the file is damaged, or holds anything else; torch.load raises errors of many types.
-    """
-    with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-        # torch.save never compresses, so a compressed entry was made by something else
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ValueError("it is compressed")
-        if sum(entry.file_size for entry in entries) > path.stat().st_size:
-            raise ValueError("it unpacks to more than its own length")
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def newest(run_folder: str | os.PathLike[str]) -> Path | None:

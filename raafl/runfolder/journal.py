@@ -22,6 +22,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -33,10 +34,8 @@ from raafl.runfolder.append_file import (
     COUNTED,
     START,
     AppendFile,
-    cut_incomplete_row,
     link,
     plain,
-    read_head,
     read_table,
     to_json,
     write_table,
@@ -52,7 +51,6 @@ from raafl.runfolder.schema import (
     MEMORY_COLUMNS,
     METRIC_COLUMNS,
     METRICS,
-    MODEL,
     RUN_COLUMNS,
     SEALS,
     SUMMARY,
@@ -61,9 +59,9 @@ from raafl.runfolder.schema import (
     JournalRow,
     Summary,
 )
-from raafl.runfolder.seals import Sealed, SealFile, Signer, TableDigest, TableSeal, digests
 
 if TYPE_CHECKING:
+    from raafl.runfolder.seals import RunSeals, Signer, TableSeal
     from raafl.runfolder.tail import Reader
 
 
@@ -78,7 +76,11 @@ class JournalFile(AppendFile[bytes]):
         self, path: Path, warn: Callable[[str], None], remake: Callable[[], None], *, new: bool = True
     ) -> None:
         self._time_s, self._last_id = 0.0, 0
-        self.head, self.length = (START, 0) if new else read_head(path)
+        self.head, self.length = START, 0
+        if not new:
+            from raafl.runfolder.books import read_head
+
+            self.head, self.length = read_head(path)
         super().__init__(path, bytes, warn, remake=remake, new=new, consequence=COUNTED)
 
     def _write(self, data: bytes) -> None:
@@ -119,6 +121,8 @@ class TableFile(AppendFile[list[Any]]):
         *,
         new: bool = True,
     ) -> None:
+        from raafl.runfolder.seals import TableDigest
+
         self._digest = TableDigest() if new else TableDigest.of_file(path)
         # columns of the header in the file
         self._header: tuple[str, ...] = () if new else tuple(next(read_table(path), ()))
@@ -150,7 +154,7 @@ class TableFile(AppendFile[list[Any]]):
         self._digest.add(data)
 
     def _emptied(self) -> None:
-        self._header, self._digest = (), TableDigest()
+        self._header, self._digest = (), type(self._digest)()
 
     def _prepare(self) -> None:
         if self._header == self.columns:
@@ -192,6 +196,15 @@ def _cell(value: object) -> object:
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """State of journal and tables at one moment, for a seal (a signed entry with their hashes)."""
+
+    rows: int  # number of rows in the journal
+    head: str  # hash of the journal's last row
+    tables: Mapping[str, TableSeal]  # digest of each table, by file name
+
+
 class RunFolder:
     """The files of a run, opened for writing.
 
@@ -202,7 +215,7 @@ class RunFolder:
 
     reader: Reader | None = None  # object that also gets each row, such as the progress display; None = none
     signer: Signer | None = None  # holder of the key that signs the records; None = they are unsigned
-    _seals: SealFile | None = None
+    _seals: RunSeals | None = None
     _lock: FolderLock | None = None
 
     def __init__(
@@ -229,6 +242,8 @@ class RunFolder:
             BadInput: the folder does not contain a run.
             OSError: the folder cannot be written.
         """
+        from raafl.runfolder.books import cut_incomplete_row
+
         folder = cls.__new__(cls)
         folder.path = Path(path)
         for name in (CONFIG, *GROWING):
@@ -268,7 +283,6 @@ class RunFolder:
             for rows in opened:  # close without flushing, since the folder is given up
                 rows.abandon()
             raise
-        self._sealed_files: dict[str, str] = {}
 
     def _remake(self) -> None:
         """Recreate the folder and its config if they were deleted."""
@@ -370,8 +384,6 @@ class RunFolder:
             self._warn(f"{self.path / 'summary.json'} cannot be written: {error.strerror or error}")
             summary["unwritten"][SUMMARY] = 1
 
-    # ---- seals ----
-
     @property
     def head(self) -> str:
         """Hash of the journal's last row."""
@@ -386,26 +398,16 @@ class RunFolder:
         self, sealed: Sealed, version: int, names: Iterable[str], *, final: bool = False, altered: Iterable[str] = ()
     ) -> None:
         """Write a seal: an entry, signed if there is a signer, with hashes of the run's files; one call at a time."""
-        if final:
-            names = [SUMMARY, CONFIG, MODEL, *self._checkpoints()]
-        files = digests(self.path, (name for name in names if not final or name not in self._sealed_files))
-        self._sealed_files |= files
-        if final:
-            files = {name: one for name, one in self._sealed_files.items() if (self.path / name).is_file()}
         if self._seals is None:
-            try:
-                self._seals = SealFile(self.path / SEALS, self.signer, self._warn, remake=self._remake)
-            except OSError as error:
-                self._warn(f"{self.path / SEALS} cannot be written: {error.strerror}; the run's books are not sealed")
-                return
-        self._seals.add(sealed, version=version, files=files, final=final, altered=altered)
+            from raafl.runfolder.seals import RunSeals
+
+            self._seals = RunSeals(self.path, self.signer, self._warn, self._remake)
+        if not self._seals.seal(sealed, version, names, final=final, altered=altered):
+            return
         # rows still waiting for disk space are counted as unwritten; written after the final seal they would look added
         if final:
             for file in (self._events, self._metrics, self._clients):
                 file.abandon()
-
-    def _checkpoints(self) -> list[str]:
-        return [f"{CHECKPOINTS}/{path.name}" for path in sorted((self.path / CHECKPOINTS).glob("*.ckpt"))]
 
     def close(self) -> None:
         """Try once more to write the rows that could not be written so far, and close the files; a second call does nothing."""

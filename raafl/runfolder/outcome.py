@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from raafl.runfolder.schema import Summary
@@ -18,13 +16,6 @@ REASONS = {
     "epsilon": "privacy.max_epsilon reached",
 }
 """Sentences for the codes with which runs end; any other reason is a sentence already."""
-
-
-def method_lines(described: Mapping[str, str]) -> list[str]:
-    """Format what a method does (`Algorithm.describe`) as the lines that follow a run's title."""
-    what = re.sub(r"^full\b", "the whole model", described["select"])
-    late = ", s: merges since the task began" if "(s+1)" in described["merge"] else ""
-    return [f"  a client trains: {what}", f"  merge after: {described['trigger']}; how: {described['merge']}{late}"]
 
 
 def summary_lines(summary: Summary, folder: Path) -> list[str]:

@@ -26,11 +26,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from raafl.atomic_file import state_folder, write_private
 from raafl.errors import BadInput
 from raafl.runfolder.append_file import START, AppendFile, complete_rows, to_json
-from raafl.runfolder.schema import GROWING
+from raafl.runfolder.schema import CHECKPOINTS, CONFIG, GROWING, MODEL, SEALS, SUMMARY
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from raafl.runfolder.journal import Sealed
 
 _SIGNATURE: Final = b',"signature":"'
 _CONTEXT: Final = "raafl seal 1\n"
@@ -85,15 +87,6 @@ class TableDigest:
     def seal(self, columns: Sequence[str]) -> TableSeal:
         """Return the digest of the rows added so far, with the columns of their table."""
         return TableSeal(self.lines, tuple(columns), self._hash.hexdigest())
-
-
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """State of journal and tables at one moment, for a seal (a signed entry with their hashes)."""
-
-    rows: int  # number of rows in the journal
-    head: str  # hash of the journal's last row
-    tables: Mapping[str, TableSeal]  # digest of each table, by file name
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +168,46 @@ class SealFile:
     def close(self) -> None:
         """Try once more to write the seals that could not be written so far, and close the file."""
         self._file.close()
+
+
+class RunSeals:
+    """The seals of a run folder; their file is opened with the first, so that a full disk does not keep a run from starting."""
+
+    def __init__(
+        self, folder: Path, signer: Signer | None, warn: Callable[[str], None], remake: Callable[[], None]
+    ) -> None:
+        self._folder, self._signer, self._warn, self._remake = folder, signer, warn, remake
+        self._file: SealFile | None = None
+        self._files: dict[str, str] = {}  # digests of the files sealed so far
+
+    def seal(
+        self, sealed: Sealed, version: int, names: Iterable[str], *, final: bool = False, altered: Iterable[str] = ()
+    ) -> bool:
+        """Write a seal with the digests of files; the last one has those of all files. Return False if there is no file of seals.
+
+        `names`: files that are new since the last seal, by their paths in the folder; ignored in the last seal.
+        """
+        if final:
+            saved = sorted((self._folder / CHECKPOINTS).glob("*.ckpt"))
+            names = [SUMMARY, CONFIG, MODEL, *(f"{CHECKPOINTS}/{path.name}" for path in saved)]
+        files = digests(self._folder, (name for name in names if not final or name not in self._files))
+        self._files |= files
+        if final:
+            files = {name: digest for name, digest in self._files.items() if (self._folder / name).is_file()}
+        path = self._folder / SEALS
+        if self._file is None:
+            try:
+                self._file = SealFile(path, self._signer, self._warn, remake=self._remake)
+            except OSError as error:
+                self._warn(f"{path} cannot be written: {error.strerror}; the run's books are not sealed")
+                return False
+        self._file.add(sealed, version=version, files=files, final=final, altered=altered)
+        return True
+
+    def close(self) -> None:
+        """Close the file of seals."""
+        if self._file is not None:
+            self._file.close()
 
 
 def read_seals(path: Path) -> list[Seal | None]:

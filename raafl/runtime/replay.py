@@ -26,8 +26,9 @@ from raafl.core.types import OUT_OF_MEMORY, Action, Adjusted, Arrived, Assign, A
 from raafl.data.federated import ClientData
 from raafl.devices.recordings import long_series, restored
 from raafl.errors import BadInput
+from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runfolder.checkpoints import load_received
+from raafl.runfolder.checkpoint_reader import load_received
 from raafl.runfolder.events import read_run
 from raafl.runfolder.schema import EVENTS, JournalRow
 from raafl.runtime.driver import snapshots_of
@@ -150,7 +151,7 @@ def _save(folder: Path, parts: ServerSetup) -> Path:
 def _distance(folder: Path, parts: ServerSetup) -> dict[str, Any] | None:
     """Return the largest and the root mean square difference between replayed values and the run's last checkpoint."""
     with contextlib.suppress(BadInput):
-        saved = checkpoint.load(folder)
+        saved = checkpoint_reader.load(folder)
         values = parts.coordinator.state.values
         theirs = FlatTensors.from_named({name: saved.values[name] for name, _ in values.items()}, values.layout)
         gaps = torch.cat(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from raafl.config.experiment import Experiment, seconds
 from raafl.config.options import Goals
-from raafl.config.own_runs import remember
 from raafl.core.hooks import HookList, RunHooks
 from raafl.core.types import Assignment, Update, Warn
 from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
@@ -18,10 +18,8 @@ from raafl.local.evaluate import MAX_LOGGED, Evaluator
 from raafl.local.failure import leave_traceback
 from raafl.rules import Rules
 from raafl.runfolder.journal import RunFolder, default_run_folder
-from raafl.runfolder.outcome import method_lines
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CONFIG, JOURNAL, JournalRow, Summary
-from raafl.runfolder.seals import Signer
 from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
 from raafl.runtime.lifecycle.environment import conditions
@@ -34,6 +32,7 @@ from raafl.submodel import FULL
 from raafl.units import quantity
 
 if TYPE_CHECKING:
+    from raafl.runfolder.seals import Signer
     from raafl.runtime.executors.ranks import RankExecutor
     from raafl.runtime.lifecycle.resume import SavedRun
     from raafl.transport import Transport
@@ -73,7 +72,7 @@ class Run:
         self.evaluator = evaluator_of(parts, self.norms)
         self.saved_form = SavedForm(parts.module, lambda: self.evaluator.living)
         self.progress = display_of(experiment)
-        self.signer = signer or Signer.own()
+        self.signer = signer or _own_signer()
         self.folder = self._name_folder(saved)
         self.observer = observer or RunHooks()
         self.observers = observers_of(self, self.observer)
@@ -139,6 +138,8 @@ class Run:
         except OSError as error:
             raise BadInput(f"output is '{self.folder}', which cannot be created ({error}): name another") from error
         self._writer.signer = self.signer
+        from raafl.config.own_runs import remember
+
         remember(config_yaml, self.folder)
         self.progress.follow(self._writer)
         self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
@@ -203,8 +204,10 @@ class Run:
         # the title in this form is part of journals
         title = f"{head}, select {described['select']}, merge {described['merge']}, {size}"
         self.progress.start(f"{head}, a model of {size}, measured on {self.parts.data.measured}")
-        for line in method_lines(described):
-            self.progress.note(line)
+        what = re.sub(r"^full\b", "the whole model", described["select"])
+        late = ", s: merges since the task began" if "(s+1)" in described["merge"] else ""
+        self.progress.note(f"  a client trains: {what}")
+        self.progress.note(f"  merge after: {described['trigger']}; how: {described['merge']}{late}")
         for note in self._notes:
             (self.progress.warn if isinstance(note, Warn) else self.progress.note)(note)
         # active until `close`, so that a signal does not interrupt the end of the run either
@@ -319,6 +322,12 @@ class Run:
         self._writer.close()
         self.hooks.close()
         self._interrupt.__exit__(None, None, None)
+
+
+def _own_signer() -> Signer | None:
+    from raafl.runfolder.seals import Signer
+
+    return Signer.own()
 
 
 def evaluator_of(parts: ServerSetup, norms: AsItIs) -> Evaluator:

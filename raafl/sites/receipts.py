@@ -31,7 +31,7 @@ from raafl.local.failure import attempt
 from raafl.local.train import LocalTrainer
 from raafl.runfolder.append_file import AppendFile, complete_rows, to_json
 from raafl.runfolder.books import Books
-from raafl.runfolder.checkpoints import load_plain
+from raafl.runfolder.checkpoint_reader import load_plain
 from raafl.runfolder.events import JournalReader
 from raafl.runfolder.schema import CONFIG, JournalRow
 from raafl.runfolder.seals import Signer, is_signed

@@ -17,7 +17,7 @@ from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.parts import RateSelect
 from raafl.parts.merge.nesterov import NesterovMemory
-from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import checkpoint_reader
 from raafl.submodel import FULL, FlatTensors, Spec
 from tests.helpers.coordinators import assigned, coordinator_for, filled, join, line_state, values_of
 from tests.helpers.refusals import refuses
@@ -46,7 +46,7 @@ class SteepSlope(Slope):
 
 
 def values(finished):
-    return checkpoint.load(finished.folder).state_dict
+    return checkpoint_reader.load(finished.folder).state_dict
 
 
 # ---- what it is equal to ----

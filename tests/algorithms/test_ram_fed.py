@@ -24,7 +24,7 @@ from raafl.parts.protect.privacy import Privacy
 from raafl.parts.select.coverage import of_regions
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported, EachArrival
-from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
@@ -239,7 +239,7 @@ def test_full_coverage_in_every_round_is_fed_avg_to_the_last_bit():
 
 
 def weights(run):
-    return checkpoint.load(run.folder).state_dict
+    return checkpoint_reader.load(run.folder).state_dict
 
 
 def test_full_coverage_in_every_round_is_fed_avg(tmp_path):

@@ -14,7 +14,7 @@ from raafl.algorithms.streaming_diloco import Fragments
 from raafl.core.options import Compress
 from raafl.core.types import Joined, Lost
 from raafl.errors import BadInput
-from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.replay import replay
 from raafl.submodel import SpecError, Submodels
 from tests.helpers.coordinators import assigned, coordinator_for, join
@@ -46,8 +46,8 @@ def test_one_fragment_taken_whole_is_diloco_with_kept_moments_but_for_rounding(t
     one = finish(
         experiment(tmp_path / "a", streaming_diloco(1, alpha=0.0, sync_delay=0, inner_state="kept"), model=small)
     )
-    expected = checkpoint.load(other.folder).state_dict
-    for name, tensor in checkpoint.load(one.folder).state_dict.items():
+    expected = checkpoint_reader.load(other.folder).state_dict
+    for name, tensor in checkpoint_reader.load(one.folder).state_dict.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-7)
 
 

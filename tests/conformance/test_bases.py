@@ -17,7 +17,7 @@ from raafl.config.parse import load_experiment
 from raafl.lab.plan import show
 from raafl.lab.plan.dry import World, predict
 from raafl.lab.plan.plan import make_plan
-from raafl.runfolder import checkpoints
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.run import simulate
 from tests.conformance import executors
 from tests.conformance.clocks import fingerprints, on_both_clocks
@@ -105,7 +105,7 @@ def held(run):
 
 
 def adapters(run):
-    state = checkpoints.load(run.folder).state_dict
+    state = checkpoint_reader.load(run.folder).state_dict
     return {name: value for name, value in state.items() if ".lora_" in name}
 
 

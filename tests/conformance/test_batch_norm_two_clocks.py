@@ -8,7 +8,7 @@ import torch
 from raafl.algorithms import fed_avg, fed_buff
 from raafl.config.experiment import SubmodelOptions
 from raafl.parts import RateSelect
-from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import checkpoint_reader
 from tests.conformance.clocks import on_both_clocks
 from tests.helpers.small_runs import experiment
 from tests.numerics.test_batch_norm_runs import ConvNorm
@@ -30,6 +30,6 @@ def test_running_statistics_are_the_same_on_real_ranks(tmp_path, batch_norm):
     )
     simulated, real = on_both_clocks(base, tmp_path / "real")
     assert real.summary["final"] == simulated.summary["final"]
-    one, other = (checkpoint.load(run.folder).state_dict for run in (simulated, real))
+    one, other = (checkpoint_reader.load(run.folder).state_dict for run in (simulated, real))
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert not one["norm1.running_mean"].eq(0).all()

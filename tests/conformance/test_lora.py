@@ -14,7 +14,7 @@ pytest.importorskip("peft")
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
 from raafl.core.algorithm import Training
 from raafl.data import FederatedData, Iid
-from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.replay import replay
 from raafl.runtime.setup import make_model
 from tests.conformance.clocks import on_both_clocks
@@ -57,7 +57,7 @@ def test_one_round_by_hand(tmp_path):
         optimizer.step()
         assert model.get_parameter(f"{LAYERS[0]}.lora_B.default.weight")[:, rank:].count_nonzero() == 0
         trained.append(dict(model.named_parameters()))
-    merged = checkpoint.load(finish(experiment).folder).state_dict
+    merged = checkpoint_reader.load(finish(experiment).folder).state_dict
     for name, parameter in before.named_parameters():
         if not parameter.requires_grad:
             assert torch.equal(merged[name], parameter)

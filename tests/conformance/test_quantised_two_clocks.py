@@ -11,7 +11,7 @@ from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 
 from model_zoo.classifier import Classifier
 from raafl.algorithms import fed_avg, fed_raa
-from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import checkpoint_reader
 from tests.conformance.clocks import on_both_clocks
 from tests.helpers.small_runs import equal_replay, experiment, finish
 
@@ -38,7 +38,7 @@ def test_a_quantisation_aware_model_trains_the_same_simulated_and_on_real_ranks(
     base = experiment(tmp_path / "simulated", fed_avg(), model=Quantised, emulate=False)
     simulated, real = on_both_clocks(base, tmp_path / "real")
     assert real.summary["final"] == simulated.summary["final"]
-    saved = checkpoint.load(simulated.folder).state_dict
+    saved = checkpoint_reader.load(simulated.folder).state_dict
     assert saved[SCALE].shape == (24,) and saved[SCALE].unique().numel() > 12
     assert all(tensor.isfinite().all() for tensor in saved.values())
 
@@ -49,7 +49,7 @@ def test_ranges_that_begin_infinite_can_be_mixed(tmp_path):
     made = experiment(tmp_path / "run", fed_raa(), model=Quantised)
     run = finish(made)
     assert equal_replay(made, run)
-    saved = checkpoint.load(run.folder).state_dict
+    saved = checkpoint_reader.load(run.folder).state_dict
     read = Quantised.load_from_checkpoint(max((run.folder / "checkpoints").glob("*.ckpt")))  # as Lightning reads it
     assert all(torch.equal(tensor, saved[name]) for name, tensor in read.state_dict().items())
     assert saved[RANGE].isfinite()

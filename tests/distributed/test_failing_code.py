@@ -12,7 +12,7 @@ from model_zoo import MLP
 from raafl.config.options import Timeouts
 from raafl.core.types import OUT_OF_MEMORY, Arrived, Lost, Stop
 from raafl.local import failure
-from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import checkpoint_reader
 from tests.helpers import real_ranks as of_this_process
 from tests.helpers.joining_clients import remote
 from tests.helpers.real_ranks import Watched, ranks
@@ -58,7 +58,7 @@ def test_code_that_fails_in_a_rank_ends_the_run(tmp_path):
     assert "KeyError: 'no such\\nfile\\x1b[31m' (tests/distributed/test_failing_code.py:" in reason
     assert "in training_step" in run.text("failure.txt")
     assert codes[2] == 1
-    assert run.rows()[-1]["client"] and checkpoint.load(run.folder).raafl["finished"] is None
+    assert run.rows()[-1]["client"] and checkpoint_reader.load(run.folder).raafl["finished"] is None
     (lost,) = run.events("lost")
     assert lost["client"] == 2 and lost["reason"].startswith("failed: task ")
 

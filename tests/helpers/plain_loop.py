@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from raafl.data import Dirichlet, FederatedData
-from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import checkpoint_reader
 from tests.helpers.small_runs import digits, experiment, finish, small_mlp
 
 UNEVEN = Dirichlet(alpha=1.0)
@@ -28,7 +28,7 @@ def run(tmp_path, name, algorithm, **fields):
 
 def values(finished):
     """The final global model's parameters."""
-    return checkpoint.load(finished.folder).state_dict
+    return checkpoint_reader.load(finished.folder).state_dict
 
 
 def close(one, other, **tolerance):

@@ -89,11 +89,11 @@ def test_plain_transformers_loads_what_was_saved(make, architecture, task, tmp_p
 
 @pytest.mark.parametrize(("make", "architecture", "task"), CASES, ids=IDS)
 def test_a_checkpoint_needs_no_file_of_the_original(make, architecture, task, tmp_path):
-    from raafl.runfolder import checkpoints as checkpoint
+    from tests.helpers.checkpoints import save_checkpoint
 
     make(architecture=architecture).save_pretrained(tmp_path / "model")
     module, x = make(name_or_path=str(tmp_path / "model")).eval(), example(architecture)
-    path = checkpoint.save(tmp_path, 1, module.state_dict(), module=module)
+    path = save_checkpoint(tmp_path, 1, module.state_dict(), module=module)
     (tmp_path / "model").rename(tmp_path / "gone")
     again = type(module).load_from_checkpoint(path).eval()
     with torch.no_grad():

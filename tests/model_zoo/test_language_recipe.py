@@ -231,12 +231,12 @@ def test_settings_for_writing_are_in_checkpoints_and_in_the_saved_model(tmp_path
     """The folder's own, and those that are given; without the folder, too."""
     from transformers import GenerationConfig
 
-    from raafl.runfolder import checkpoints
+    from tests.helpers.checkpoints import save_checkpoint
 
     model = HFCausalLM("made:llama", generation={"repetition_penalty": 1.5, "eos_token_id": [1, 2]})
     model.save_pretrained(tmp_path / "base")
     module = HFCausalLM(str(tmp_path / "base"), generate=True, generation={"num_beams": 3})
-    path = checkpoints.save(tmp_path, 1, module.state_dict(), module=module)
+    path = save_checkpoint(tmp_path, 1, module.state_dict(), module=module)
     again = HFCausalLM.load_from_checkpoint(path)
     again.save_pretrained(tmp_path / "saved")
     for found in (again.model.generation_config, GenerationConfig.from_pretrained(tmp_path / "saved")):

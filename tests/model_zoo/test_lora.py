@@ -68,7 +68,7 @@ def test_adapters_and_a_new_head_train_and_nothing_else(make, task, head):
 @pytest.mark.quick_cases("BERT", "LLaMA writes")
 @pytest.mark.parametrize(("make", "task", "head"), CASES, ids=IDS)
 def test_a_base_in_bf16_takes_half_and_what_trains_is_in_float32(make, task, head, tmp_path):
-    from raafl.runfolder import checkpoints as checkpoint
+    from tests.helpers.checkpoints import save_checkpoint
 
     whole, module, x = adapted(make), adapted(make, base="bf16"), example(task)
     for (name, one), other in zip(module.named_parameters(), whole.parameters(), strict=True):
@@ -88,7 +88,7 @@ def test_a_base_in_bf16_takes_half_and_what_trains_is_in_float32(make, task, hea
     loss = module.training_step((x, x if task == "CausalLM" else torch.zeros(3, dtype=torch.long)), 0)
     loss.backward()
     assert loss.dtype == torch.float32 and all(p.grad.dtype == p.dtype for p in module.parameters() if p.requires_grad)
-    again = type(module).load_from_checkpoint(checkpoint.save(tmp_path, 1, module.state_dict(), module=module)).eval()
+    again = type(module).load_from_checkpoint(save_checkpoint(tmp_path, 1, module.state_dict(), module=module)).eval()
     with torch.no_grad():
         assert torch.equal(again(x), module(x))
 
@@ -117,10 +117,10 @@ def test_plain_transformers_loads_a_saved_model_with_its_adapters_merged(make, t
 
 @pytest.mark.parametrize(("make", "task", "head"), CASES, ids=IDS)
 def test_a_checkpoint_is_loaded_with_its_adapters(make, task, head, tmp_path):
-    from raafl.runfolder import checkpoints as checkpoint
+    from tests.helpers.checkpoints import save_checkpoint
 
     module, x = adapted(make), example(task)
-    path = checkpoint.save(tmp_path, 1, module.state_dict(), module=module)
+    path = save_checkpoint(tmp_path, 1, module.state_dict(), module=module)
     again = type(module).load_from_checkpoint(path).eval()
     assert again.lora == module.lora
     with torch.no_grad():

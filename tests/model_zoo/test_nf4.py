@@ -75,7 +75,7 @@ def test_adapters_train_beside_four_bits_which_never_travel(make, shape, tmp_pat
     """A weight takes half a byte and its share of a scale instead of two; predictions follow, the wire has the same bytes."""
     import transformers
 
-    from raafl.runfolder import checkpoints
+    from tests.helpers.checkpoints import save_checkpoint
 
     torch.manual_seed(0)
     half, module = (
@@ -100,7 +100,7 @@ def test_adapters_train_beside_four_bits_which_never_travel(make, shape, tmp_pat
     loss = module.training_step(batch, 0)
     loss.backward()
     assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
-    again = make.load_from_checkpoint(checkpoints.save(tmp_path, 1, module.state_dict(), module=module)).eval()
+    again = make.load_from_checkpoint(save_checkpoint(tmp_path, 1, module.state_dict(), module=module)).eval()
     module.eval()
     with torch.no_grad():
         assert torch.equal(again(x), module(x))

@@ -81,11 +81,11 @@ def test_a_step_moves_every_parameter_and_lowers_the_loss(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_checkpoint_makes_the_same_model_again(name, tmp_path):
-    from raafl.runfolder import checkpoints as checkpoint
+    from tests.helpers.checkpoints import save_checkpoint
 
     make, batch = MODELS[name]
     module = make().eval()
-    path = checkpoint.save(tmp_path, 1, module.state_dict(), module=module)
+    path = save_checkpoint(tmp_path, 1, module.state_dict(), module=module)
     again = type(module).load_from_checkpoint(path).eval()
     with torch.no_grad():
         assert torch.equal(again(*batch[:-1]), module(*batch[:-1]))

@@ -20,7 +20,7 @@ from raafl.data import Digits
 from raafl.data.partition import Dirichlet
 from raafl.errors import BadInput
 from raafl.parts import RateSelect
-from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.run import simulate
 from tests.habits.source import ROOT
 from tests.helpers.crash import crash
@@ -71,7 +71,7 @@ def run(tmp_path, name, algorithm, batch_norm=None, **fields):
 
 
 def saved(finished):
-    return checkpoint.load(finished.folder).state_dict
+    return checkpoint_reader.load(finished.folder).state_dict
 
 
 def measured(state_dict, make=ConvNorm):
@@ -183,7 +183,7 @@ def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypa
     made = experiment(tmp_path / "cut", algorithm, **more)
     with crash(monkeypatch, 7):
         simulate(made)
-    assert not checkpoint.load(tmp_path / "cut").state_dict["norm1.running_mean"].eq(0).all()  # usable as it is
+    assert not checkpoint_reader.load(tmp_path / "cut").state_dict["norm1.running_mean"].eq(0).all()  # usable as it is
     resumed = finish(replace(made, output=None, resume=made.output))
     assert {**resumed.summary, "wall_s": None} == {**whole.summary, "wall_s": None}
     assert all(torch.equal(tensor, saved(resumed)[name]) for name, tensor in saved(whole).items())

@@ -17,7 +17,7 @@ from raafl.core.options import Guard
 from raafl.data.partition import Dirichlet
 from raafl.errors import BadInput
 from raafl.parts.protect.privacy import Privacy
-from raafl.runfolder import checkpoints
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.run import simulate
 from raafl.runtime.setup import make_model
 from raafl.submodel.flat import reals
@@ -65,7 +65,7 @@ def run(folder, algorithm, model, **fields):
     before = {name: p.detach().clone() for name, p in make_model(made).named_parameters()}
     finished = finish(made)
     assert finished.summary["updates_merged"] >= 10 and not finished.summary["updates_refused"]
-    after = checkpoints.load(finished.folder).state_dict
+    after = checkpoint_reader.load(finished.folder).state_dict
     return before, {name: after[name] for name in before}
 
 

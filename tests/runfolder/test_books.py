@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from raafl.runfolder.append_file import START, AppendFile, link, read_table, unlink, write_table
-from raafl.runfolder.books import check_books, signature_warning
+from raafl.runfolder.append_file import START, AppendFile, link, read_table, write_table
+from raafl.runfolder.books import check_books, signature_warning, unlink
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.seals import Signer
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raafl.runfolder.append_file import START, AppendFile, check_lines, link, read_head, unlink
+from raafl.runfolder.append_file import START, AppendFile, link
+from raafl.runfolder.books import check_lines, read_head, unlink
 from raafl.runfolder.events import JournalReader
 from raafl.runfolder.journal import RunFolder
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from raafl.errors import BadInput
-from raafl.runfolder import checkpoints
+from raafl.runfolder import checkpoint_reader
 from tests.helpers.bent_frames import NUM_LONG
+from tests.helpers.checkpoints import save_checkpoint
 
 MARKS: list[str] = []
 
@@ -39,7 +40,7 @@ class Shell:
 def good(tmp_path):
     """The bytes of a checkpoint."""
     state = {"w": torch.arange(600.0), "n": torch.tensor(7)}
-    return checkpoints.save(tmp_path, 1, state, raafl={"a": [1, 2.5, None]}).read_bytes()
+    return save_checkpoint(tmp_path, 1, state, raafl={"a": [1, 2.5, None]}).read_bytes()
 
 
 def archive(good, change=lambda name, data: data, compression=zipfile.ZIP_STORED, more=()):
@@ -138,7 +139,7 @@ def test_what_is_no_checkpoint_is_bad_input_and_runs_nothing(tmp_path, good, nam
     with pytest.raises(
         BadInput, match=r"^checkpoint is .*version-000001.ckpt, which is damaged or not one of raafl's"
     ) as told:
-        checkpoints.load(path)
+        checkpoint_reader.load(path)
     assert "\n" not in str(told.value)
     assert MARKS == [] and capfd.readouterr().out == "" and not (tmp_path.parent / "evil").exists()
     if name in UNPACKS:  # refused before anything is unpacked
@@ -150,7 +151,7 @@ def test_a_pipe_or_folder_in_its_place_is_not_waited_for(tmp_path):
     (tmp_path / "checkpoints" / "version-000002.ckpt").mkdir(parents=True)
     for place in (tmp_path / "version-000001.ckpt", tmp_path / "checkpoints" / "version-000002.ckpt", tmp_path):
         with pytest.raises(BadInput, match="checkpoint is"):
-            checkpoints.load(place)
+            checkpoint_reader.load(place)
 
 
 def flipped(good, num, seed, path):
@@ -162,7 +163,7 @@ def flipped(good, num, seed, path):
             data[rng.randrange(len(data))] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)])
         path.write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.1 else data)
         try:
-            checkpoints.load(path)
+            checkpoint_reader.load(path)
             seen["read"] += 1
         except BadInput as refused:
             assert "\n" not in str(refused)

@@ -9,7 +9,7 @@ import torch
 from raafl.config.parse import parse
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
-from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.replay import Replay, replay
 from raafl.runtime.run import simulate
 from tests.helpers import forkserver
@@ -136,8 +136,8 @@ def test_until_stops_after_an_event_and_leaves_a_checkpoint(tmp_path):
     simulated(tmp_path / "run", "--max_updates=24", "--checkpoint_every=10", "--keep_checkpoints=5")
     result = replay(tmp_path / "run", until=4 + 10)
     assert result["events"] == 14 and result["versions"] == 10 and result["equal"] is None
-    at_ten = checkpoint.load(tmp_path / "run" / "checkpoints" / "version-000010.ckpt")
-    replayed = checkpoint.load(result["checkpoint"])
+    at_ten = checkpoint_reader.load(tmp_path / "run" / "checkpoints" / "version-000010.ckpt")
+    replayed = checkpoint_reader.load(result["checkpoint"])
     assert at_ten.state_dict.keys() == replayed.state_dict.keys()
     assert all(torch.equal(at_ten.state_dict[name], replayed.state_dict[name]) for name in at_ten.state_dict)
 

@@ -12,8 +12,8 @@ import torch
 from raafl.commands.cli import main
 from raafl.config.parse import parse
 from raafl.local.train import LocalTrainer
-from raafl.runfolder.append_file import START, link, unlink
-from raafl.runfolder.books import check_books
+from raafl.runfolder.append_file import START, link
+from raafl.runfolder.books import check_books, unlink
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.seals import Signer
 from raafl.sites.receipts import SiteReceipts, compare, server_keys

@@ -13,7 +13,7 @@ from raafl.core.options import Compress, Guard, Privacy, Rounds, SecureAggregati
 from raafl.core.types import Assign, Joined
 from raafl.data.partition import Dirichlet
 from raafl.errors import BadInput
-from raafl.runfolder import checkpoints
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.setup import build, make_executor
 from tests.helpers.crash import crash
 from tests.helpers.small_runs import COMING_AND_GOING, equal_replay, experiment, finish
@@ -59,7 +59,7 @@ def test_a_round_is_the_weighted_mean_over_coverage_in_fixed_point(tmp_path):
     algorithm = hetero_fl(rates=[1.0, 0.5, 0.5, 0.25], by_samples=True, masked=False)
     made = experiment(tmp_path / "run", algorithm, secure_aggregation=ON, max_updates=4, partition=Dirichlet(alpha=1.0))
     submodels, values, trained = tasks_of(made)
-    found = checkpoints.load(finish(made).folder).state_dict
+    found = checkpoint_reader.load(finish(made).folder).state_dict
     most, steps = max(samples for *_, samples in trained), 2**25  # 4 * 8 * 2^26 is one more than 31 bits hold
     num_alone = 0
     for name, shape in submodels.layout(part="trained").shapes.items():

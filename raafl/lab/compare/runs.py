@@ -34,7 +34,8 @@ from raafl.lab.compare.comparison import Options
 from raafl.lab.compare.processes import check_free, in_processes, ranks_log, start
 from raafl.lab.report.groups import of_experiment
 from raafl.rules import CURRENT
-from raafl.runfolder.checkpoints import load, newest
+from raafl.runfolder.checkpoint_reader import load
+from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.events import read_summary
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.schema import CLIENT, METRICS, TRAIN, Summary, is_metric

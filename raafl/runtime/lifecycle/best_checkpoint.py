@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from raafl.config.options import ranking
 from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
+from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.schema import CHECKPOINTS
 from raafl.runtime.lifecycle.checkpointer import cause
@@ -70,7 +71,7 @@ class BestCheckpoint(RunHooks):
         if not path.is_file():
             return None
         try:
-            found = checkpoint.load(path).raafl["best"]
+            found = checkpoint_reader.load(path).raafl["best"]
             kept = {"version": int(found["version"]), "metric": str(found["metric"]), "value": float(found["value"])}
         except (BadInput, KeyError, TypeError, ValueError):  # the file is damaged: the next evaluated model replaces it
             return None

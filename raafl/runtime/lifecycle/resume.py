@@ -20,6 +20,7 @@ from raafl.core import saving
 from raafl.core.coordinator import Coordinator
 from raafl.core.types import Limits
 from raafl.errors import BadInput, RunFailed
+from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.append_file import read_table, write_table
 from raafl.runfolder.events import JournalReader
@@ -68,7 +69,7 @@ def load(folder: Path, runtime: str) -> SavedRun:
     if not folder.is_dir():
         raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of the interrupted run")
     _refuse_links(folder)
-    saved = checkpoint.load(folder)
+    saved = checkpoint_reader.load(folder)
     if saved.raafl.get("finished") is not None:
         raise BadInput(f"resume is '{folder}', whose run is finished ({saved.raafl['finished']}): start a new one")
     if saved.raafl.get("runtime") != runtime:

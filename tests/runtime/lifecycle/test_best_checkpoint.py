@@ -9,7 +9,7 @@ import torch
 
 from model_zoo import MLP
 from raafl.errors import BadInput
-from raafl.runfolder.checkpoints import load
+from raafl.runfolder.checkpoint_reader import load
 from raafl.runtime.lifecycle.best_checkpoint import BestCheckpoint
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.submodel import FlatTensors, Submodels

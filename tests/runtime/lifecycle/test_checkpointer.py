@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from raafl.runfolder import append_file
+from raafl.runfolder import append_file, checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.lifecycle.checkpointer import Checkpointer
 from raafl.runtime.lifecycle.saved_form import SavedForm
@@ -101,7 +101,7 @@ def test_the_last_checkpoint_fails_and_the_one_before_is_good(tmp_path, monkeypa
     summary, folder = simulate(experiment(tmp_path / "run", "fed_async", checkpoint_every=5))
     assert summary["unwritten"] == {"checkpoints": 1}
     assert "Read-only file system" in summary["warnings"][0]
-    assert checkpoint.load(folder).version == 10
+    assert checkpoint_reader.load(folder).version == 10
 
 
 def test_a_run_whose_folder_is_deleted_goes_on_in_one_made_again(tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_a_run_whose_folder_is_deleted_goes_on_in_one_made_again(tmp_path, monke
     monkeypatch.setattr(Checkpointer, "on_settled", delete)
     summary, folder = simulate(experiment(tmp_path / "run", "fed_async"))
     assert summary["model_digest"] == plain["model_digest"]
-    assert checkpoint.load(folder).version == summary["versions"]
+    assert checkpoint_reader.load(folder).version == summary["versions"]
     assert summary["unwritten"]["events.jsonl"] > 6 and summary["unwritten"]["clients.csv"] >= 6
     assert any("deleted during the run" in line for line in summary["warnings"])
     assert (folder / "config.yaml").exists() and (folder / "summary.json").exists()

@@ -17,7 +17,7 @@ from raafl.core.types import Settled, Update
 from raafl.data import Digits, Iid
 from raafl.data.federated import FederatedData
 from raafl.local.data_faults import fault_in, first_not_finite
-from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.lifecycle.divergence import Divergence
 from raafl.runtime.run import simulate
 from raafl.submodel import FlatTensors, Layout
@@ -55,7 +55,7 @@ def test_with_strict_it_fails_and_can_be_resumed(tmp_path, monkeypatch):
     NUM_MEASURED[0] = 0
     run = finish(replace(experiment(tmp_path / "run", model=lambda: Lost(64, (8,), 10)), strict=True))
     assert run.summary["finished"].startswith("failed: training diverges: loss is nan at version 1")
-    assert run.summary["versions"] == 1 and checkpoint.load(run.folder).raafl["finished"] is None
+    assert run.summary["versions"] == 1 and checkpoint_reader.load(run.folder).raafl["finished"] is None
 
 
 def watching(said, *, strict):

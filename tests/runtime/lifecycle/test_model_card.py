@@ -7,7 +7,7 @@ import torch
 
 from model_zoo import MLP
 from raafl.core.options import Privacy
-from raafl.runfolder import checkpoints
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.lifecycle.model_card import model_card
 from tests.helpers.small_runs import experiment, finish
 
@@ -67,7 +67,7 @@ def test_a_private_run_leaves_its_values_as_safetensors_with_a_card_that_has_eps
     card = (run.folder / "model" / "README.md").read_text()
     assert f"| epsilon | {run.summary['privacy']['epsilon']} |" in card and run.digest in card
     found = load_file(run.folder / "model" / "model.safetensors")
-    saved = checkpoints.load(run.folder).state_dict
+    saved = checkpoint_reader.load(run.folder).state_dict
     assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
     module = MLP(64, (24,), 10)
     module.load_state_dict(found)

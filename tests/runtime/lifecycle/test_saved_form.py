@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import raafl
 from raafl.errors import BadInput
+from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.submodel import FlatTensors
@@ -243,7 +244,9 @@ def test_plain_lightning_reads_what_the_module_saves(tmp_path, kind):
         with SavedForm(module).filled(values):
             expected = module.facts()
         assert loaded.facts() == expected
-    again = checkpoint.load(path)  # a run resumes from the values by raafl's names, whatever the module calls them
+    again = checkpoint_reader.load(
+        path
+    )  # a run resumes from the values by raafl's names, whatever the module calls them
     assert again.version == 7 and again.raafl == {"x": 1}
     assert all(torch.equal(again.values[name], value) for name, value in values.items())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raafl.runfolder import checkpoints
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.lifecycle.service_manager import ServiceManager
 from tests.helpers.certificates import federation
 from tests.helpers.forked_command import command, wait_for
@@ -82,7 +82,7 @@ def test_a_server_is_ready_alive_and_after_sigterm_leaves_a_checkpoint_and_130(t
         assert server.end() == 130, server.err
     assert told[0].startswith("READY=1\nSTATUS=quickstart: listening at 127.0.0.1:")
     assert (told + heard(systemd))[-1] == "STOPPING=1"
-    assert checkpoints.load(run).raafl["finished"] is None
+    assert checkpoint_reader.load(run).raafl["finished"] is None
 
 
 def test_a_client_is_ready_before_its_server_is_there_and_ends_with_130(tmp_path, systemd, free_port):

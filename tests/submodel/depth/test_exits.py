@@ -18,7 +18,7 @@ from raafl.config.parse import parse
 from raafl.core.algorithm import Select
 from raafl.core.types import Work
 from raafl.errors import BadInput
-from raafl.runfolder import checkpoints as checkpoint
+from raafl.runfolder import checkpoint_reader
 from raafl.runtime.setup import build, client_parts, user_model
 from raafl.submodel import add_exits, depth_window
 from tests.helpers.lora_models import BERT, Tokens
@@ -61,7 +61,7 @@ def test_server_and_clients_have_the_exits_alike(tmp_path):
 
 def test_a_run_trains_the_exits_and_saves_a_model_that_loads_without(tmp_path):
     finished = finish(run_of(tmp_path / "run"))
-    state = checkpoint.load(finished.folder).state_dict
+    state = checkpoint_reader.load(finished.folder).state_dict
     first = user_model(run_of(tmp_path / "other")).state_dict()
     assert set(state) == set(first)
     assert not torch.equal(state["model.exits.exit1.1.weight"], state["model.classifier.weight"])

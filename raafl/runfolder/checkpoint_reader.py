@@ -1,0 +1,103 @@
+"""Read the checkpoints that `raafl.runfolder.checkpoints` writes, and the tensors that a run has received.
+
+Files may come from other people: they are read with `torch.load(weights_only=True)`, and nothing in them is executed.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raafl.errors import BadInput, cause
+from raafl.runfolder.checkpoints import FORMAT, newest
+from raafl.runfolder.schema import RECEIVED
+from raafl.submodel import FlatTensors, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """Content of a checkpoint file."""
+
+    path: Path  # path of the file
+    version: int  # version of the global model
+    state_dict: dict[str, Any]  # state dict as the module saves it, with tensors on the CPU
+    hyper_parameters: dict[str, Any]  # arguments of the module
+    raafl: dict[str, Any]  # everything else that is needed to resume the run
+    values: dict[str, torch.Tensor]  # tensors of the global model by name
+
+
+def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
+    """Read a checkpoint; `path` is a checkpoint file, or a run folder, of which the newest checkpoint is read.
+
+    Raises:
+        BadInput: there is no checkpoint at `path`, or the file cannot be read or was not written by raafl.
+    """
+    found = newest(path) if Path(path).is_dir() else Path(path)
+    if found is None or not found.is_file():
+        raise BadInput(
+            f"checkpoint is {str(path)!r}, but there is none: give a version-*.ckpt file or a run folder with one"
+        )
+    try:
+        content = load_plain(found)
+        section = content["raafl"]
+        if (format_ := section["format"]) != FORMAT:
+            raise BadInput(
+                f"checkpoint is {found} of format {format_}, but this version reads format {FORMAT}: use the "
+                "version that wrote it"
+            )
+        # checkpoints of earlier versions have no separate values
+        state, more = content["state_dict"], section.get("values", {})
+        values = {**{name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, **more}
+        hyper_parameters = content.get("hyper_parameters", {})
+        return SavedCheckpoint(found, section["version"], state, hyper_parameters, section["state"], values)
+    except BadInput:
+        raise
+    except Exception as error:  # torch.load and untrusted content raise errors of many types
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        # torch's message advises to load untrusted code, so it is not shown
+        if type(error).__name__ == "UnpicklingError":
+            what = "it holds more than tensors and plain values"
+        raise BadInput(
+            f"checkpoint is {found}, which is damaged or not one of raafl's ({what}): give an earlier one"
+        ) from error
+
+
+def load_received(folder: Path, fingerprint: str, layout: Layout) -> FlatTensors:
+    """Read what `keep_received` has written.
+
+    Raises:
+        BadInput: the file is missing or damaged, or holds other tensors.
+    """
+    path = folder / RECEIVED / f"{fingerprint}.pt"
+    try:
+        found = FlatTensors.from_named(load_plain(path), layout)
+    except Exception as error:
+        raise BadInput(
+            f"'{path}' cannot be read ({cause(error)}): replay an unchanged copy of the run's folder"
+        ) from None
+    if found.fingerprint() != fingerprint:
+        raise BadInput(f"'{path}' was changed: replay an unchanged copy of the run's folder")
+    return found
+
+
+def load_plain(path: Path) -> Any:
+    """Read tensors and plain values from a file of `torch.save` that somebody else may have written; nothing is executed.
+
+    A file that would unpack to more than its own length is refused, as is the format before torch 1.6.
+
+    Raises:
+        Exception: the file is damaged, or holds anything else; torch.load raises errors of many types.
+    """
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        # torch.save never compresses, so a compressed entry was made by something else
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("it is compressed")
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise ValueError("it unpacks to more than its own length")
+    return torch.load(path, map_location="cpu", weights_only=True)

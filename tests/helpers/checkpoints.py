@@ -1,0 +1,14 @@
+"""Write a checkpoint in one step, which a run does in two: the contents at once, the file in a thread."""
+
+from pathlib import Path
+from typing import Any
+
+from raafl.runfolder import checkpoints
+
+
+def save_checkpoint(
+    folder: Any, version: int, state_dict: Any, *, keep_last: int | None = None, name: str | None = None, **more: Any
+) -> Path:
+    """Write a checkpoint to a run folder; return its path."""
+    content = checkpoints.contents(version, state_dict, **more)
+    return checkpoints.write(folder, content, keep_last=keep_last, name=name)

@@ -22,7 +22,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -57,11 +56,13 @@ from raafl.runfolder.schema import (
     TESTED,
     TIME_TO,
     JournalRow,
+    Sealed,
     Summary,
+    TableSeal,
 )
 
 if TYPE_CHECKING:
-    from raafl.runfolder.seals import RunSeals, Signer, TableSeal
+    from raafl.runfolder.seals import RunSeals, Signer
     from raafl.runfolder.tail import Reader
 
 
@@ -194,15 +195,6 @@ def _cell(value: object) -> object:
 
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """State of journal and tables at one moment, for a seal (a signed entry with their hashes)."""
-
-    rows: int  # number of rows in the journal
-    head: str  # hash of the journal's last row
-    tables: Mapping[str, TableSeal]  # digest of each table, by file name
 
 
 class RunFolder:

@@ -6,7 +6,8 @@ neither torch nor numpy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Final, Literal, TypedDict, get_args, get_origin, get_type_hints
@@ -310,3 +311,21 @@ def _fits(value: object, hint: Any) -> bool:
     if hint is int:
         return isinstance(value, int) and abs(value) < 2**64  # seeds are 64-bit integers
     return isinstance(value, int | float if hint is float else get_origin(hint) or hint)
+
+
+@dataclass(frozen=True, slots=True)
+class TableSeal:
+    """Digest of the rows of a table, with their number and the columns."""
+
+    lines: int  # number of lines after the header
+    columns: Sequence[str]  # columns of the header; later rows may add more
+    sha256: str  # digest of the rows without empty cells at their ends, so that new columns do not change it
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """State of journal and tables at one moment, for a seal (a signed entry with their hashes)."""
+
+    rows: int  # number of rows in the journal
+    head: str  # hash of the journal's last row
+    tables: Mapping[str, TableSeal]  # digest of each table, by file name

@@ -26,27 +26,16 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from raafl.atomic_file import state_folder, write_private
 from raafl.errors import BadInput
 from raafl.runfolder.append_file import START, AppendFile, complete_rows, to_json
-from raafl.runfolder.schema import CHECKPOINTS, CONFIG, GROWING, MODEL, SEALS, SUMMARY
+from raafl.runfolder.schema import CHECKPOINTS, CONFIG, GROWING, MODEL, SEALS, SUMMARY, Sealed, TableSeal
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    from raafl.runfolder.journal import Sealed
-
 _SIGNATURE: Final = b',"signature":"'
 _CONTEXT: Final = "raafl seal 1\n"
 """Prefix of every text that is signed, so that a signature is valid for nothing else that the key signs."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TableSeal:
-    """Digest of the rows of a table, with their number and the columns."""
-
-    lines: int  # number of lines after the header
-    columns: Sequence[str]  # columns of the header; later rows may add more
-    sha256: str  # digest of the rows without empty cells at their ends, so that new columns do not change it
 
 
 class TableDigest:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raafl.core import saving
 from raafl.core.coordinator import Coordinator
@@ -16,12 +16,10 @@ from raafl.core.hooks import RunHooks
 from raafl.errors import USER_ERRORS, BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.record import RunRecord
+from raafl.runfolder.schema import Sealed
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.submodel import FlatTensors
 from raafl.units import size
-
-if TYPE_CHECKING:
-    from raafl.runfolder.journal import Sealed
 
 _log = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from raafl.config.experiment import Experiment
     from raafl.errors import BadInput, RunFailed
     from raafl.lab.compare.compared import compare
+    from raafl.lab.compare.sweep import sweep
     from raafl.lab.plan.choose import auto
     from raafl.local.from_trainer import from_trainer
     from raafl.runtime.fit import fit
@@ -42,6 +43,7 @@ _HOME = {
     "fit": "raafl.runtime.fit",
     "from_trainer": "raafl.local.from_trainer",
     "simulate": "raafl.runtime.run",
+    "sweep": "raafl.lab.compare.sweep",
 }
 
 

@@ -57,6 +57,8 @@ usage: raafl COMMAND [options]
                  raafl report RUN [RUN ...] [--output PAGE.html] [--figure CURVES.svg]
   compare      run rows of settings over several seeds, search each row's settings alike, and say what the seeds show:
                  raafl compare FILE.yaml [--output DIR] [--jobs N] [--ranks N] [--plan] [--verify]
+  sweep        search fields of one config by an Optuna study or a grid; or write the search as a W&B sweep:
+                 raafl sweep SPEC.yaml [--output DIR] [--jobs N] [--wandb]
   reproduce    run a table of a paper as such a comparison, or list the tables:
                  raafl reproduce [PAPER [TABLE]] [--scale small|full] [--jobs N] [--plan]
   plan         say what a run will take by device and algorithm, before it is run; or measure this machine:
@@ -118,6 +120,7 @@ def _main(argv: list[str]) -> int:
         "watch": _watch,
         "report": _page,
         "compare": _comparing("compare"),
+        "sweep": _comparing("sweep"),
         "reproduce": _comparing("reproduce"),
         "plan": _printed("plan"),
         "calibrate": _printed("calibrate"),
@@ -341,7 +344,7 @@ def _page(argv: list[str]) -> int:
     return 0
 
 
-def _comparing(name: Literal["compare", "reproduce"]) -> Callable[[list[str]], int]:
+def _comparing(name: Literal["compare", "sweep", "reproduce"]) -> Callable[[list[str]], int]:
     """Return a command-line function that prints the result of ``raafl.commands.NAME.NAME``."""
 
     def run(argv: list[str]) -> int:

@@ -116,10 +116,14 @@ def parser() -> ArgumentParser:
     return with_common(found)
 
 
-def with_common(parser: ArgumentParser) -> ArgumentParser:
+def with_common(parser: ArgumentParser, *, of_one_row: bool = False) -> ArgumentParser:
     """Add the options shared by all commands that run comparisons; return the parser."""
-    parser.add_argument("--output", type=Path, metavar="DIR", help="its folder; default: comparisons/NAME")
-    parser.add_argument("--rows", nargs="+", metavar="LABEL", help="run these rows alone; the result names the others")
+    where = "sweeps" if of_one_row else "comparisons"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=f"its folder; default: {where}/NAME")
+    if not of_one_row:
+        parser.add_argument(
+            "--rows", nargs="+", metavar="LABEL", help="run these rows alone; the result names the others"
+        )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process of its own")
     parser.add_argument(
         "--ranks", type=int, default=1, metavar="N", help="processes that share the tasks of each run, on GPUs too"

@@ -18,7 +18,19 @@ from raafl.log import FORMATS
 SHELLS = ("bash", "zsh", "tcsh")
 _CONFIG_COMMANDS = ("fit", "simulate", "serve", "join", "plan", "axes")
 _REMOTE_COMMANDS = ("serve", "join")
-_OWN_PARSERS = ("replay", "audit", "watch", "report", "compare", "reproduce", "plan", "calibrate", "axes", "certs")
+_OWN_PARSERS = (
+    "replay",
+    "audit",
+    "watch",
+    "report",
+    "compare",
+    "sweep",
+    "reproduce",
+    "plan",
+    "calibrate",
+    "axes",
+    "certs",
+)
 _FLAGS = ("--json", "--trust_config", "--help", "--print_config")
 _FILES = frozenset(
     {

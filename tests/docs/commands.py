@@ -21,6 +21,7 @@ from raafl.config.remote_options import split
 from raafl.lab.compare.comparison import read
 from raafl.lab.compare.grid import is_grid, read_grid
 from raafl.lab.compare.runs import resolve
+from raafl.lab.compare.sweep import read_sweep
 from tests.habits.source import ROOT
 from tests.helpers import cached_models
 
@@ -28,7 +29,7 @@ from tests.helpers import cached_models
 FAR = re.compile(
     r"raafl\.data\.(MNIST|CIFAR|SST2|AGNews|FPB|Shakespeare|HuggingFace)|package:(?!pydoc_data)|name_or_path(?!: made:|$)"
 )
-NEVER_RUN = ("fit", "serve", "join", "watch", "sweep")  # real ranks, or something that goes on
+NEVER_RUN = ("fit", "serve", "join", "watch")  # real ranks, or something that goes on
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 _numbers = count()
 
@@ -120,6 +121,8 @@ def check_raafl(argv: list[str], *, runs: bool) -> None:
         check_paper(rest)
     elif command == "compare":
         check_comparison(Path(rest[0]) if Path(rest[0]).exists() else ROOT / rest[0])
+    elif command == "sweep" and "--wandb" not in rest:
+        assert read_sweep(Path(rest[0])).comparison()
     elif runs and command not in NEVER_RUN:
         exits_well(argv)
 

@@ -9,6 +9,8 @@ import yaml
 from raafl.config.experiment import Experiment
 from raafl.config.parse import parse
 from raafl.devices.profiles import load_devices
+from raafl.lab.compare.search import check_space
+from raafl.lab.compare.sweep import read_sweep
 from raafl.sites.policy import load_policy
 from tests.docs.blocks import Block
 from tests.habits.source import ROOT
@@ -19,7 +21,7 @@ BASE: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").rea
 
 
 def check_yaml(block: Block) -> None:
-    """Load a block: a site's policy, a config, part of one (the quick start has the rest), or a list of devices."""
+    """Load a block: a site's policy, a config, part of one (the quick start has the rest), a sweep, or a list of devices."""
     data = yaml.safe_load(block.text)
     if block.file == "site.yaml":
         load_policy(block.file)  # the page has written it
@@ -30,6 +32,10 @@ def check_yaml(block: Block) -> None:
         assert load_devices("devices.yaml")
         return
     if "rows" in data:  # a comparison, which the page's command reads
+        return
+    if "fields" in data:
+        found = read_sweep(data).comparison()
+        check_space(found, found.search)
         return
     base = {name: value for name, value in BASE.items() if "trainer" not in data or name not in ("model", "data")}
     whole = base | data

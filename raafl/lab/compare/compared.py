@@ -12,7 +12,7 @@ from raafl.errors import BadInput, at_least
 from raafl.lab.compare import report
 from raafl.lab.compare.comparison import Comparison, Options, of_fields, read
 from raafl.lab.compare.runs import Run, Runner, check_distinct, resolve
-from raafl.lab.compare.search import Trial, run_trials, trials_of
+from raafl.lab.compare.search import Trial, check_space, run_studies, run_trials, trials_of
 from raafl.log import console
 
 if TYPE_CHECKING:
@@ -135,6 +135,8 @@ def run_comparison(
     # raises for an invalid option before any run starts
     studies = search is not None and search.sampler is not None
     trials = {} if search is None or studies else trials_of(comparison, search)
+    if search is not None and studies:
+        check_space(comparison, search)
 
     def reported(settings: Mapping[str, Options]) -> dict[str, list[Run]]:
         return {
@@ -150,8 +152,6 @@ def run_comparison(
     runner = Runner(folder / "runs", jobs, any_code, tell, ranks, cluster)
     best: dict[str, Trial] = {}
     if search is not None and studies:
-        from raafl.lab.compare.search import run_studies
-
         trials, best = run_studies(comparison, search, runner, folder, jobs)
     elif search is not None:
         best = run_trials(trials, comparison, search, runner)

@@ -88,6 +88,10 @@ class Search:
             random or gp; None = settings are those of the grid.
         pruner: with a sampler, how trials end early, by their scores after a quarter and half of the budget: halving or
             median; None = each trial is run completely.
+        storage: with a sampler, where its studies are: a URL of a database as Optuna has it (``sqlite:///studies.db``), or
+            the path of a journal; None = ``search.journal`` in the comparison's folder.
+        target: value of the metric; trials are compared by the virtual time until it is reached, and one that does not
+            reach it is the worst; None = they are compared by the metric at their end.
     """
 
     grid: Mapping[str, Any]  # lists, or with a sampler ranges
@@ -99,6 +103,8 @@ class Search:
     halving: Halving | None = None
     sampler: str | None = None
     pruner: str | None = None
+    storage: str | None = None
+    target: float | None = None
 
     def settings(self, label: str) -> list[Options]:
         """Return the settings that the row ``label`` tries, as command-line options."""
@@ -129,9 +135,16 @@ class Search:
             raise BadInput(
                 f"search.validation_share is {self.validation_share}: give a share of the training set, such as 0.1"
             )
+        if self.target is not None and (self.pruner or self.halving):
+            raise BadInput(
+                f"search.target is {self.target:g}, and trials that end early have not reached it: leave out "
+                f"search.{'pruner' if self.pruner else 'halving'}"
+            )
         if self.sampler is not None or self.pruner is not None:
             self._check_study(labels)
             return
+        if self.storage is not None:
+            raise BadInput(f"search.storage is '{self.storage:.80}', but there is no sampler: give search.sampler: tpe")
         if self.halving is not None:
             _log.warning("search.halving is deprecated: give search.sampler: tpe and search.pruner: halving")
         sizes = {label: _size(label, self.rows.get(label, self.grid)) for label in labels}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 import zlib
@@ -14,7 +15,9 @@ from typing import Any
 from raafl.errors import BadInput, RunFailed, installing
 from raafl.lab.compare.comparison import Comparison, Halving, Options, Range, Search
 from raafl.lab.compare.results import curve_of
-from raafl.lab.compare.runs import Outcome, Run, Runner, resolve
+from raafl.lab.compare.runs import Outcome, Run, Runner, parsed, resolve
+from raafl.lab.compare.statistics import time_to
+from raafl.sanitize import sanitize_text
 
 
 @dataclass
@@ -23,7 +26,7 @@ class Trial:
 
     settings: Options  # options that the trial sets
     runs: list[Run]  # runs with these settings, one for each seed of the search
-    # value of the metric at the end of each run, by seed; a failed run has none
+    # value of the metric at the end of each run, or seconds until a target, by seed; a failed run has none
     scores: dict[int, float] = field(default_factory=dict)
     fraction: float = 0.0  # part of the budget that was used; below 1 if the trial ended early
 
@@ -97,11 +100,11 @@ def run_trials(
         for some in going.values():
             for trial in some:
                 trial.fraction = fraction
-                trial.scores = scores_of(trial, outcomes, comparison)
+                trial.scores = scores_of(trial, outcomes, comparison, search)
         for label, some in going.items():
             # a stable sort: among equal trials the first in the grid wins
-            some.sort(key=lambda trial: trial.rank(comparison.maximize))
-            if math.isinf(some[0].rank(comparison.maximize)):
+            some.sort(key=lambda trial: trial.rank(_maximizes(comparison, search)))
+            if math.isinf(some[0].rank(_maximizes(comparison, search))):
                 errors = [outcomes[run.part(fraction)].error for run in some[0].runs]
                 raise RunFailed(
                     f"all trials of row '{label}' failed, the first with: {next(filter(None, errors), 'no value')}: "
@@ -118,29 +121,42 @@ def rungs(halving: Halving | None) -> list[float]:
     return [2.0 ** (rung - num + 1) for rung in range(num)]
 
 
-def scores_of(trial: Trial, outcomes: Mapping[Run, Outcome], comparison: Comparison) -> dict[int, float]:
-    """Return the metric's value at the end of each run of a trial, by seed; a run that failed has none."""
+def scores_of(
+    trial: Trial, outcomes: Mapping[Run, Outcome], comparison: Comparison, search: Search
+) -> dict[int, float]:
+    """Return the metric's value at the end of each run of a trial, by seed; a run that failed has none.
+
+    With a target it is the seconds until the target, infinity where it was not reached.
+    """
     scores = {}
     for run in trial.runs:
         outcome = outcomes.get(run.part(trial.fraction))
         if outcome is not None and outcome.summary is not None:
             curve = comparison.points(curve_of(Path(outcome.folder), comparison.metric))
-            if curve:
+            if curve and search.target is None:
                 scores[run.seed] = curve[-1][1]
+            elif curve and search.target is not None:
+                time_s = time_to(curve, search.target, comparison.maximize)
+                scores[run.seed] = math.inf if time_s is None else time_s
     return scores
+
+
+def _maximizes(comparison: Comparison, search: Search) -> bool:
+    return comparison.maximize and search.target is None
 
 
 # Search the settings of each row by an Optuna study: ranges, samplers, pruners by virtual time, and a storage that resumes.
 #
-# Each row has a study of its own in the comparison's folder, `search.journal`, which Optuna's dashboard reads. Settings are
-# asked for and told, so that trials run as all runs do: several at a time, on a cluster, and reused where they have ended. A
-# sampler is seeded anew for each batch of trials by their number, so that a search that was killed goes on as it would have
-# gone.
+# Each row has a study of its own, in the comparison's folder (`search.journal`) or in a storage that several share; Optuna's
+# dashboard reads either. Settings are asked for and told, so that trials run as all runs do: several at a time, on a cluster,
+# and reused where they have ended. A sampler is seeded anew for each batch of trials by their number, so that a search that was
+# killed goes on as it would have gone.
 
 STORAGE = "search.journal"
 _FRACTIONS = {1: 0.25, 2: 0.5, 4: 1.0}  # share of a trial's budget by the step that a pruner sees
 _ENDED = "ended"  # user attribute of a trial that counts: it was run, whatever came of it
 _SETTINGS = "settings"
+_SPACE = "space"  # user attribute of a study: what it searches
 
 
 def run_studies(
@@ -155,23 +171,11 @@ def run_studies(
         BadInput: Optuna is not installed, or settings are wrong.
         RunFailed: a run was interrupted from outside, or all trials of a row failed.
     """
-    try:
-        import optuna
-        from optuna.storages.journal import JournalFileBackend
-    except ImportError:
-        raise BadInput(f"search.sampler needs Optuna, which is not installed: {installing('tune')}") from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    folder.mkdir(parents=True, exist_ok=True)
-    storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / STORAGE)))
+    storage = _storage(search, folder)
+    maximize = _maximizes(comparison, search)
     trials, best = {}, {}
     for label in comparison.rows:
-        study = optuna.create_study(
-            storage=storage,
-            study_name=label,
-            direction="maximize" if comparison.maximize else "minimize",
-            pruner=_pruner(search),
-            load_if_exists=True,
-        )
+        study = _study(storage, comparison, search, label)
         _renew_killed(study)
         while (num := len(_ended(study))) < (search.trials or 0):
             study.sampler = _sampler(search, label, num)
@@ -182,10 +186,68 @@ def run_studies(
             for one in _ended(study)
         ]
         # a stable choice: among equal trials the first wins
-        best[label] = min(trials[label], key=lambda trial: (trial.fraction < 1, trial.rank(comparison.maximize)))
-        if best[label].rank(comparison.maximize) == float("inf"):
-            raise RunFailed(f"all trials of row '{label}' failed: search other settings")
+        best[label] = min(trials[label], key=lambda trial: (trial.fraction < 1, trial.rank(maximize)))
+        if math.isinf(best[label].rank(maximize)):
+            what = "failed" if search.target is None else f"failed or did not reach {search.target:g}"
+            raise RunFailed(f"all trials of row '{label}' {what}: search other settings")
     return trials, best
+
+
+def _storage(search: Search, folder: Path) -> Any:
+    """Open the storage of the studies; raise `BadInput` where Optuna is missing, or cannot open it."""
+    try:
+        import optuna
+        from optuna.storages.journal import JournalFileBackend
+    except ImportError:
+        raise BadInput(f"search.sampler needs Optuna, which is not installed: {installing('tune')}") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    where = str(folder / STORAGE) if search.storage is None else search.storage
+    try:
+        if "://" in where:
+            return optuna.storages.RDBStorage(where)
+        Path(where).parent.mkdir(parents=True, exist_ok=True)
+        return optuna.storages.JournalStorage(JournalFileBackend(where))
+    except Exception as error:  # Optuna and the drivers of databases have errors of their own
+        raise BadInput(
+            f"search.storage is '{where:.200}', which Optuna cannot open ({sanitize_text(str(error), 200)}): give a path, or "
+            "a URL such as sqlite:///studies.db"
+        ) from None
+
+
+def _study(storage: Any, comparison: Comparison, search: Search, label: str) -> Any:
+    """Return the study of a row; raise `BadInput` where the storage has one of that name that searched something else."""
+    import optuna
+
+    name = label if search.storage is None else f"{comparison.name}: {label}"
+    study = optuna.create_study(
+        storage=storage,
+        study_name=name,
+        direction="maximize" if _maximizes(comparison, search) else "minimize",
+        pruner=_pruner(search),
+        load_if_exists=True,
+    )
+    base = [run.digest for run in _runs(comparison, search, label, ())]
+    grid = dict(search.rows.get(label, search.grid))
+    space = hashlib.sha256(repr([base, grid, comparison.metric, search.target, search.pruner]).encode()).hexdigest()
+    if study.user_attrs.get(_SPACE, space) != space:
+        raise BadInput(
+            f"the study '{name}' searched other settings, data, budget or metric: choose another "
+            f"{'--output' if search.storage is None else 'name'}, or give the settings that it had"
+        )
+    study.set_user_attr(_SPACE, space)
+    return study
+
+
+def check_space(comparison: Comparison, search: Search) -> None:
+    """Raise `BadInput` unless each value of a list and both ends of a range are settings that a row can have."""
+    for label in comparison.rows:
+        for option, values in search.rows.get(label, search.grid).items():
+            if not isinstance(values, list):
+                space = Range.of(option, values)
+                values = [space.low, space.high]
+            for value in values:
+                settings = comparison.options_of(label, (*search.options, option, str(value)))
+                parsed(comparison.config, f"{label} (search)", settings, search.seeds[0])
 
 
 def _ended(study: Any) -> list[Any]:
@@ -218,8 +280,10 @@ def _run(study: Any, asked: Sequence[Any], comparison: Comparison, search: Searc
                 raise RunFailed(f"a trial of {label} was interrupted ({outcome.error}): run the same command again")
         for number, (trial, some) in list(going.items()):
             made = Trial(settings[number], some, fraction=fraction)
-            made.scores = scores_of(made, outcomes, comparison)
-            failed = made.rank(comparison.maximize) == float("inf")
+            made.scores = scores_of(made, outcomes, comparison, search)
+            # a run that does not reach a target is bad, which a sampler is to learn, but has not failed
+            missed = search.target is not None and len(made.scores) == len(some) and math.inf in made.scores.values()
+            failed = not missed and math.isinf(made.rank(_maximizes(comparison, search)))
             score = None if failed else statistics.fmean(made.scores.values())
             pruned = False
             if score is not None and fraction < 1:

@@ -37,7 +37,7 @@ def value(options):
 
 @pytest.fixture(autouse=True)
 def scored(monkeypatch):
-    def scores(trial, outcomes, comparison):
+    def scores(trial, outcomes, comparison, search):
         return {run.seed: value(trial.settings) for run in trial.runs}
 
     monkeypatch.setattr(searches, "scores_of", scores)

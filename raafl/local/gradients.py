@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ def check_optimizer(optimizer: Optimizer, local: Local, clip: float | None, num_
 
 def backward_of(
     run: Callable[[Tensor, None], None],
-    module: nn.Module,
+    parameters: Sequence[nn.Parameter],
     optimizer: Optimizer,
     local: Local,
     clip: float | None,
@@ -54,6 +54,7 @@ def backward_of(
     """Return a function that runs the backward pass, and makes sparse gradients dense unless only the optimizer reads them.
 
     `run`: backward pass of Fabric's strategy; its second argument is None.
+    `parameters`: all parameters of the module.
     `clip`: largest gradient norm; None = no clipping.
 
     Raises:
@@ -65,7 +66,7 @@ def backward_of(
     def backward(loss: Tensor) -> None:
         run(loss, None)
         if not stays_sparse:
-            make_dense_(module.parameters())
+            make_dense_(parameters)
 
     return backward
 

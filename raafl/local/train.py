@@ -419,7 +419,7 @@ class TaskSteps:
             loss=self._loss,
             backward=backward_of(
                 lambda loss, _: self._backward(loss),
-                built.module,
+                built.parameters,
                 built.optimizer,
                 trainer.local,
                 trainer.options.gradient_clip_val,
@@ -467,7 +467,7 @@ class TaskSteps:
         if hooks is not None:
             hooks.before_step(optimizer, clip_val)
         elif clip_val is not None:
-            torch.nn.utils.clip_grad_norm_(built.module.parameters(), clip_val)
+            torch.nn.utils.clip_grad_norm_(built.parameters, clip_val)
         step(optimizer, trainer.fabric.strategy)
         if hooks is None or not hooks.keeps_gradients:
             zero_grad(optimizer)

@@ -62,7 +62,7 @@ def finite(value: object) -> Any:
     return value if value is None or isinstance(value, str | int) else finite(plain(value))
 
 
-_ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=plain).encode
+_ENCODE = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":"), default=plain).encode
 
 
 KEPT_ROWS = 10_000

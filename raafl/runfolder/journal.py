@@ -128,6 +128,7 @@ class TableFile(AppendFile[list[Any]]):
         # columns of the header in the file
         self._header: tuple[str, ...] = () if new else tuple(next(read_table(path), ()))
         self.columns = self._header or tuple(columns)
+        self.names = frozenset(self.columns)
         self._rows: list[str] = []
         self._writer = csv.writer(_Into(self._rows), lineterminator="\n")
         super().__init__(path, self._text, warn, new=new, remake=remake, consequence=COUNTED)
@@ -145,6 +146,7 @@ class TableFile(AppendFile[list[Any]]):
     def widen(self, new: Sequence[str]) -> None:
         """Add columns at the end; the file is rewritten when the next row is added."""
         self.columns = (*self.columns, *new)
+        self.names = frozenset(self.columns)
 
     def sealed(self) -> TableSeal:
         """Return a digest of the rows in the file."""
@@ -333,17 +335,19 @@ class RunFolder:
             ValueError: `row` has a column that clients.csv cannot have.
         """
         row = {name: _rounded(name, value) if type(value) is float else value for name, value in row.items()}
-        new = [name for name in row if name not in self._clients.columns]
+        if not row.keys() <= self._clients.names:
+            self._widen_clients([name for name in row if name not in self._clients.names])
+        self._clients.append(row)
+        if self.reader is not None:
+            self.reader.client(row)
+
+    def _widen_clients(self, new: Sequence[str]) -> None:
         known = (*MEMORY_COLUMNS, *LOGGED_COLUMNS)
         if unknown := [name for name in new if not name.startswith(TESTED) and name not in known]:
             raise ValueError(
                 f"clients.csv has no column {', '.join(sorted(unknown))}; it has {', '.join(CLIENT_COLUMNS)}"
             )
-        if new:
-            self._clients.widen(new)
-        self._clients.append(row)
-        if self.reader is not None:
-            self.reader.client(row)
+        self._clients.widen(new)
 
     def gap(self, num_rows: int) -> None:
         """Write a note to the journal that ``num_rows`` rows are missing at this point."""

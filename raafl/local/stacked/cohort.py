@@ -133,7 +133,7 @@ class Trained:
         """Return the update of one task from what is computed for all at once; `CohortTrainer.train` has made its checks."""
         layout, rows, finite, losses, logged = self._answers
         (assignment, _, data), num_steps, classes = self._members[place], self._num_steps[place], self._classes[place]
-        tensors = FlatTensors.unchecked(layout, {dtype: matrix[place] for dtype, matrix in rows.items()})
+        tensors = FlatTensors.unchecked(layout, {dtype: each[place] for dtype, each in rows.items()})
         means = {name: sums[place] / counts[place] for name, (sums, counts) in logged.items() if counts[place]}
         return Update(
             assignment.id,
@@ -150,7 +150,9 @@ class Trained:
     @cached_property
     def _answers(
         self,
-    ) -> tuple[Layout, dict[torch.dtype, Tensor], list[bool], list[float], dict[str, tuple[Any, list[float]]]]:
+    ) -> tuple[
+        Layout, dict[torch.dtype, tuple[Tensor, ...]], list[bool], list[float], dict[str, tuple[Any, list[float]]]
+    ]:
         """Values to send, a row a task, and whether their sums are finite; sums of losses; sums and counts of logged values."""
         layout = self._trainer.payload.layout(self._members[0].assignment.spec, "trained")
         rows = {dtype: self._rows.buffers[dtype][:, :numel] for dtype, numel in layout.numel.items()}
@@ -163,7 +165,8 @@ class Trained:
         numbers = (reals(matrix).flatten(1) for dtype, matrix in rows.items() if is_merged(dtype))
         sums = [matrix.sum(1, dtype=torch.float64).isfinite() for matrix in numbers]
         finite = torch.stack(sums).all(0).tolist() if sums else [True] * len(self._members)
-        return layout, rows, finite, self._losses.tolist(), self._logged.read(MAX_LOGGED)
+        each = {dtype: matrix.unbind() for dtype, matrix in rows.items()}
+        return layout, each, finite, self._losses.tolist(), self._logged.read(MAX_LOGGED)
 
 
 class CohortTrainer:

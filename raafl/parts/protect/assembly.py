@@ -402,6 +402,9 @@ def _find_parts(submodels: Submodels, spec: Spec) -> dict[str, dict[torch.dtype,
     return parts
 
 
+_ALL = slice(None)
+
+
 def _norm(buffers: Buffers, before: Buffers | None = None, part: Mapping[torch.dtype, slice] | None = None) -> float:
     """Return the L2 norm of flat buffers, or of their difference from ``before``.
 
@@ -412,14 +415,16 @@ def _norm(buffers: Buffers, before: Buffers | None = None, part: Mapping[torch.d
     """
     squares: list[float] = []
     for dtype, buffer in buffers.items():
-        where = slice(None) if part is None else part[dtype]
-        values = buffer if part is None or (where.stop == len(buffer) and not where.start) else buffer[where]
+        where = _ALL if part is None else part[dtype]
+        values = buffer if where is _ALL or (where.stop == buffer.numel() and not where.start) else buffer[where]
+        if before is None and dtype is torch.float32 and 0 < values.numel() <= PIECE:
+            squares.append(_square(values))
+            continue
         values = reals(values)
         if not values.is_floating_point() or not values.numel():
             continue
         if before is None:
-            flat = values.view(-1)
-            squares += map(_square, torch.split(flat, PIECE) if flat.numel() > PIECE else (flat,))
+            squares += map(_square, torch.split(values.view(-1), PIECE))
         else:
             squares += (_square(piece - old) for piece, old in chunks(values, reals(before[dtype][where])))
     return math.sqrt(math.fsum(squares))

@@ -34,7 +34,7 @@ from raafl.rng import generators, same_generators
 from raafl.runtime.executors.base import Executor, Like, entries_of, kind_of
 from raafl.submodel import FULL, FlatTensors, Spec
 
-MOST = 64
+MOST = 128
 """Largest number of clients in a batch; more are little faster, and more are trained in vain at the end of a run."""
 MOST_BYTES = 1 << 25
 """Largest size of a batch's values, gradients and optimizer state, so that they stay in the processor's cache."""
@@ -76,6 +76,11 @@ class _Standing:
     def is_slow(self) -> bool:
         """Whether training as one batch was about as slow as training one by one."""
         return self.cohort_s * _GAIN >= self.size * self.task_s
+
+    @property
+    def gains(self) -> bool:
+        """Whether training as one batch was faster at all than training one by one."""
+        return self.cohort_s < self.size * self.task_s
 
     def note(self, trained: Trained, seconds: float, loop_s: float, size: int) -> None:
         """Record how long the same tasks took as one batch and one by one; only the best speedup of a batch is stored."""
@@ -243,7 +248,8 @@ class BatchedExecutor(Executor):
             seconds = time.thread_time() - begun
         self._tried_s += seconds
         standing.note(trained, seconds + asked_s, loop_s, len(members))
-        if self._most == "auto" and standing.is_slow and len(members) >= _TRIALS[-1]:
+        is_enough = len(members) >= _TRIALS[-1] or not standing.gains  # a second trial of what gains nothing only costs
+        if self._most == "auto" and standing.is_slow and is_enough:
             self._leave(kind, Unstackable(f"{len(members)} clients are not faster together than one after the other"))
 
     # ---- fast: bits of their own ----

@@ -216,6 +216,27 @@ def test_auto_leaves_to_the_loop_what_is_not_faster_together_or_dear_to_try(
     assert report["share"] == share and [note.partition(": ")[2][: len(says)] for note in notes] == [says] * bool(says)
 
 
+def test_auto_tries_once_what_gains_nothing(monkeypatch):
+    clock, alone, together = [0.0], batched.attempt, batched.CohortTrainer.train
+
+    def lasting(seconds, function):
+        def call(*args):
+            clock[0] += seconds
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(batched, "_TRIALS", (4, 8))
+    monkeypatch.setattr(batched, "_TRIAL_S", 100.0)
+    monkeypatch.setattr(batched.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(batched, "attempt", lasting(1.0, alone))
+    monkeypatch.setattr(batched.CohortTrainer, "train", lasting(4.0, together))  # as long as four alone
+    _, notes = alike(Net, tasks_of(Net, 20), most="auto")
+    assert notes == [
+        "clients are trained one after the other: 4 clients are not faster together than one after the other"
+    ]
+
+
 def test_a_cohort_is_as_large_as_its_values_gradients_and_states_fit(monkeypatch):
     tasks = tasks_of(Net, 2)
     made, _ = executor(Net, tasks, most="auto")
@@ -226,7 +247,7 @@ def test_a_cohort_is_as_large_as_its_values_gradients_and_states_fit(monkeypatch
 
 def test_a_cohort_on_a_gpu_may_be_larger(emulated_cuda):
     tasks = tasks_of(Net, 2)
-    assert executor(Net, tasks, most="auto")[0]._cap(FULL) == batched.MOST == 64
+    assert executor(Net, tasks, most="auto")[0]._cap(FULL) == batched.MOST == 128
     assert executor(Net, tasks, most="fast", accelerator="cuda")[0]._cap(FULL) == batched.MOST_ON_GPU
 
 

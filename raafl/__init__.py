@@ -48,7 +48,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for, so that `import raafl` stays cheap; the methods are among them."""
+    """Import a public name, which may be a method, at its first use, so that `import raafl` stays fast."""
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     lower = name.islower() and not name.startswith("_")  # a method's name; jsonargparse looks for classes here

@@ -61,7 +61,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first asked for."""
+    """Import a public name at its first use."""
     if name not in _HOME:
         raise AttributeError(f"module 'raafl.algorithm' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -87,14 +87,14 @@ def _import_beside_lean_torchmetrics() -> None:
 
 
 def _lean_attribute(name: str) -> object:
-    """Return a class of torchmetrics from its own module: the package's `__getattr__` while lightning is imported."""
+    """Return a class of torchmetrics from its own module; the package's `__getattr__` while lightning loads."""
     if name not in _HOME:
         raise AttributeError(f"module 'torchmetrics' has no attribute {name!r} before its __init__ has run")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
 class _Resume(importlib.abc.MetaPathFinder):
-    """Gives the next `import torchmetrics` the package that holds the modules imported so far, to run `__init__` in."""
+    """Import finder that lets the next `import torchmetrics` run `__init__` in the package object in use."""
 
     def __init__(self, package: ModuleType) -> None:
         self.package = package

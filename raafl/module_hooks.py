@@ -166,7 +166,7 @@ def step(optimizer: Optimizer, strategy: Any) -> None:
 
 
 def _adds_nothing(strategy: Any) -> bool:
-    """Check whether a strategy of Fabric and its precision only call torch: those of one device in full precision."""
+    """Check whether a strategy of Fabric and its precision add nothing to torch: one device, full precision."""
     kinds: Any = type(strategy), type(strategy.precision)
     return bool(kinds == _plain_kinds())
 
@@ -191,7 +191,7 @@ def zero_grad(optimizer: Optimizer) -> None:
 
 
 def _is_watched(optimizer: Optimizer) -> bool:
-    """Check whether a profiler runs, or hooks are called around the optimizer's step."""
+    """Check whether a profiler runs, or hooks are registered for the optimizer's step."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -202,7 +202,7 @@ def _is_watched(optimizer: Optimizer) -> bool:
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    """Check whether ``step`` has a parameter closure without a default, as that of LBFGS has."""
+    """Check whether ``optimizer.step`` requires a closure, as that of LBFGS does."""
     try:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
     except (TypeError, ValueError):  # a step that is no Python function
@@ -278,7 +278,7 @@ class TrainerStandIn:
     asked: set[str]  # names of the trainer's attributes that the module has read
 
     def __init__(self, module: nn.Module) -> None:
-        """Stand in for the trainer of ``module``, outside of a task."""
+        """Store the module, whose trainer this object replaces, with the attributes that hold outside of a task."""
         vars(self)["asked"] = set()
         vars(self)["_values"] = {**_FIXED, "lightning_module": module, "model": module}
         vars(self)["_optimizers"], vars(self)["_schedulers"] = [], []
@@ -337,7 +337,7 @@ class TrainerStandIn:
 
 
 def _strategy(trainer: TrainerStandIn) -> object:
-    """Make a strategy of one device; `self.optimizers()` finds the wrapped optimizers there."""
+    """Make Lightning's strategy for one device, on which `self.optimizers()` finds the wrapped optimizers."""
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies import SingleDeviceStrategy
 

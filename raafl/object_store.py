@@ -14,10 +14,10 @@ _WITH_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 
 
 def _whole_url(url: str, field: str) -> str:
-    """Return a URL with its scheme in small letters and without a slash at its end.
+    """Return a URL with its scheme in lower case and without a final slash.
 
     Raises:
-        BadInput: the URL lacks its scheme, its bucket or its folder, as with an empty variable of the shell.
+        BadInput: the URL lacks scheme, bucket or folder, as after expanding an empty shell variable.
     """
     found = URL.fullmatch(url)
     scheme, rest = ("", "") if found is None else (found[1].lower(), found[2].rstrip("/"))
@@ -38,10 +38,10 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, field: str = "output") -> None:
-        """Find the file system for ``url``; nothing is sent yet.
+        """Find the file system for ``url``; nothing is sent to it.
 
         Raises:
-            BadInput: the URL lacks a part, there is no such file system, or its package is not installed.
+            BadInput: the URL lacks a part, no file system has its scheme, or a package is not installed.
         """
         from fsspec.core import url_to_fs
 
@@ -117,7 +117,7 @@ class ObjectStore:
 
     @contextmanager
     def _whole(self, name: str) -> Iterator[str]:
-        """Give the path to write to; where writes can be seen half done, as in a folder, a temporary one, renamed after it."""
+        """Yield the path to write to; for a local folder it is temporary, and renamed after the ``with`` block."""
         path = f"{self._root}/{name}"
         from fsspec.implementations.local import LocalFileSystem
 

@@ -153,7 +153,7 @@ class RngStream:
         return not same_generators(self._first, self._own)
 
     def __enter__(self) -> None:
-        """Draw from this stream."""
+        """Replace the global random state by this stream's."""
         self._in_use.acquire()
         try:
             self._outer = self._states()
@@ -165,7 +165,7 @@ class RngStream:
             raise
 
     def __exit__(self, *_: object) -> None:
-        """Go on with what was drawn from before."""
+        """Store this stream's random state, and restore the previous global one."""
         self._inside = False
         try:
             self._own = self._states()

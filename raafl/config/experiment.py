@@ -591,7 +591,7 @@ class Experiment:
         return secured(algorithm, *options, self.clients, self.compress.up)
 
     def _problems(self) -> Iterator[str]:
-        """Yield the problems of the config's parts, and of settings that this machine does not support."""
+        """Yield an error text for each invalid combination of settings, and for each that this machine cannot run."""
         from raafl.parts.protect.assembly import with_options
 
         def protection() -> None:
@@ -716,7 +716,7 @@ class Experiment:
 
 
 def _refused(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
-    """Run each check and yield the message lines of those that raise an error."""
+    """Run the checks, and yield the lines of the errors that they raise."""
     for check in checks:
         try:
             check()

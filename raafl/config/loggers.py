@@ -102,7 +102,7 @@ def _spec(entry: object) -> LoggerSpec:
 
 
 def _check(spec: LoggerSpec) -> None:
-    """Raise `BadInput` if a logger's class is missing or does not accept its arguments; builds nothing."""
+    """Raise `BadInput` if a logger's class is missing or does not take its arguments; the logger is not built."""
     if spec.instance is not None:
         return
     cls = _find(spec)
@@ -177,7 +177,7 @@ def maker(
 
 
 def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None], note: Callable[[str], None]) -> object:
-    """Return a logger ready for use; W&B's run is created or resumed, offline without an API key or a reachable server."""
+    """Return a logger ready for use; a W&B run is created or resumed, offline without API key or reachable server."""
     init = getattr(logger, "_wandb_init", None)
     if not isinstance(init, dict) or getattr(logger, "_experiment", None) is not None:
         return logger
@@ -207,7 +207,7 @@ def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None],
 
 
 def _defaults(spec: LoggerSpec, cls: type[Any], folder: Path) -> dict[str, Any]:
-    """Return arguments derived from the run for those that the config leaves out."""
+    """Return arguments that the config leaves out and that follow from the run, such as its folder and name."""
     takes = inspect.signature(cls).parameters
     args: dict[str, Any] = {"save_dir": str(folder / FOLDER)} if "save_dir" in takes else {}
     if spec.name in ("CSVLogger", "TensorBoardLogger"):
@@ -220,7 +220,7 @@ def _defaults(spec: LoggerSpec, cls: type[Any], folder: Path) -> dict[str, Any]:
 
 
 def _answers(url: str) -> bool:
-    """Return whether a web server answers quickly at ``url``; the logger's library would retry for minutes."""
+    """Check whether a web server answers quickly at ``url``, since the logger's library would retry for minutes."""
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S):
             return True

@@ -95,7 +95,7 @@ def yaml_line(file: str, field: str) -> int | None:
 
 
 def _pairs(node: object) -> dict[str, tuple[Any, Any]]:
-    """Yield the keys and values of a YAML mapping node, or of each mapping in a list node."""
+    """Return the key and value nodes of a YAML mapping, or of all mappings in a list, by the key's text."""
     if isinstance(node, yaml.SequenceNode):
         return {name: pair for entry in node.value for name, pair in _pairs(entry).items()}
     return {key.value: (key, value) for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
@@ -224,7 +224,7 @@ class ErrorCollector(Check):
             self._made[where] = (path, _merged(kept, arguments))
 
     def _target(self, kind: str, path: object, where: str) -> object:
-        """Import the class or function that a class_path names, and check that it makes an object of the right kind."""
+        """Import the class or function that a class_path names; raise unless it makes an object of the right kind."""
         base, example = _EXAMPLES[kind]
         home = example.rpartition(".")[0]
         if not isinstance(path, str) or "." not in path:
@@ -267,7 +267,7 @@ class ErrorCollector(Check):
         return {name: hints.get(name, typed.get(name, Any)) for name in found}
 
     def _tried(self, value: object, hint: object, where: str, parameter: str) -> bool:
-        """Accept a bare class path where an object is expected, since an option may give only the class."""
+        """Check a value against one type of a union; an option may give an object by its bare class path."""
         spec = {"class_path": value} if kind_of(hint) and isinstance(value, str) and "." in value else value
         return super()._tried(spec, hint, where, parameter)
 
@@ -360,7 +360,7 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nested(name: str, text: str) -> dict[str, Any]:
-    """Convert one dotted option to a nested dict; lists and mappings are parsed as YAML, other values stay text."""
+    """Convert a dotted option to nested dicts; its value is parsed as YAML only if it is a list or mapping."""
     value: Any = text
     with suppress(yaml.YAMLError):
         loaded = yaml.safe_load(text)
@@ -389,7 +389,7 @@ def describe_type(hint: object) -> list[str]:
 
 
 def _imported(path: str) -> Any:
-    """Import a dotted path if jsonargparse's allow list permits it."""
+    """Import the object at a dotted path if jsonargparse's allow list permits it."""
     from jsonargparse import _util
 
     return _util.import_object(path)

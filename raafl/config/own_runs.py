@@ -40,7 +40,7 @@ def remember(config_yaml: str, run_folder: Path) -> None:
 
 
 def _class_paths(value: Any) -> Iterator[Any]:
-    """Yield what a config gives as `class_path`, anywhere."""
+    """Yield each value of a `class_path` field in a config, at any depth."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from (inner,) if name == "class_path" else _class_paths(inner)

@@ -98,7 +98,7 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
 
 
 def _own_options(command: str) -> str:
-    """Add the options of a command that are not fields of the config."""
+    """Return the help text for a command's options that are not fields of the config."""
     if command not in ("serve", "join"):
         return _LOCAL if command == "fit" else ""
     from raafl.config.remote_options import JOIN, SERVE
@@ -108,7 +108,7 @@ def _own_options(command: str) -> str:
 
 @cache
 def _parser_mode() -> str:
-    """Register a YAML loader that accepts short names of algorithms; return the name of that parser mode."""
+    """Register a YAML loader that expands short names of algorithms, and return its name for jsonargparse."""
     import jsonargparse
     import yaml
 
@@ -122,7 +122,7 @@ def _parser_mode() -> str:
 
 
 def _as_it_is(value: object) -> object:
-    """Return the value unchanged; used as an option's type instead of `Any`, for which jsonargparse would import class paths."""
+    """Return the value unchanged; as an option's type, `Any` would let jsonargparse import class paths."""
     return value
 
 
@@ -141,7 +141,7 @@ def _part_types() -> dict[str, Any]:
 
 
 def _formatter() -> type[Any]:
-    """Return jsonargparse's help formatter without the types and class paths that the help texts already name."""
+    """Return jsonargparse's help formatter, without types and class paths that help texts already name."""
     import argparse
 
     import jsonargparse
@@ -234,7 +234,7 @@ def _packages() -> tuple[str, ...]:
 
 
 def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[Namespace, str, Namespace]:
-    """Parse ``argv``; return the namespace, its YAML text and the objects that were created."""
+    """Parse ``argv``; return the namespace, its YAML text, and a namespace with the objects that it describes."""
     from argparse import ArgumentError
 
     try:
@@ -265,14 +265,14 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
 
 
 def _explained(text: str, parser: ArgumentParser, argv: Sequence[str], hidden: str | None) -> str:
-    """Rewrite an error message of jsonargparse or of a part in raafl's words."""
+    """Rewrite an error message of jsonargparse or of raafl's code as one that names field and remedy."""
     from raafl.config.messages import explain
 
     return explain(text, parser, argv, hidden)
 
 
 def _count_clients(namespace: Namespace) -> None:
-    """Set the number of clients if none is given: one for each device, or the default number without devices."""
+    """Set a missing number of clients: one for each device or, without devices, the default."""
     if namespace.clients is not None:
         return
     namespace.clients = next(field.default for field in fields(Experiment) if field.name == "clients")
@@ -287,7 +287,7 @@ def _count_clients(namespace: Namespace) -> None:
 
 
 def _failed(error: BaseException, namespace: Namespace) -> str:
-    """Name the part whose constructor failed if the error was raised in the user's own code."""
+    """Return an error message, which names a part of the config if the user's code of that part raised the error."""
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     for name in MADE:
         path = str(getattr(namespace[name], "class_path", None))
@@ -312,7 +312,7 @@ def load_run(folder: Path, *overrides: str, trusted: bool, for_replay: bool = Fa
 
 
 def _names_own(argv: Sequence[str]) -> bool:
-    """Return whether the user's own options name a class outside raafl, or a config file that may do so."""
+    """Check whether options name a class outside raafl, or a config file, which may name one."""
     from raafl.config.trust import paths
 
     known = set(paths())
@@ -340,7 +340,7 @@ def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment
 
 
 def _find_project_modules() -> None:
-    """Add the current folder to the import path, so that class paths can name its modules, as with `python -m`."""
+    """Add the current folder to the import path, so that class paths can name modules in it, as with `python -m`."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -353,7 +353,7 @@ def expand_strict(argv: Sequence[str]) -> list[str]:
 
 
 def _resumed(argv: Sequence[str]) -> Path | None:
-    """Return the run folder named by `--resume RUN`; None if a config is also given."""
+    """Return the run folder that `--resume RUN` names; None without this option, or if a config is given, too."""
     named = values(argv, "--resume")
     if not named or values(argv, "--config"):
         return None
@@ -364,7 +364,7 @@ def _resumed(argv: Sequence[str]) -> Path | None:
 
 
 def _with_recorded_rules(argv: list[str]) -> list[str]:
-    """Add the rules version of the run to be resumed, for a user who gives a config of his own."""
+    """Add the rules version of the resumed run if the user gives a config as well, which may lack it."""
     resumed = values(argv, "--resume")[-1:]
     if not resumed or not values(argv, "--config") or values(argv, "--rules"):
         return argv
@@ -462,7 +462,7 @@ def _refused(parser: ArgumentParser, argv: Sequence[str], whole: bool) -> list[s
 
 
 def _made(parser: ArgumentParser, argv: Sequence[str]) -> Namespace | None:
-    """Parse the plain fields and create the option records; return None if the parser rejects something.
+    """Parse the plain fields and create their records; return None if the parser rejects any of them.
 
     Raises BadInput if a record rejects its values.
     """
@@ -478,7 +478,7 @@ def _made(parser: ArgumentParser, argv: Sequence[str]) -> Namespace | None:
 
 
 def _without_parts(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` without the options for model, data, algorithm and partition, and without their values."""
+    """Return ``argv`` without options for model, data, algorithm and partition."""
     kept: list[str] = []
     items = list(argv)
     while items:

@@ -103,7 +103,7 @@ def options_below(own: Namespace, rest: Sequence[str]) -> list[str]:
 
 
 def _check_below(own: Namespace) -> None:
-    """Check the options of `join` that are about the clients of a subfederation."""
+    """Check the options of `join` that concern the clients of a subfederation."""
     if own.subfederation is None:
         defaults = {"address": "127.0.0.1:0", "min_clients": None, "certs": None, "sites": None}
         given = [name for name, default in defaults.items() if getattr(own, f"below_{name}") != default]

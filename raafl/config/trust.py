@@ -158,7 +158,7 @@ def is_trusted(folder: Path, *, asked: bool) -> bool:
 
 
 def _check_names(tree: Mapping[str, Any]) -> None:
-    """Raise `UntrustedValue` if the config names any object that is not raafl's own."""
+    """Raise `UntrustedValue` if the config names an object that is not raafl's own."""
     check = _Check(on_this_machine=True)
     for name, value in tree.items():
         check.section(name, value)
@@ -186,15 +186,15 @@ def _tree(text: str) -> dict[str, Any]:
 
 
 class _Check(Check):
-    """Checks an untrusted config; raises `UntrustedValue` for anything but plain values and raafl's own objects."""
+    """Check of an untrusted config: it raises `UntrustedValue` for all but plain values and raafl's own objects."""
 
     def __init__(self, *, on_this_machine: bool) -> None:
-        """Prepare; ``on_this_machine``: whether the config may name local files and folders, and objects passed from Python."""
+        """Store whether the config may name files and folders of this machine, and objects passed from Python."""
         super().__init__()
         self._local = on_this_machine
 
     def section(self, name: object, value: object) -> None:
-        """Check one field of an untrusted config."""
+        """Check one top-level field of an untrusted config."""
         if name == "json":  # a command-line option that is also written into configs
             return self.value(value, bool, name, name)
         if name not in self.hints:
@@ -209,7 +209,7 @@ class _Check(Check):
         return self.value(value, self.hints[name], name, f"Experiment.{name}")
 
     def check_object(self, kind: str, value: object, where: str) -> None:
-        """Check a value that names a class or function: it must be in the registry, alone or with arguments."""
+        """Check a value that names a class or function: the registry must have it. Its arguments are checked, too."""
         spec = {"class_path": value} if isinstance(value, str) else value
         if not isinstance(spec, dict) or not {"class_path"} <= set(spec) <= {"class_path", "init_args"}:
             _refuse(where, value, "which is no class_path with init_args")
@@ -229,7 +229,7 @@ class _Check(Check):
         _refuse(f"{where}.{sanitize_text(name, 60)}", value, f"which {owner} does not take")
 
     def key(self, key: object) -> bool:
-        """Check whether ``key`` is allowed in a mapping; class_path is not, since it makes a parser create an object."""
+        """Check whether a mapping may have ``key``; class_path would make a parser create an object."""
         return isinstance(key, str) and _is(_WORD, key) and key != "class_path"
 
     def scalar(self, value: object, hint: object, parameter: str) -> bool:
@@ -248,7 +248,7 @@ class _Check(Check):
         return False
 
     def free(self, value: object, parameter: str) -> bool:
-        """Check whether a value without a declared type is plain data."""
+        """Check whether a value whose type is not declared is plain data."""
         if parameter.endswith(".architecture"):
             return isinstance(value, dict) and self._architecture(value)
         return self._local and all(_is_plain(one) for one in _leaves(value))
@@ -278,7 +278,7 @@ class _Check(Check):
         return known and _is(_WORD, value) and not value.startswith("timm")
 
     def loggers(self, value: object, where: str) -> None:
-        """Check the loggers of an untrusted config: it may use only short names, and must not choose where logs are written."""
+        """Check a config's loggers: only short names are allowed, and no argument that sets where to write."""
         if value is None:
             return
         from raafl.config.loggers import SHORT_NAMES
@@ -304,7 +304,7 @@ def _table(value: object, where: str) -> Mapping[Any, Any]:
 
 
 def _leaves(value: object) -> Iterator[Any]:
-    """Yield every leaf value nested in ``value``, and the names of its fields."""
+    """Yield every leaf value nested in ``value``, including names of fields."""
     if isinstance(value, dict | list):
         for item in inside(value):
             yield from _leaves(item)
@@ -313,7 +313,7 @@ def _leaves(value: object) -> Iterator[Any]:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value is a number, a bool, None, or a short text without "class_path"."""
+    """Check whether a value is a number, a bool, None, or a short text without "class_path"."""
     if isinstance(value, str):
         return len(value) <= _MAX_TEXT and "class_path" not in value
     return isinstance(value, bool | int | float | None)
@@ -393,7 +393,7 @@ def paths() -> list[str]:
 def _entries(
     homes: Mapping[str, str], package: str, also_in: Iterable[str], names: Iterable[str] | None = None
 ) -> dict[str, Entry]:
-    """Build one table of allowed names: each object by its home module and by the packages that re-export it."""
+    """Return registry entries for ``homes``: each object under its own module, and under re-exporting packages."""
     found: dict[str, Entry] = {}
     for name in homes if names is None else names:
         home = homes[name] if not package or homes[name].startswith(package) else f"{package}.{homes[name]}"

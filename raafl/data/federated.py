@@ -87,7 +87,7 @@ class ClientData:
         shuffles: bool = True,
         owned: Sequence[Any] = (),
     ) -> None:
-        """Copy the client's samples if ``copied`` is set; else store only their indices."""
+        """Store the indices of the client's samples; if ``copied`` is set and they are small, copy the samples, too."""
         self.owned = owned
         self.test: ClientData | None = None
         if len(indices) == 0:
@@ -200,7 +200,7 @@ class ClientData:
         return order if self._indices is None else self._indices.index_select(0, order)
 
     def _order(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw the order of one epoch."""
+        """Draw the order of the samples in one epoch."""
         if self._weights is None and not self._shuffles:
             return torch.arange(self.num_samples)
         if self._weights is None:
@@ -216,7 +216,7 @@ class ClientData:
 
 
 class _Parts:
-    """Row indices of all clients in one tensor; a tensor for each client would cost half a kilobyte of overhead apiece."""
+    """Row indices of all clients in one tensor, since a tensor for each client would cost half a kilobyte."""
 
     def __init__(self, rows: torch.Tensor, sizes: list[int]) -> None:
         self.sizes, self._rows, self._ends = sizes, rows, list(accumulate(sizes))
@@ -254,7 +254,7 @@ class FederatedData:
         seed: int = 0,
         rules: Rules | None = None,
     ) -> None:
-        """Set the data module up and partition its training set."""
+        """Set up the data module, and partition its training set among the clients."""
         self.num_clients = num_clients
         self.datamodule, self._rules = datamodule, rules or Rules()
         self.notes: list[str] = []
@@ -287,7 +287,10 @@ class FederatedData:
         self._final: InOrder | None = None
 
     def _split(self, partition: Partition, num_clients: int, seed: int) -> tuple[torch.Tensor, list[int]]:
-        """Return the row indices of all clients in order, and each one's number; validation rows belong to no client."""
+        """Return the row indices of all clients, ordered by client, and each client's number of rows.
+
+        Validation rows belong to no client.
+        """
         rows = np.setdiff1d(np.arange(_length(self._dataset)), self._validation.numpy())
         labels = self.labels()[rows] if partition.needs_labels else np.zeros(len(rows), np.int64)
         # A Subset hides the columns that a data set can give as a whole, so it is made only where rows are left out.
@@ -319,7 +322,7 @@ class FederatedData:
             return trained_labels(self._dataset, self._fetch)
 
     def _check_weights(self) -> None:
-        """Raise `BadInput` if the loader's sampler gives weight 0 to all samples of some client."""
+        """Raise `BadInput` if the loader's sampler weights all samples of some client by 0."""
         weights = self._weights
         if weights is None:
             return
@@ -427,7 +430,7 @@ class FederatedData:
         return self._in_order(validation)
 
     def _in_order(self, found: Loader) -> InOrder:
-        """Return the batches of an evaluation loader in order, kept in memory if they are small."""
+        """Return the batches of an evaluation loader in order; small data are kept in memory."""
         fetch, is_fast = fetcher(found.dataset, found.collate)
         num_samples = _length(found.dataset)
         tensors = None
@@ -438,11 +441,11 @@ class FederatedData:
         return InOrder(fetch, num_samples, found.batch_size, tensors, drop_last, owned)
 
     def _of_training(self, rows: list[int]) -> Loader:
-        """Return the training loader's settings, for evaluation on some rows of the training set."""
+        """Return a loader with the settings of the training loader, to evaluate on the training set's ``rows``."""
         return Loader(Subset(self._dataset, rows), self._collate, self.batch_size, False, None, False)
 
     def _measured(self, name: str) -> Loader | None:
-        """Return the settings of the test or the validation loader, by the name of its method; None if there is none."""
+        """Return the test or validation loader, by the name of its method; None if the module has none."""
         module = self.datamodule
         if not overrides(module, name):
             return None
@@ -461,7 +464,7 @@ class FederatedData:
         return read
 
     def _some_of_training(self) -> Loader:
-        """Return evenly spaced training samples to measure on, and add a note that there is no test set."""
+        """Return a loader of evenly spaced training samples, to evaluate on without a test set; add a note about it."""
         length = _length(self._dataset)
         num = min(length, _MOST_MEASURED)
         self.notes.append(

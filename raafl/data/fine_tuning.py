@@ -33,7 +33,7 @@ _PARTS = ("ids", "starts", "labels", "label_starts", "group")
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Tokens of all examples, one after the other in one array, which may be a memory-mapped file."""
+    """Tokens of all examples, concatenated in one array, which may be a memory-mapped file."""
 
     ids: Tensor  # tokens of all examples, one after the other
     starts: Tensor  # `(n + 1,)`, position at which each example begins in ``ids``, and the end of the last one
@@ -53,14 +53,14 @@ class _Encoded:
 
 
 class _TokenRows(Dataset[dict[str, Tensor]]):
-    """Data set whose samples are rows of tokens with labels; a row has one example, or several that are packed.
+    """Data set whose samples are rows of tokens with labels; a row has one example, or several packed ones.
 
-    `group`: `(n,)`, number of the person or group to whom each row belongs, for partitions by it.
+    `group`: `(n,)`, number of the person or group to whom each row belongs, for partitions by group.
     `labels`: `(n,)`, class of each row; only for classification.
     """
 
     def __init__(self, encoded: _Encoded, rows: Sequence[Ints], *, packed: bool, classified: bool) -> None:
-        """Store the row layout; tokens are copied when a row is read."""
+        """Store the examples of each row; tokens are copied when a row is read."""
         self._encoded, self._rows, self._packed, self._classified = encoded, rows, packed, classified
         firsts = torch.tensor([int(row[0]) for row in rows])
         self.group = encoded.group[firsts]
@@ -222,7 +222,7 @@ class FineTuning(TrainTestData):
         return _Padding(token, length, self._num_labels if self.task == "seq2seq" else None, self.task != "causal")
 
     def _rows(self, encoded: _Encoded, examples: Ints) -> list[Ints]:
-        """Assign examples to rows, packed or one each."""
+        """Assign examples to rows: several to a row with packing, else one."""
         lengths = np.diff(encoded.starts.numpy())[examples].astype(np.int64)
         if self.packing:
             return [examples[row] for row in pack(lengths, encoded.group.numpy()[examples], self.max_length)]
@@ -264,7 +264,7 @@ class FineTuning(TrainTestData):
         return _Encoded(*found)
 
     def _form(self, path: str, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the entry of `FORMS` (kinds of training data) that the columns ``names`` match."""
+        """Return the entry of `FORMS`, the accepted sets of columns, that the column ``names`` satisfy."""
         forms = FORMS[self.task]
         found = next((form for form in forms if all(self.columns.get(one, one) in names for one in form)), None)
         if found is None:
@@ -276,7 +276,7 @@ class FineTuning(TrainTestData):
         return found
 
     def _read(self, rows: Any, form: Sequence[str], cells: Sequence[str], group: str | None) -> readers.Arrays:
-        """Tokenise all rows; leave out those without a single label."""
+        """Tokenise all rows; leave out those in which no token has a label."""
         encode = encoder(self.tokenizer, self.task, form, self.max_length)
         encoded = [encode(*values) for values in zip(*(rows[cell] for cell in cells), strict=True)]
         kept = [i for i, (ids, labels) in enumerate(encoded) if ids and any(label != IGNORED for label in labels)]
@@ -300,7 +300,7 @@ class FineTuning(TrainTestData):
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int32], Ints]:
-    """Concatenate lists; return the values and the offsets `(n + 1,)`."""
+    """Concatenate lists; return the values, and the offsets of the lists plus the end, `(n + 1,)`."""
     starts = np.cumsum([0, *map(len, lists)], dtype=np.int64)
     return np.fromiter(chain.from_iterable(lists), np.int32, count=int(starts[-1])), starts
 
@@ -416,6 +416,6 @@ def pack(lengths: Ints, groups: Ints, max_length: int) -> list[Ints]:
 
 
 def _counted(ids: list[int], first: int, max_length: int) -> Tokens:
-    """Label the tokens from ``first`` on with themselves; the very first token has no label, since nothing predicts it."""
+    """Label the tokens from ``first`` on by themselves, except the very first token, which nothing predicts."""
     first = max(first, 1)
     return ids[:max_length], ([IGNORED] * first + ids[first:])[:max_length]

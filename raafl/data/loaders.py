@@ -120,7 +120,7 @@ def _weights(sampler: WeightedRandomSampler, length: int, name: str) -> torch.Te
 
 
 def _check_sampler(sampler: Any, length: int, name: str) -> None:
-    """Raise `BadInput` unless a sampler gives each sample once."""
+    """Raise `BadInput` unless a sampler yields each sample once."""
     kind = type(sampler).__name__
     if type(sampler) not in (SequentialSampler, RandomSampler):
         raise BadInput(
@@ -285,7 +285,7 @@ def is_tensors(dataset: object) -> bool:
 
 
 def _plain(dataset: object, kind: type) -> bool:
-    """Check whether a subclass of `kind` inherits its `__getitem__` unchanged."""
+    """Check whether the data set's class reads samples by the unchanged methods of ``kind``."""
     names = ("__getitem__", "__getitems__")
     return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)
 
@@ -408,7 +408,7 @@ def classes_in(batches: Iterable[Any]) -> frozenset[int] | None:
 
 
 def _labels_of_batch(batch: object) -> torch.Tensor | None:
-    """Return the labels of a batch, whole numbers of shape (samples,); None if it has none of this kind."""
+    """Return the integer labels of a batch, shape (samples,); None if it has no such tensor."""
     label: object = None
     if isinstance(batch, Mapping):
         label = next((batch[key] for key in _KEYS if key in batch), None)

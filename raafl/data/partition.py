@@ -201,7 +201,7 @@ class Dirichlet(Partition):
     def _cuts(
         self, num_members: int, num_clients: int, rng: np.random.Generator, has_room: npt.NDArray[np.bool_] | None
     ) -> Ints:
-        """Draw the positions `(num_clients - 1,)` at which a class's samples are split; ``has_room`` None = no client is full."""
+        """Draw positions `(num_clients - 1,)` that split a class's samples; ``has_room`` None = no client is full."""
         shares = _proportions(self.alpha, num_clients, rng)
         shares = shares if has_room is None else shares * has_room / np.sum(shares[has_room])
         return np.floor(np.cumsum(shares)[:-1] * num_members).astype(np.int64)
@@ -366,7 +366,7 @@ def _checked(name: str, parts: Sequence[npt.ArrayLike], num_samples: int, num_cl
 
 
 def _divided(num: int, share: float, name: str, seed: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split `range(num)` at random; return the rest, never empty, and the drawn ``share`` (rounded half up), both ascending."""
+    """Split `range(num)` at random; return the rest, never empty, and the drawn ``share``, both in ascending order."""
     if not 0 <= share < 1:
         raise BadInput(f"partition.{name} is {share}: give at least 0 and less than 1, such as 0.2")
     num_drawn = min(math.floor(share * num + 0.5), num - 1)
@@ -384,7 +384,7 @@ def _proportions(alpha: float, num_clients: int, rng: np.random.Generator) -> np
 
 
 def _rebalance(parts: list[Ints], min_samples: int, rng: np.random.Generator) -> int:
-    """Fill every part up to `min_samples`, in place, each time with a random sample of the largest part."""
+    """Fill each part up to `min_samples` by samples drawn from the largest part; return the number moved."""
     donors = [(-len(part), client) for client, part in enumerate(parts) if len(part) > min_samples]
     heapq.heapify(donors)
     pools = {client: rng.permutation(parts[client]).tolist() for _, client in sorted(donors)}

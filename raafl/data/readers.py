@@ -296,7 +296,7 @@ def load_splits(path: str, name: str | None) -> Any:
 
 
 def _check_there(path: str) -> None:
-    """Raise `BadInput` if ``path`` can only be a local file or folder, and does not exist; the hub is not queried."""
+    """Raise `BadInput` if ``path`` must be a local file or folder and does not exist; the hub is not queried."""
     is_file = Path(path).suffix in _KINDS
     if not Path(path).exists() and (is_file or path.startswith(("/", ".", "~"))):
         what = "file" if is_file else "folder"
@@ -305,7 +305,7 @@ def _check_there(path: str) -> None:
 
 
 def _json_fault(path: Path) -> str | None:
-    """Return a message about the first invalid line of a JSON-lines file; None if all are valid or it is another file."""
+    """Return a message about the first invalid line of a JSON-lines file; None if there is none, or for other files."""
     if path.suffix != ".jsonl" or not path.is_file():
         return None
     with path.open(encoding="utf-8-sig", errors="replace") as file:
@@ -317,7 +317,7 @@ def _json_fault(path: Path) -> str | None:
 
 
 def _line_fault(line: str) -> str | None:
-    """Return the reason why a line is not a valid sample, or None."""
+    """Return why a line is not a valid sample, else None."""
     try:
         if not line.strip() or isinstance(json.loads(line), dict):
             return None

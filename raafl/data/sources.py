@@ -105,7 +105,7 @@ class Digits(TrainTestData):
 
 
 class _FromFolder(TrainTestData):
-    """Image set in a folder of byte files, downloaded by torchvision if missing."""
+    """Image set in a folder of byte files, which torchvision downloads if they are missing."""
 
     files: ClassVar[readers.Mnist | readers.Cifar]
     mean: ClassVar[tuple[float, ...]]

@@ -31,14 +31,14 @@ Labels = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Rows:
-    """Source of one part of a text set: files, columns and the rows to take."""
+    """Source of one split of a text set: files, columns, and the rows to take."""
 
     sources: Sequence[Path | str]
     read: Callable[[], tuple[list[str], Labels]]
 
 
 class _Texts(TrainTestData):
-    """Classified texts, tokenised on first use."""
+    """Texts with a class each, tokenised when they are first used."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class _Texts(TrainTestData):
 
 
 class _FromFolderOrHub(_Texts):
-    """Texts in parquet files under the data root, or else from the hub."""
+    """Texts in parquet files under the data root or, if they are missing there, from the hub."""
 
     folder: ClassVar[str]
     hub: ClassVar[str]
@@ -351,7 +351,7 @@ class TextFolder(TrainTestData):
         return files
 
     def _read(self, files: list[Path]) -> readers.Arrays:
-        """Return the tokens of all files in one array, and the offset of each file plus the end, `(files + 1,)`."""
+        """Return the tokens of all files in one array, and the files' offsets plus the end, `(files + 1,)`."""
         tokenizer, found, starts = self.tokenizer, [], [0]
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         for file in files:

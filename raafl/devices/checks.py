@@ -30,7 +30,7 @@ def number(field: str, value: Any) -> float:
 
 
 def _is_number(value: object) -> bool:
-    """Check whether a value is a number that a float can hold; booleans and NaN are not."""
+    """Check whether a value is a number within a float's range, neither a boolean nor NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -74,7 +74,7 @@ _BETWEEN = f", {LEAST_RATE:g} to {MOST_RATE:g}"
 
 
 def _is_rate(value: object) -> bool:
-    """Check whether ``value`` is a rate or a size that can be divided by; infinite = no limit."""
+    """Check whether ``value`` is a positive rate or size within bounds; infinite = no limit."""
     return _is_number(value) and (value == _INF or LEAST_RATE <= value <= MOST_RATE)  # type: ignore[operator]
 
 

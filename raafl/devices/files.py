@@ -58,7 +58,7 @@ def read_rows(path: Path) -> list[Any]:
 
 
 def _cells(text: str, path: Path) -> list[Any]:
-    """Return the rows of a CSV file as mappings by column, without empty cells."""
+    """Return the rows of a CSV file as mappings from column to text, without empty cells."""
     import csv
 
     rows = csv.DictReader(text.splitlines())

@@ -70,7 +70,7 @@ def files(text: str) -> list[Path]:
 
 
 def _entries(row: Mapping[str, Any]) -> Rows:
-    """Return the entries of a row; `drawn: N` becomes one entry per seed, so that a smaller fleet gets the first devices."""
+    """Return the devices of a row: `drawn: N` gives N with seeds from 0, so that a smaller N gives the first ones."""
     own = {name: value for name, value in row.items() if name != "drawn"}
     return [own] if "drawn" not in row else [own | {"seed": seed} for seed in range(row["drawn"])]
 
@@ -86,7 +86,10 @@ def _number(text: str, digits: str | None) -> float:
 
 
 def _slowed(entry: Mapping[str, Any], speed: float, link: float) -> dict[str, Any]:
-    """Return an entry with computing speed and link speed divided; a random device is sampled first."""
+    """Return a device entry with its computing and link speeds divided by ``speed`` and ``link``.
+
+    The figures of a random device are drawn first.
+    """
     name = entry["name"]
     known = catalog.figures(name)
     if catalog.is_drawn(name):
@@ -175,7 +178,7 @@ def phone_rows(folder: Path, devices: str, states: str) -> list[dict[str, Any]]:
 
 
 def _link(phone: Any, where: str) -> dict[str, float]:
-    """Return the rate of a phone's link in both directions, and its jitter."""
+    """Return the mean rate of a phone's link, the same in both directions, and its jitter."""
     measured = phone.get("tcp_speed_results") if isinstance(phone, dict) else None
     if not isinstance(measured, list) or not measured or not all(map(_above_0, measured)):
         raise ValueError(f"{where} has no tcp_speed_results above 0: use FLHetBench's files unchanged")
@@ -185,7 +188,7 @@ def _link(phone: Any, where: str) -> dict[str, float]:
 
 
 def _hours(timer: Any, where: str) -> dict[str, Any]:
-    """Return a user's windows of availability in seconds from the trace's start, and the period after which they repeat."""
+    """Return a user's windows of availability in seconds from the trace's start, and the period of their repetition."""
     try:
         begin, end = float(timer["trace_start"]), float(timer["trace_end"])
         pairs = [(float(start) - begin, float(stop) - begin) for start, stop in timer["ready_time"]]

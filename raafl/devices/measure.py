@@ -141,7 +141,7 @@ def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Mem
 
 
 def _own_limits() -> Iterator[MemoryRoom]:
-    """Yield the bytes left by the process's resource limits."""
+    """Yield how many bytes this process may still allocate under each of its resource limits."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     for name, field in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
         limit = resource.getrlimit(getattr(resource, name))[0]
@@ -159,7 +159,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "t
 
 
 def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
-    """Return the bytes left by the tightest of this process's control groups; infinite without any limit."""
+    """Return how many bytes the tightest limit of the process's control groups leaves; infinite without a limit."""
     try:
         entries = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
@@ -172,7 +172,7 @@ def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = P
 
 
 def _with_those_above(root: Path, path: str) -> Iterator[Path]:
-    """Yield the folders of a control group and its ancestors that exist; a container may only see the root."""
+    """Yield the folders of a control group and of its ancestors; some may not exist, as in a container."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for length in range(len(parts), -1, -1):
         yield root.joinpath(*parts[:length])
@@ -218,10 +218,10 @@ class Probes:
         num_samples: int | None = None,
         num_calls: int = 1,
     ) -> None:
-        """Allocate the workloads.
+        """Allocate the workloads to be timed.
 
-        `num_samples`: number of rows of 512 values in the layer; None = 4096, on a GPU 32 times as many. There the
-        product is larger, too, so that its time is not that of launching kernels.
+        `num_samples`: number of rows of 512 values in the layer; None = 4096, on a GPU 32 times as many. On a GPU the
+        product is larger, too, so that its time is not dominated by kernel launches.
         """
         self._device = torch.device(device)
         wide = 4 if self._device.type == "cuda" else 1
@@ -387,7 +387,7 @@ def _rate(peer: socket.socket, kind: bytes, duration_s: float, round_s: float) -
 
 
 def _ask(peer: socket.socket, kind: bytes, size: int) -> float:
-    """Send a request of ``kind`` for ``size`` bytes; return the seconds until the answer is complete."""
+    """Send a request of ``kind`` about ``size`` bytes; return the seconds until its answer is complete."""
     begin_s = time.perf_counter()
     peer.sendall(_QUESTION.pack(MAGIC, kind, size))
     if kind == b"u":

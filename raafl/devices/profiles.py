@@ -102,7 +102,7 @@ class Profile:
     bandwidth_bytes_per_s: float = _INF
 
     def __post_init__(self) -> None:
-        """Check every field; adjacent windows are joined, so that each boundary is a change of availability."""
+        """Check every field, and join adjacent windows, so that availability changes at each remaining boundary."""
         problems = [*rate_problems(self), *window_problems(self), *change_problems(self), *spread_problems(self)]
         if problems:
             raise ValueError(f"device profile {self.name!r}: " + "; ".join(problems))
@@ -187,7 +187,7 @@ class Profile:
         return min(changes, default=_INF)
 
     def _windows_near(self, at_s: float) -> Iterator[tuple[float, float]]:
-        """Return windows in absolute seconds: all of them or, if they repeat, those in the cycles around `at_s`."""
+        """Yield windows in absolute seconds: all of them or, if they repeat, those of the cycles around ``at_s``."""
         windows = self.availability or ()
         if self.period_s is None:
             yield from windows
@@ -239,7 +239,7 @@ class Device(Profile):
     given: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Fill in the fields that the name implies; check profile, count and presence."""
+        """Fill in the fields that the device's name implies, and check the profile, ``count`` and presence."""
         known, unsaid = catalog.figures(self.name), _not_said(self)
         if not known and set(catalog.FIGURES) <= set(unsaid) and self._says_nothing():
             raise ValueError(
@@ -263,7 +263,7 @@ class Device(Profile):
             raise ValueError(f"device {self.name!r}: " + "; ".join(problems))
 
     def _says_nothing(self) -> bool:
-        """Check whether the entry gives only a device's name, without a rate or an availability of its own."""
+        """Check whether the entry gives neither a rate nor an availability."""
         more = (self.bytes_per_s, self.availability, self.period_s)
         return self.name != _DEFAULTS["name"] and self.presence == "always" and more == (None,) * len(more)
 
@@ -298,7 +298,7 @@ _DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
 
 def _not_said(device: Device) -> list[str]:
-    """Return the fields that are not given, and follow from the device's name."""
+    """Return the fields without a given value, which follow from the device's name."""
     values = {name: getattr(device, name) for name in (*catalog.FIGURES, *catalog.HOST_FIGURES)}
     return [name for name, value in values.items() if isinstance(value, float) and math.isnan(value)]
 

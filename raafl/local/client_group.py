@@ -61,9 +61,9 @@ class ClientProcesses:
         announce: Callable[[Assignment, FlatTensors], None] = lambda assignment, received: None,
         failed: Callable[[], object] = lambda: None,
     ) -> None:
-        """Store this process's rank, and how it reaches the others.
+        """Store this process's rank, and functions that communicate with the client's other processes.
 
-        `announce`: on the leader, starts a task in the other processes; None on the others.
+        `announce`: on the leader, starts a task in the other processes.
         """
         self.rank, self.size, self._begin_sum, self._announce = rank, size, begin_sum, announce
         self.failed = failed
@@ -166,7 +166,7 @@ class ClientProcesses:
             raise BadInput(_own_way("comes to other values in each process (or the processes have unlike GPUs)"))
 
     def _combine(self, recorder: Recorder) -> None:
-        """Combine the values logged by all processes if they logged the same names; torchmetrics objects stay the leader's own."""
+        """Combine logged values over all processes if all logged the same names; torchmetrics are the leader's."""
         names, sums = recorder.partial()
         agreed = torch.zeros(self.size, dtype=torch.int64)
         agreed[self.rank] = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big")
@@ -188,7 +188,7 @@ class Buckets:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], begin_sum: BeginSum) -> None:
-        """Divide ``parameters`` into buckets of one dtype each, in the order in which their gradients arrive."""
+        """Divide ``parameters`` into buckets of one dtype each, in the order in which backward makes gradients."""
         self.parameters, self._begin_sum = list(reversed(list(parameters))), begin_sum
         self._buckets: list[list[nn.Parameter]] = []
         num_bytes = 0
@@ -251,7 +251,7 @@ class Share(ClientData):
     """
 
     def __init__(self, whole: ClientData, rank: int, size: int) -> None:
-        """Take this process's share of the data ``whole``, which stays unchanged; only the leader has the test part."""
+        """Take this process's share of ``whole``, which is not changed; only the leader has the test part."""
         self.__dict__.update(whole.__dict__)
         self._whole, self._rank, self._num_shares, self._rows_of = whole, rank, size, whole._fetch
         self._fetch = self._mine
@@ -263,7 +263,7 @@ class Share(ClientData):
         return self._whole.classes()
 
     def _fetched(self, batches: Iterable[Tensor]) -> Iterator[Sized]:
-        """Yield this process's rows of each batch with their number, which may be 0."""
+        """Yield this process's rows of each batch and the number of the rows, which may be 0."""
         reseed(self.owned)
         for rows in batches:
             yield self._fetch(rows), len(rows[self._rank :: self._num_shares])
@@ -325,7 +325,7 @@ class Shards:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        """Use the processes of ``mesh``, the first of which leads."""
+        """Store the mesh of processes; its first process leads."""
         self.mesh, self.leads = mesh, mesh.get_rank() == 0
 
     def apply(self, module: nn.Module) -> None:
@@ -406,7 +406,7 @@ class ShardedSubmodel(TrainableSubmodel):
         return _ShardedState(self.module, submodels)
 
     def _put(self, values: FlatTensors) -> None:
-        """Copy the values, which only the leading process has, into the shards of all processes."""
+        """Copy the values, which only the leader has, into the shards of all processes."""
         self.trained = FlatTensors.empty(Layout(()))  # discard the last task's result
         with torch.no_grad():
             for entry in values.layout.entries:
@@ -440,7 +440,7 @@ class ShardedSubmodel(TrainableSubmodel):
 
 
 class _ShardedState(ModuleState):
-    """State of a module whose parameters are sharded between tasks."""
+    """State of a module whose parameters are sharded while no task runs."""
 
     def __init__(self, module: nn.Module, submodels: Submodels) -> None:
         super().__init__(module, submodels)
@@ -456,7 +456,7 @@ class _ShardedState(ModuleState):
 
 
 def _reshard(module: nn.Module) -> None:
-    """Free the gathered parameters of ``module``, so that each process keeps only its own shards."""
+    """Free the gathered parameters of ``module``; each process keeps its own shards."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():

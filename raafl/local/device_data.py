@@ -30,7 +30,7 @@ class Feed:
     """
 
     def __init__(self, device: torch.device, share: float) -> None:
-        """Let data sets take ``share`` of the GPU's free memory at most; 0 = none may lie there."""
+        """Limit data sets on the GPU to ``share`` of its free memory; 0 = none are copied there."""
         self.device, self._share = device, share
         self._left: float | None = None
         self._stream: Any = None
@@ -94,7 +94,7 @@ class Feed:
     # ---- data that lie on the GPU ----
 
     def _gather_of(self, data: ClientData) -> Fetch | None:
-        """Return a function from row numbers on the GPU to a batch there; None = the data set does not lie there."""
+        """Return a function that maps row numbers on the GPU to a batch there; None if the data stay on the CPU."""
         found: Fetch | str = "samples are read one by one, or collated by a function of the loader's own"
         if self._share <= 0:
             found = "fabric.data_on_device is 0"
@@ -112,7 +112,7 @@ class Feed:
         return found
 
     def _placed(self, source: object) -> Fetch | str:
-        """Copy a data set to the GPU; return what gathers its rows there, or why it stays on the CPU."""
+        """Copy a data set to the GPU; return a function that gathers its rows, or why it stays on the CPU."""
         base, rows, tensors = plain_parts(source)
         if base is None:
             return f"{type(source).__name__} gathers samples in a way of its own"

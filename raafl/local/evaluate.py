@@ -49,10 +49,11 @@ class Evaluator:
         seed: int | None,
         metrics_live: bool = True,
     ) -> None:
-        """Build the full module once.
+        """Build the full module, which all evaluations use.
 
         `seed`: run's seed, from which each evaluation derives its random numbers; None = the global generators are
-        used. Raises BadInput if the module has no ``validation_step``.
+        used.
+        Raises BadInput if the module has no ``validation_step``.
         """
         shrunk = submodels.shrink(FULL, device=device)
         self.module, self._present = shrunk.module, shrunk.present
@@ -108,10 +109,7 @@ class Evaluator:
         return sorted([*self._state.changed(metrics=False), *counts])
 
     def __call__(self, values: FlatTensors, version: int) -> dict[str, float]:
-        """Return the metrics that ``validation_step`` logs or returns, over all samples.
-
-        `raafl.local.evaluate.measure` computes them.
-        """
+        """Return the metrics of the model ``values``, which ``validation_step`` logs or returns, over all samples."""
         self.begin(values, version)
         self.num_batches = self.measure(0, None)
         return self.end()
@@ -149,7 +147,7 @@ class Evaluator:
         return self._present
 
     def _stream(self, *what: str | int) -> AbstractContextManager[None]:
-        """Return a context with its own random state; other threads' random contexts wait for its end."""
+        """Return a context with its own random state; random contexts of other threads wait until it ends."""
         return nullcontext() if self._seed is None else RngStream(self.device, derive_seed(self._seed, *what))
 
     def measure(self, start: int, stop: int | None) -> int:
@@ -181,7 +179,7 @@ class Evaluator:
         return metrics
 
     def _buffer_versions(self) -> list[tuple[int, int]]:
-        """Return what differs once a buffer is written to or replaced, as by observers of quantization."""
+        """Return identity and version of each buffer, which change when a buffer is replaced or written to."""
         return [(id(buffer), buffer._version) for buffer in self.module.buffers()]
 
     def partials(self, start: int, stop: int) -> dict[str, Any]:
@@ -226,7 +224,7 @@ class Evaluator:
 
 
 def _for_a_turn(batches: Iterator[tuple[int, Sized]]) -> Iterator[tuple[int, Sized]]:
-    """Yield batches until `TURN_S` seconds have passed, at least one."""
+    """Yield at least one batch, and further ones until `TURN_S` seconds have passed."""
     end = time.perf_counter() + TURN_S
     for batch in batches:
         yield batch
@@ -304,7 +302,7 @@ def _states(name: str, metric: object) -> dict[str, Any]:
 
 
 def _plain(value: Tensor | float) -> str:
-    """Return a number as text, since JSON has no infinities and NaN."""
+    """Return a number as text, since JSON cannot represent infinity and NaN."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         raise NotMergeable("a logged value is not a single number: log one number")
     return repr(float(value))
@@ -322,7 +320,7 @@ class LivingMetrics:
     """Reader and writer of the states of the metrics in one module."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Store the metrics' attributes before any evaluation, as their initial state."""
+        """Store the attributes of the module's metrics before any evaluation, as their initial state."""
         self._metrics = dict(_metrics_in(module))
         self._first = {path: dict(vars(metric)) for path, metric in self._metrics.items()}
 
@@ -506,7 +504,7 @@ def measure_part(
 
 
 def _with_batch_statistics(module: nn.Module, batches: Iterable[Sized], paths: Iterable[str]) -> Iterable[Sized]:
-    """Yield the batches with the batch norms at ``paths`` in training mode, except batches of one sample, which has no variance."""
+    """Yield the batches with the batch norms at ``paths`` in training mode, except for batches of one sample."""
     norms = [module.get_submodule(path) for path in paths]
     for batch, num_samples in batches:
         for norm in norms:

@@ -72,7 +72,7 @@ def _failed(device: torch.device, assignment: Assignment, context: TaskContext, 
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Return whether the GPU is unusable in this process: after an illegal access or failed assertion every later call fails."""
+    """Check whether the GPU is unusable in this process, as after an illegal access or a failed assertion."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -106,7 +106,7 @@ def of_server(error: BaseException, client: int | None = None) -> CodeFailed:
 
 
 def _in_full(error: BaseException) -> str:
-    """Return an error's traceback as text; if it is long, only its end."""
+    """Return an error's traceback as text, of a long one only the end."""
     return error.traceback if isinstance(error, CodeFailed) else "".join(traceback.format_exception(error))[-_LONG:]
 
 

@@ -81,7 +81,7 @@ class FromTrainer:
 
 
 def _fields(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config fields completed from a Trainer's arguments; raise `BadInput` if both set a value and differ."""
+    """Return config fields completed by a Trainer's arguments; raises `BadInput` if both set a value differently."""
     options, default, said = given.get("fabric") or FabricOptions(), FabricOptions(), fabric_of(args)
     for name, value in said.items():
         own = getattr(options, name)
@@ -116,7 +116,7 @@ def from_trainer(trainer: Any) -> FromTrainer:
 
 @cache
 def _named(trainer: str, arguments: str) -> FromTrainer:
-    """Return model and data of the Trainer that a config names; it is built only once, so that they belong together."""
+    """Return model and data of the Trainer that a config names; it is built once, so that both belong to it."""
     path, _, name = trainer.rpartition(".")
     try:
         make = getattr(import_module(path), name)
@@ -147,7 +147,7 @@ def said_by_trainer(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(trainer: str, arguments: dict[str, Any] | None = None) -> dict[str, str]:
-    """Return the key under which `_named` stores a Trainer."""
+    """Return the arguments of `_named`, by which its cache finds a Trainer."""
     return {"trainer": trainer, "arguments": json.dumps(arguments or {}, sort_keys=True)}
 
 
@@ -155,7 +155,7 @@ class Model(LightningModule):
     """Model of the Trainer that a config names under ``trainer``; creating it returns a `TrainerModule`."""
 
     def __new__(cls, trainer: str, arguments: dict[str, Any] | None = None) -> Any:
-        """Build the Trainer, unless it was built before, and return a copy of its model."""
+        """Return a copy of the Trainer's model; the Trainer is built at the first call."""
         return _named(**_key(trainer, arguments)).module.fresh()
 
     def __init__(self, trainer: str, arguments: dict[str, Any] | None = None) -> None:
@@ -187,7 +187,7 @@ def _trainer_class() -> Any:
 
 
 def _build(make: Any) -> Any:
-    """Call the user's function that makes a Trainer, with a fixed seed, and isolated from global random state and torchrun."""
+    """Call the user's function that makes a Trainer, with a fixed seed, shielded from random state and torchrun."""
     if not callable(make):
         raise BadInput(f"trainer is {briefly(make)}: give a transformers.Trainer, or a function that makes one")
     with undisturbed(()), _without_ranks():
@@ -200,7 +200,7 @@ def _build(make: Any) -> Any:
 
 @contextmanager
 def _without_ranks() -> Iterator[None]:
-    """Hide torchrun's variables from accelerate, since each client trains alone."""
+    """Hide torchrun's variables from accelerate within the ``with`` block, since each client trains alone."""
     hidden = {name: os.environ.pop(name) for name in _OF_RANKS if name in os.environ}
     try:
         yield
@@ -252,7 +252,7 @@ class TrainerModule(LightningModule):
     _MODES: ClassVar[Mapping[bool, str]] = {True: "train", False: "eval"}
 
     def __init__(self, trainer: Any) -> None:
-        """Wrap the Trainer's model."""
+        """Store the Trainer's model, and the Trainer itself where copies of the module share it."""
         super().__init__()
         self.model = trainer.model
         # held in a closure, so that the Trainer is neither copied nor recorded as part of the module
@@ -310,7 +310,7 @@ class TrainerModule(LightningModule):
         return {} if loss is None else {"loss": loss}
 
     def _log_perplexity(self, loss: Any, batch: Any) -> None:
-        """Log the perplexity of a model that writes text, over all tokens of an evaluation that have a label."""
+        """Log a language model's perplexity over all labelled tokens of an evaluation."""
         labels = batch.get("labels")
         writes = callable(getattr(type(self.model), "generate", None)) and not hasattr(self.trainer_of(), "ref_model")
         if not writes or loss is None or not isinstance(labels, Tensor) or labels.dim() != 2:
@@ -345,7 +345,7 @@ class TrainerModule(LightningModule):
 
     @contextmanager
     def _bound(self) -> Iterator[Any]:
-        """Make the Trainer work on this copy of its model within the block."""
+        """Let the Trainer use this copy of its model within the ``with`` block."""
         trainer = self.trainer_of()
         with _LOCK:  # an evaluation may run at the same time as a task
             before = trainer.model, trainer.model_wrapped
@@ -380,7 +380,6 @@ class TokenPerplexity(Metric):
     tokens: Tensor
 
     def __init__(self) -> None:
-        """Begin without tokens."""
         super().__init__()
         for name in ("nats", "tokens"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
@@ -399,7 +398,6 @@ class MeasuredTrainerModule(TrainerModule):
     """Module of a Trainer with `compute_metrics`, which gets the predictions of the whole evaluation."""
 
     def __init__(self, trainer: Any) -> None:
-        """Wrap the Trainer's model."""
         super().__init__(trainer)
         self._found: list[tuple[Any, Any]] = []
 
@@ -434,7 +432,7 @@ class MeasuredTrainerModule(TrainerModule):
 
 
 def _align(model: Any, processor: Any) -> None:
-    """Set a model's padding token from its tokenizer, as a Trainer does; without it decoders cannot classify batches."""
+    """Set a model's padding token from its tokenizer, as a Trainer does; decoders need it to classify batches."""
     token = getattr(processor, "pad_token_id", None)
     config = getattr(model, "config", None)
     if token is not None and config is not None and getattr(config, "pad_token_id", token) is None:
@@ -446,10 +444,10 @@ def _holder(trainer: Any) -> Callable[[], Any]:
 
 
 def _patched_forward(function: Any, owner: nn.Module) -> Callable[..., Any]:
-    """Convert a forward that was set on the module ``owner`` itself to one that works for copies of the module.
+    """Convert a forward method that was set on the object ``owner`` to one that works for copies of that module.
 
-    TRL sets a fused head in this way. Its closure holds the replaced forward, bound to ``owner``, so a copy would
-    compute with the owner's weights. The result binds it to the module that is called.
+    TRL sets a fused head in this way. The method's closure holds the replaced forward, bound to ``owner``, so a copy
+    would compute with the owner's weights. The result binds it to the module that is called.
     """
 
     @functools.wraps(function)
@@ -480,7 +478,7 @@ def _bound_to(part: nn.Module, function: Any, owner: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class _Collate:
-    """Collate function that wraps a Trainer's own and returns plain dictionaries."""
+    """Collate function that calls a Trainer's own one and returns its result as a plain dictionary."""
 
     collate: Callable[[list[Any]], Any]  # collate function of the Trainer
 
@@ -492,7 +490,7 @@ class TrainerData(LightningDataModule):
     """Data module of a Trainer's data sets, read through its own loaders."""
 
     def __init__(self, trainer: Any) -> None:
-        """Keep the Trainer whose data sets and collate function are used."""
+        """Store the Trainer whose data sets and collate function are used."""
         super().__init__()
         self.trainer_of = _holder(trainer)
 
@@ -511,7 +509,7 @@ class TrainerData(LightningDataModule):
         return [] if trainer.eval_dataset is None else self._loader(trainer.get_eval_dataloader)
 
     def _loader(self, make: Callable[[], Any]) -> object:
-        """Call a Trainer's method that makes a loader, without accelerate's wrapper, which would shard it between processes."""
+        """Call a Trainer's method that makes a loader, without accelerate, which would shard it between processes."""
         accelerator = self.trainer_of().accelerator
         accelerator.prepare = lambda loader: loader
         try:

@@ -22,7 +22,7 @@ def takes_sparse(optimizer: Optimizer) -> bool:
 
 
 def _dense_by(local: Local, clip: float | None) -> str | None:
-    """Name the option that reads or changes gradients before the step and so needs dense ones; None if there is none."""
+    """Name the option that needs dense gradients, since it reads or changes them before the step; None if none does."""
     if local.prox:
         return "the proximal term"
     if clip is not None:
@@ -86,7 +86,7 @@ class ProximalTerm:
     """
 
     def __init__(self, parameters: list[nn.Parameter], anchors: list[Tensor]) -> None:
-        """Pull ``parameters`` towards ``anchors``, tensors of the same shapes."""
+        """Store ``parameters``, and ``anchors``, tensors of the same shapes towards which the term pulls them."""
         self.parameters, self.anchors = parameters, anchors
 
     @classmethod

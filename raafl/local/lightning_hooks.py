@@ -72,12 +72,12 @@ class Transfer:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Find which of the batch transfer hooks ``module`` overrides."""
+        """Store the module, and whether it overrides one of Lightning's batch transfer hooks."""
         self._module = module
         self.is_own = any(overrides(module, name) for name in BATCH_HOOKS)
 
     def __call__(self, batch: object, device: torch.device) -> object:
-        """Return the batch on ``device``; a batch with ``is_transferred`` has passed the module's hooks already."""
+        """Return the batch on ``device``; the module's hooks are skipped if the batch has ``is_transferred``."""
         if not self.is_own or getattr(batch, "is_transferred", False):
             return to_device(batch, device)
         return move_batch(self._module, batch, device, to_device)
@@ -92,7 +92,7 @@ class TaskHooks:
     """
 
     def __init__(self, module: nn.Module, overridden: frozenset[str]) -> None:
-        """Call the hooks of ``module`` that are in ``overridden``."""
+        """Store the module, and the names of the Lightning hooks that it overrides."""
         self._module: Any = module
         self.overridden = overridden
         self.keeps_gradients = not overridden.isdisjoint(_SEE_GRADIENTS)
@@ -170,11 +170,11 @@ class TaskHooks:
 
 
 class _Steps:
-    """Stand-in for the strategy of a LightningOptimizer."""
+    """Stand-in for the strategy that a LightningOptimizer asks to make its step."""
 
     def __init__(self, step: Callable[[Callable[[], Any]], Any]) -> None:
         self._step = step
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: object) -> object:
-        """Run the closure, then make the optimizer step."""
+        """Pass the closure to the step function."""
         return self._step(closure)

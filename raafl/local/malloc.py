@@ -76,10 +76,7 @@ class _Usage(ctypes.Structure):
 
 
 def _free_bytes() -> tuple[float, float]:
-    """Return the bytes of unused heap, and of resident memory that holds no allocated block.
-
-    Both are infinite if unknown.
-    """
+    """Return the bytes of unused heap, and of resident memory that no allocated block uses; infinite if unknown."""
     told = _glibc("mallinfo2")
     if told is None:  # glibc before 2.33 lacks mallinfo2
         return math.inf, math.inf

@@ -96,7 +96,7 @@ def given_class(module: nn.Module) -> Any:
 
 
 def _takes_index(module: object, name: str) -> bool:
-    """Return whether a step takes ``batch_idx``, by Lightning's rule: as a second argument of any name."""
+    """Check whether a step takes ``batch_idx``, by Lightning's rule: any second argument is the index."""
     if not overrides(module, name):
         return True
     step = getattr(module, name)
@@ -110,7 +110,7 @@ def _without_index(module: object, name: str) -> Callable[[Any, Any, int], Any]:
 
 
 def _as_test(module: object) -> dict[str, Any]:
-    """Return the module's test hooks under the names of the validation hooks, by which it is evaluated."""
+    """Return the module's test hooks under the names of the validation hooks, which evaluations call."""
     kind = type(module)
     hooks = [f"on_test_{when}" for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")]
     found = {name: getattr(kind, name) for name in ("test_step", *hooks) if overrides(module, name)}
@@ -163,13 +163,13 @@ def _problems(module: nn.Module) -> Iterator[str]:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether a tensor has more elements than memory locations, as after `expand`."""
+    """Check whether a tensor has more elements than memory locations, as after `expand`."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return 0 < span < tensor.numel()
 
 
 def _shared(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield an error text for each trained parameter that shares memory with another tensor, as copies of the model would not."""
+    """Yield an error for each trained parameter that shares memory with another tensor, which copies would not."""
     first: dict[int, str] = {}
     known = {name: tensor for name, tensor in state.items() if tensor.layout == torch.strided}
     for name, tensor in (*known.items(), *_attributes(module)):
@@ -187,7 +187,7 @@ def _shared(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors that are plain attributes of modules, except those that a hook computes before each forward."""
+    """Yield tensors that are plain attributes of modules, except those that a hook sets before each forward."""
     for path, part in module.named_modules():
         hooked = {computed_by(hook) for hook in part._forward_pre_hooks.values()}
         for name, value in vars(part).items():
@@ -296,7 +296,7 @@ def explained(module: nn.Module, method: str, batch: object = None) -> Iterator[
 
 
 def _watch(name: str, layer: nn.Module, entered: list[tuple[str, nn.Module, Any]]) -> Iterator[Any]:
-    """Yield hooks that keep in ``entered`` the layers whose forward is running, innermost last."""
+    """Yield hooks that maintain ``entered``, the stack of layers whose forward is running, innermost last."""
 
     def begin(layer: nn.Module, args: object) -> None:
         entered.append((name, layer, args))

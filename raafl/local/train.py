@@ -76,8 +76,10 @@ class LocalTrainer:
     ) -> None:
         """Set up Fabric with a single device.
 
-        `sends`: what the merge needs, "values" or "delta". `training`: length of a task, unless its assignment differs.
-        `max_built`: number of submodels' modules to keep; a rank that may hold only its fragment keeps one. `pools`:
+        `sends`: what the merge needs, "values" or "delta". `training`: length of a task, unless its assignment gives
+        one.
+        `max_built`: number of submodels whose modules are kept; a rank that may hold only its fragment keeps one.
+        `pools`:
         whether `raafl.parts.protect.assembly` merges running statistics, which are then sent in its form.
         """
         from lightning.fabric import Fabric
@@ -238,7 +240,7 @@ class LocalTrainer:
     def _test(
         self, built: TrainableSubmodel, assignment: Assignment, data: ClientData, context: TaskContext
     ) -> dict[str, float]:
-        """Evaluate the trained submodel on the client's test part, with random numbers of their own."""
+        """Evaluate the trained submodel on the client's test part, with a seed of its own."""
         if self.submodels.rules.seeds_own_tests:
             seed_everything(derive_seed(assignment.seed, "own test", assignment.version), self.fabric.device)
 
@@ -269,8 +271,9 @@ class LocalTrainer:
     def _check_base(self, built: TrainableSubmodel) -> None:
         """Raise `BadInput` if a task has changed the frozen base, which other tasks and clients share.
 
-        Version counters, which detect changes in place, are checked after each task; the values, which `.data` changes
-        without counting, only after the first.
+        Version counters, which show changes in place, are checked after each task. The values, which `.data` changes
+        without
+        counting, are checked only after the first.
         """
         base, now = built.base, zip(built.frozen, built.versions, strict=True)
         name = next((name for (name, p), version in now if p._version != version), None)
@@ -284,7 +287,7 @@ class LocalTrainer:
             )
 
     def _statistics_sent(self, trained: FlatTensors) -> AbstractContextManager[None]:
-        """Return a context in which running statistics have the form that is sent, such as second moments; see `Pooled`."""
+        """Return a context in which running statistics have the form in which they are sent, such as second moments."""
         return nullcontext() if self._pooling is None or not len(trained) else self._pooling.as_sent(trained)
 
     def release(self) -> None:
@@ -382,7 +385,7 @@ class TaskSteps:
             self._hook.close()
 
     def _by_step(self, batches: Iterator[Sized]) -> Iterator[Sized]:
-        """Yield batches as converted by the module's `on_step_batches`, which gets all batches of an optimizer step at once.
+        """Yield batches as the module's `on_step_batches` converts them, called with all batches of an optimizer step.
 
         A module whose loss is a mean over all tokens of a step has this method, such as that of transformers' Trainer.
         """
@@ -399,7 +402,7 @@ class TaskSteps:
                 window.clear()
 
     def _is_due(self, number: int) -> bool:
-        """Return whether the optimizer steps after the batch with this number, from 0."""
+        """Check whether the optimizer steps after the batch with this number, counted from 0."""
         index = number % self.per_epoch
         is_whole = (index + 1) % self._trainer.options.accumulate_grad_batches == 0
         return is_whole or index + 1 == self.per_epoch or number + 1 == self._num_expected
@@ -456,7 +459,7 @@ class TaskSteps:
             hooks.call("backward", loss if scaler is None else scaler.scale(loss))
 
     def _step(self) -> None:
-        """Make an optimizer step with the current gradients."""
+        """Make an optimizer step with the present gradients."""
         trainer, built, group = self._trainer, self._built, self._context.process_group
         optimizer, clip_val, hooks = built.optimizer, trainer.options.gradient_clip_val, built.hooks
         # processes of one client have averaged scaled gradients, so all find the same infinities
@@ -477,7 +480,7 @@ class TaskSteps:
     # ---- batches ----
 
     def _run_batch(self, batch: object) -> None:
-        """Train on one batch of data."""
+        """Train on one batch, with the module's hooks around it."""
         if not self._epoch_began:
             self._begin_epoch()
         is_last = self.index + 1 == self.per_epoch
@@ -523,7 +526,7 @@ class TaskSteps:
             self._schedule("step", index, plateau=True)
 
     def _compute(self, batch: object, is_due: bool) -> Tensor | None:
-        """Compute loss and gradients of a batch; return the loss for hooks, None if the batch is skipped or there are no hooks."""
+        """Compute loss and gradients of a batch; return the loss for hooks, None if it is skipped or there are none."""
         process_group, hooks, module = self._context.process_group, self._built.hooks, self._built.module
         is_first = self.index % self._trainer.options.accumulate_grad_batches == 0
         try:
@@ -562,7 +565,7 @@ class TaskSteps:
         self._has_gradient = False
 
     def _schedule(self, interval: str, index: int, *, plateau: bool) -> None:
-        """Step the schedulers that are due; ``plateau``: those that depend on a metric, else the others."""
+        """Step the schedulers that are due: with ``plateau`` those that read a metric, else the others."""
         for schedule in self._built.schedulers:
             if (schedule.monitor is None) == plateau or not schedule.is_due(interval, index):
                 continue

@@ -59,7 +59,7 @@ class TrainableSubmodel:
         self._fixed = [] if submodels.batch_norm == "static" else counts_in_eval_mode(self.module)
 
     def _placed(self, shrunk: Shrunk) -> Shrunk:
-        """Return the module as it trains; a hook for subclasses that move it elsewhere."""
+        """Return the module to train; subclasses may move it to another place."""
         return shrunk
 
     def _state_of(self, submodels: Submodels) -> ModuleState:
@@ -80,7 +80,7 @@ class TrainableSubmodel:
         self._fixed_versions = [count._version for _, count in self._fixed]
 
     def _put(self, values: FlatTensors) -> None:
-        """Copy the values into the module."""
+        """Copy received values into the module."""
         self.present.copy_(values)
 
     def check_fixed_statistics(self) -> None:
@@ -156,7 +156,7 @@ def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) 
 
 
 def _with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
-    """Yield schedulers, including those nested in sequences and chains."""
+    """Yield schedulers, and those nested in sequences and chains."""
     for scheduler in schedulers:
         yield scheduler
         # private attribute: torch has no public list of them

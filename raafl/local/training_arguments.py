@@ -143,7 +143,7 @@ def settings_of(args: Any) -> dict[str, Any]:
 
 
 def _is_filled_in(value: Any, usual: object) -> bool:
-    """Return whether ``value`` was filled in by the arguments' class itself: an empty value, or a record of defaults."""
+    """Check whether the arguments' class itself filled in ``value``: an empty value, or a record of defaults."""
     if not value:
         return usual in (None, "", "none")
     make: Callable[[], Any] = type(value)
@@ -182,7 +182,7 @@ def _refused(kind: str, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _callbacks(trainer: Any) -> Iterator[str]:
-    """Yield a line for each callback that the user has added."""
+    """Yield an error text for each callback that the user has added to the Trainer."""
     from transformers import integrations, trainer_callback
 
     usual: list[Any] = [trainer_callback.DefaultFlowCallback, trainer_callback.ProgressCallback]

@@ -174,7 +174,7 @@ class PrunedAdapted(Adapted):
 
 
 def _check_base(module: nn.Module, pair: LoraPair, lora: str) -> None:
-    """Raise `BadInput` unless ``B A`` can be added to the weight under an adapter, and no other layer uses that weight."""
+    """Raise `BadInput` unless ``B A`` can be added to the weight under an adapter, which no other layer may share."""
     base = module.get_parameter(pair.base)
     shape = [module.get_parameter(pair.b).shape[0], module.get_parameter(pair.a).shape[1]]
     if not base.is_floating_point() or list(base.shape) != (shape[::-1] if pair.transposed else shape):
@@ -194,7 +194,7 @@ class Starting(WrappedSelect):
     """Wrapper of a select part (choice of submodels) that records from which version of the model each client starts."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work, and record from which version the client starts."""
+        """Return the wrapped select part's work; record the version of the model from which the client starts."""
         work = super().__call__(client, fleet)
         fleet.state.memory.of(LoraMemory).at_work[client.id] = fleet.state.version
         return work
@@ -210,7 +210,7 @@ class Alternating(WrappedSelect):
     """Wrapper of a select part (choice of submodels): only B trains in even versions of the model, only A in odd ones."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work with one of the adapters' two factors frozen."""
+        """Return the wrapped select part's work with one of the two factors of each adapter frozen."""
         work, submodels = super().__call__(client, fleet), fleet.state.submodels
         frozen = {pair.b if fleet.state.version % 2 else pair.a for pair in pairs(submodels)}
         names = (entry.name for entry in submodels.layout(work.spec, "trained").entries)

@@ -94,7 +94,7 @@ def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool =
 
 
 def _read_seals(folder: Path, books: Books) -> list[tuple[int, Seal]]:
-    """Read the seals and return them by number, from 1."""
+    """Return the valid seals with their numbers, counted from 1; add findings about the others to ``books``."""
     path = folder / SEALS
     found = read_seals(path) if path.is_file() else []
     books.num_seals = len(found)
@@ -109,7 +109,7 @@ def _read_seals(folder: Path, books: Books) -> list[tuple[int, Seal]]:
 
 
 def _check_journal(folder: Path, books: Books, wanted: set[int], *, collect: bool) -> Mapping[int, str]:
-    """Check the journal's hash chain; return the hashes at the row numbers that the seals name."""
+    """Check the journal's hash chain; return the chain's hash at each row number in ``wanted``."""
     chain, seen = ChainCheck(), dict[int, str]()
     seen[0] = chain.head
     if not (folder / JOURNAL).is_file():
@@ -143,7 +143,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _check_seals(books: Books, seals: list[tuple[int, Seal]], heads: Mapping[int, str], keys: Collection[str]) -> None:
-    """Check the seals' signatures and keys, and that the sealed hashes match the journal."""
+    """Check the seals' signatures and keys, and whether the hashes in them match the journal."""
     for number, seal in seals:
         data, name = seal.data, f"{SEALS}: seal {number} (version {sanitize_text(seal.data.get('version'), 20)})"
         problem = _problem_of_signature(seal, books.key, keys)
@@ -164,7 +164,7 @@ def _check_seals(books: Books, seals: list[tuple[int, Seal]], heads: Mapping[int
 
 
 def _problem_of_signature(seal: Seal, before: str | None, keys: Collection[str]) -> str:
-    """Describe a fault in a seal's signature or key; empty if there is none.
+    """Describe a fault in a seal's signature or key; "" if there is none.
 
     `before`: public key of the earlier seals; None = they are unsigned.
     """
@@ -181,7 +181,7 @@ def _problem_of_signature(seal: Seal, before: str | None, keys: Collection[str])
 
 
 def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: Collection[str]) -> None:
-    """Check that a finished run ends with a final seal, and that seals are signed if a key was given."""
+    """Check that a finished run has a final seal, and that seals are signed if keys were given."""
     books.final = bool(seals) and seals[-1][1].data.get("final") is True
     if keys and books.key is None:
         books.findings.append(f"{SEALS}: no seal is signed, but a key was given to check")
@@ -204,7 +204,7 @@ def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: 
 
 
 def _check_tail(folder: Path, books: Books, name: str, num_rows: int) -> None:
-    """Report rows of a file after the last seal: a finding in a finished run, only "unsealed" in an unfinished one."""
+    """Report rows of a file after the last seal: as a finding for a finished run, else as unsealed."""
     if num_rows < 0 or not (folder / name).is_file():
         return
     num_bytes = measure(folder / name)[1]
@@ -245,9 +245,9 @@ def _check_tables(folder: Path, books: Books, tables: Mapping[str, Any]) -> None
 
 
 def _check_cells(path: Path, lines: int) -> tuple[list[str], int]:
-    """Return a table's header, and the number of the first line whose cell count differs from it; 0 if there is none.
+    """Return a table's header, and the first line with another number of cells; 0 if there is none.
 
-    The digest ignores empty cells at row ends, so it cannot detect extra or missing ones.
+    The digest ignores empty cells at the end of a row, so it cannot detect added or missing ones.
     """
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         header = next(csv.reader(file), [])
@@ -259,7 +259,7 @@ def _check_cells(path: Path, lines: int) -> tuple[list[str], int]:
 
 
 def _check_files(folder: Path, books: Books, seals: list[Seal]) -> None:
-    """Compare each file with the last seal that lists it; in a finished run no file may be missing or added."""
+    """Compare each file with the last seal that lists it; a finished run must have exactly the sealed files."""
     sealed: dict[str, str] = {}
     for seal in seals:
         sealed |= seal.data["files"]

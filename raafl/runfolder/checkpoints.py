@@ -133,7 +133,7 @@ def _keep(folder: Path, new: Path, keep_last: int) -> None:
 
 
 def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:
-    """Return the arguments from which Lightning constructs the module, as plain values."""
+    """Return the arguments from which Lightning constructs the module, except those that are not plain values."""
     hparams = dict(getattr(module, "hparams", None) or {})
     kept = {}
     for name, value in hparams.items():
@@ -153,7 +153,7 @@ def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:
 
 
 def _without_graph(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Detach the tensors of a state dict from autograd, keeping the metadata (module versions) that torch stores with it."""
+    """Detach the tensors of a state dict from autograd; keep the module versions that torch stores with it."""
     found = OrderedDict(
         (name, value.detach() if isinstance(value, torch.Tensor) else value) for name, value in state.items()
     )
@@ -163,7 +163,7 @@ def _without_graph(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _plain_state(state: Any, report: Callable[[str], None]) -> OrderedDict[str, Any]:
-    """Drop entries of a state dict that a checkpoint cannot hold; call ``report`` with a sentence about each."""
+    """Return a state dict without entries that a checkpoint cannot store; ``report`` gets a sentence about each."""
     found: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
         problems = list(_not_plain(value, str(name), _READABLE))
@@ -181,7 +181,7 @@ def _plain_state(state: Any, report: Callable[[str], None]) -> OrderedDict[str, 
 
 
 def _is_kept(name: Any, value: Any, report: Callable[[str], None]) -> bool:
-    """Return whether an entry added by the module's `on_save_checkpoint` can be saved."""
+    """Check whether an entry that the module's `on_save_checkpoint` has added can be saved; report one that cannot."""
     problems = list(_not_plain(value, str(name), _READABLE))
     if problems:
         report(
@@ -192,7 +192,7 @@ def _is_kept(name: Any, value: Any, report: Callable[[str], None]) -> bool:
 
 
 def _is_same(saved: Any, value: torch.Tensor) -> bool:
-    """Return whether a tensor of a state dict shares its memory with the global model's tensor."""
+    """Check whether a tensor of a state dict shares its memory with the global model's tensor."""
     return (
         isinstance(saved, torch.Tensor)
         and (saved.data_ptr(), saved.dtype, saved.shape, saved.stride())
@@ -202,7 +202,7 @@ def _is_same(saved: Any, value: torch.Tensor) -> bool:
 
 
 def _not_plain(value: Any, where: str, types: tuple[type, ...] = _PLAIN) -> Iterable[tuple[str, Any]]:
-    """Yield the path of each value that `torch.load(weights_only=True)` would refuse to load."""
+    """Yield path and value of all that `torch.load(weights_only=True)` would refuse to load."""
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
             yield from (

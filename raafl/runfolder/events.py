@@ -72,7 +72,7 @@ class JournalReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Read the journal at ``path``: a run folder, or its `events.jsonl`."""
+        """Store the path of the journal; ``path``: a run folder, or its `events.jsonl`."""
         path = Path(path)
         self.path = path / JOURNAL if path.is_dir() else path
 
@@ -101,7 +101,7 @@ class JournalReader:
                 yield cast(JournalRow, row)
 
     def __iter__(self) -> Iterator[JournalRow]:
-        """Yield the rows that were not rolled back, in order."""
+        """Yield the rows in order, except those that were rolled back."""
         undone = self._undone
         return (row for number, row in enumerate(self.written()) if number not in undone)
 

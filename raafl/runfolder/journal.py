@@ -179,7 +179,7 @@ _AS_THEY_ARE = frozenset({type(None), bool, int, float, str})
 
 
 class _Into:
-    """File object for `csv.writer` that appends each row to a list."""
+    """File object into which `csv.writer` writes; it appends each row to a list."""
 
     def __init__(self, rows: list[str]) -> None:
         self.write = rows.append
@@ -254,7 +254,7 @@ class RunFolder:
         return folder
 
     def _take(self) -> None:
-        """Create and lock the folder, then check that it is empty, since another process may be creating it at the same time."""
+        """Create and lock the folder, then check that it is empty, in case another process was faster."""
         if self.path.is_dir() or not self.path.exists():
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.path, "output")
@@ -286,7 +286,7 @@ class RunFolder:
             config.write_text(self._config, encoding="utf-8")
 
     def _remove(self, *, folder: bool) -> None:
-        """Remove a new folder when the disk has no space for a run."""
+        """Remove what was created of a new run for which the disk has no space."""
         with suppress(OSError):
             for name in (CONFIG, *GROWING):
                 (self.path / name).unlink(missing_ok=True)
@@ -434,7 +434,7 @@ def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path
 
 
 def _rounded(name: str, value: object) -> object:
-    """Round times and shares to hide summation error; leave metrics exact."""
+    """Round times and shares to 12 digits, which hides summation errors; leave metrics exact."""
     if type(value) is not float:
         return value
     is_figure = name in RUN_COLUMNS or name.endswith("_s") or name.startswith(TIME_TO)
@@ -456,7 +456,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, field: str) -> None:
-        """Take the lock; do not wait for it.
+        """Take the lock of ``folder`` without waiting.
 
         Raises:
             BadInput: another process, or another run of this process, has the lock.
@@ -495,7 +495,7 @@ class FolderLock:
 
 
 def _leave_to_parent() -> None:
-    """Close a forked child's copies of its parent's locks, which would otherwise outlive a killed parent."""
+    """Close a forked child's copies of its parent's locks, which would outlive a killed parent."""
     for lock in list(_held):
         lock.close()
 

@@ -84,7 +84,7 @@ class Tasks:
     """Index into `KINDS`."""
 
     def __post_init__(self) -> None:
-        """Classify the outcomes; an unknown outcome counts as lost."""
+        """Classify the tasks' outcomes; an unknown outcome counts as lost."""
         codes = {kind: code for code, kind in enumerate(KINDS)}
         found = [codes.get(kind_of(outcome), codes[LOST]) for outcome in self.outcome]
         self.kind = np.array(found, np.int64)
@@ -93,7 +93,7 @@ class Tasks:
         return len(self.client)
 
     def __getitem__(self, name: str) -> Numbers:
-        """Return a column of numbers, `(len,)`."""
+        """Return the numeric column ``name``, with a value for each task."""
         return self.numbers[name]
 
     def by_client(self) -> dict[int, npt.NDArray[np.intp]]:
@@ -220,7 +220,7 @@ def _read_summary(run: RecordedRun, path: Path) -> None:
 
 
 def _rows(run: RecordedRun, path: Path) -> Iterator[list[str]]:
-    """Yield the header of a table, then its complete rows; damaged rows are skipped and noted."""
+    """Yield a table's header and its complete rows; damaged rows are skipped, and their number is noted."""
     num_damaged = 0
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         found = _csv(line.replace("\0", "") for line in file)
@@ -293,7 +293,7 @@ def _tasks(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Tasks:
 
 
 def _read_journal(run: RecordedRun, path: Path) -> None:
-    """Read from the journal when clients were connected, their device profiles, and which tasks never ended."""
+    """Read from the journal when clients were connected, their device profiles, and tasks that never ended."""
     settled = set(run.tasks["assignment"].tolist())
     try:
         for event in JournalReader(path).written():

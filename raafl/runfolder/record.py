@@ -99,7 +99,7 @@ class RunRecord:
             self.folder.event(cast(JournalRow, row))
 
     def _keep_received(self, event: Event) -> None:
-        """Keep the tensors that a replay cannot compute: models of the server above, and updates of subfederations."""
+        """Store tensors that a replay cannot compute: models of the server above, and updates of subfederations."""
         assert self.folder is not None
         if isinstance(event, Received):
             keep_received(self.folder.path, event.fingerprint, event.tensors)
@@ -216,7 +216,7 @@ class RunRecord:
         return {**self.figures.clients(), **cast(dict[str, float | None], figures)}
 
     def _utilisation(self, now: float) -> float:
-        """Return RU, the sum over clients of seconds in tasks divided by (N * elapsed seconds); Co-S2P paper, eq. 12."""
+        """Return RU: the clients' seconds in tasks, divided by (N * elapsed seconds); Co-S2P paper, eq. 12."""
         busy = self._busy_s + self.figures.working_s(now)
         return min(busy / (max(len(self.participation), 1) * now), 1.0) if now > 0 else 0.0
 

@@ -303,7 +303,7 @@ def _hints(kind: type) -> Mapping[str, Any]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Return whether a value from JSON matches a type, ignoring the contents of containers."""
+    """Check whether a value from JSON matches a type; contents of containers are not checked."""
     if hint is Any or get_origin(hint) is Literal:
         return True
     if get_origin(hint) is UnionType:

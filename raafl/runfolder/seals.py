@@ -101,7 +101,7 @@ class SealFile:
         *,
         remake: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the file, continuing an existing one.
+        """Open the file; an existing one is continued.
 
         `signer`: signs each seal; None = seals are unsigned. Raises OSError if the file cannot be opened.
         """
@@ -141,7 +141,7 @@ class SealFile:
         self._file.add(line)
 
     def _sync(self) -> None:
-        """Flush the sealed files to disk: after a power failure a seal must not exist without the rows that it covers."""
+        """Flush the sealed files to disk, so that after a power failure no seal exists without its rows."""
         for name in GROWING:
             with suppress(OSError):
                 descriptor = os.open(self._folder / name, os.O_RDONLY)
@@ -397,7 +397,7 @@ def _ecdsa() -> ECDSA:
 
 
 def _make_key(path: Path) -> None:
-    """Write a new Ed25519 key; if two processes do so at once, the key written first is kept."""
+    """Write a new Ed25519 key; if two processes do so at once, the first one's key stays."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 

@@ -69,11 +69,13 @@ class RunStatistics:
         peak_bytes: Callable[[Assignment], int] | None = None,
         num_tokens: Callable[[Assignment, Update], float] | None = None,
     ) -> None:
-        """Start at zero.
+        """Store the counters' functions.
 
         `coverage`: counter of which elements of the model were trained; None = not counted. `peak_bytes`: returns a
-        task's predicted memory in bytes; None = not counted. `num_tokens`: returns the tokens on which a task was
-        trained; None = the model is no language model.
+        task's
+        predicted memory in bytes; None = not counted. `num_tokens`: returns the number of tokens on which a task
+        trained;
+        None = the model is no language model.
         """
         self._coverage, self._peak_bytes, self._num_tokens = coverage, peak_bytes, num_tokens
         self._tokens = 0.0  # of merged updates
@@ -142,7 +144,7 @@ class RunStatistics:
         rounds[0] = version
 
     def _close(self) -> None:
-        """Record the coverage of the version being completed."""
+        """Record the coverage of the version that a merge has just completed."""
         specs = self._open[1]
         share = self._coverage.share(specs) if self._coverage is not None and specs else None
         if share is not None:
@@ -221,7 +223,7 @@ class RunStatistics:
 
 
 def _own_metrics(update: Update, known: Mapping[str, float]) -> dict[str, float]:
-    """Return the known metrics that a client measured on its own test data; empty without a valid number of samples."""
+    """Return the known metrics that a client measured on its own test data; empty if their number is invalid."""
     if not 1 <= update.metrics.get(NUM_TESTED, 0.0) < MOST:
         return {}
     found = {name: update.metrics.get(TEST + name, math.nan) for name in known}

@@ -22,7 +22,7 @@ _READ_BYTES = 2**22  # bytes read at once, since a long run's journal may be lar
 
 
 class _WrittenAnew(Exception):
-    """Raised when a file was replaced, so that everything read so far is invalid."""
+    """Raised when a file was replaced, so that all rows read so far are invalid."""
 
 
 class NewLines:
@@ -88,7 +88,7 @@ class RunTail(Generic[R]):
     """
 
     def __init__(self, path: Path, make: Callable[[], R], clock: Callable[[], float] = time.time) -> None:
-        """Follow the run at a path; ``make`` creates an empty reader, ``clock`` returns the current file time in seconds."""
+        """Store the run's folder; ``make`` creates an empty reader, ``clock`` returns the time as files have it."""
         self.path, self._make, self._clock = path, make, clock
         self._begin()
 
@@ -123,7 +123,7 @@ class RunTail(Generic[R]):
         return self._take_summary() or news
 
     def _take_rows(self, name: str, take: Callable[[Mapping[str, str]], None]) -> bool:
-        """Add the new rows of a file to the reader; return whether there were any."""
+        """Pass the new rows of a file to the reader; return whether there were any."""
         news = False
         for line in self._new(name):
             news = True
@@ -173,7 +173,7 @@ class RunTail(Generic[R]):
             self.num_damaged += 1
 
     def _take_summary(self) -> bool:
-        """Read the run's summary, unless the run was resumed after the interruption or failure that it describes."""
+        """Read the summary; ignore one of an interruption or failure after which the run was resumed."""
         if self._has_ended:
             return False
         try:
@@ -192,7 +192,7 @@ class RunTail(Generic[R]):
 
 
 def _undone(journal: Path) -> RolledBackLines:
-    """Find which journal lines were rolled back, parsing only the few "resumed" lines as JSON."""
+    """Return which journal lines were rolled back; only the few "resumed" lines are parsed as JSON."""
     new_lines, undone = NewLines(journal), RolledBackLines()
     while lines := new_lines.lines():
         for line in lines:
@@ -202,7 +202,7 @@ def _undone(journal: Path) -> RolledBackLines:
 
 
 def _num_kept(line: str) -> int | None:
-    """Return how many events a "resumed" line says were kept; None for a damaged line."""
+    """Return how many events a "resumed" line keeps; None for a damaged line."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         return int(json.loads(line)["kept"])
     return None

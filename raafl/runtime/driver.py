@@ -60,7 +60,7 @@ class Driver(ABC):
         hooks: RunHooks | None,
         progress: Notices | None,
     ) -> None:
-        """Drive ``coordinator``; ``evaluator`` None = nothing is evaluated."""
+        """Store the parts of a run; ``evaluator`` None = the model is never evaluated."""
         self.coordinator, self.record, self.evaluator = coordinator, record, evaluator
         self.hooks, self.progress = hooks or RunHooks(), progress
         self.reason = ""
@@ -88,18 +88,18 @@ class Driver(ABC):
 
     @abstractmethod
     def _measure(self, version: int, now: float) -> None:
-        """Evaluate the global model, now or later on a snapshot; the metrics are passed to `_measured`."""
+        """Evaluate the global model, now or later from a copy of it; `_measured` gets the metrics."""
 
     def _admit(self, event: Event, now: float) -> bool:
         """Prepare for an event before the coordinator handles it; return False if the coordinator must not see it."""
         return True
 
     def _handled(self, event: Event, now: float, lost: ClientInfo | None) -> None:
-        """Clean up after an event was handled; ``lost`` is the client that a `Lost` event has removed, else None."""
+        """Clean up after an event; ``lost`` is the client that a `Lost` event has removed, else None."""
         self.hooks.on_event(event, self.coordinator, now)
 
     def _dismiss(self, client: int, incarnation: int, reason: str) -> None:
-        """Report that a client was dismissed because there is no work for it."""
+        """Report that a client was dismissed since there is no work for it."""
         self.note(f"client {client} was dismissed: {reason}")
 
     @abstractmethod
@@ -181,7 +181,7 @@ class Driver(ABC):
                 self.reason = reason
 
     def _measured(self, version: int, at_s: float, measured: dict[str, float]) -> bool:
-        """Record metrics of the global model as it was at ``at_s``; return whether all targets are now met."""
+        """Record the metrics of the global model at time ``at_s``; return whether all targets are now met."""
         metrics = self.hooks.on_measured(version, at_s, measured)
         reached = self.record.evaluated(version, at_s, metrics)
         self.hooks.on_evaluate(version, at_s, metrics)
@@ -207,7 +207,7 @@ class Driver(ABC):
             self.stop(why)
 
     def _ended(self) -> str:
-        """Return the reason for which the run ended; a failure of the user's code takes precedence."""
+        """Return why the run ended; a failure of the user's code comes before other reasons."""
         return self.reason if self.error is None else f"failed: {self.error}"
 
     def note(self, text: str) -> None:

@@ -44,7 +44,7 @@ class Questions(ClientExtension):
     """
 
     def __init__(self, client: Client, device: torch.device | str = "cpu", wait_s: float | None = None) -> None:
-        """Store the arguments; no question is asked yet.
+        """Store the arguments.
 
         Args:
             client: client whose tasks ask the server questions.
@@ -220,7 +220,7 @@ class ServerSide:
     """
 
     def __init__(self, local: Local, device: torch.device | str, num_threads: int) -> None:
-        """Prepare to compute the method's ``local`` part on ``device`` with ``num_threads`` threads."""
+        """Store the method's ``local`` part, which computes on ``device`` with ``num_threads`` threads."""
         self._local, self._device, self._num_threads = local, torch.device(device), num_threads
         self._built: tuple[Exchange, Question, LocalTrainer] | None = None
 
@@ -260,7 +260,7 @@ class _SessionLink:
     """`ServerLink` of one client's task.
 
     `terms`: precision, batches per step, and form of the update, as the client's questions state them. `stream`: random
-    numbers of the server's side; other sessions draw while it waits for the client.
+    state of the server's side; other sessions may draw while this one waits for the client.
     """
 
     def __init__(self, session: SessionProtocol, talk: Conversation, perform: Callable[[Steps[Any]], Any]) -> None:
@@ -295,7 +295,7 @@ class _SessionLink:
         return RngStream(self._device, seed)
 
     def _agree(self, meta: Mapping[str, Any]) -> None:
-        """Store how the client trains at its first question; later questions must state the same."""
+        """Store how the client trains at its first question; refuse a later question that states something else."""
         terms = Question.from_meta(meta)
         if self.terms not in (None, terms):
             raise Refused("bad-json", "precision, accumulate or sends have changed within a task")

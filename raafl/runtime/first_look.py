@@ -114,7 +114,7 @@ def notes_before(
 
 
 def _saved_notes(parts: ServerSetup, form: SavedForm) -> list[Warn]:
-    """Try out what checkpoints save of the module; return a warning for each entry that they cannot hold."""
+    """Try what checkpoints save of the module; return a warning for each entry that they cannot store."""
     found: list[str] = []
     values = parts.coordinator.state.values.clone()
     with explained(parts.module, "state_dict, as a checkpoint calls it,"):
@@ -258,7 +258,7 @@ def try_training(
 
 
 def _first_answer(module: nn.Module, tries: Iterable[tuple[object, int]], device: torch.device) -> tuple[object, Any]:
-    """Run training steps until one returns a loss; return the batch on the device and the result, None if there was none."""
+    """Run training steps until one returns a loss; return its batch on the device, and the loss or None."""
     batch = answer = None
     for given, index in tries:
         with explained(module, "hooks before training_step", given):
@@ -293,7 +293,7 @@ def _warnings(name: str, trainer: TrainerStandIn, recorder: Recorder, schedules:
 
 @contextmanager
 def _reentrant_warnings() -> Iterator[list[str]]:
-    """Collect torch's warnings about checkpointed parts whose input requires no gradient; show all other warnings."""
+    """Collect torch's warnings about checkpointed blocks whose input requires no gradient; show all others."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
@@ -306,7 +306,7 @@ def _reentrant_warnings() -> Iterator[list[str]]:
 
 
 def _check_reached(module: nn.Module) -> None:
-    """Raise `BadInput` if checkpointing cut trained parameters off, so that they get no gradient."""
+    """Raise `BadInput` if gradient checkpointing cut trained parameters off from their gradients."""
     without = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
     if without:
         shown = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
@@ -337,15 +337,16 @@ def _checked_loss(kind: str, answer: object, *, is_cut_off: bool = False) -> Ten
 
 
 def _forms(module: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """Return the shape of each buffer that is sent, and whether its values are finite."""
+    """Return the shape of each persistent buffer, and whether its values are finite."""
     return {name: (tuple(buffer.shape), is_finite(buffer)) for name, buffer in persistent_buffers(module).items()}
 
 
 def _check_buffers(module: nn.Module, before: Mapping[str, tuple[tuple[int, ...], bool]]) -> None:
     """Raise `BadInput` for a buffer that the server could not merge after a training step.
 
-    The layout has no place for a changed shape. A buffer that stays non-finite, such as a mask of -inf, would make
-    every update refused; one that the step makes finite, such as an observer's range, is accepted.
+    A changed shape does not fit the layout. A buffer that stays non-finite, such as a mask of -inf, would make the
+    server
+    refuse every update; a buffer that the step makes finite, such as an observer's range, is accepted.
     """
     kind = type(module).__name__
     for name, (shape, finite) in _forms(module).items():
@@ -388,7 +389,7 @@ def try_single_samples(
 
 
 def _has_single(num_samples: int, batch_size: int, drop_last: bool, training: Training) -> bool:
-    """Return whether a task of the run's length includes a batch of one sample."""
+    """Check whether a task of the run's length includes a batch of one sample."""
     num_batches = math.ceil(num_samples / batch_size)
     if training.num_steps is not None and training.num_steps < num_batches and batch_size > 1:
         return False

@@ -112,7 +112,7 @@ def batches_of(rows: Iterable[JournalRow]) -> list[list[int]]:
 
 
 def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
-    """Read from the journal how many clients the run waited for, and whether lost clients counted."""
+    """Read from the journal for how many clients the run waited, and whether lost ones counted among them."""
     start = begun.get("start")
     least, counts = (start.get("min_clients"), start.get("count_lost")) if isinstance(start, dict) else (None, None)
     if not isinstance(least, int) or not isinstance(counts, bool):
@@ -126,7 +126,7 @@ def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
 def _own_data(
     folder: Path, rows: Iterable[JournalRow], files: Mapping[int, Path], trusted: bool
 ) -> dict[int, ClientData]:
-    """Return the data of the clients that had data of their own."""
+    """Return the data of the clients that trained on data of their own, from the user's ``files``."""
     from raafl.runtime.client.setup import whole
 
     # the updates of a subfederation are in the folder
@@ -218,7 +218,7 @@ class Replay:
     _expected: deque[Assignment] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        """Create snapshots of the coordinator's state."""
+        """Create the coordinator's snapshots and extensions."""
         self._snapshots = snapshots_of(self.coordinator)
         self._extensions = [made(self.coordinator) for made in extensions_of(self.coordinator, "replay")]
 
@@ -267,12 +267,12 @@ class Replay:
         return event_of(row, self._series)
 
     def _received(self, fingerprint: str, layout: Layout) -> FlatTensors:
-        """Read tensors that the run has received."""
+        """Read tensors that the run has received, from its folder."""
         assert self.folder is not None
         return load_received(self.folder, fingerprint, layout).to(self.coordinator.state.values.device)
 
     def _of_subfederation(self, row: JournalRow) -> Arrived:
-        """Return the update of a subfederation, which only its own run can compute again."""
+        """Return a subfederation's update from the run folder, since only its own run could compute it again."""
         number, fingerprint = row["assignment"], row["fingerprint"] or ""
         assignment, _ = self._out.get(number, (None, None))
         spec = FULL if assignment is None else assignment.spec
@@ -285,7 +285,7 @@ class Replay:
         return Arrived(update)
 
     def _go_on(self, row: JournalRow) -> None:
-        """Continue as the resumed run did: with its assignment ids and the limits that it was given."""
+        """Continue as the resumed run did, with its next assignment id and its limits."""
         self.coordinator.roster.last_id = row["last_id"]
         if row["restarted"]:
             self.coordinator.restart()
@@ -306,7 +306,7 @@ class Replay:
                 self.executor.submit(assignment, snapshot, float(needed))
 
     def _check_assigned(self, row: JournalRow) -> None:
-        """Compare a recorded assignment with the replayed one."""
+        """Compare a recorded assignment with the replayed one; store the first difference."""
         if self.first_difference is not None:
             return
         assignment = self._expected.popleft() if self._expected else None
@@ -320,7 +320,7 @@ class Replay:
             )
 
     def _check_adjusted(self, row: JournalRow) -> None:
-        """Compare a recorded change of a setting with the replayed one."""
+        """Compare a recorded change of a setting with the replayed one; store the first difference."""
         adjusted = self._adjusted.popleft() if self._adjusted else None
         found = None if adjusted is None else asdict(adjusted)
         wanted = {name: row.get(name) for name in Adjusted.__dataclass_fields__}
@@ -328,7 +328,10 @@ class Replay:
             self.first_difference = FirstDifference(self.num_events, "adjusted setting", wanted, found)
 
     def _arrived(self, row: JournalRow) -> Arrived:
-        """Train the answered task and return its update, unless it was refused for a reason that training would not reproduce."""
+        """Train the answered task and return its update.
+
+        An update that was refused for a reason that training does not reproduce is not trained again.
+        """
         number = row["assignment"]
         assignment, snapshot = self._out.get(number, (None, None))
         there = self.coordinator.roster.find(row["client"])  # a suspended client still answers its current task

@@ -60,9 +60,10 @@ class Run:
         signer: Signer | None = None,
         num_queued: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Open the run folder, after a trial step and an evaluation; ``saved``: continue the run that this checkpoint belongs to.
+        """Try a training step and an evaluation, then open the run folder.
 
-        `num_queued`: returns how many events wait for the run's loop.
+        `saved`: checkpoint of the run to continue; None = a new run. `num_queued`: returns how many events wait for the
+        run's loop.
         """
         experiment = parts.experiment
         self.parts, self.runtime, self.config_yaml = parts, runtime, config_yaml
@@ -147,7 +148,7 @@ class Run:
         self.record.evaluated(0, 0.0, metrics)
 
     def _go_on(self, saved: SavedRun) -> None:
-        """Restore the state of the checkpoint; later rows are marked as rolled back."""
+        """Restore the state of a checkpoint; rows that the run wrote after it are marked as rolled back."""
         from raafl.runfolder.books import check_books
         from raafl.runtime.lifecycle import resume
 
@@ -292,9 +293,9 @@ class Run:
         return told
 
     def _trials(self) -> dict[str, Any]:
-        """Return what trials before the run took, by which its method was chosen; empty = there were none.
+        """Return what trials cost by which the method was chosen before the run; empty if there were none.
 
-        The real seconds are known only to the process that made the trials: a resumed run lacks them.
+        Only the process that made the trials knows their real seconds, so a resumed run lacks them.
         """
         chosen = self.parts.experiment.algorithm.chosen
         if chosen is None and self.resumed:
@@ -304,7 +305,7 @@ class Run:
         return found | ({"real_s": chosen[TRIALS_S]} if chosen and TRIALS_S in chosen else {})
 
     def _final_metrics(self) -> dict[str, float]:
-        """Measure the final model on the test set if the run's own evaluations used a validation set."""
+        """Evaluate the final model on the test set, if the evaluations during the run used a validation set."""
         batches, state = self.parts.data.final_batches(), self.parts.coordinator.state
         if batches is None:
             return {}

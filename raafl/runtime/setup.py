@@ -108,7 +108,7 @@ def _prepared(experiment: Experiment) -> LightningModule:
 
 
 def _misfit(error: BaseException) -> str:
-    """Return the name of a model argument whose type differs from that of its default; empty if there is none."""
+    """Return a message about an argument of the model whose type differs from its default's; "" if there is none."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if frame.f_code.co_name != "__init__" or not isinstance(module, torch.nn.Module):
@@ -179,7 +179,7 @@ def proven_submodels(
 def _start(
     experiment: Experiment, module: LightningModule, data: FederatedData, build: Callable[[Experiment], LightningModule]
 ) -> None:
-    """Initialize buffers that get sizes and values only in a first step; ``build`` creates the module if it has no values."""
+    """Initialise buffers that get sizes and values only in a first step; ``build`` makes a module with values."""
     if Rules(experiment.rules).starts_observers:
         start_observers(module, data.example_batch, partial(build, experiment))
 
@@ -262,12 +262,13 @@ def build(
 
 
 def _assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
-    """Wrap the algorithm's merge in the run's options, such as guard, privacy and precision; used once, on the server.
+    """Wrap the algorithm's merge in the run's options, such as guard, privacy and precision; once, on the server.
 
     Order, from the inside: the method's own merge; the guard; privacy, which must see what the guard accepts; pooled
     batch norm statistics; conversion of half-precision updates to float32; and the limit on an update's norm, which is
-    checked first. With secure aggregation the last three are left out, since only sums of updates are merged. Raises
-    BadInput if an option does not work with the algorithm.
+    checked first. Secure aggregation leaves the last three out, since it merges only sums of updates. Raises BadInput
+    if
+    an option does not work with the algorithm.
     """
     options = experiment.rounds, experiment.guard, experiment.privacy, experiment.clients
     algorithm = with_options(experiment.algorithm, *options, experiment.seed)
@@ -365,7 +366,7 @@ def coordinator_of(
 
 
 def _captures(experiment: Experiment) -> bool:
-    """Check whether steps are CUDA graphs, by what the config alone says, so that a replay elsewhere predicts the same times."""
+    """Check by the config alone whether steps are CUDA graphs, so that a replay elsewhere predicts the same times."""
     if experiment.fabric.accelerator != "cuda" or experiment.fabric.capture == "off":
         return False
     from raafl.local.captured.limits import problems

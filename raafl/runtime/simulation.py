@@ -226,7 +226,7 @@ class Simulation(Driver):
                 extension.turned()
 
     def _event_of(self, item: Event | Due) -> Event | None:
-        """Return the event to pass to the coordinator for an item that is due; None = nothing yet."""
+        """Return the event that a due item means for the coordinator; None = it means none yet."""
         if isinstance(item, Sending):
             # None if the client was lost meanwhile
             return item if item.assignment in self._out.get(item.client, {}) else None
@@ -259,7 +259,7 @@ class Simulation(Driver):
                 self.push(leaves, LOST, Lost(client.id, "unavailable", client.incarnation))
 
     def _snapshot_of(self, assignment: Assignment) -> FlatTensors | None:
-        """Return the values that a task started from; None if its client was lost meanwhile."""
+        """Return the values from which a task started; None if its client was lost meanwhile."""
         return self._out.get(assignment.client, {}).get(assignment.id)
 
     def trained(self, due: Due) -> Update:
@@ -290,7 +290,7 @@ class Simulation(Driver):
         super()._handled(event, now, lost)
 
     def _forget(self, lost: ClientInfo, event: Event) -> None:
-        """Cancel a lost client's tasks and plan its next join; end the run if only losses occur."""
+        """Cancel a lost client's tasks, and plan its next join; end the run if tasks are only lost and never merged."""
         num_lost = self.cancel(lost.id)
         self._plan_join(replace(lost, incarnation=lost.incarnation + 1), self.now)
         if not num_lost:
@@ -329,7 +329,7 @@ class Simulation(Driver):
                 extension.let_go(action.client)
 
     def _blame(self, client: int, error: Exception) -> None:
-        """Record the error as the method's fault: a simulated client is part of this process, so it is not dismissed."""
+        """Record the error as the method's; the client is not dismissed, since it is simulated in this process."""
         self._take_raised(error, client)
 
     def _take_raised(self, error: BaseException, client: int | None) -> None:
@@ -339,7 +339,7 @@ class Simulation(Driver):
         self.error = self.error or of_server(error, client)
 
     def _checkpoint(self) -> None:
-        """Save the run, unless the method has raised an error: a corrected run resumes from the checkpoint before it."""
+        """Save the run, unless the method has raised an error: the corrected run resumes from the checkpoint before."""
         if not self._has_raised:
             super()._checkpoint()
 
@@ -368,7 +368,7 @@ class Simulation(Driver):
         self.push(at, ARRIVED, due)
 
     def _task_time(self, assignment: Assignment, more_bytes: int, up_from_s: float) -> TaskTime:
-        """Return the durations of the parts of a task that is assigned now.
+        """Return how long each part of a task takes that is assigned now.
 
         Args:
             assignment: assignment of the task.

@@ -107,12 +107,12 @@ class Child:
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a child has ended, without reaping it."""
+    """Check whether a child process has ended, without reaping it."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """Return a function that a child runs before its program starts, so that the kernel kills it when its parent dies."""
+    """Return a function for a child to call at its start, after which the kernel kills it when its parent dies."""
 
     def ask() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -236,7 +236,7 @@ class Supervisor:
             self.server.send(signal.SIGKILL)
 
     def _pause(self) -> None:
-        """Stop all children with this process, and continue them when it continues, as one job in the terminal."""
+        """Stop this process and its children together, and continue the children when this process continues."""
         for child in self._everyone():
             child.send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -246,7 +246,7 @@ class Supervisor:
     # ---- processes that have ended ----
 
     def _see_server(self) -> int | None:
-        """Return the run's exit code once the server has ended for good, else None."""
+        """Return the run's exit code once the server has ended for good, else None; restart the server if allowed."""
         code, over = self.server.exit_code(), self._asked > 0 or self._is_over
         if code is None:
             return (130 if self._asked else 1) if over and self.server.due_s is not None else None
@@ -296,7 +296,7 @@ class Supervisor:
             self._kill_at = time.monotonic() + self.policy.stop_s
 
     def _is_awaited(self, number: int) -> bool:
-        """Return whether a client that has not joined yet is required for the run to start."""
+        """Check whether the run cannot start without a client that has not joined yet."""
         if self.server.num_starts > 1:  # an earlier server process may have started the run
             return False
         joined = self.joined()
@@ -304,7 +304,7 @@ class Supervisor:
         return number not in joined and max(len(joined), others) < self.needed
 
     def _may_restart(self) -> bool:
-        """Count one more restart if any is left; return whether it is allowed."""
+        """Count one more restart and return True, unless none is left."""
         if self.num_restarts >= self.policy.max_restarts:
             return False
         self.num_restarts += 1
@@ -313,7 +313,7 @@ class Supervisor:
     # ---- the end ----
 
     def _end(self, signals: Signals) -> None:
-        """Let the clients leave, then terminate those that are left; returns when all have ended."""
+        """Let the clients leave, then terminate those that remain; return when all have ended."""
         for child in self._everyone():
             child.due_s = None
         if self.listener is not None:
@@ -393,7 +393,7 @@ def local_ranks(
 
 
 def _meeting(num_ranks: int) -> tuple[object, dict[str, str]]:
-    """Open a store for the ranks, reachable only from this machine; return it with the environment variables that name it."""
+    """Open a store for ranks of this machine; return it with the environment variables by which they find it."""
     from torch import distributed
 
     dist: Any = distributed  # most of it has no type annotations

@@ -60,7 +60,7 @@ _OF_DEPTH = ("EarlyLogits", "add_exits", "depth_window", "last_fraction")
 
 
 def __getattr__(name: str) -> object:
-    """Import what cuts modules when it is first asked for."""
+    """Import the functions that cut modules at their first use."""
     if name not in (*_OF_DEPTH, "skeleton"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("raafl.submodel.depth" if name in _OF_DEPTH else "raafl.submodel.cut.shrink"), name)

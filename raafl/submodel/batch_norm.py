@@ -101,7 +101,7 @@ def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[
 
 
 class _Mean:
-    """Accumulate in float32 the mean over calls of a batch norm's statistics, which must be those of one call each."""
+    """Mean over calls of a batch norm's statistics, each of one call alone, accumulated in float32."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         self._statistics: list[Any] = [norm.running_mean, norm.running_var]
@@ -114,7 +114,7 @@ class _Mean:
             total.add_(one)
 
     def store(self) -> None:
-        """Write the computed means into the batch norm's running statistics, in place, each rounded only once."""
+        """Write the means into the batch norm's running statistics, in place; each is rounded only once."""
         for one, total in zip(self._statistics, self._sums, strict=True):
             one.copy_(total / self._num if self._num else one)
 
@@ -130,7 +130,7 @@ class Pooling:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Find the batch norms of ``module``."""
+        """Find the batch norms of ``module``, and its buffers of half precision."""
         self.pairs = statistics_of(module)
         self._half = {name for name, buffer in module.named_buffers() if buffer.dtype.itemsize == 2}
 

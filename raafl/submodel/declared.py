@@ -97,7 +97,7 @@ def find_stacks(module: nn.Module) -> dict[str, Stack]:
 
 
 def _form(block: nn.Module) -> tuple[Any, ...]:
-    """Return names and shapes of a block's parameters; empty if the block has no submodules."""
+    """Return the names and shapes of a block's parameters; empty for a block without submodules."""
     has_parts = next(block.children(), None) is not None
     return tuple((name, tuple(p.shape)) for name, p in block.named_parameters()) if has_parts else ()
 

@@ -113,7 +113,7 @@ def stack_of(submodels: Submodels, name: str | None = None) -> Stack:
 
 
 def _prefixes(submodels: Submodels, chosen: Iterable[str]) -> list[str]:
-    """Return the fewest paths and names that match all of the parameters ``chosen``, and no other one by any of its names."""
+    """Return the fewest paths and names that together match all parameters in ``chosen``, and no other parameter."""
     wanted = set(chosen)
     every = {**{name: name for name in submodels.parameters}, **submodels.aliases}
     others = {".".join(n.split(".")[:k]) for n in every if every[n] not in wanted for k in range(1, n.count(".") + 1)}
@@ -217,10 +217,10 @@ class EarlyLogits:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Record the blocks of the model in ``module`` to which `add_exits` was applied, or of a submodel of it.
+        """Register hooks on the blocks of a model in ``module`` to which `add_exits` was applied, or of its submodel.
 
         Raises:
-            BadInput: there is none.
+            BadInput: no model in ``module`` has exits.
         """
         found = next((part for part in module.modules() if "submodel_exits_after" in part.__dict__), None)
         if found is None:
@@ -233,7 +233,7 @@ class EarlyLogits:
         self._handles.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
 
     def _watch(self, name: str, path: str) -> bool:
-        """Record a block's output in forward passes; False if this model lacks the block or its exit, or ends with that exit."""
+        """Record a block's output in forward passes; False if the model lacks the block or ends with its exit."""
         own = self.model.submodel_exits[name]
         parts = dict(self.model.named_modules())
         taken = any(

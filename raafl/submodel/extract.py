@@ -31,7 +31,7 @@ ListUpdate = Callable[[list[Tensor], list[Tensor]], object]
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """Block of elements that is a strided view in both storages; sizes, strides and offsets in elements."""
+    """Block of elements that is a strided view in the whole model's storage and in the submodel's, in elements."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -50,7 +50,7 @@ class _Views:
 
 
 class _Indexed:
-    """Selection from one tensor: dimensions with one kept range are narrowed, then the others are indexed by lists."""
+    """Selection from a tensor: dimensions with a single kept range are narrowed, the others indexed by lists."""
 
     def __init__(self, full: TensorEntry, small: TensorEntry, selection: Mapping[int, Runs]) -> None:
         self.full, self.small = full, small
@@ -66,7 +66,7 @@ class _Indexed:
         return view
 
     def pick(self, region: Tensor) -> Tensor:
-        """Return a copy of the elements that the submodel keeps, taken from a view that `region` has returned."""
+        """Return a copy of the elements that the submodel keeps, from a view that `region` has returned."""
         for dim in self.indices:
             region = region.index_select(dim, self.index(dim, region.device))
         return region
@@ -75,7 +75,7 @@ class _Indexed:
         """Write a submodel's values to the elements that it keeps, in place.
 
         `values`: values to write, in the submodel's shape.
-        `dims`: dimensions that are still to be indexed, in a recursive call; None = all that have a list of indices.
+        `dims`: dimensions still to be indexed, in a recursive call; None = all that have a list of indices.
         """
         dim, *rest = dims if dims is not None else tuple(self.indices)
         index = self.index(dim, region.device)
@@ -86,7 +86,7 @@ class _Indexed:
         region.index_copy_(dim, index, values)
 
     def index(self, dim: int, device: torch.device) -> Tensor:
-        """Return the list of kept indices of a dimension as a tensor on ``device``; cached."""
+        """Return the kept indices of a dimension as a tensor on ``device``, which is cached."""
         index = self.indices[dim]
         if index.device != device:
             index = self.indices[dim] = index.to(device)
@@ -107,7 +107,7 @@ class CopyPlan:
     def __init__(
         self, spec: Spec, full_layout: Layout, layout: Layout, selections: Mapping[str, Mapping[int, Runs]]
     ) -> None:
-        """Compute the pieces; ``selections`` are the kept runs by tensor and dimension."""
+        """Compute the blocks to copy; ``selections`` are the kept ranges by tensor and dimension."""
         self.spec, self.full_layout, self.layout = spec, full_layout, layout
         self._views: list[_Views] = []
         self._indexed: list[_Indexed] = []
@@ -170,7 +170,7 @@ class CopyPlan:
                 )
 
     def _pairs(self, full: FlatTensors, small: FlatTensors) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Return lists of views of the kept ranges in the whole model's storage, and lists of those in the submodel's."""
+        """Yield pairs of lists of views: kept ranges of the whole model, and the matching ones of the submodel."""
         self._check(full, small)
         return zip(self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True)
 
@@ -228,7 +228,7 @@ class CopyPlan:
 
 
 def _call(fn: Callable[..., object], lists: Callable[..., object] | None, *views: list[Tensor]) -> None:
-    """Call ``lists`` (a foreach function) on the lists; for lists of one view, or if it is None, call ``fn`` on each view."""
+    """Call the foreach function ``lists`` on lists of views; if it is None, or for single views, ``fn`` on each."""
     if lists is not None and len(views[0]) > 1:
         lists(*views)
         return
@@ -237,9 +237,9 @@ def _call(fn: Callable[..., object], lists: Callable[..., object] | None, *views
 
 
 def _repeated(views: list[_Views]) -> list[_Views]:
-    """Join strided views that repeat at equal distances in both storages, as of a transformer's blocks, with one more dimension.
+    """Join views that repeat at equal distances in both storages into one view with one more dimension.
 
-    One kernel then serves all of them, where a list of strided views takes one for each.
+    The blocks of a transformer give such views. One kernel then copies them all, instead of one kernel for each view.
     """
     joined = [view for view in views if view.is_flat]
     alike: defaultdict[tuple[object, ...], list[_Views]] = defaultdict(list)
@@ -290,7 +290,7 @@ def _starts(runs: Runs) -> list[int]:
 
 
 def _flattened(piece: _Views) -> _Views:
-    """Return the piece as one dimension when it is contiguous on both sides."""
+    """Return a block of elements as one dimension if it is contiguous in both storages."""
     step = 1
     for size, full, small in zip(reversed(piece.size), reversed(piece.full[0]), reversed(piece.small[0]), strict=True):
         if size != 1 and not full == small == step:

@@ -211,7 +211,7 @@ class FlatTensors:
     __slots__ = ("__weakref__", "buffers", "layout", "views")
 
     def __init__(self, layout: Layout, buffers: dict[torch.dtype, Tensor]) -> None:
-        """Combine a layout with buffers that fit it.
+        """Combine a layout with buffers that match it.
 
         Raises:
             BadInput: a buffer is missing, has another length or dtype, or is not contiguous.
@@ -357,7 +357,7 @@ class FlatTensors:
         return self
 
     def _as_reals(self, wide: FlatTensors) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return pairs of matching tensors of this storage, complex ones as pairs of reals, and of ``wide``."""
+        """Yield pairs of matching real tensors, of this object (a complex one as pairs of reals) and of ``wide``."""
         _same_layout(self.layout.wide, wide.layout)
         if len(wide.buffers) == len(self.buffers):  # each dtype has a wide dtype of its own, so whole buffers match
             return zip((reals(one).view(-1) for one in self.buffers.values()), wide.buffers.values(), strict=True)
@@ -401,7 +401,7 @@ class FlatTensors:
         return digest.hexdigest()
 
     def __repr__(self) -> str:
-        """Return tensors and bytes in words."""
+        """Return the numbers of tensors and bytes, and the device, as text."""
         return f"FlatTensors({len(self)} tensors, {self.num_bytes} bytes, {self.device})"
 
 
@@ -432,5 +432,5 @@ def is_finite(piece: Tensor) -> bool:
 
 
 def _sum(piece: Tensor) -> Tensor:
-    """Return the sum of a tensor; of half precision in float32, where it does not overflow, and a NaN stays in any case."""
+    """Return a tensor's sum, which is NaN if any element is; half precision is summed in float32, to avoid overflow."""
     return piece.sum(dtype=torch.float32 if piece.dtype.itemsize == 2 else None)

@@ -27,7 +27,7 @@ class FrozenBase:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Share ``tensors``; nothing is copied."""
+        """Store ``tensors`` without copying them."""
         self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._on: dict[torch.device, dict[str, Tensor]] = {}
         self._digests: dict[str, str] = {}
@@ -87,7 +87,7 @@ class Bases:
     """
 
     def __init__(self, module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
-        """Read the precisions of a module without values; ``frozen`` are the names of its frozen parameters."""
+        """Read the available precisions of a module without values; ``frozen``: its frozen parameters by name."""
         self.names: tuple[str, ...] = tuple(getattr(module, "submodel_bases", ()))
         self._module, self._frozen = module, frozen
         self._own: FrozenBase | None = None

@@ -84,7 +84,7 @@ def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
 
 
 def _tensors_given(answer: object) -> Iterator[Tensor]:
-    """Yield the tensors in a module's output, also nested in mappings, lists and dataclasses."""
+    """Yield the tensors in a module's output, also those in mappings, lists and dataclasses."""
     for one in tree_leaves(dict(answer) if isinstance(answer, Mapping) else answer):
         if isinstance(one, Tensor):
             yield one
@@ -225,7 +225,7 @@ def uncached(module: nn.Module, *, is_cold: bool = True) -> Iterator[Hidden]:
 
 
 def _restore_(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    """Restore a dictionary's entries; new ones without tensors or sizes stay, such as registered plugins."""
+    """Restore a dictionary's entries; new entries without tensors or sizes stay, such as registered plugins."""
     new = {key: value for key, value in table.items() if key not in entries}
     if new or len(table) != len(entries) or any(table[key] is not value for key, value in entries.items()):
         table.clear()
@@ -241,7 +241,10 @@ def _functions_with_a_cache() -> list[Any]:
 
 
 def _up_to_date() -> tuple[int, weakref.WeakSet[Any], list[ModuleType]]:
-    """Return the user's cached functions and modules; scan all objects again only if modules were imported since."""
+    """Return the number of imported modules, and the user's cached functions and modules.
+
+    All objects are scanned again only if modules were imported since the last scan.
+    """
     global _known
     if _known[0] != len(sys.modules):
         modules = [one for one in list(sys.modules.values()) if isinstance(one, ModuleType) and _is_theirs(one)]
@@ -251,7 +254,7 @@ def _up_to_date() -> tuple[int, weakref.WeakSet[Any], list[ModuleType]]:
 
 
 def _is_theirs(module: ModuleType) -> bool:
-    """Check whether a Python module is the user's own, that is, not installed."""
+    """Check whether a Python module is the user's own: not installed, and not of raafl or torch."""
     file, name = getattr(module, "__file__", None), module.__name__
     return name == "__main__" or (
         file is not None and _top(name) not in _NOT_THEIRS and not file.startswith(_INSTALLED)
@@ -283,7 +286,7 @@ _without_tensors: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionar
 
 
 def _caches_tensors(function: Any) -> bool:
-    """Check whether results in the cache of a function are, or contain, tensors."""
+    """Check whether the cache of a function contains tensors."""
     info = function.cache_info()
     if not info.currsize or _without_tensors.get(function) == info.misses:
         return False
@@ -307,7 +310,7 @@ def _has_tensors(values: Iterable[Any]) -> bool:
 
 
 def _has_sizes(key: object) -> bool:
-    """Check whether a dictionary's key is or contains an integer, as in a cache keyed by sizes."""
+    """Check whether a dictionary's key is an integer or a tuple with one, as in a cache keyed by sizes."""
     if isinstance(key, tuple):
         return any(map(_has_sizes, key))
     return isinstance(key, int) and not isinstance(key, bool)

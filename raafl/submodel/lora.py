@@ -25,9 +25,9 @@ def is_lora(layer: nn.Module) -> bool:
 
 
 def _factors(layer: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield each adapter's name and the names of its matrices A, (rank, in), and B, (out, rank).
+    """Yield each adapter's name, and the names of its matrices A, (rank, in), and B, (out, rank).
 
-    In AdaLoRA both are parameters of the layer; in other kinds they are layers.
+    In AdaLoRA both matrices are parameters of the layer; in other kinds of LoRA they are weights of layers.
     """
     for adapter, down in layer.lora_A.items():
         weight = ".weight" if isinstance(down, nn.Module) else ""

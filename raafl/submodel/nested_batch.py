@@ -169,7 +169,7 @@ def _sequence(batch: list[Any] | tuple[Any, ...], items: list[Any]) -> object:
 
 
 def _attributes(item: object, is_inside: bool) -> list[tuple[str, Any]]:
-    """Return the attributes of a user's object; of one inside another object (``is_inside``) only if it is a dataclass."""
+    """Return the attributes of a user's object; within another object (``is_inside``) only of dataclasses."""
     if callable(item) or type(item).__module__.partition(".")[0] in _LIBRARIES:
         return []
     if is_dataclass(item):
@@ -178,7 +178,7 @@ def _attributes(item: object, is_inside: bool) -> list[tuple[str, Any]]:
 
 
 def _object(batch: object, attributes: dict[str, Any]) -> object:
-    """Return a copy of an object with new attributes, or the object itself if they are the same."""
+    """Return a copy of an object with new attributes, or the object itself if none differs."""
     changed = {name: value for name, value in attributes.items() if value is not getattr(batch, name)}
     if not changed:
         return batch

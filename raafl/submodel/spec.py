@@ -40,7 +40,7 @@ class Spec:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        """Normalise; raise `SpecError` for an empty selection, a repeated or negative index, or a name given twice."""
+        """Normalise the fields; raise `SpecError` for an empty, repeated or negative index, or a name given twice."""
         put = object.__setattr__
         put(self, "kept", _pairs("axis", self.kept))
         put(self, "blocks", _pairs("blocks of", self.blocks))
@@ -74,7 +74,7 @@ class Spec:
         )
 
     def __hash__(self) -> int:
-        """Return the hash computed on construction."""
+        """Return the hash computed at construction."""
         return self._hash
 
     @property
@@ -98,9 +98,9 @@ class Spec:
         return next((indices for name, indices in self.kept if name == axis), None)
 
     def __str__(self) -> str:
-        """Name the spec in few words: ``full``, or ``fc1[0:40] conv1[3 of them] blocks[0,2] trains fc2 on nf4``.
+        """Describe the spec briefly: ``full``, or ``fc1[0:40] conv1[3 of them] blocks[0,2] trains fc2 on nf4``.
 
-        More than four axes with the same kept units are only counted: ``12 axes[0:8]``.
+        More than four axes with the same kept units are counted: ``12 axes[0:8]``.
         """
         alike: dict[str, list[str]] = {}
         for name, kept in self.kept:
@@ -274,7 +274,7 @@ class AxisTable:
     """All axes of a model (groups of tensor dimensions that shrink together), checked against its tensors."""
 
     def __init__(self, axes: Iterable[Axis], shapes: Shapes) -> None:
-        """Validate each axis; raise `SpecError` for a member outside its tensor, or on elements of another axis."""
+        """Store the axes; raise `SpecError` for a member outside its tensor, or on elements of another axis."""
         self.axes = {axis.name: axis for axis in axes}
         self.shapes = shapes
         self._places: dict[tuple[str, int], list[tuple[int, int, Axis]]] = {}
@@ -407,7 +407,7 @@ def declared_axes(declaration: Mapping[str, Any], shapes: Shapes, aliases: Mappi
 
 
 def _size(axis: str, members: Sequence[Member], shapes: Shapes) -> int:
-    """Return the one size at which the members fill their dimensions; parts that belong to no member may follow."""
+    """Return the size at which the axis's members fill their dimensions, of which a rest may remain."""
     sizes: dict[tuple[str, int], int] = {}
     for member in members:
         _check(Axis(axis, 1, ()), member, shapes)

@@ -39,7 +39,6 @@ class Caches:
     """Cache of results by kind and key. Threads may share it; in the worst case two compute the same result at once."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._kept: dict[str, OrderedDict[Any, Any]] = {}
         self._lock = threading.Lock()
 

@@ -37,20 +37,20 @@ MOST_IN_ALL_BYTES = 1 << 30
 
 
 class _Held:
-    """Count of the bytes of payloads in memory."""
+    """Number of bytes of payloads that are in memory."""
 
     def __init__(self) -> None:
         self.num_bytes, self._lock = 0, threading.Lock()
 
     def take(self, num_bytes: int, most_bytes: int) -> bool:
-        """Count so many bytes more, and return True, unless they would be more than ``most_bytes``."""
+        """Add ``num_bytes`` and return True, unless the sum would exceed ``most_bytes``."""
         with self._lock:
             fits = self.num_bytes + num_bytes <= most_bytes
             self.num_bytes += num_bytes if fits else 0
             return fits
 
     def give(self, num_bytes: int) -> None:
-        """Count so many bytes less."""
+        """Subtract ``num_bytes``."""
         with self._lock:
             self.num_bytes -= num_bytes
 
@@ -68,11 +68,7 @@ class PayloadRoom:
     _held: _Held = field(default_factory=_Held, compare=False)
 
     def __call__(self, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
-        """Return storage for ``layout``, whose content is undefined.
-
-        Raises:
-            NoRoom: the disk is full.
-        """
+        """Return uninitialised storage for ``layout``; raises NoRoom if the disk is full."""
         return self._made(FlatTensors.empty, layout, device)
 
     def zeros(self, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
@@ -189,7 +185,7 @@ def is_in_ram(folder: str) -> bool:
 
 
 def _mapped(folder: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros in a new memory-mapped file; its disk space is reserved at once, since a write to a full disk is fatal."""
+    """Return zeros in a new memory-mapped file, whose disk space is reserved, since a write to a full disk is fatal."""
     if numel == 0:
         return torch.zeros(0, dtype=dtype)
     file, path = tempfile.mkstemp(prefix="raafl-", dir=folder)

@@ -402,7 +402,7 @@ class LeadingDraws(RollingWindows):
     def _kept(
         self, submodels: Submodels, stop: int, width: float, scores: Mapping[str, list[float]], seed: int
     ) -> dict[str, list[int]]:
-        """Return the indices of the kept units of each axis, for blocks below ``stop`` and axes outside all blocks."""
+        """Return the kept units of each axis before block ``stop`` or outside all blocks; drawn by scores if any."""
         units = super()._kept(submodels, stop, width, scores, seed)
         for name, cut in self._cuts(submodels).items():
             if name in units and name in scores and self._is_trained(cut):

@@ -93,7 +93,7 @@ class StepGraphs:
         steps.move(self._at)
 
     def _at(self, name: str, values: Any) -> Any:
-        """Copy tensors to where the graphs read them; return these copies in the same structure."""
+        """Copy tensors to the fixed addresses from which graphs read them; return the copies in the same structure."""
         if isinstance(values, FlatTensors):
             if name not in self._static:
                 self._static[name] = FlatTensors.empty(values.layout, self._owner.device)
@@ -135,7 +135,7 @@ class StepGraphs:
         yield from self._steps.items()
 
     def _warm_up(self, steps: CapturedSteps, step: Step) -> None:
-        """Make a step eagerly where waiting for the GPU is an error, and look for what a graph would freeze."""
+        """Make a step eagerly, and raise if it waits for the GPU or does what a graph would silently freeze."""
         built, before = steps.built, generators()
         asked, changed = built.trainer.asked, set(built.state.changed())
         asked.clear()
@@ -155,7 +155,7 @@ class StepGraphs:
             raise NotCapturable(f"training_step logs '{min(built.recorder.metrics)}', a Metric")
 
     def _capture(self, steps: CapturedSteps, step: Step) -> None:
-        """Record a step as a graph; this computes nothing, and leaves Python's side as before it."""
+        """Record a step as a graph, without computing it and without changing Python objects."""
         self._num_captures += 1
         if self._num_captures > MOST_GRAPHS and self._num_replays < _LEAST_REPLAYS * self._num_captures:
             raise NotCapturable("shapes of batches, or options of the optimizer, change too often")
@@ -183,7 +183,7 @@ class StepGraphs:
         self._is_bound = False
 
     def _keep(self, optimizer: Optimizer) -> dict[Any, list[str]]:
-        """Copy the state that a captured step has left elsewhere to where the next one finds it; return the names of all."""
+        """Copy the optimizer's state after a captured step to fixed addresses; return the names of the tensors."""
         found = {}
         for parameter, state in optimizer.state.items():
             found[parameter] = [name for name, value in state.items() if isinstance(value, Tensor)]
@@ -196,7 +196,7 @@ class StepGraphs:
         return found
 
     def _bind(self, built: TrainableSubmodel) -> None:
-        """Let the optimizer's state lie where graphs find it; the first state that eager steps made stays where it is."""
+        """Move the optimizer's tensors to the addresses that graphs use; its first tensors define these addresses."""
         if self._is_bound:
             return
         built.gather()  # of buffers that eager steps have replaced
@@ -215,7 +215,7 @@ class StepGraphs:
         return own if own is value else own.copy_(value)
 
     def _replay(self, steps: CapturedSteps, step: Step) -> None:
-        """Make a step by its graph, and count on Python's side what it has done."""
+        """Make a step by replaying its graph, and update the counts in Python that the graph cannot change."""
         built, owner = steps.built, self._owner
         optimizer, graph = built.optimizer, step.graph
         assert graph is not None and self.rates is not None
@@ -243,10 +243,10 @@ class StepGraphs:
 
 
 class _Logged:
-    """Replacement of a recorder within a capture: adds what a step logs to sums at fixed addresses.
+    """Replacement of a recorder during capture: it adds what a step logs to sums at fixed addresses.
 
     Attributes:
-        found: reduction and weight of each value that was logged, by name.
+        found: reduction and weight of each logged value, by name.
     """
 
     def __init__(self, weight: float, sums: Mapping[str, Tensor]) -> None:
@@ -282,7 +282,7 @@ class _Logged:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuse what a graph would leave out or freeze without an error: the CPU's tensors, generators of the user's own."""
+    """Dispatch mode that raises on what a graph would omit or freeze: tensors on the CPU, the user's own generators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -305,7 +305,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _waits_refused() -> Iterator[None]:
-    """Return a context in which waiting for the GPU raises an error; it holds for the whole process."""
+    """Make waiting for the GPU raise an error within the ``with`` block, in the whole process."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -315,7 +315,7 @@ def _waits_refused() -> Iterator[None]:
 
 
 def _form(item: object) -> Hashable:
-    """Return what a graph fixes of a batch: its structure, shapes, dtypes, strides, and all that is no tensor."""
+    """Return what a graph fixes about a batch: structure, shapes, dtypes, strides, and values that are not tensors."""
     if isinstance(item, Tensor):
         return item.shape, item.dtype, item.stride()
     if isinstance(item, Mapping):
@@ -328,7 +328,7 @@ def _form(item: object) -> Hashable:
 
 
 def _options(optimizer: Optimizer) -> Hashable:
-    """Return the options of an optimizer's groups that a graph fixes: all but the rates."""
+    """Return the options of an optimizer's parameter groups that a graph fixes: all but the learning rates."""
     fixed = [[(k, v) for k, v in group.items() if k not in _NOT_FIXED] for group in optimizer.param_groups]
     return repr(fixed)
 
@@ -363,7 +363,7 @@ class CapturedSteps(TaskSteps):
             setattr(self._hook, name, at(name, getattr(self._hook, name)))
 
     def _run_batch(self, batch: object) -> None:
-        """Train on a batch; a mask of ones is left out on the CPU, since transformers would wait for the GPU to see its values."""
+        """Train on a batch, without an attention mask of ones, since transformers would wait for the GPU to see it."""
         if isinstance(batch, Mapping) and _is_of_ones(batch.get("attention_mask")):
             batch = {name: value for name, value in batch.items() if name != "attention_mask"}
         super()._run_batch(batch)

@@ -133,7 +133,7 @@ class Capture:
         return plain
 
     def _eager(self, graphs: StepGraphs, trainer: LocalTrainer, task: PreparedTask) -> TaskSteps:
-        """Return eager steps, whose optimizer has the form that captured ones need, for the same bits."""
+        """Return eager steps whose optimizer is configured as for captured steps, so that both give the same bits."""
         if graphs.rates is not None:
             graphs.rates.prepare(task.built.optimizer)
         return TaskSteps(trainer, task)

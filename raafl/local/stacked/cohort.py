@@ -65,7 +65,7 @@ def refusal_of_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _refusal_of_built(built: TrainableSubmodel) -> str | None:
-    """Return why tasks cannot be trained together in this submodel's module; None = they can."""
+    """Return why this submodel cannot be trained for several clients in one batch; None if it can."""
     if built.hooks is not None:
         return f"the module overrides {min(built.hooks.overridden)}"
     if built.transfer.is_own:
@@ -85,7 +85,7 @@ class Trained:
     """
 
     def __init__(self, trainer: LocalTrainer, steps: Steps, classes: Sequence[list[int]]) -> None:
-        """Store the results of the steps, and the classes that a masked loss has left to each client."""
+        """Store the results of the steps, and the classes to which a masked loss has restricted each client."""
         self._trainer, self._members, self._num_steps, self._classes = trainer, steps.members, steps.counts, classes
         self._rows, self._losses, self._logged, self._states = steps.rows, steps.losses, steps.logged, steps.states
         self._place = {member.assignment.id: place for place, member in enumerate(steps.members)}
@@ -130,7 +130,7 @@ class Trained:
         return self._trainer.build_update(task, num_steps, loss, {}, self._classes[place])
 
     def _read(self, place: int) -> Update:
-        """Return the update of one task from what is computed for all at once; `CohortTrainer.train` has made its checks."""
+        """Return one task's update from results that were computed for all tasks at once and already checked."""
         layout, rows, finite, losses, logged = self._answers
         (assignment, _, data), num_steps, classes = self._members[place], self._num_steps[place], self._classes[place]
         tensors = FlatTensors.unchecked(layout, {dtype: each[place] for dtype, each in rows.items()})
@@ -153,7 +153,7 @@ class Trained:
     ) -> tuple[
         Layout, dict[torch.dtype, tuple[Tensor, ...]], list[bool], list[float], dict[str, tuple[Any, list[float]]]
     ]:
-        """Values to send, a row a task, and whether their sums are finite; sums of losses; sums and counts of logged values."""
+        """Return layout, values (a row per task), finiteness, losses and logged sums, from which updates are made."""
         layout = self._trainer.payload.layout(self._members[0].assignment.spec, "trained")
         rows = {dtype: self._rows.buffers[dtype][:, :numel] for dtype, numel in layout.numel.items()}
         if self._trainer.sends == "delta":
@@ -173,7 +173,7 @@ class CohortTrainer:
     """Trainer of several tasks of the same submodel as one batch; its modules are separate from those of `LocalTrainer`."""
 
     def __init__(self, trainer: LocalTrainer, max_built: int = 16, *, fast: bool = False) -> None:
-        """Train like ``trainer``; ``fast``: products of all clients are one call, whose last bits differ."""
+        """Store the trainer; ``fast``: products of all clients are one call, whose last bits differ."""
         self._trainer, self._max_built = trainer, max_built
         self._built: OrderedDict[Spec, tuple[TrainableSubmodel, list[Place]]] = OrderedDict()
         self._known: Known | None = None if fast else {}
@@ -204,7 +204,10 @@ class CohortTrainer:
     def _train(self, tasks: Sequence[Member]) -> Trained:
         trainer, device = self._trainer, self._trainer.fabric.device
         if tasks[0].data.owned:
-            raise Unstackable("the data set has random generators of its own, which each client's task seeds")
+            raise Unstackable(
+                "the data set has random generators of its own, which each task seeds anew, so clients cannot be trained "
+                "as one batch"
+            )
         built, places = self._get(tasks[0].assignment.spec)
         built.state.restore()
         trainer.announce(built, tasks[0].assignment, tasks[0].data)
@@ -246,7 +249,7 @@ class CohortTrainer:
         return steps or task.data.num_batches(self._trainer.training.batch_size) * (epochs or 1)
 
     def _get(self, spec: Spec) -> tuple[TrainableSubmodel, list[Place]]:
-        """Return the submodel's module with its optimizer, and where its tensors are stored."""
+        """Return the submodel's module with its optimizer, and where the module stores each of its tensors."""
         if spec not in self._built:
             while len(self._built) >= self._max_built:
                 self._built.popitem(last=False)
@@ -268,7 +271,7 @@ class CohortTrainer:
 
 
 class _Masking:
-    """Forward hook that sets the logits of classes to 0 of which a client has no samples."""
+    """Forward hook that sets those logits to 0 whose classes have no samples at the client."""
 
     def __init__(self, classes: Sequence[Set[int] | None]) -> None:
         self._classes = classes
@@ -278,12 +281,12 @@ class _Masking:
 
     @contextmanager
     def choose(self, clients: Sequence[int]) -> Iterator[None]:
-        """Return a context for a forward pass of these clients, in the order of the stack."""
+        """Store the clients of a forward pass for the ``with`` block, in the order in which they are stacked."""
         self._clients = clients
         yield
 
     def _absent(self, clients: tuple[int, ...], num: int, device: torch.device) -> Tensor:
-        """Return a mask of shape (clients, num) of the classes without samples; it is sent to a GPU once."""
+        """Return a mask of the classes without samples, shape (clients, num); it is copied to a GPU only once."""
         if (clients, num) not in self._masks:
             absent = torch.zeros(len(clients), num, dtype=torch.bool)
             for place, client in enumerate(clients):

@@ -211,13 +211,13 @@ class Stacked(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_plain(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Check whether a function draws nothing, and is tried for its bits before vmap's own rule computes it."""
+        """Check whether a function draws no random numbers, and has forms to be tried for bits before vmap's rule."""
         if func is F.scaled_dot_product_attention:  # vmap has rules for a GPU's attention, none for a CPU's
             return self._device.type != "cpu" and not _drops(*args, **kwargs)
         return func in _BY_SLICES or func in _REDUCTIONS
 
     def _agreed(self, function: Callable[..., Any], value: Tensor) -> object:
-        """Convert a tensor to the Python number that is equal for all clients; raises `Parted` if it differs."""
+        """Convert a tensor to a Python number that all clients share; raises `Parted` if their numbers differ."""
         stack = stack_of(value)
         assert stack is not None
         with outside():
@@ -286,7 +286,7 @@ def cross_entropy(known: Known | None, num: int, args: Sequence[Any], kwargs: Ma
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of logits (clients, n, classes) and labels (clients, n), equal in bits to autograd for each client."""
+    """Mean cross entropy of logits (clients, n, classes) and labels (clients, n), with the same bits as autograd's."""
 
     @staticmethod
     def forward(ctx: Any, known: Known | None, logits: Tensor, labels: Tensor) -> Tensor:
@@ -316,9 +316,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _losses_together(logs: Tensor) -> Tensor:
-    """Return minus the means over the samples of (clients, n) log probabilities, added in the order of `F.nll_loss`.
+    """Return each client's negative mean of log probabilities (clients, n), with the bits of `F.nll_loss`.
 
-    That adds groups of 16 after the first sample, then what is left to these, then the first sample.
+    That function adds groups of 16 after the first sample, then the remaining samples, then the first sample.
     """
     num, n = logs.shape
     # torch adds along the first dimension one after another where the others are a multiple of its widest vectors
@@ -334,7 +334,7 @@ _GROUP, _LANES = 16, 64
 
 
 def _loss_alone(logs: Tensor) -> Tensor:
-    """Return the loss that `F.nll_loss` computes from these log probabilities of a client's labels."""
+    """Return the loss that `F.nll_loss` computes from one client's log probabilities of the labels."""
     return F.nll_loss(logs.unsqueeze(1), torch.zeros(len(logs), dtype=torch.int64))
 
 
@@ -356,7 +356,7 @@ class Batch:
     def __init__(
         self, kinds: Sequence[Any], leaves: Sequence[Sequence[Any]], forms: dict[Any, TreeSpec], sizes: Sequence[int]
     ) -> None:
-        """Store each client's kind of batch, its leaves and its size, and how to rebuild batches of each kind."""
+        """Store each client's kind of batch, leaves and size, and the structure of each kind."""
         self._all, self._leaves, self._forms, self.num, self.sizes = kinds, leaves, forms, len(kinds), sizes
         self.kinds: defaultdict[Any, list[int]] = defaultdict(list)
         for client, kind in enumerate(kinds):
@@ -391,7 +391,7 @@ class Stack(Batch):
 
 
 def _aligned(one: Tensor) -> Tensor:
-    """Return the tensor, copied if its memory is not aligned like that of a new tensor."""
+    """Return the tensor, copied if its memory is not aligned like a new tensor's."""
     return one.clone() if one.data_ptr() % CACHE_LINE_BYTES else one
 
 
@@ -448,7 +448,7 @@ def _in_step(
     ahead: int,
     forms: dict[Any, TreeSpec],
 ) -> Iterator[Batch]:
-    """Yield batches of clients with one data source, whose epochs have the same batches, gathering several steps at a time."""
+    """Yield batches of clients that share a data source and have equal batch sizes; gather several steps at a time."""
     first, num = clients[0], len(clients)
     sizes = first.sizes(batch_size)
     for index in range(count):
@@ -467,7 +467,7 @@ def _in_step(
 
 
 def _going(counts: Sequence[int]) -> Iterator[int]:
-    """Yield for each step how many clients still train; ``counts`` are descending."""
+    """Yield for each step the number of clients that still train; ``counts`` are their numbers of steps, descending."""
     for index in range(counts[0]):
         yield sum(count > index for count in counts)
 
@@ -479,7 +479,7 @@ def _of_one_source(
     ahead: int,
     forms: dict[Any, TreeSpec],
 ) -> Iterator[Batch]:
-    """Yield batches of clients with one data source, gathering several steps of all clients at a time."""
+    """Yield batches of clients that share a data source; gather several steps of all clients at a time."""
     steps = _going(counts)
     while some := list(islice(steps, ahead)):
         wanted = [[next(own) for own in rows[:going]] for going in some]
@@ -496,7 +496,7 @@ def _of_one_source(
 def _ahead(
     fetch: Callable[[Tensor], Sequence[Tensor]], rows: Rows, ahead: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Yield batches of one client, gathering several at a time."""
+    """Yield one client's batches; gather several at a time."""
     while some := list(islice(rows, ahead)):
         sizes = [one.shape[0] for one in some]
         leaves = zip(*(tensor.split_with_sizes(sizes) for tensor in fetch(torch.cat(some))), strict=True)
@@ -504,7 +504,7 @@ def _ahead(
 
 
 def _one_by_one(fetches: Sequence[Fetch], rows: Sequence[Rows], counts: Sequence[int]) -> Iterator[Batch]:
-    """Yield batches of any structure, fetching one at a time."""
+    """Yield batches of any structure, each fetched on its own."""
     forms: dict[Any, TreeSpec] = {}
     for going in _going(counts):
         kinds, every, sizes = [], [], []

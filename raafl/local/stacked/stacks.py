@@ -260,7 +260,7 @@ def _one_by_one(alone: Callable[..., Tensor], operands: Sequence[Tensor]) -> Ten
 
 
 def _is_equal(together: Callable[..., Tensor], alone: Callable[..., Tensor], operands: Sequence[Tensor]) -> bool:
-    """Compare batched and single products on random operands with the layout of ``operands``; return whether all bits are equal."""
+    """Check whether batched and single products agree in all bits on random operands laid out like ``operands``."""
     generator, num = torch.Generator().manual_seed(1), 0
     while num < _ENOUGH:
         drawn = [_drawn_like(one, generator) for one in operands]
@@ -272,7 +272,7 @@ def _is_equal(together: Callable[..., Tensor], alone: Callable[..., Tensor], ope
 
 
 def _drawn_like(one: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a tensor with the same shape, strides and offset in a cache line."""
+    """Draw a random tensor with the shape and strides of ``one``, at the same offset in a cache line."""
     start = one.data_ptr() % CACHE_LINE_BYTES // one.itemsize
     length = start + 1 + sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True))
     drawn = torch.randn(length, dtype=one.dtype, generator=generator).to(one.device)
@@ -345,7 +345,7 @@ def _try(function: Callable[..., Any], leaves: list[Any], stacks: list[Tensor | 
 
 
 def _drawn(leaf: object, stack: Tensor | None, generator: torch.Generator) -> Any:
-    """Return random numbers in place of a floating-point stack; all else as it is."""
+    """Return random numbers in place of a floating-point stack, and other values unchanged."""
     if stack is None or not stack.is_floating_point():
         return leaf if stack is None else stack
     return _drawn_like(stack, generator).requires_grad_(stack.requires_grad)
@@ -386,7 +386,7 @@ def _embedding(
 
 
 class _Embedding(Function):
-    """Look up rows of each client's table; the gradients are summed as for one long table."""
+    """Look up rows of each client's table; gradients are summed as for a single table that joins all."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, tables: Tensor, padding: int) -> Tensor:

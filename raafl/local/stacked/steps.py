@@ -49,7 +49,7 @@ class Rows:
     """
 
     def __init__(self, layout: Layout, num: int, device: torch.device) -> None:
-        """Allocate rows for ``num`` clients."""
+        """Allocate one row of memory for each of ``num`` clients, aligned to cache lines."""
         self.layout = layout
         self.buffers = {
             dtype: torch.empty(
@@ -133,7 +133,7 @@ class Steps:
         counts: Sequence[int],
         choose: Callable[[Sequence[int]], AbstractContextManager[None]],
     ) -> None:
-        """Load the values of all tasks, a row for each client."""
+        """Load the received values of all tasks, one row for each client."""
         self.trainer, self.built, self.places, self.known = trainer, built, places, known
         self.members, self.counts, self.choose = members, counts, choose
         num, self.device = len(members), trainer.fabric.device
@@ -197,7 +197,7 @@ class Steps:
         return self._indices[key]
 
     def _schedule(self, optimizer: torch.optim.Optimizer, num_done: int) -> None:
-        """Step the schedulers that are due after ``num_done`` batches, and copy their settings to the optimizer."""
+        """Step the schedulers that are due after ``num_done`` batches, and copy the new rates to the optimizer."""
         # a step without gradients changes nothing, but schedulers warn if the optimizer never stepped
         self.built.optimizer.step()
         epoch, index = divmod(num_done - 1, self.per_epoch)
@@ -216,14 +216,14 @@ class Steps:
         return batches(data, generators, lengths, self.counts, self.trainer.training.batch_size, self._fetch_of)
 
     def _fetch_of(self, data: ClientData) -> Fetch:
-        """Return what makes a client's batches on the device from the numbers of their samples."""
+        """Return a function that makes a client's batch on the device from the numbers of its samples."""
         if self.trainer.feed is not None:
             found: Fetch = self.trainer.feed.fetch_of(data)
             return found
         return data.fetch if self.device.type == "cpu" else lambda rows: to_device(data.fetch(rows), self.device)
 
     def _optimizer(self, num: int, last: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-        """Create the optimizer for the first ``num`` clients, with their part of the state of the ``last`` one."""
+        """Create an optimizer for the first ``num`` clients, with their rows of the state of ``last``."""
         layout = self.built.present.layout
         groups = []
         for group, names in self.groups:
@@ -242,7 +242,7 @@ class Steps:
         return made
 
     def _gradients(self, optimizer: torch.optim.Optimizer, batch: Batch, index: int) -> None:
-        """Compute the gradients of the optimizer's parameters; clients with batches of different shapes are computed separately."""
+        """Compute the gradients of the optimizer's parameters; batches of different shapes take separate passes."""
         for kind, clients in batch.kinds.items():
             self.seen[kind].update(clients)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -271,7 +271,7 @@ class Steps:
             parameter.grad = torch.cat(found).index_select(0, places) if found else None
 
     def _groups(self, batch: Batch, index: int) -> list[tuple[int, list[int]]]:
-        """Group the clients whose losses are computed together; return each group with the index of its batch in the epoch."""
+        """Group the clients whose losses one pass computes; return each group with its batch's index in the epoch."""
         if not self.by_index:  # otherwise the index differs between clients, and the step may use it
             return [(index % self.per_epoch, clients) for clients in batch.kinds.values()]
         groups: defaultdict[tuple[Any, int], list[int]] = defaultdict(list)
@@ -281,7 +281,7 @@ class Steps:
         return [(own_index, clients) for (_, own_index), clients in groups.items()]
 
     def _backward(self, stacks: Sequence[Tensor], clients: Sequence[int], batch: Batch, index: int) -> None:
-        """Compute the losses of the chosen clients, and the gradients of ``stacks``."""
+        """Compute the losses of ``clients`` and the gradients of ``stacks``."""
         layout, chosen = self.built.present.layout, self.places_of(clients)
         tensors = dict(zip(self.trained, stacks, strict=True))
         others = {name for _, _, name in self.places} - set(self.trained)
@@ -316,7 +316,7 @@ class Steps:
 
 
 def _rates_of(trainer: LocalTrainer, optimizer: torch.optim.Optimizer) -> Any:
-    """Return what gives optimizers the form that captured steps need, which eager tasks on a GPU have as well; None = none."""
+    """Return an object that configures optimizers as captured steps need them; None if no steps are captured."""
     if trainer.capture is None:
         return None
     from raafl.local.captured.limits import Rates, problems_of_optimizer
@@ -326,7 +326,7 @@ def _rates_of(trainer: LocalTrainer, optimizer: torch.optim.Optimizer) -> Any:
 
 
 class _Placed:
-    """Context that replaces a module's tensors; the user's code may change the replacements in place, but not replace them."""
+    """Context that replaces a module's tensors; code in it may change them in place, but not replace them."""
 
     def __init__(self, places: list[tuple[dict[str, Any], str, str]], tensors: dict[str, Tensor]) -> None:
         self._places, self._tensors = places, tensors
@@ -382,7 +382,6 @@ class Logged:
     """
 
     def __init__(self, num: int) -> None:
-        """Start empty, for ``num`` clients."""
         self._num, self.weight = num, 1.0
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, list[float]] = {}

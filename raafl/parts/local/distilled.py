@@ -74,7 +74,7 @@ def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted
 
 
 def _early_exits(module: nn.Module) -> EarlyLogits | None:
-    """Return the trainable exits of ``module``, except the one that ends the model; None if there are none."""
+    """Return the trainable exits of ``module``, except the last one, which ends the model; None if there are none."""
     if not any("submodel_exits_after" in part.__dict__ for part in module.modules()):
         return None
     early = EarlyLogits(module)
@@ -127,7 +127,7 @@ class TrainsExits(Local):
 
 
 def _values_read_by_exits(module: nn.Module) -> int:
-    """Return the number of values of the output layer of a language model, counted for each early exit that shares it."""
+    """Return the size of a language model's output layer times the number of early exits that share this layer."""
     early = _early_exits(module)
     if early is None:
         return 0

@@ -112,7 +112,7 @@ class InputCapture:
     """
 
     def __init__(self, module: nn.Module, path: str | None = None) -> None:
-        """Attach to the layer at ``path``, or to the last linear layer if None, until `close`."""
+        """Register a hook on the layer at ``path`` (None = the last linear layer), which `close` removes."""
         self.seen: Tensor = torch.empty(0)
         self._handle = linear_in(module, path)[1].register_forward_pre_hook(self._see, with_kwargs=True)
 

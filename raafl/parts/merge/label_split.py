@@ -122,7 +122,7 @@ def _are_rows(rows: object, num_classes: int) -> bool:
 
 
 def _add(memory: RowsMemory, plan: CopyPlan, tensors: FlatTensors, weight: float, rows: list[int] | None) -> None:
-    """Add an update's rows, times its weight, to the weighted sum, and the weight to the total weight of these rows.
+    """Add an update's rows times its weight to the weighted sum, and its weight to the total weight of these rows.
 
     `rows`: rows that the client trained; None = all.
     """
@@ -138,7 +138,7 @@ def _add(memory: RowsMemory, plan: CopyPlan, tensors: FlatTensors, weight: float
 def _output(submodels: Submodels) -> Layout | None:
     """Return the layout of the output layer's trained tensors, one row per class; None if there is no such layer.
 
-    The layer must be the one that produces the logits, with whole rows that no other layer shares.
+    The layer must produce the logits, and no other layer may use parts of its rows.
     """
     return submodels.cached("output layer", "", lambda: _found(submodels))
 

@@ -71,7 +71,7 @@ Sent = tuple[list[int], Tensor, Tensor, Factors | None]
 
 @dataclass(slots=True)
 class _AdapterUpdate:
-    """LoRA adapters of one update, by the name of their matrix A, with the update's weight and staleness factor."""
+    """LoRA adapters of one update by the name of their matrix A, and the update's weight and staleness factor."""
 
     weight: float
     factor: float
@@ -154,7 +154,7 @@ class LowRank(Wrapped):
                 self.fold(state, pair, old[pair.a], *self._terms(with_pair, len(old[pair.a][1])))
 
     def _weighed(self, state: GlobalState, received: Sequence[dict[str, Sent]]) -> list[_AdapterUpdate]:
-        """Return the adapters of the updates in this merge, each with its weight and staleness factor."""
+        """Return the adapters of each update in this merge, with the update's weight and staleness factor."""
         weighed = []
         for item, adapters in zip(state.waiting, received, strict=True):
             weight, factor = self.inner.weigh(item.update, item.staleness)
@@ -174,7 +174,7 @@ class LowRank(Wrapped):
         return weight
 
     def _terms(self, updates: Sequence[tuple[_AdapterUpdate, Sent]], rank: int) -> tuple[Tensor, list[Term]]:
-        """Return how much of each old rank the merge keeps, 0 to 1, shape (rank,), and the weighted products to add."""
+        """Return the share of each old rank that the merge keeps, 0 to 1, shape (rank,), and the products to add."""
         # float64 on the CPU: a few numbers, whose differences from 1 decide whether old ranks vanish exactly
         weights = torch.zeros(len(updates), rank, dtype=torch.float64)
         for row, (update, (ranks, b, a, _)) in zip(weights, updates, strict=True):
@@ -328,7 +328,7 @@ class RankEnergy(RunHooks):
     """Observer that adds the energy of the global adapters' ranks to the metrics of each version."""
 
     def __init__(self, run: Any) -> None:
-        """Create the observer; it does not use ``run``, which every observer of a method gets."""
+        """Do nothing; each observer of a method is made with the run, which this one does not need."""
 
     def figures(self, state: GlobalState) -> dict[str, float]:
         """Return the shares of the energy; see `rank_energy`."""
@@ -365,7 +365,7 @@ def rank_energy(state: GlobalState) -> dict[str, float]:
 
 
 def _squared_norm(b: Tensor, a: Tensor) -> float:
-    """Return ``||B A||_F^2`` as ``sum (B^T B) * (A A^T)``: two products of size rank x rank in place of one of out x in."""
+    """Return ``||B A||_F^2``, as ``sum (B^T B) * (A A^T)``, which needs only matrices of size rank x rank."""
     return max(((b.double().T @ b.double()) * (a.double() @ a.double().T)).sum().item(), 0.0)
 
 
@@ -374,7 +374,7 @@ def _cut(factors: Sequence[Tensor], ranks: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _stacked(old: tuple[Tensor, Tensor], keep: Tensor, terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
-    """Return M' as two factors, (out, n) and (n, in), in single precision or wider."""
+    """Return the merged matrix M' as two factors, (out, n) and (n, in), in single precision or wider."""
     b, a = old
     dtype = torch.promote_types(b.dtype, torch.float32)
     left = [b.to(dtype) * keep.to(b.device, dtype), *(b.to(dtype) * c.to(b.device, dtype) for c, _, b, _ in terms)]
@@ -429,7 +429,7 @@ class Penalised(Hook):
     """Hook that adds to the loss a penalty on the last LoRA ranks, which shrinks them until they can be pruned."""
 
     def __init__(self, task: Task, share: float, penalty: float) -> None:
-        """Find the adapters of the task's module."""
+        """Find the adapters of the task's module, whose last ranks the loss will penalise."""
         super().__init__(task)
         self._share, self._penalty = share, penalty
         module = task.module
@@ -448,7 +448,7 @@ class PrunedRanks(WrappedSelect):
     share: float  # share of its ranks that a client keeps at each pruning
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work with the client's ranks, and record the norm of those that pruning drops next."""
+        """Return the wrapped select part's work on the client's ranks; record the norm of those to be pruned next."""
         work, state = super().__call__(client, fleet), fleet.state
         memory = state.memory.of(RankMemory)
         chosen, sent = dict(work.spec.kept), []

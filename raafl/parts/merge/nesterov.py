@@ -176,11 +176,11 @@ class DelayedNesterov(Nesterov):
         sums.clear()
 
     def _delay(self, theta: Tensor, delta: Tensor, state: Sequence[Tensor], is_due: bool, where: Tensor | None) -> None:
-        """Add a delta to the pending sum; if momentum is due, update m with that sum and move theta.
+        """Add a delta to the pending sum; if momentum is due, update m by that sum and then theta by m.
 
         Args:
-            theta: changed in place.
-            delta: as it was applied.
+            theta: parameters, changed in place.
+            delta: delta as it was applied to theta.
             state: pending deltas and m, changed in place; empty = no momentum.
             is_due: whether N updates are pending.
             where: elements that a recent update covers; others keep theta and m. None = all.
@@ -197,7 +197,7 @@ class DelayedNesterov(Nesterov):
         pending.zero_()
 
     def _count(self, state: GlobalState, memory: NesterovMemory, every: int) -> FlatTensors | None:
-        """Return for each element how many of the last N updates cover it; None = all of them do."""
+        """Return for each element how many of the last N updates cover it; None = all of them cover all elements."""
         if all(spec.is_full for spec in memory.recent):
             return None
         count: FlatTensors = state.scratch.setdefault("recent", zeros_like(state.values))

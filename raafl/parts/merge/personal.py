@@ -66,7 +66,7 @@ class RecordingSelect(WrappedSelect):
     """Wrapper of a select part (choice of submodels) that records on the server what each client trains."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work, and record its submodel and the start version."""
+        """Return the wrapped select part's work; record its submodel, and the version from which the client starts."""
         work = self.inner(client, fleet)
         record_work(fleet.state, client.id, work)
         return work

@@ -26,7 +26,7 @@ LATEST = "latest update"
 
 @dataclass
 class _LatestMemory(MergeMemory):
-    """Server state of `Remembered`: sums over all clients' latest updates. The updates are in `GlobalState.clients`."""
+    """Server state of `Remembered`: sums over all clients' latest updates, which are in `GlobalState.clients`."""
 
     key = "ram_fed"
     sum: FlatTensors  # sum of all latest updates
@@ -174,7 +174,7 @@ class Remembered(Merge):
             release(latest)
 
     def _forget_old(self, state: GlobalState, memory: _LatestMemory, next_merge: int) -> None:
-        """Set the remembered updates to 0 that will be older than ``max_age`` merges at the next merge."""
+        """Zero those remembered updates that will be older than ``max_age`` merges at the next merge."""
         for client, log in memory.log.items():
             recent = [(version, spec) for version, spec in log if next_merge - version <= (self.max_age or 0)]
             if len(recent) == len(log):
@@ -215,13 +215,15 @@ def _statistics(submodels: Submodels, layout: Layout) -> Iterator[str]:
 
 
 class _Owned:
-    """Part of the trained tensors that a spec's regions own: in a tensor with several cut dimensions, rows of the first one.
+    """Part of the trained tensors that a spec's regions own.
+
+    In a tensor cut along several dimensions these are the rows of the first one.
 
     `plan`: copy plan between the whole trained part and the owned part.
     """
 
     def __init__(self, submodels: Submodels, spec: Spec) -> None:
-        """Compute the copy plans; ``spec`` and the whole model must train floating-point tensors only."""
+        """Compute the copy plans; ``spec`` and the whole model may train floating-point tensors only."""
         whole, present = submodels.layout(part="trained"), submodels.layout(spec, "trained")
         selections = submodels.selections(submodels.normal(spec))
         first = {name: {min(dims): dims[min(dims)]} for name, dims in selections.items()}
@@ -237,7 +239,7 @@ class _Owned:
         self._inner = None if owned == present else CopyPlan(spec, owned, present, others)
 
     def widened(self, tensors: FlatTensors) -> FlatTensors:
-        """Extend a client's update to all elements that its regions own, with 0 for those that the client does not have."""
+        """Extend a client's update by zeros to all elements that the client's regions own."""
         if self._inner is None:
             return tensors
         wide = FlatTensors.zeros(self.plan.layout, tensors.device)

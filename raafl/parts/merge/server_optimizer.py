@@ -106,7 +106,7 @@ class ServerOptimizer(Merge):
         sums.clear()
 
     def _step_of(self, state: GlobalState) -> Step:
-        """Return the step of this merge; called once per merge."""
+        """Return the function that makes the optimizer's step in this merge; called once per merge."""
         return self._step
 
     def _step(self, theta: Tensor, delta: Tensor, moments: Sequence[Tensor], where: Tensor | None) -> None:

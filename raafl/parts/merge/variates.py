@@ -83,7 +83,7 @@ class Variates:
             self._count(state, memory, item.update.client, item.spec)
 
     def _count(self, state: GlobalState, memory: _VariatesMemory, client: int, spec: Spec) -> None:
-        """Count the client at the elements that it has not trained before."""
+        """Add the client's weight to the count of each element that the client has not trained before."""
         seen = memory.seen.setdefault(client, [])
         if spec in seen:
             return

@@ -32,7 +32,7 @@ class WideSubmodels(Submodels):
     """
 
     def __init__(self, own: Submodels) -> None:
-        """Share the axes and caches of ``own``, the run's submodels."""
+        """Share the axes of ``own``, the run's submodels; layouts in wide dtypes get caches of their own."""
         _ = own.axes  # find the axes now, on the model's own shapes
         self.__dict__.update(own.__dict__)
         self.own, self._caches = own, Caches()
@@ -139,13 +139,13 @@ class WideMerge(Wrapped):
 
 
 def _widened(state: GlobalState, update: Update) -> Update:
-    """Return the update converted to wide dtypes, in storage that the next update overwrites."""
+    """Return the update in wide dtypes; the next update overwrites its storage."""
     bundles = {name: bundle.widen(_room(state, name, bundle)) for name, bundle in update.bundles.items()}
     return replace(update, tensors=update.tensors.widen(_room(state, "", update.tensors)), bundles=bundles)
 
 
 def _room(state: GlobalState, name: str, flat: FlatTensors) -> FlatTensors | None:
-    """Return storage for a copy of ``flat`` in wide dtypes; None if ``flat`` has such dtypes already.
+    """Return storage for a copy of ``flat`` in wide dtypes; None if its dtypes are wide already.
 
     Storage is reused if it is large enough, since new memory pages cost more than the copy.
     """

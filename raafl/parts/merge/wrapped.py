@@ -30,7 +30,7 @@ class Wrapped(Merge):
     sends: Literal["values", "delta"] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Copy from the wrapped merge which form of update clients send."""
+        """Copy ``sends``, the form of update that clients send, from the wrapped merge."""
         object.__setattr__(self, "sends", self.inner.sends)
 
     def view(self, state: GlobalState) -> GlobalState:

@@ -174,13 +174,13 @@ class Norms:
 
 @dataclass(slots=True)
 class _Accepted:
-    """Record of the accepted updates with one layout: their number, and the norms of their parameters and other content."""
+    """Number of accepted updates of one layout, and the norms of their parameters and other content."""
 
     num: int = 0
     of: dict[str, Norms] = field(default_factory=dict)
 
     def add(self, norms: Mapping[str, float]) -> None:
-        """Record the norms of an accepted update, by content, such as parameters and running statistics."""
+        """Record an accepted update by the norms of its contents, such as parameters and running statistics."""
         self.num += 1
         for name, norm in norms.items():
             self.of.setdefault(name, Norms()).add(norm)
@@ -278,15 +278,15 @@ class Bounded(Wrapped):
     def _is_sound(
         self, state: GlobalState, update: Update, spec: Spec, staleness: int, is_large: bool, keep: bool
     ) -> bool:
-        """Merge a copy of the update, check the result, and restore the state.
+        """Check whether the wrapped merge stays finite with a copy of the update; the state is restored afterwards.
 
         Args:
-            state: restored before this returns.
-            update: not changed.
-            spec: the submodel of the update.
-            staleness: of the update.
-            is_large: scale the copy by `HEADROOM`.
-            keep: call `detach` between receiving and applying.
+            state: global state, restored before this returns.
+            update: update to try, not changed.
+            spec: submodel of the update.
+            staleness: staleness of the update.
+            is_large: whether to scale the copy by `HEADROOM`.
+            keep: whether to call `detach` between receiving and applying.
         """
         saved = copied(state, MEMORY)
         bundles = {name: bundle.clone() for name, bundle in update.bundles.items()}
@@ -314,7 +314,7 @@ class Bounded(Wrapped):
     def _measured(
         self, state: GlobalState, memory: BoundedMemory, update: Update, spec: Spec
     ) -> tuple[dict[str, float], bool]:
-        """Return the norms of an update, and whether it is large; cached from admission until the merge receives it."""
+        """Return an update's norms, and whether it is large; cached from its admission until the merge receives it."""
         if memory.measured is None or memory.measured[0] != update.assignment:
             memory.measured = (update.assignment, *self._measure(state, memory, update, spec))
         return memory.measured[1:]
@@ -324,8 +324,9 @@ class Bounded(Wrapped):
     ) -> tuple[dict[str, float], bool]:
         """Return the norms by which an update is judged, and whether it is large.
 
-        If clients send values, the difference from the model is computed for one update in `EVERY`, and for those whose own norm
-        and the model's do not prove that it is within bounds: it costs two more passes over memory.
+        If clients send values, the norm of their difference from the model takes two more passes over memory. So it is
+        computed only for one update in `EVERY`, and for updates whose own norm and the model's do not prove them in
+        bounds.
         """
         buffers, parts = update.tensors.buffers, _parts(state, spec)
         norms = {name: _norm(flat.buffers) for name, flat in update.bundles.items()}
@@ -344,7 +345,7 @@ class Bounded(Wrapped):
         return norms | {name: _norm(buffers, before, part) for name, part in parts.items()}, is_large
 
     def _most(self, state: GlobalState, memory: BoundedMemory, spec: Spec, names: Iterable[str]) -> dict[str, float]:
-        """Return the norm above which an update of ``spec`` is refused, for each of its kinds of content that has a limit."""
+        """Return the largest accepted norm of an update of ``spec``, for each kind of its content that has a limit."""
         if self.max_norm_ratio is None:
             return {}
         accepted = _accepted(state, memory, spec).of
@@ -363,7 +364,7 @@ def _norm_of_model(state: GlobalState, memory: BoundedMemory) -> float:
 
 
 def _accepted(state: GlobalState, memory: BoundedMemory, spec: Spec) -> _Accepted:
-    """Return the record of accepted updates of the layout of ``spec``."""
+    """Return the record of accepted updates that have the layout of ``spec``."""
     fingerprint = state.submodels.layout(spec, "trained").fingerprint
     found = memory.norms.get(fingerprint)
     if found is None:
@@ -372,14 +373,14 @@ def _accepted(state: GlobalState, memory: BoundedMemory, spec: Spec) -> _Accepte
 
 
 def _is_near_half(state: GlobalState, update: Update) -> bool:
-    """Check whether an update or the model has float16 values above `SAFE_HALF`, to which a small step may overflow."""
+    """Check whether an update or the model has float16 values above `SAFE_HALF`, which a small step may overflow."""
     flats = (state.values, update.tensors, *update.bundles.values())
     buffers = [flat.buffers[torch.float16] for flat in flats if torch.float16 in flat.buffers]
     return any(bool((buffer.abs() > SAFE_HALF).any()) for buffer in buffers)
 
 
 def _before(state: GlobalState, spec: Spec) -> Buffers:
-    """Return the global values of the tensors that ``spec`` trains; not a copy if ``spec`` is the whole model."""
+    """Return the global values of the tensors that ``spec`` trains, for the whole model as views."""
     if spec.is_full:
         sizes = state.submodels.layout(part="trained").numel
         return {dtype: state.values.buffers[dtype][:size] for dtype, size in sizes.items()}
@@ -387,7 +388,7 @@ def _before(state: GlobalState, spec: Spec) -> Buffers:
 
 
 def _parts(state: GlobalState, spec: Spec) -> dict[str, dict[torch.dtype, slice]]:
-    """Return the slices of each buffer that contain the parameters of ``spec``, and its running statistics."""
+    """Return the slices of each buffer with the parameters that ``spec`` trains, and those with running statistics."""
     return state.submodels.cached("parts", spec, lambda: _find_parts(state.submodels, spec))
 
 
@@ -408,10 +409,10 @@ _ALL = slice(None)
 def _norm(buffers: Buffers, before: Buffers | None = None, part: Mapping[torch.dtype, slice] | None = None) -> float:
     """Return the L2 norm of flat buffers, or of their difference from ``before``.
 
-    It takes one pass: the difference of a piece stays in the cache. A piece whose square overflows is squared in double precision.
+    A piece whose square overflows is squared in double precision.
 
-    `before`: subtracted; None = nothing.
-    `part`: slice of each buffer; None = all of it.
+    `before`: buffers to subtract; None = none.
+    `part`: slice of each buffer to measure; None = the whole buffer.
     """
     squares: list[float] = []
     for dtype, buffer in buffers.items():

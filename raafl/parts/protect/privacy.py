@@ -250,7 +250,7 @@ class Private(Wrapped):
         self._feed(state, {spec: state.submodels.plan(spec).gather(total) for spec in specs})
 
     def _spend(self, state: GlobalState, contributions: Mapping[int, int]) -> None:
-        """Count one release; ``contributions`` is the number of each client's updates in its sum."""
+        """Count one release of a sum; ``contributions``: number of updates in the sum, by client."""
         memory = state.memory.of(PrivacyMemory)
         for client, num in contributions.items():
             memory.updates[client] = memory.updates.get(client, 0) + num
@@ -264,7 +264,7 @@ class Private(Wrapped):
         super().on_rollback(state, merged)
 
     def _make_noisy(self, state: GlobalState, total: FlatTensors) -> None:
-        """Turn the sum of the clipped changes that wait into a noisy mean, in place."""
+        """Add noise to the sum of the waiting clipped changes, and divide it to get their mean, in place."""
         assignments = [item.update.assignment for item in state.waiting]
         scale = self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
         for number, (dtype, buffer) in enumerate(total.buffers.items()):
@@ -277,7 +277,7 @@ class Private(Wrapped):
             buffer.div_(self.divisor)
 
     def _feed(self, state: GlobalState, means: Mapping[Spec, FlatTensors]) -> None:
-        """Pass the noisy mean for each submodel to the wrapped merge, plus the global values if clients send values."""
+        """Pass each submodel's noisy mean to the wrapped merge, plus the global values if that expects values."""
         if self.inner.sends == "values":
             for spec, part in means.items():
                 current = state.submodels.plan(spec).gather(state.values)

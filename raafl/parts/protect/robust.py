@@ -245,7 +245,7 @@ def locate(
 
 
 def _placed(state: GlobalState, spec: Spec, tensors: FlatTensors) -> FlatTensors:
-    """Return a submodel's values at their places in the whole model, and inf everywhere else."""
+    """Return a tensor set of the whole model that has a submodel's values at their places, and inf elsewhere."""
     # inf marks missing values: finite updates have none, since others are refused before they get here
     whole = FlatTensors.zeros(state.values.layout, state.values.device)
     for dtype in filter(is_merged, whole.buffers):
@@ -394,7 +394,7 @@ class Centred(Wrapped):
         )
 
     def _median(self, state: GlobalState, stored: list[Stored]) -> FlatTensors:
-        """Return the coordinate-wise median of the differences; 0 on elements that no update covers."""
+        """Return the coordinate-wise median of the updates' differences from the model; 0 where no update trains."""
         centre = zeros_like(state.values)
         for spec, values in locate(state, stored, "median", 0.0).items():
             change = values.clone()
@@ -403,12 +403,12 @@ class Centred(Wrapped):
         return centre
 
     def _subtract(self, state: GlobalState, spec: Spec, tensors: FlatTensors) -> None:
-        """Subtract the global values in place, if the updates are values and not deltas."""
+        """Subtract the global values from an update in place, if clients send values and not deltas."""
         if self.sends == "values":
             _sub_(tensors, state.submodels.plan(spec).gather(state.values))
 
     def _move(self, state: GlobalState, centre: FlatTensors, stored: list[Stored]) -> None:
-        """Move ``centre`` by the mean of the updates' clipped differences from it; overwrites the updates' tensors."""
+        """Add the mean of the updates' clipped differences from ``centre`` to it; overwrites the updates' tensors."""
         distances = []
         for spec, tensors in stored:
             self._subtract(state, spec, tensors)
@@ -427,7 +427,7 @@ class Centred(Wrapped):
                 old.add_(step.div_(on.clamp_min(1)))
 
     def _moved(self, state: GlobalState, centre: FlatTensors, spec: Spec) -> FlatTensors:
-        """Return ``centre`` in the form of an update of ``spec``: plus the global values if clients send values."""
+        """Return ``centre`` as an update of ``spec``: plus the global values if clients send values."""
         plan = state.submodels.plan(spec)
         moved = plan.gather(centre)
         if self.sends == "values":

@@ -93,7 +93,7 @@ class RegionCoverage:
         self._check_rotation()
 
     def _check_rotation(self) -> None:
-        """Raise `BadInput` if no assignment of regions meets the limits ``rest`` and ``coverage``."""
+        """Raise `BadInput` if no schedule meets the limits ``rest`` and ``coverage``."""
         if self.rest is not None and self.hold:
             raise BadInput(
                 f"'rest' is {self.rest}, but with 'hold' the assignment never changes: leave out 'rest' or 'hold'"
@@ -121,8 +121,9 @@ class RegionCoverage:
     def _offsets(self) -> list[int]:
         """Return for each client the index of its first region among the round's S regions.
 
-        The spread is even unless ``coverage`` demands less. Then that number of clients, those with the most regions, start
-        at region 0, and the others after it; if that does not give ``coverage`` either, the spread stays even.
+        Offsets are even unless ``coverage`` demands less. Then ``coverage`` clients, those with the most regions, start
+        at
+        region 0 and the others after it; if that does not give ``coverage`` either, offsets stay even.
         """
         offsets = [sum(self.takes[:n]) % self.num_trained for n in range(len(self.takes))]
         if self.coverage is None or self._least_covered(offsets) <= self.coverage:
@@ -163,7 +164,7 @@ class RegionCoverage:
         return tuple(tuple(sorted(regions)) for regions in taken)
 
     def _drawn(self, round: int, seed: int) -> list[list[int]]:
-        """Assign the round's regions in turn until each has ``coverage`` clients; the remaining clients draw at random."""
+        """Assign the round's regions in turn until each has ``coverage`` clients; the others get random regions."""
         rng = random.Random(derive_seed(seed, "coverage", round))
         open_now = rng.sample(range(self.regions), self.num_trained)
         taken: list[list[int]] = [[] for _ in self.takes]
@@ -177,7 +178,7 @@ class RegionCoverage:
         return taken
 
     def _in_turn(self, round: int, seed: int, rest: int) -> list[list[int]]:
-        """Return each client's regions in ``round``, with the steps of a period ordered so that no rest exceeds ``rest`` rounds."""
+        """Return each client's regions in ``round``; the order of steps lets no rest exceed ``rest`` rounds."""
         cycle, step = divmod(round, self.period)
         # the longest rest is 2 * period - 2 rounds, from the first step of a cycle to the last of the next: then any order will do
         is_free = rest >= 2 * self.period - 2
@@ -189,7 +190,7 @@ class RegionCoverage:
         return self._turn(random.Random(derive_seed(seed, "ring", cycle if is_free else 0)), window, visit)
 
     def _turn(self, rng: random.Random, window: int, visit: int) -> list[list[int]]:
-        """Return each client's regions in one step, in which the ``window``-th S regions train, for the ``visit``-th time."""
+        """Return each client's regions in the step that trains the ``window``-th S regions the ``visit``-th time."""
         ring = rng.sample(range(self.regions), self.regions)
         clients = rng.sample(range(len(self.takes)), len(self.takes))
         open_now = [ring[(window * self.num_trained + i) % self.regions] for i in range(self.num_trained)]

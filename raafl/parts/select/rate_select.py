@@ -109,7 +109,7 @@ SELECTORS: dict[str, Callable[..., Spec]] = {
 
 @dataclass
 class _RateMemory(MergeMemory):
-    """State of `RateSelect`: measured speeds of the clients that are present."""
+    """State of `RateSelect`: measured speeds of the present clients."""
 
     key = "rate_select"
     # measured duration of a client's latest task divided by the predicted one, by client; absent = as predicted
@@ -205,7 +205,7 @@ class RateSelect(Select):
         return self.rates[client.profile.name]
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the work for ``client``, as region ``client.id``; raises `BadInput` if no size fits."""
+        """Return the client's work, as region ``client.id``; raises `BadInput` if no size fits."""
         width = self._size(client, fleet)
         submodels, counts = fleet.state.submodels, fleet.state.counts
         round = fleet.state.version if self.rounds == "server" else counts.get(client.id, 0)
@@ -243,7 +243,7 @@ class RateSelect(Select):
                 self._compare(memory, fleet)
 
     def _compare(self, memory: _RateMemory, fleet: SelectContext) -> None:
-        """Count a changed ratio; recompute the median over the fleet once a quarter of the ratios have changed."""
+        """Count a changed speed ratio, and recompute the fleet's median once a quarter of the ratios have changed."""
         memory.num_changes += 1
         if memory.num_changes * 4 < len(fleet.clients):  # not at each update, since it takes a pass over all clients
             return
@@ -262,7 +262,7 @@ class RateSelect(Select):
     # ---- size and steps ----
 
     def _steps(self, client: ClientInfo, spec: Spec, fleet: SelectContext) -> int | None:
-        """Return the number of steps that fit into `steps_within_s`; None = all steps."""
+        """Return the number of steps that fit into `steps_within_s`; None = all steps of the task fit."""
         limit_s = self.steps_within_s
         if limit_s is None or fleet.cost_s(client, Work(spec)) <= limit_s:
             return None
@@ -273,7 +273,7 @@ class RateSelect(Select):
         return max(1 + math.floor((limit_s - one_s) / (two_s - one_s) + 1e-9), 1)
 
     def _size(self, client: ClientInfo, fleet: SelectContext) -> float:
-        """Return the client's share of units, 0 to 1, for each axis."""
+        """Return the share of units, 0 to 1, that the client gets of each axis."""
         if client.id not in fleet.cache:
             fleet.cache[client.id] = self._largest_size(client, fleet)
         size: float = fleet.cache[client.id]

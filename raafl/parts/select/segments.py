@@ -86,7 +86,7 @@ def readers(submodels: Submodels, axis: Axis) -> tuple[Member, ...]:
 
 
 def _is_shared(submodels: Submodels, axis: Axis, member: Member) -> bool:
-    """Check whether another axis lies on the member's dimension as well."""
+    """Check whether a further axis lies on the member's tensor dimension."""
     others = (m for other in submodels.axes.values() if other.name != axis.name for m in other.members)
     return any((m.name, m.dim) == (member.name, member.dim) for m in others)
 
@@ -99,7 +99,7 @@ class Gates:
     """
 
     def __init__(self, module: nn.Module, submodels: Submodels, segments: Mapping[str, Segments]) -> None:
-        """Find the weights that read each axis."""
+        """Find the weights whose input columns lie on an axis, and map their columns to the axis's segments."""
         self._places: list[tuple[nn.Module, str, Tensor]] = []
         for axis, cut in segments.items():
             layers: dict[str, list[Member]] = {}
@@ -127,9 +127,9 @@ class Gates:
 
 
 def _spread(cut: Segments, members: Iterable[Member], weight: Tensor) -> Tensor:
-    """Return for each column of ``weight`` a one-hot row of its segment, shape (columns, segments + 1); the last = no segment.
+    """Return the one-hot segment of each column of ``weight``, shape (columns, segments + 1); the last = no segment.
 
-    `weight`: the weight, (rows, columns, ...).
+    `weight`: weight of shape (rows, columns, ...).
     """
     spread = torch.zeros(weight.shape[1], len(cut) + 1, dtype=weight.dtype)
     spread[:, -1] = 1.0

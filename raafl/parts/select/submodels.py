@@ -27,7 +27,7 @@ class Ranking:
     """
 
     def __init__(self, sizes: Sequence[float], clients: Iterable[tuple[int, float, Sequence[float]]]) -> None:
-        """Rank ``clients``.
+        """Sort clients by capability and fragments by size, largest first.
 
         Args:
             sizes: size of each fragment.
@@ -114,7 +114,7 @@ class Full(Select):
         return type(self) is not Full
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the whole model."""
+        """Return work on the whole model."""
         return Work()
 
     def check(self, fleet: SelectContext) -> list[str]:
@@ -206,7 +206,7 @@ class OneOf(Select):
             )
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the submodel for ``client``; raises `BadInput` if none is within K and its memory."""
+        """Return work on one of the submodels; raises `BadInput` if none satisfies K and the client's memory."""
         allowed = self.allowed(client, fleet)
         if not allowed:
             raise BadInput(self._problem(client, fleet))

@@ -210,7 +210,10 @@ def _filled_ranges(bounds: Sequence[float], size: int) -> list[range]:
 
 
 def _shared_units(bounds: Sequence[float], size: int) -> list[range]:
-    """For more fragments than units: return each fragment's one unit, near its share's middle; each unit is in a fragment."""
+    """Return one unit for each fragment if there are more fragments than units; each unit is in some fragment.
+
+    A fragment's unit is near the middle of the fragment's share.
+    """
     num, units = len(bounds) - 1, [0]
     for j in range(1, num):
         middle = int((bounds[j] + bounds[j + 1]) / 2 * size)
@@ -219,7 +222,7 @@ def _shared_units(bounds: Sequence[float], size: int) -> list[range]:
 
 
 def _bounds(ratios: Sequence[float]) -> list[float]:
-    """Return the start of each share of [0, 1] in proportion to ``ratios``, and the end of the last share."""
+    """Divide [0, 1] in proportion to ``ratios``; return the start of each share, and the end of the last one."""
     for ratio in ratios:
         positive("a ratio in fragments", ratio)
     total = math.fsum(ratios)

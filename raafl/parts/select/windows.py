@@ -78,7 +78,7 @@ def first_window(client: int, num: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Submodels of one client: kept share of the units, number of blocks, and first blocks of its windows."""
+    """Size of one client's submodels: kept share of the units, number of blocks, and first blocks of its windows."""
 
     width: float  # r_w, kept share of each axis
     num_blocks: int  # number of blocks that train
@@ -90,8 +90,8 @@ class _Size:
     def next_task(self, merged: int) -> tuple[int, tuple[str, ...]]:
         """Return the client's round to which its next task belongs, and the names of the axes whose masks it trains.
 
-        A mask is the choice of the units of an axis that the client keeps. Without such axes the task trains the blocks
-        of the client's window instead.
+        A mask selects the units of an axis that the client keeps. Without such axes the task trains the blocks of the
+        client's window instead.
         """
         for round, axes in enumerate(self.masks):
             if not axes or merged == 0:
@@ -157,7 +157,7 @@ class RollingWindows(Select):
     # ---- the client's work ----
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the task of ``client``, as region ``client.id``; raises `BadInput` if no submodel fits its memory."""
+        """Return the client's work, as region ``client.id``; raises `BadInput` if no submodel fits its memory."""
         size, submodels = self._size(client, fleet), fleet.state.submodels
         round, wanted = size.next_task(fleet.state.counts.get(client.id, 0))
         start = size.starts[round % len(size.starts)]
@@ -179,7 +179,7 @@ class RollingWindows(Select):
         return cut.can_train and (self.attention if cut.is_heads else self.linear) == "trained"
 
     def _trained_axes(self, submodels: Submodels, start: int, stop: int, width: float) -> list[str]:
-        """Return the axes whose scores train with a window: those in its blocks, and those outside all blocks."""
+        """Return the axes whose scores a window trains: those in its blocks, and those outside all blocks."""
         return [
             name
             for name, cut in self._cuts(submodels).items()
@@ -191,7 +191,7 @@ class RollingWindows(Select):
     def _masks(
         self, submodels: Submodels, starts: Sequence[int], num_blocks: int, width: float
     ) -> tuple[tuple[str, ...], ...]:
-        """Return the axes whose scores train in each of the client's rounds, up to the round in which all have trained enough."""
+        """Return the axes whose scores train in each of the client's rounds, until all have trained enough."""
         cuts, visits, masks = self._cuts(submodels), Counter[int | None](), []
         wanted = [self._trained_axes(submodels, start, start + num_blocks, width) for start in starts]
         for round in range(self.mask_rounds * len(starts) if any(wanted) else 0):
@@ -203,7 +203,10 @@ class RollingWindows(Select):
     def _kept(
         self, submodels: Submodels, stop: int, width: float, scores: Mapping[str, list[float]], seed: int
     ) -> dict[str, list[int]]:
-        """Return the kept units of each axis in blocks before ``stop`` or outside all blocks; by score if scores exist."""
+        """Return the kept units of each axis in blocks before ``stop`` or outside all blocks: the best by score.
+
+        Without scores the units are drawn at random.
+        """
         units = {}
         for name, cut in self._cuts(submodels).items():
             number = count(len(cut), width)
@@ -245,7 +248,7 @@ class RollingWindows(Select):
         return Spec(top.kept, top.blocks, (*(top.trained or ()), *heads), None)
 
     def _frozen_window(self, submodels: Submodels, start: int, stop: int, kept: Mapping[str, Sequence[int]]) -> Spec:
-        """Return the submodel in which scores train: its values are frozen, and it has only the exit at the top."""
+        """Return the submodel for training scores: all its values are frozen, and its only exit is at the top."""
         spec = self.window(submodels, start, stop, kept, distils=False)
         return Spec(spec.kept, spec.blocks, (), spec.exits)
 
@@ -419,7 +422,7 @@ class WindowPieces(OneOf):
 
 
 def _units_of(cuts: Mapping[str, Segments], width: float, part: int) -> dict[str, list[int]]:
-    """Return the units of the ``part``-th slice of each axis, a share ``width`` of its units; leave out axes kept whole."""
+    """Return the units of each axis's ``part``-th slice, a share ``width`` of all units; omit axes that stay whole."""
     numbers = {name: count(len(cut), width) for name, cut in cuts.items()}
     return {
         name: cut.units([(part * numbers[name] + i) % len(cut) for i in range(numbers[name])])
@@ -450,7 +453,7 @@ class LeadingBlocks(Select):
             RateSelect(rates=rates)
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the work for ``client``, as region ``client.id``; raises `BadInput` if not even one block fits its memory."""
+        """Return the client's work, as region ``client.id``; raises `BadInput` if no block fits its memory."""
         if client.id not in fleet.cache:
             fleet.cache[client.id] = self._largest(client, fleet)
         return Work(fleet.cache[client.id], region=client.id)

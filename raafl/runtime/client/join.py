@@ -96,13 +96,13 @@ def join(
 
 
 def _cause(error: Exception) -> str:
-    """Return why the connection to the server was lost, as text for users: without the reason code, naming the server."""
+    """Return why the connection was lost, as text for users: without the reason code, naming the server."""
     text = str(error).removeprefix(f"{error.reason}: ") if isinstance(error, PeerLost) else str(error)
     return text.replace("the peer ended the connection", "the server ended it")
 
 
 def _ended(client: int, reason: str) -> str:
-    """Return the reason why the server ended the session; raises `Replaced` or `RunFailed` if it is an error."""
+    """Return why the server ended the session; raises `Replaced` or `RunFailed` if the reason is an error."""
     if reason.startswith("replaced"):
         raise Replaced(f"client {client}: {reason}")
     if reason.startswith(("refused", "failed")):
@@ -111,7 +111,7 @@ def _ended(client: int, reason: str) -> str:
 
 
 def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
-    """Run the client; if its code fails on its own data, print the traceback here, since the server does not get it."""
+    """Run the client; if its code fails on its own data, show the traceback here, since the server gets none."""
     try:
         return worker.run()
     except TaskFailed as failed:
@@ -123,7 +123,7 @@ def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
 def _part(refusal: TaskRefused, pair: Connection, worker: Client | None, say: Callable[[str], None]) -> None:
     """Leave a server whose run or task the site refuses; raises the refusal if it is final.
 
-    `worker`: client that has refused a task and told the server so; None = the client has not joined yet.
+    `worker`: client that has refused a task and told the server so; None = the client has not joined.
     """
     if worker is None:
         _tell_not_joining(pair, refusal.server_reason)
@@ -142,7 +142,7 @@ def _told(site: ClientSetup, say: Callable[[str], None], *, certified: bool) -> 
 
 
 class _Search:
-    """Retries the connection to the server with growing pauses, until it was unreachable for ``alone_s`` seconds."""
+    """Search for the server, with growing pauses, until it was unreachable for ``alone_s`` seconds."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class _Search:
         self._say(f"{how} {self._address}")
 
     def find(self) -> Connection:
-        """Look for the server and connect to it; return the connection.
+        """Connect to the server and return the connection.
 
         Raises:
             RunFailed: the server has refused this client three times, or was not found within ``alone_s`` seconds.
@@ -221,7 +221,7 @@ class _Search:
 
 
 class _Link:
-    """The successive connections of one session."""
+    """Connections of one session, each of which replaces a broken one."""
 
     def __init__(self, search: _Search, say: Callable[[str], None]) -> None:
         """Connect to the server; ``say`` shows a line to the user."""
@@ -233,9 +233,9 @@ class _Link:
             self.connection = ResumableConnection(pair, self._renew)
 
     def _renew(self, mine: Position, error: Exception) -> tuple[TcpConnection, Position]:
-        """Continue the session on a new connection; raises ``error`` if no session exists that could continue.
+        """Continue the session on a new connection; raises ``error`` if there is no session to continue.
 
-        Raises PeerLost if the server has ended the session, and RunFailed if there is no server.
+        Raises PeerLost if the server has ended the session, and RunFailed if no server answers.
         """
         worker, link = self.worker, self.connection
         assert isinstance(link, ResumableConnection)
@@ -271,8 +271,8 @@ def _tell_not_joining(pair: Connection, reason: str) -> None:
 def _ask_config(pair: Connection) -> str:
     """Request the server's config, check it, and return it.
 
-    Raises ToldToStop if the run has ended or the server rejects this client, and RunFailed if the config contains
-    anything but names and plain values.
+    Raises ToldToStop if the run has ended or the server rejects this client, and RunFailed if the config contains more
+    than names and plain values.
     """
     pair.send(Message(Kind.CONFIG))
     answer = pair.recv(no_tensors, _CONFIG_S)

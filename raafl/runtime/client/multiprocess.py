@@ -99,7 +99,7 @@ class ClientGroup:
     """The processes of one client: the first (leader) forwards tasks to the others (followers)."""
 
     def __init__(self, client: int, say: Callable[[str], None]) -> None:
-        """Connect the processes that torchrun's environment names; raises RunFailed if some are missing."""
+        """Connect to the other processes that torchrun's environment names; raises RunFailed if some are missing."""
         self.rank, self.size = int(os.environ["RANK"]), num_processes()
         self._client, self._say = client, say
         self._group: GroupSums | None = None
@@ -163,7 +163,7 @@ class ClientGroup:
             ) from None
 
     def _compared(self, site: ClientSetup, number: int, theirs: Hello) -> ClientSetup:
-        """Limit the site's memory to what process ``number`` has; raises `RunFailed` if it differs in config, model or data."""
+        """Lower the site's memory to that of process ``number``; raises `RunFailed` if config, model or data differ."""
         different = agree(Identity.of(site.submodels, site.sections), theirs.identity, same_package=True)
         if different is None and (here := site.info.num_samples) != (there := theirs.num_samples):
             different = Difference("num_samples", str(here), str(there))
@@ -179,7 +179,7 @@ class ClientGroup:
         return replace(site, info=replace(site.info, profile=replace(site.info.profile, memory_bytes=least)))
 
     def _announce(self, assignment: Assignment, received: FlatTensors, *, whole: bool) -> None:
-        """Start a task in the followers; ``whole``: send all values now; else they follow tensor by tensor as shards load."""
+        """Start a task in the followers; ``whole``: send all values now; else shards later load them one by one."""
         with self._together():
             for pair in self._pairs.values():
                 meta = Assign(assignment).to_meta()
@@ -188,7 +188,7 @@ class ClientGroup:
                 self._broadcast(received)
 
     def _watch(self, number: int, pair: GlooConnection) -> None:
-        """Wait until a follower's connection ends, which means that it died, and end the client."""
+        """Wait until a follower's connection ends, since the follower has died, then end the client."""
         with suppress(PeerLost, PeerTimeout, Refused):
             pair.recv(no_tensors, _FOR_EVER_S)
         self._end(f"process {number} of this client is gone: the client ends")
@@ -268,7 +268,7 @@ class ClientGroup:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """End this process if an operation with the other processes fails inside the block."""
+        """End this process if communication with the other processes fails in the ``with`` block."""
         try:
             yield
         except (RuntimeError, PeerLost, PeerTimeout) as error:
@@ -277,11 +277,11 @@ class ClientGroup:
             raise
 
     def _failed(self) -> None:
-        """Wait until the thread that watches the other processes can report a death: FSDP2's exchange may fail before that."""
+        """Wait briefly for the thread that reports the death of another process, since FSDP2 may fail sooner."""
         self._said.wait(_WORD_S)
 
     def _end(self, text: str) -> None:
-        """End this process at once; if several threads call this, only the first prints its reason."""
+        """End this process at once; only the first of several calling threads prints its reason."""
         if self._closing:
             return
         if not self._ending.acquire(blocking=False):
@@ -293,12 +293,12 @@ class ClientGroup:
         os._exit(1)
 
     def __enter__(self) -> ClientGroup:
-        """Install a SIGTERM handler that leaves time to report which process died, since torchrun then terminates the others."""
+        """Install a SIGTERM handler that leaves time to report which process died before torchrun ends this one."""
         self._terminated_before = signal.signal(signal.SIGTERM, self._terminated)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the followers; on an error keep one connection open, so that the leader reports first what both have found."""
+        """On the leader, tell the followers to stop, and close the connections to them."""
         self._closing = True
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -329,7 +329,7 @@ def _store(rank: int, size: int) -> Any:
 
 
 def _hello(site: ClientSetup) -> Hello:
-    """Describe the setup that all processes of a client must share, and this process's memory."""
+    """Describe the setup that all processes of a client must share, and how much memory this process has."""
     memory_bytes = site.info.profile.memory_bytes
     return Hello(
         Identity.of(site.submodels, site.sections),
@@ -355,7 +355,7 @@ def open_mesh(store: Any, rank: int, size: int, timeout_s: float, device: torch.
 
 @contextmanager
 def _local_interface() -> Iterator[None]:
-    """Let Gloo's default group use only the loopback interface if all processes run on this machine."""
+    """Let Gloo's default group use only the loopback interface in the block, if all processes are on this machine."""
     name = "GLOO_SOCKET_IFNAME"
     names = {interface for _, interface in socket.if_nameindex()}
     if name in os.environ or not _is_local() or _LOOPBACK not in names:
@@ -374,7 +374,7 @@ class GroupSums:
     def __init__(
         self, store: Any, rank: int, size: int, timeout_s: float, device: torch.device, devices: list[str]
     ) -> None:
-        """Create the process groups together with the other processes."""
+        """Create the process groups, together with the other processes."""
         self._span, self._device = timedelta(seconds=timeout_s), device
         options = dist.ProcessGroupGloo._Options()
         options._timeout, options._threads = self._span, 1
@@ -387,7 +387,7 @@ class GroupSums:
             self._nccl = self._agreed(*opened(partial(self._joined, store, rank, size, timeout_s / 2), timeout_s / 2))
 
     def _joined(self, store: Any, rank: int, size: int, timeout_s: float) -> object:
-        """Create NCCL's group and compute a first sum, which establishes the connections."""
+        """Create NCCL's group and compute a sum in it, which opens its connections."""
 
         def check(group: Any) -> None:
             one = torch.ones(1, device=self._device)
@@ -398,7 +398,7 @@ class GroupSums:
         return checked_group(dist.PrefixStore("nccl", cloned(store)), rank, size, timeout_s, check)
 
     def _agreed(self, group: Any, problem: str) -> object:
-        """Keep NCCL's group if every process has created it; otherwise use none."""
+        """Return NCCL's group if every process has created it, else None."""
         missing = torch.tensor([int(group is None)])
         self._gloo.allreduce([missing], dist.AllreduceOptions()).wait(self._span)
         if not missing.item():

@@ -212,7 +212,7 @@ def settle_heap(
 
 
 def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData) -> None:
-    """Ask the algorithm whether this client can take part; skip an algorithm that needs the model's values to decide."""
+    """Ask the algorithm whether this client can take part; an algorithm that needs values to decide is skipped."""
     problems: list[str] = []
     with suppress(NotImplementedError, RuntimeError):  # torch's errors for tensors without values
         state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))

@@ -244,7 +244,7 @@ class Client:
         process_group: ClientProcesses | None = None,
         extensions: Iterable[Callable[[Client], ClientExtension]] = (),
     ) -> None:
-        """Store the arguments; `run` sends the HELLO.
+        """Store the arguments; `run` sends the HELLO message.
 
         Args:
             info: description of the client.
@@ -330,7 +330,7 @@ class Client:
             one.flush(timeout_s)
 
     def _around(self, hook: Literal["take", "train", "send"], plain: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a hook of all extensions, each wrapping the next, with ``plain`` innermost."""
+        """Call a hook of all extensions, each around the next one, with ``plain`` innermost."""
         for one in reversed(self._extensions):
             plain = _bound(getattr(one, hook), plain)
         return plain(*arguments)
@@ -338,7 +338,7 @@ class Client:
     # ---- the receiving thread ----
 
     def _read(self) -> None:
-        """Receive messages until the server says stop or the connection is lost."""
+        """Receive messages until the server sends a stop message or the connection is lost."""
         wait_s = self.waits.join_s
         try:
             while True:
@@ -376,7 +376,7 @@ class Client:
             one.hear(reply)
 
     def _take_refusal(self, message: Message) -> None:
-        """Give up the current task, which the server refuses; the session goes on with the next one."""
+        """Give up the current task, which the server refuses; the session continues with the next one."""
         self._up.forget()  # safe here: no update is being packed while both sides exchange messages within a task
         if self.out is None or self.out.assignment.id != message.assignment:
             return
@@ -522,7 +522,7 @@ def _bound(hook: Callable[..., Any], plain: Callable[..., Any]) -> Callable[...,
 
 
 def _of_its_frame(arrival: Arrival, message: Message) -> Arrival:
-    """Return a task that has arrived; raise `Refused` if it names another incarnation than the frame that carried it."""
+    """Return a task that has arrived; raise `Refused` if its incarnation differs from its frame's."""
     named = arrival.assignment.incarnation
     if named != message.incarnation:
         raise Refused("wrong-incarnation", f"{named}, in a frame of {message.incarnation}")

@@ -103,7 +103,7 @@ class Inline(Executor):
     """Executor that trains each task in this process, when its result is requested."""
 
     def __init__(self, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> None:
-        """Train with ``trainer``; ``data(i)`` returns the data of client i."""
+        """Store the trainer, and ``data``, which returns the data of a client by its id."""
         self._trainer, self._data = trainer, data
         self._tasks: dict[int, tuple[Assignment, FlatTensors]] = {}
 

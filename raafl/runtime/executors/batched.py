@@ -61,7 +61,7 @@ _ALONE: Like = (FULL, -1, -1)  # kind of all tasks that are trained one by one
 
 @dataclass(slots=True)
 class _Standing:
-    """What is known about training tasks of one kind as one batch."""
+    """Measured times and counts that decide whether tasks of one kind are trained as one batch."""
 
     reason: str | None = None  # why they are trained one by one; None = they may be batched
     seen: set[Any] = field(default_factory=set)  # kinds of data batches for which both ways gave equal results
@@ -83,7 +83,7 @@ class _Standing:
         return self.cohort_s < self.size * self.task_s
 
     def note(self, trained: Trained, seconds: float, loop_s: float, size: int) -> None:
-        """Record how long the same tasks took as one batch and one by one; only the best speedup of a batch is stored."""
+        """Record the times of the same tasks as one batch and one by one; only the best speedup is kept."""
         self.trials += 1
         self.seen |= trained.seen.keys()
         if not self.size or seconds * self.size * self.task_s <= self.cohort_s * loop_s:
@@ -91,7 +91,7 @@ class _Standing:
 
 
 def _kind(assignment: Assignment) -> Like:
-    """Return the key of similar tasks; a task with a scheduled learning rate is trained alone, since each may have another rate."""
+    """Return the key of similar tasks; a task with a scheduled learning rate counts as unlike all others."""
     return kind_of(assignment) if assignment.lr_scale == 1.0 else _ALONE
 
 
@@ -196,7 +196,7 @@ class BatchedExecutor(Executor):
             self._loop_s += seconds
 
     def _train(self, assignment_id: int, context: TaskContext) -> None:
-        """Train a task as one batch with similar waiting tasks if that is allowed and pays; otherwise leave it waiting."""
+        """Train a task in one batch with similar waiting ones if that is allowed and pays; else leave it waiting."""
         if self._refusal is not None:
             self._say(self._refusal)
             return
@@ -255,7 +255,7 @@ class BatchedExecutor(Executor):
     # ---- fast: bits of their own ----
 
     def _train_fast(self, assignment_id: int, kind: Like, context: TaskContext) -> None:
-        """Train a task with all similar ones that wait, or in a replay with those that it was trained with."""
+        """Train a task in one batch with all similar waiting ones or, in a replay, with those of the recorded run."""
         standing, waiting = self._standing[kind], self._waiting[kind]
         if self._recorded is not None:
             members = [waiting[number] for number in self._recorded.get(assignment_id, ()) if number in waiting]
@@ -279,7 +279,7 @@ class BatchedExecutor(Executor):
         self.batch_trained([member.assignment.id for member in members])
 
     def _check_fast(self, members: Sequence[Member], trained: Trained, context: TaskContext) -> None:
-        """Raise `Unstackable` if clients differ by more than rounding from what they are alone."""
+        """Raise `Unstackable` if results of a batch differ by more than rounding from training alone."""
         for member in members:
             alone = attempt(self._trainer, *member, context)
             alone.tensors = alone.tensors.clone()
@@ -334,7 +334,7 @@ class BatchedExecutor(Executor):
     # ---- to the same bits ----
 
     def _why_not(self, kind: Like, size: int, trial: bool) -> str:
-        """Return why ``size`` waiting tasks of a kind are not trained as one batch now; empty if they are."""
+        """Return why ``size`` waiting tasks of a kind are not trained as one batch now; "" if they are."""
         if size < self._least:
             return f"fewer than {self._least} tasks of the same submodel and length wait at a time"
         if trial:
@@ -349,7 +349,7 @@ class BatchedExecutor(Executor):
         return min(most, num_bytes // max(self._together.num_bytes(spec), 1))
 
     def _due(self, kind: Like, size: int) -> list[Member]:
-        """Return up to ``size`` waiting tasks of a kind, those needed first at the front."""
+        """Return up to ``size`` waiting tasks of a kind, in the order in which their results are needed."""
         waiting, order = self._waiting[kind], self._order[kind]
         found: list[tuple[float, int]] = []
         while order and len(found) < size:
@@ -361,11 +361,11 @@ class BatchedExecutor(Executor):
         return [waiting[number] for _, number in found]
 
     def _is_worth_another(self, standing: _Standing, size: int) -> bool:
-        """Return whether a batch of ``size`` tasks is large enough to try again, after the batch that was timed was too slow."""
+        """Check whether a batch is at least twice the size of the timed one that was too slow, so worth a trial."""
         return self._most == "auto" and standing.is_slow and size >= 2 * standing.size
 
     def _may_try(self, kind: Like, size: int) -> bool:
-        """Return whether one more trial is affordable: it stays within the time limit, or costs less than it promises to save."""
+        """Check whether a further trial is within the time limit, or costs less than it promises to save."""
         standing = self._standing[kind]
         trial_s = self._tried_s + standing.alone_s * size + (0.0 if self._together.num_known else _FIRST_S)
         ahead_s = math.inf if self.needed is None else self.needed * standing.alone_s
@@ -378,14 +378,15 @@ class BatchedExecutor(Executor):
         return (standing.task_s - together_s) * (len(self._waiting[kind]) - size) > together_s * size
 
     def _pays(self, standing: _Standing, size: int) -> bool:
-        """Return whether a batch is faster than training alone; a smaller batch is assumed to take as long as the one timed."""
+        """Check whether a batch is faster than training alone; a smaller one counts as no faster than the timed one."""
         return self._most != "auto" or size * standing.task_s > standing.cohort_s * max(1.0, size / standing.size)
 
     def _compare(self, members: Sequence[Member], trained: Trained, context: TaskContext) -> tuple[str, float, float]:
-        """Train the tasks one by one as well, and keep those results.
+        """Train the tasks one by one as well, and use these results.
 
-        Returns a description of the first difference, the seconds of training alone, and the seconds for reading the
-        batch's results.
+        Return a description of the first difference, the seconds of training alone, and the seconds for reading the
+        batch's
+        results.
         """
         found: list[Trained | Update | TaskFailed] = []
         seconds, asked_s, different = 0.0, 0.0, ""
@@ -422,7 +423,10 @@ class BatchedExecutor(Executor):
             self._kept[number] = one
 
     def _leave(self, kind: Like, error: BaseException) -> None:
-        """Train tasks of this kind one by one from now on; after different branches only at the `_MOST_PARTED`-th time."""
+        """Stop training tasks of this kind in batches after ``error``.
+
+        If only a Python branch or number differed between clients, this takes `_MOST_PARTED` such errors.
+        """
         standing = self._standing[kind]
         if isinstance(error, Parted) and standing.seen:
             standing.parted += 1

@@ -38,7 +38,7 @@ class Pool(RankExecutor):
     def __init__(
         self, trainer: LocalTrainer, inner: Executor, num_processes: int, evaluator: Callable[[], Evaluator]
     ) -> None:
-        """Fork the workers, each with its own ``evaluator``; call this before any thread is started."""
+        """Fork the workers, each of which makes an ``evaluator``; call this before any thread is started."""
         super().__init__(trainer, inner)
         # create these variants before forking, so that the workers share their memory
         for base in trainer.submodels.bases.names:
@@ -71,7 +71,7 @@ class Pool(RankExecutor):
 
 
 def _worker(place: int, pairs: Sequence[tuple[socket.socket, socket.socket]], does: Work, num_threads: int) -> None:
-    """Run the parent's requests until it says that the run has ended, or its connection is lost."""
+    """Serve the parent's requests until the run ends or the connection to the parent is lost."""
     # the parent's garbage, such as connections whose threads do not exist here, must not be finalized in this process
     gc.freeze()
     for number in _PASSED_OVER:

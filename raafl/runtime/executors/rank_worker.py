@@ -64,7 +64,7 @@ def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Ca
 
 
 def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[Any], stop: threading.Event) -> None:
-    """Put tasks into ``inbox``, at the end None or an error; then set ``stop``, which also ends the current task."""
+    """Put tasks into ``inbox``, at the end None or an error; then set ``stop``, which also ends a running task."""
     expected: list[Assign | Measure] = []
 
     def expect(kind: Kind, number: int, meta: dict[str, Any]) -> FlatTensors | None:
@@ -95,7 +95,7 @@ def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[A
 
 
 def _measured(made: Callable[[], Evaluator], asked: Measure, values: FlatTensors | None) -> Message:
-    """Evaluate some test batches with the values that were sent last."""
+    """Evaluate some test batches with the latest values that rank 0 has sent."""
     try:
         evaluator = made()
         if values is not None:

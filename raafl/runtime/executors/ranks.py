@@ -36,7 +36,7 @@ _PART_S = 10.0
 
 @dataclass(slots=True)
 class _Task:
-    """A task; `begun`: a process has taken it; `here`: that is this process, whose executor has its result."""
+    """A task; `begun`: a process has taken it; `here`: this process has, so its executor has the result."""
 
     assignment: Assignment
     snapshot: FlatTensors
@@ -55,7 +55,7 @@ class RankExecutor(Executor):
     """
 
     def __init__(self, trainer: LocalTrainer, inner: Executor) -> None:
-        """Train in this process with the executor ``inner``, which uses ``trainer``."""
+        """Store ``inner``, the executor of this process, and its trainer."""
         self._inner, self._payload, self._submodels = inner, trainer.payload, trainer.submodels
         inner.note = lambda text: self.note(text)
         self._tasks: dict[int, _Task] = {}
@@ -126,7 +126,7 @@ class RankExecutor(Executor):
                 self._end_here(task if first is task else None)
 
     def _end_here(self, task: _Task | None) -> None:
-        """Record that this process has finished a task; ``task``: the task if its result was the one requested, else None."""
+        """Record that this process has finished a task; ``task``: None unless its result was the requested one."""
         with self._changed:
             self._num_free += 1
             self._num_here -= 1
@@ -135,7 +135,7 @@ class RankExecutor(Executor):
                 del self._tasks[task.assignment.id]
 
     def _for_here(self, task: _Task) -> list[_Task]:
-        """Choose the tasks that this process trains while the result of ``task`` is requested; the caller holds the lock."""
+        """Choose the tasks to train here while the result of ``task`` is requested; the caller must hold the lock."""
         if task.here or (task.begun and self._num_here >= self.max_together(task.assignment)):
             return []
         some = self._begin() if task.begun else self._with(task, max(self._room(), 1))
@@ -213,7 +213,7 @@ class RankExecutor(Executor):
         self._inner.close()
 
     def _end(self) -> None:
-        """Let no process begin another task."""
+        """Let no process begin another task from now on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -221,19 +221,19 @@ class RankExecutor(Executor):
     # ---- choice of the next task; the caller holds the lock ----
 
     def _offer(self, task: _Task) -> None:
-        """Make a task available to the next free process."""
+        """Offer a task to the next free process."""
         heapq.heappush(self._waiting, (task.needed_at, task.assignment.id))
         self._alike[kind_of(task.assignment)][task.assignment.id] = task
 
     def _drop(self, task: _Task) -> None:
-        """Make a task unavailable to other processes."""
+        """Withdraw a task that was offered."""
         kind = kind_of(task.assignment)
         del self._alike[kind][task.assignment.id]
         if not self._alike[kind]:
             del self._alike[kind]
 
     def _begin(self) -> list[_Task]:
-        """Take the most urgent task that no process has begun, with tasks to batch with it, unless enough results are waiting."""
+        """Take the most urgent task, with others to batch with it; none if enough unread results are stored."""
         room = self._room()
         if not room or (self._ahead_bytes > AHEAD_BYTES and self._num_ahead >= _LEAST_AHEAD * (self._num_ranks + 1)):
             return []
@@ -244,7 +244,7 @@ class RankExecutor(Executor):
         return []
 
     def _with(self, task: _Task, room: int) -> list[_Task]:
-        """Take a task together with this process's share of the waiting tasks of its kind, most urgent first."""
+        """Take a task with this process's share of the waiting tasks of its kind, the most urgent first."""
         alike = self._alike[kind_of(task.assignment)]
         size = min(self._inner.max_together(task.assignment), -(-len(alike) // self._num_free), room)
         some = [task]
@@ -257,13 +257,13 @@ class RankExecutor(Executor):
         return some
 
     def _room(self) -> int:
-        """Return how many more tasks may begin such that all their results are needed."""
+        """Return how many more tasks may begin if no result is to be in vain."""
         if self.needed is None or self.needed >= len(self._tasks):
             return len(self._tasks)
         return max(self.needed - sum(task.begun and not task.cancelled for task in self._tasks.values()), 0)
 
     def _one_less_needed(self) -> None:
-        """Decrement `needed` immediately: until its owner sets it again, another thread could begin an unneeded task."""
+        """Decrement `needed` at once; otherwise another thread could begin a task that nobody needs."""
         if self.needed is not None:
             self.needed -= 1
 
@@ -318,7 +318,7 @@ class RankExecutor(Executor):
                 self.warn(f"{name} is lost ({sanitize_text(error)}); the run goes on without it")
 
     def _greet(self, pair: Connection) -> None:
-        """Check that the rank has the same raafl version and model, and tell it which axes must not be cut."""
+        """Check that a rank has the same raafl version and model; send it the axes that must not be cut."""
         theirs = Hello.from_meta(pair.recv(no_tensors, FOR_EVER_S).meta)
         if (different := agree(Identity.of(self._submodels), theirs.identity, same_package=True)) is not None:
             name = "frozen parameters" if different.field == "base" else different.field
@@ -327,7 +327,7 @@ class RankExecutor(Executor):
             pair.send(Message(Kind.WELCOME, meta=Welcome(tuple(sorted(self._submodels.refuted))).to_meta()))
 
     def _stop(self, pair: Connection) -> None:
-        """Tell a rank that the run has ended; ignore a rank that is gone."""
+        """Tell a rank that the run has ended; do nothing if the rank is gone."""
         with self._stopping, suppress(PeerLost, PeerTimeout):
             pair.send(Message(Kind.STOP, meta=Reason("the run has ended").to_meta()), 1.0)
 
@@ -335,7 +335,7 @@ class RankExecutor(Executor):
         return work.measure_at(pair) if isinstance(work, Shared) else self._exchange(name, pair, work)
 
     def _next(self) -> list[_Task] | Shared | None:
-        """Wait for an evaluation to share or tasks to begin; None = the run has ended."""
+        """Wait for tasks to begin, or for an evaluation to share; return None if the run has ended."""
         with self._changed:
             self._num_free += 1
             try:
@@ -347,7 +347,7 @@ class RankExecutor(Executor):
                 self._num_free -= 1
 
     def _ready(self) -> list[_Task] | Shared | None:
-        """Return the evaluation if it has batches left, else the next tasks, marked as being sent; the caller holds the lock."""
+        """Return an evaluation with batches left, else the next tasks, now being sent; the caller holds the lock."""
         if self._shared is not None and self._shared.has_more:
             return self._shared
         some = self._begin()
@@ -356,7 +356,7 @@ class RankExecutor(Executor):
         return some
 
     def _exchange(self, name: str, pair: Connection, out: list[_Task]) -> None:
-        """Send tasks to a rank and store its results; finished tasks are removed from ``out``."""
+        """Send tasks to a rank and store its results; each finished task is removed from ``out``."""
         for place, task in enumerate(out, start=1):
             meta = Assign(task.assignment, more=place < len(out)).to_meta()
             try:
@@ -379,7 +379,7 @@ class RankExecutor(Executor):
         return expect
 
     def _found(self, name: str, assignment: Assignment, message: Message) -> Update | TaskFailed:
-        """Convert a rank's reply to the update, or the failure, of a task."""
+        """Convert a rank's reply to the update of a task, or to its failure."""
         if message.tensors is None:
             return failure_of(assignment, message.meta)
         answer = Answer.from_rank(message.meta)
@@ -388,7 +388,7 @@ class RankExecutor(Executor):
         return update_of(assignment, answer, message.tensors)
 
     def _lose(self, out: list[_Task]) -> bool:
-        """Continue without a rank, whose tasks are trained again with equal results; return whether the run is still going."""
+        """Let others train the tasks of a lost rank, with equal results; return whether the run is still going."""
         with self._changed:
             self._num_ranks -= 1
             for task in out:
@@ -420,7 +420,7 @@ class Shared:
     def __init__(
         self, evaluator: Evaluator, values: FlatTensors, version: int, num_processes: int, changed: threading.Condition
     ) -> None:
-        """Start an evaluation.
+        """Divide an evaluation into parts, which processes take one after another.
 
         Args:
             evaluator: evaluator of rank 0.
@@ -463,7 +463,7 @@ class Shared:
         return self._evaluator.end()
 
     def _of_another(self, place: int) -> dict[str, Any] | None:
-        """Wait for the partial sums of a part that another process evaluates; None = this process must evaluate it."""
+        """Wait for a part's sums from another process; None = this process must evaluate the part."""
         with self._changed:
             if place < self._last:
                 self._first = max(self._first, place + 1)

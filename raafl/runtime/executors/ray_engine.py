@@ -45,7 +45,7 @@ Build = Callable[[Experiment], tuple[LocalTrainer, Executor]]
 
 @dataclass(frozen=True)
 class _Setup:
-    """What a worker needs to build its trainer."""
+    """Objects from which a worker builds its trainer."""
 
     build: Build
     experiment: Experiment
@@ -55,7 +55,7 @@ class _Setup:
 
 @dataclass(slots=True)
 class _Task:
-    """A task; `answer` is Ray's reference to its result, None before Ray has it."""
+    """A task; `answer` is Ray's reference to its result, None before the task was given to Ray."""
 
     assignment: Assignment
     snapshot: FlatTensors
@@ -67,7 +67,7 @@ class RayExecutor(Executor):
     """Executor that gives tasks to Ray in the order in which they are needed, a few more than the cluster trains at a time."""
 
     def __init__(self, experiment: Experiment, trainer: LocalTrainer, build: Build) -> None:
-        """Connect to the cluster of ``experiment.engine``, or start one of this machine's cores for this run.
+        """Connect to the Ray cluster of ``experiment.engine``, or start one on this machine.
 
         `build`: function by which a worker builds its trainer, and the executor that trains there.
 
@@ -161,7 +161,7 @@ class RayExecutor(Executor):
         self._owns = False
 
     def _fill(self) -> None:
-        """Give Ray the most urgent tasks, up to a few more than it trains at a time, and none beyond those that are needed."""
+        """Give Ray the most urgent tasks that are needed, up to a few more than it trains at a time."""
         self._note_ended(timeout_s=0.0)
         room = (self._most if self._most > 1 else _PER_SLOT * self._num_slots()) - len(self._out)
         if self.needed is not None and self.needed < len(self._tasks):
@@ -182,7 +182,7 @@ class RayExecutor(Executor):
         self._out[task.answer] = task.assignment.id
 
     def _note_ended(self, timeout_s: float | None) -> None:
-        """Take the tasks that have ended out of those that Ray still trains; wait for one at most for ``timeout_s``."""
+        """Remove ended tasks from those that Ray trains; wait up to ``timeout_s`` for them, None = until one ends."""
         if self._out:
             num = 1 if timeout_s is None else len(self._out)
             ended, _ = ray.wait(list(self._out), num_returns=num, timeout=timeout_s, fetch_local=False)
@@ -190,7 +190,7 @@ class RayExecutor(Executor):
                 del self._out[answer]
 
     def _forget(self, assignment_id: int) -> None:
-        """Drop a task; if no other task starts from its snapshot, delete Ray's copy of the snapshot, too."""
+        """Drop a task; once no other task uses its snapshot, delete Ray's copy of that, too."""
         task = self._tasks.pop(assignment_id)
         if task.answer is None:
             return
@@ -200,7 +200,7 @@ class RayExecutor(Executor):
             self._stored[key] = stored, num_tasks - 1
 
     def _num_slots(self) -> int:
-        """Return how many workers the cluster has room for now."""
+        """Return the number of workers for which the cluster has room at present."""
         if time.monotonic() - self._looked_s >= _LOOK_S:
             self._looked_s, there = time.monotonic(), ray.cluster_resources()  # type: ignore[no-untyped-call]
             asked = {"CPU": self._options.cpus_per_worker, "GPU": self._options.gpus_per_worker}
@@ -219,7 +219,7 @@ class RayExecutor(Executor):
 
 
 def _connect(experiment: Experiment) -> None:
-    """Connect to the cluster, or start one on this machine."""
+    """Connect to the Ray cluster, or start one on this machine."""
     options, own = experiment.engine, dict[str, Any]()
     if options.address is None:
         workers = experiment.workers if experiment.workers > 1 else (os.cpu_count() or 1)
@@ -244,7 +244,7 @@ def _resources() -> str:
 
 
 def _train(setup: list[Any], task: dict[str, Any], values: list[np.ndarray]) -> tuple[dict[str, Any], list[Any] | None]:
-    """Train one task in a worker; return the answer's fields and its tensors, None if it has failed."""
+    """Train a task in a worker; return the answer's fields and tensors, None in place of tensors if it failed."""
     trainer, inner = _built(setup[0])
     assignment = assignment_from_json(task)
     snapshot = FlatTensors.empty(trainer.payload.layout(assignment.spec, "sent"), trainer.fabric.device)
@@ -259,7 +259,7 @@ def _train(setup: list[Any], task: dict[str, Any], values: list[np.ndarray]) -> 
 
 @lru_cache(maxsize=1)
 def _built(setup_ref: Any) -> tuple[LocalTrainer, Executor]:
-    """Build the trainer of a run in this worker, and check that it has the driver's model and version.
+    """Build the run's trainer in this worker, and check that model and version are those of the run.
 
     Raises:
         BadInput: the worker has another version of raafl, or builds another model.

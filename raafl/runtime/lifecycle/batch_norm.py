@@ -41,7 +41,7 @@ class StaticStatistics(AsItIs):
         seed: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Build a module that collects statistics if batch norm is static and the model has any; else all methods do nothing."""
+        """Build the module that collects statistics; unless batch norm is static, all methods do nothing."""
         self._norms = Pooling(submodels.module)
         if submodels.batch_norm != "static":
             self._norms.pairs = []
@@ -129,7 +129,7 @@ class StatisticsHookList(HookList):
     """List of observers that get models with the running statistics of batch norm, so that they save complete models."""
 
     def __init__(self, statistics: StaticStatistics, *hooks: RunHooks) -> None:
-        """Call each of ``hooks`` in order."""
+        """Combine ``hooks`` into one hook, which calls each of them in order."""
         super().__init__(*hooks)
         self._filler = statistics
 

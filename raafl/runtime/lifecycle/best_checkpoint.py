@@ -28,7 +28,10 @@ class BestCheckpoint(RunHooks):
     """
 
     def __init__(self, run: Run) -> None:
-        """Keep the best model by ``keep_best``: METRIC, METRIC:min or METRIC:max; without a suffix the metric's name decides."""
+        """Read the metric and mode from the setting ``keep_best``: METRIC, METRIC:min or METRIC:max.
+
+        Without a suffix the metric's name decides.
+        """
         self._run, self._warned = run, False
         self._metric, self._mode = ranking(str(run.parts.experiment.keep_best))
         self.best: dict[str, Any] | None = None

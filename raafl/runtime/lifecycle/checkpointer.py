@@ -45,7 +45,7 @@ class Checkpointer(RunHooks):
         clock: Callable[[], float] = time.monotonic,
         written: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write to ``folder``/checkpoints.
+        """Start the thread that writes to ``folder``/checkpoints.
 
         `every_s`: seconds of ``clock`` from a written checkpoint until the next is due; None = never due.
         """

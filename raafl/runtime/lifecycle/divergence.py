@@ -88,7 +88,7 @@ class Divergence(RunHooks):
             self.failure = f"failed: {what} (an error, since strict is true)"
 
     def _fault(self, client: int | None) -> str | None:
-        """Return a non-finite sample of a client (None = of the test set) as text; None if none is known."""
+        """Describe a non-finite sample of a client (None = of the test set); None if there is none or it is unknown."""
         from raafl.local.data_faults import fault_in
 
         info = None if client is None else self._run.parts.coordinator.roster.find(client)
@@ -100,5 +100,5 @@ class Divergence(RunHooks):
 
 
 def _names(metrics: Mapping[str, float]) -> str:
-    """Return the names of the metrics that are not finite, as text."""
+    """Return the metrics that are not finite as text, with their values."""
     return ", ".join(f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value))

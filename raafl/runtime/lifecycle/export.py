@@ -75,9 +75,9 @@ def _save_model(
     progress: Notices,
     card: Callable[[], str],
 ) -> str | None:
-    """Save the final model into the run folder; return its path there, or None if it could not be saved.
+    """Save the final model in the run folder and return its path there; None if that failed.
 
-    An error, such as a full disk, does not end the run: it is reported, and the last checkpoint remains.
+    An error, such as a full disk, does not end the run: a warning is shown, and the last checkpoint remains.
 
     `checkpoint`: path of the last checkpoint; None = none was written.
     """
@@ -99,9 +99,9 @@ def _save_model(
 
 
 def _save_copy(run_folder: Path, form: SavedForm, state: GlobalState, progress: Notices) -> str | None:
-    """Save the model to the system's temporary folder; return its path, or None if that fails, too.
+    """Save the model in the system's temporary folder and return its path; None if that fails, too.
 
-    Used if the run folder's disk is full, since training may have taken days.
+    This serves if the disk of the run folder is full, since training may have taken days.
     """
     folder: Path | None = None
     try:
@@ -167,7 +167,7 @@ def tokenizer_of(datamodule: object) -> object:
 
 @contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """Provide a temporary folder that replaces ``target`` only if the block succeeds.
+    """Yield a temporary folder, which replaces ``target`` if the ``with`` block succeeds.
 
     Raises OSError if it cannot be created or written; ``target`` is then unchanged.
     """

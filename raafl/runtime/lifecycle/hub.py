@@ -19,7 +19,7 @@ class HubUpload(RunHooks):
     """Observer that uploads the final model of a finished run."""
 
     def __init__(self, run: Run) -> None:
-        """Upload to the repository ``push_to_hub``."""
+        """Store the run, whose setting ``push_to_hub`` names the repository."""
         self._run = run
 
     def publish(self, summary: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ class Mirror:
         first_wait_s: float = _FIRST_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the thread; nothing is copied before `request` is called."""
+        """Start the thread, which copies nothing before `request` is called."""
         self.url, self.num_failed = store.url, 0
         self._folder, self._warn, self._clock = folder, warn, clock
         self._first_wait_s = first_wait_s
@@ -130,7 +130,7 @@ class Mirror:
             self._warn(f"{self.url} cannot be written ({self._error}); the run goes on, and raafl tries again")
 
     def _copy(self, store: ObjectStore) -> None:
-        """Copy changed files in an order in which the journal's copy is never shorter than copied checkpoints and seals say."""
+        """Copy changed files, in an order by which the journal's copy is never behind copied checkpoints and seals."""
         paths = [path for path in self._folder.rglob("*") if path.is_file()]
         names = [path.relative_to(self._folder).as_posix() for path in paths if not path.name.startswith(".")]
         names = [name for name in names if name.split("/")[0] != _LEFT_OUT and name not in (*GROWING, SEALS)]

@@ -101,8 +101,8 @@ _WANDB_LOGS = ("loggers", "wandb", "logs")
 def _refuse_links(folder: Path) -> None:
     """Raise `BadInput` for a symbolic link that would redirect the run's writes to another place.
 
-    Below the top of the folder, links within the folder are allowed, as W&B's `latest-run`. So are links in W&B's own
-    run logs, which point to its cache and are never written again.
+    Below the top of the folder, links within the folder are allowed, such as W&B's `latest-run`. So are links in W&B's
+    own run logs, which point to its cache and are not written again.
     """
     inside = folder.resolve()
     for parent, folders, files in os.walk(folder):
@@ -139,7 +139,7 @@ _TIMES = {"clock": ("now",), "record": ("wall_s",), "coordinator": ("opened_s", 
 
 
 def _check(section: dict[str, Any]) -> None:
-    """Raise `KeyError` for a missing entry, `ValueError` for a count or time that is negative or not finite, with its name."""
+    """Raise `KeyError` for a missing entry, and `ValueError` for a count or time that is negative or not finite."""
     for name in _NEEDED:
         section["coordinator"][name]
     coordinator, clock = section["coordinator"], section["clock"]

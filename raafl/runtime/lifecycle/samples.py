@@ -33,7 +33,7 @@ class SampleRecorder(RunHooks):
     """Observer that adds rows to samples.csv: at the first model of a run, and at each ``every``-th evaluation after it."""
 
     def __init__(self, run: Any) -> None:
-        """Record the samples that the setting ``samples`` of the `raafl.runtime.run.Run` names."""
+        """Store the run, a `raafl.runtime.run.Run`, whose setting ``samples`` names what to record."""
         self._run, self._options = run, run.parts.experiment.samples
         self._tokenizer: Any = None
         self._num_evaluations, self._warned = 0, False
@@ -116,7 +116,7 @@ class SampleRecorder(RunHooks):
             self._run.progress.warn(f"pictures of samples cannot be written: {cause(error)}")
 
     def _written(self, module: nn.Module, prompt: str) -> str:
-        """Return what the model writes after a prompt, token by token the most probable one."""
+        """Return the model's continuation of a prompt, by greedy decoding."""
         given = self._tokenizer(prompt, return_tensors="pt")["input_ids"]
         writer = writer_of(module)
         pad = self._tokenizer.pad_token_id if self._tokenizer.pad_token_id is not None else self._tokenizer.eos_token_id

@@ -46,7 +46,7 @@ class SavedForm:
     """
 
     def __init__(self, module: nn.Module, living: Callable[[], States] = dict) -> None:
-        """Keep the module of the run, in whose form values are saved."""
+        """Store the run's module, which defines the form in which values are saved."""
         self.module, self.living = module, living
         self._tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **persistent_buffers(module)}
         self._metrics = LivingMetrics(module)

@@ -24,9 +24,9 @@ class ServiceManager(RunHooks):
     def __init__(
         self, address: str = "", watchdog_s: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Send to the datagram socket at ``address``.
+        """Store the address of the datagram socket to notify.
 
-        `watchdog_s`: seconds without a sign of life after which systemd restarts the service; None = no restart.
+        `watchdog_s`: seconds without a notification after which systemd restarts the service; None = no restart.
         """
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._every_s = None if watchdog_s is None else watchdog_s / 2

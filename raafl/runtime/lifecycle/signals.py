@@ -98,13 +98,13 @@ class Interrupt:
 
 
 class _Count:
-    """Counts signals: the first asks the run to end, a second one forces it, except torchrun's copy of the first."""
+    """Counter of signals: the first asks the run to end, a second one (but no repeat by torchrun) forces it to."""
 
     def __init__(self) -> None:
         self.num, self._first_s, self._echoes = 0, 0.0, int("TORCHELASTIC_RUN_ID" in os.environ)
 
     def insists(self) -> bool:
-        """Count a signal; return whether it is the second one, after which the caller ends the process at once."""
+        """Count a signal; return whether it is a second one, for which the caller ends the process at once."""
         self.num += 1
         now = time.monotonic()
         if self.num == 1:
@@ -117,9 +117,9 @@ class _Count:
 
 
 class _Signals:
-    """Signal handlers of a process, active until `close`.
+    """Signal handlers of a process, installed until `close`.
 
-    Python runs handlers only in the main thread between two of its instructions. To end a process whose main thread
+    Python runs handlers only in the main thread, between two of its instructions. To end a process whose main thread
     hangs, each signal is also written to a file descriptor that wakes a separate thread.
     """
 
@@ -149,10 +149,7 @@ class _Signals:
             signal.signal(number, before)
 
     def let_go(self) -> None:
-        """Reset the handlers in a forked process: SIGINT is ignored, since the parent handles it, and SIGTERM ends the process.
-
-        SIGTERM ends the process.
-        """
+        """Reset the handlers in a forked process: SIGINT is ignored, since the parent handles it; SIGTERM ends it."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._ends_process:
@@ -174,7 +171,7 @@ class _Signals:
                 self._end_process()
 
     def _end_process(self) -> None:
-        """End this process and its children at once; only the first of several calling threads does so."""
+        """End this process and its children at once; only the first of several calling threads acts."""
         if not self._ending.acquire(blocking=False):
             return
         threading.Thread(target=_end_after, args=(_CLEAN_UP_S,), daemon=True).start()

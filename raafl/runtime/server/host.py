@@ -130,7 +130,7 @@ def host(
 
 
 def _serve_others(run: Run) -> None:
-    """Set up the output of a server whose clients belong to others: time stamps, and a note on what may hold up a merge."""
+    """Set up the output of a server with clients of others: time stamps, and a note on what may delay a merge."""
     run.progress.stamped = True
     if (line := waits_note(run.parts.experiment, run.parts.coordinator.algorithm.trigger)) is not None:
         run.progress.note(line)
@@ -148,7 +148,7 @@ def waits_note(experiment: Experiment, trigger: Trigger) -> str | None:
 
 
 def _note_transport(run: Run, transport: Transport) -> None:
-    """Show where the server listens, and what its extensions say about a transport without certificates."""
+    """Show the server's address, and what extensions say about a transport without certificates."""
     if transport.address:
         run.progress.note(f"listening at {transport.address}")
     for one in extensions_of(run.parts.coordinator, "loop"):
@@ -157,7 +157,7 @@ def _note_transport(run: Run, transport: Transport) -> None:
 
 
 def _storage(experiment: Experiment, folder: Path) -> PayloadRoom:
-    """Return the allocator of tensors to send and receive, which puts long ones into files of the run folder."""
+    """Return the allocator of tensors to send and receive; it puts large ones into files of the run folder."""
     most_bytes = experiment.payload_memory_bytes
     # without it (macOS), a full disk would kill the server while it writes to mapped files
     if most_bytes is None or not hasattr(os, "posix_fallocate"):
@@ -180,9 +180,9 @@ def _session_setup(run: Run, server: Server, terms: Terms | None) -> SessionSetu
 
 
 def _admit(run: Run, server: Server, setup: SessionSetup, loop: SocketLoop | None) -> Admit:
-    """Return a function that creates a server session for each client that a transport admits.
+    """Return a function that creates a session for each client that a transport admits.
 
-    `loop`: thread of the sessions; None = each has one of its own.
+    `loop`: thread of the sessions; None = each session has its own thread.
     """
     clients, num_clients = run.parts.clients, run.parts.experiment.clients
 

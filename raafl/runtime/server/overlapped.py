@@ -58,7 +58,7 @@ class OverlappedSession(SessionExtension):
         return (yield from self._send(task))
 
     def _take_answer(self, sent: Sent) -> Steps[Sent | None]:
-        """Receive the answer to a task; return the task that was sent meanwhile, or None."""
+        """Receive the answer to a task; return the next task that was sent meanwhile, or None."""
         session, assignment = self.session, sent.assignment
         session.out = assignment
         ahead = yield Beside(self._send_next())

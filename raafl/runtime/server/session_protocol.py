@@ -346,10 +346,11 @@ class SessionProtocol:
         line: Line,
         known: ClientInfo | None = None,
     ) -> None:
-        """Store the arguments; `run` returns the steps.
+        """Store the arguments; `run` returns the protocol's steps.
 
-        `report`: called with each event. `known`: the client's share of the data and its profile, as the run has them;
-        None = neither.
+        `report`: called with each event. `known`: the client's profile and share of the data, as the run has them; None
+        =
+        both are unknown.
         """
         self.client, self.incarnation, self.setup, self.report, self.line = client, incarnation, setup, report, line
         self.plan = setup.plan or CompressionPlan(Payload(setup.submodels))
@@ -382,7 +383,7 @@ class SessionProtocol:
     # ---- before any task ----
 
     def _greet(self) -> Steps[tuple[ClientInfo, Hello]]:
-        """Admit the client, or tell it why not; return its description and its HELLO."""
+        """Admit the client, or tell it why it is refused; return its description and its HELLO message."""
         try:
             info, hello = yield from self._checked()
         except Refused as refused:  # the client is told, since it would try again otherwise
@@ -460,7 +461,7 @@ class SessionProtocol:
         return Sent(task, talk, (yield from self._compute(lambda: self.down.unpack(assignment, packed))))
 
     def _compute(self, function: Callable[[], T]) -> Steps[T]:
-        """Encode or decode tensors; without a codec that is no work."""
+        """Encode or decode tensors by ``function``, on another thread if a codec makes this costly."""
         if self.plan.up is None and self.plan.down is None and not self.plan.payload.is_resident:
             return function()
         result: T = yield Compute(function)

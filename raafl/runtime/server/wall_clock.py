@@ -82,12 +82,16 @@ class Server(Driver):
         max_failures: int | None = None,
         storage: PayloadRoom | None = None,
     ) -> None:
-        """Prepare; `run` starts the clock. ``announce`` is called with the reason why a client (None = all) is released.
+        """Store the arguments; `run` starts the clock.
 
-        ``storage`` allocates what clients are sent; None = in memory. With ``patience_s``, clients may come and go
-        (`enter`), and the run fails after that many seconds without any. Without it, all clients enter before `run`,
-        and the run fails when none is left. It also fails if the user's code fails in the same way more than
-        ``max_failures`` times; None = no limit, since other clients may have valid data.
+        ``announce`` is called with the reason why a client (None = all) is released. ``storage`` allocates the values
+        to
+        send; None = in memory. With ``patience_s`` clients may come and go (`enter`), and the run fails after that many
+        seconds without any. Without it all clients enter before `run`, and the run fails when none is left. It also
+        fails if
+        the user's code fails in the same way more than ``max_failures`` times; None = no limit, since other clients may
+        have
+        valid data.
         """
         super().__init__(coordinator, record, evaluator, hooks, progress)
         self._max_failures, self._failures, self._num_failures = max_failures, Counter[tuple[int, str, str]](), 0
@@ -194,7 +198,7 @@ class Server(Driver):
         self._keep_traceback(f"client {client} was disconnected: {format_error(error)}", error)
 
     def _keep_traceback(self, why: str, error: Exception) -> None:
-        """Warn of an error that does not end the run, and save its traceback in the folder, up to `_MAX_KEPT` of them."""
+        """Warn of an error that does not end the run, and save its traceback, up to `_MAX_KEPT` in all."""
         self._num_failures += 1
         if self.progress is not None:
             self.progress.warn(why)
@@ -202,7 +206,7 @@ class Server(Driver):
             leave_traceback(self.record.folder.path, why, error)
 
     def _turn(self) -> None:
-        """Wait for one event or the next timer, and handle it."""
+        """Wait for an event or the next timer, and handle what comes first."""
         wait = min(self._timers[0][0] - self.now, 0.5) if self._timers else 0.5
         event = self._taken(self._links.process(self.inbox.get(max(wait, 0.0))))
         if self._interrupt.asked:  # clients that got the same Ctrl-C must not be reported as lost
@@ -224,9 +228,10 @@ class Server(Driver):
             self.progress.update()  # keeps the displayed seconds current
 
     def _pass_suspension(self) -> None:
-        """Advance the stopped clock to the end of a suspension once that much real time has passed.
+        """Advance the stopped clock to the end of a client's suspension once that much real time has passed.
 
-        The clock stands still before the run starts, so the suspension of a client that the start waits for would never end.
+        The clock stops while the run waits to start, so the suspension of a client that is needed for it would never
+        end.
         """
         if self._start is None and self._timers and self._timers[0][1] != TIME_UP:
             at, now = self._timers[0][0], time.perf_counter()
@@ -234,7 +239,7 @@ class Server(Driver):
                 self._resumed_at, self._standing_since = max(at, self._resumed_at), now
 
     def _offer(self, asked: Resumption) -> bool:
-        """Offer a session the new connection of its client; return whether the session accepts it."""
+        """Offer a client's new connection to its earlier session; return whether the session continues with it."""
         session = self.sessions[asked.client] if self._is_current(asked.client, asked.wanted) else None
         if session is None or not session.offer(asked.pair, asked.position):
             return False
@@ -242,7 +247,7 @@ class Server(Driver):
             return self._entering.pop((asked.client, asked.incarnation), None) is not None
 
     def _taken(self, item: Event | ForExtension | None) -> Event | None:
-        """Let the extensions process a received item; return the event that the coordinator must handle now, if any."""
+        """Let the extensions process a received item; return the event for the coordinator, None if none remains."""
         for extension in self._extensions:
             item = extension.take(item)
         assert not isinstance(item, ForExtension)
@@ -255,7 +260,7 @@ class Server(Driver):
             self.stop(f"failed: {error}")
 
     def _look_after_sessions(self) -> None:
-        """Close replaced sessions that do not end, and end the run if no client was connected for too long."""
+        """Close replaced sessions that do not end; end the run if no client was connected for too long."""
         now, there = time.perf_counter(), len(self.sessions)
         for until, session in list(self._leaving):
             if not session.is_alive():
@@ -369,7 +374,7 @@ class Server(Driver):
                 session.join(timeout=1.0)
 
     def _take_in(self, event: Joined) -> None:
-        """Move a joined client's session to the active ones; tell the session that it replaces to end."""
+        """Make a joined client's session the active one, and stop the session that it replaces."""
         client = event.client.id
         with self._enter_lock:
             session = self._entering.pop((client, event.client.incarnation), None)
@@ -404,7 +409,7 @@ class Server(Driver):
         return entering is None
 
     def _note_clients(self, text: str) -> None:
-        """Show who came or went, how many clients are connected, and how many the run waits for."""
+        """Show ``text``, how many clients are connected, and for how many the run waits."""
         if self.progress is None:
             return
         there, wanted = len(self.sessions), self.coordinator.limits.min_clients
@@ -417,7 +422,7 @@ class Server(Driver):
         return client in self.sessions and self.sessions[client].incarnation == incarnation
 
     def _sent_no_more(self, client: int, incarnation: int, assignment: int | None = None) -> None:
-        """Release the values of a session's task once they are no longer read; ``assignment`` None = all its tasks."""
+        """Release the values sent with a session's task, which nobody reads any more; None = all its tasks."""
         tasks = self._sent.get((client, incarnation), {})
         for number in [number for number in tasks if assignment in (None, number)]:
             self._snapshots.give_back(tasks.pop(number))
@@ -432,7 +437,7 @@ class SnapshotEvaluator(threading.Thread):
     """
 
     def __init__(self, evaluator: Evaluator, on_values: Callable[[int, dict[str, float], FlatTensors], None]) -> None:
-        """Evaluate with ``evaluator`` on this thread; then call ``on_values`` with version, metrics and values."""
+        """Store the evaluator, and ``on_values``, called after an evaluation with version, metrics and values."""
         super().__init__(name="evaluator", daemon=True)
         self._evaluator, self._changed, self._ended = evaluator, threading.Condition(), False
         self._on_values = on_values

@@ -30,9 +30,9 @@ class FusedKernels(TorchFunctionMode):
     """Context for predictions of cost: in it, attention and recurrent layers on the meta device run a CPU's fused kernels."""
 
     def __init__(self, rules: Rules | None = None, ledger: Ledger | None = None) -> None:
-        """Replace the functions for which ``rules`` allow a fused kernel; None = the rules of a new run.
+        """Select the functions that ``rules`` let fused kernels replace; None = the rules of a new run.
 
-        `ledger`: ledger that counts operations within torch's own loops as such; None = there is none.
+        `ledger`: ledger that counts operations of torch's own loops separately; None = there is none.
         """
         super().__init__()
         self._ledger = ledger
@@ -68,7 +68,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Run the flash kernel on meta tensors of shape (batch, heads, positions, width); None if it does not support them."""
+    """Run the flash kernel on meta tensors (batch, heads, positions, width); None if it does not support them."""
     if dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
         return None
     if attn_mask is not None and attn_mask.requires_grad:  # torch has no flash kernel for a learned bias, such as T5's
@@ -107,7 +107,7 @@ def _lstm(
     bidirectional: bool,
     batch_first: bool = False,
 ) -> tuple[Tensor, ...] | None:
-    """Run an LSTM as torch does with oneDNN, one operation for each layer and direction; None = torch would not use oneDNN.
+    """Run an LSTM by one oneDNN operation for each layer and direction; return None if torch would not use oneDNN.
 
     `x`: inputs, (positions, batch, inputs) or, with ``batch_first``, (batch, positions, inputs).
     """
@@ -123,7 +123,7 @@ def _lstm(
 
 
 def _by_steps(cell: Cell) -> Callable[..., tuple[Tensor, Tensor] | None]:
-    """Return an RNN that multiplies the inputs of all positions at once, as torch does on a CPU only, then runs step by step."""
+    """Return an RNN that multiplies all positions' inputs at once, as torch does on a CPU, then runs step by step."""
 
     def layer(
         x: Tensor, state: Tensor, weights: Sequence[Tensor], backwards: bool, train: bool, workspace: list[Tensor]

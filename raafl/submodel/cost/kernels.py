@@ -132,8 +132,8 @@ def workspace_bytes(packet: object, args: Sequence[Any], results: Sequence[Tenso
 def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: object) -> int:
     """Count the temporary bytes of a layer of oneDNN's LSTM, without its operands and results.
 
-    These are blocked copies of both weights, the gates of all positions and of three more, and a copy of each argument
-    that is not contiguous, such as the gradient of outputs with the batch as their first dimension.
+    These bytes are blocked copies of both weights, the gates of all positions and of three more, and a copy of each
+    argument that is not contiguous, such as the gradient of outputs whose first dimension is the batch.
     """
     gates = x.itemsize * (x.shape[0] + 3) * x.shape[1] * of_hidden.shape[0]
     strewn = [one for one in args if isinstance(one, Tensor) and not one.is_contiguous()]
@@ -159,7 +159,7 @@ def _unfolded(x: Tensor, weight: Tensor, y: Tensor) -> int:
 
 
 class _Pass(NamedTuple):
-    """Bytes that one pass of a convolution copies: of input (0 = read in place), weights and output, or of their gradients."""
+    """Bytes that one pass of a convolution copies: of input (0 = read in place), weights, output or gradients."""
 
     x_bytes: int
     weight_bytes: int
@@ -171,7 +171,7 @@ class _Pass(NamedTuple):
 
 
 def _passes(x: Tensor, weight: Tensor, y: Tensor, groups: int, masks: Sequence[bool]) -> list[_Pass]:
-    """Return the passes of a convolution: the forward one, or one backward for each wanted gradient (input, weights)."""
+    """Return the passes of a convolution: one forward or, for each wanted gradient (input, weights), one backward."""
     channels, outputs = x.shape[1], y.shape[1]
 
     def one(block: int, plain: bool = False) -> _Pass:
@@ -203,7 +203,7 @@ def _bytes(value: Tensor) -> int:
 
 
 def _uses_onednn(x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int) -> bool:
-    """Check whether torch runs a convolution with oneDNN on one thread; this repeats torch's own rule."""
+    """Check whether torch runs a convolution with oneDNN on one thread, by the same rule as torch."""
     if x.dtype in (torch.bfloat16, torch.float16):
         return True
     kernel = weight.shape[2:]
@@ -268,7 +268,7 @@ def _convolution_backward_flops(y: Tensor, x: Tensor, weight: Tensor, *args: Any
 
 
 def _grouped(left: Tensor, right: Tensor, *args: object, out_val: object = None, **kwargs: object) -> int:
-    """Count the FLOPs of a grouped product, in which each expert's matrix gets a part of the rows; torch does not count it."""
+    """Count the FLOPs of a grouped product, in which each expert's matrix multiplies some of the rows."""
     rows = left.shape[:-1].numel() if right.dim() == 3 else left.shape[-2]
     return 2 * rows * left.shape[-1] * right.shape[-1]
 
@@ -288,7 +288,7 @@ def _summed_products(
 
 
 def _trilinear(*args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """Count the FLOPs of a bilinear layer or its gradient: products of three tensors, each of which lacks some dimensions."""
+    """Count the FLOPs of a bilinear layer or its gradient, a product of three tensors that lack some dimensions."""
     sizes: dict[int, int] = {}
     for tensor, missing in zip(args[:3], args[3:6], strict=True):
         there = [axis for axis in range(tensor.dim() + len(missing)) if axis not in missing]
@@ -297,7 +297,7 @@ def _trilinear(*args: Any, out_val: Tensor, **kwargs: Any) -> int:
 
 
 def _distances(left: Tensor, right: Tensor, *args: object, out_val: Tensor, **kwargs: object) -> int:
-    """Count the FLOPs of pairwise distances: a subtraction, a power and an addition for each pair of rows and each column."""
+    """Count the FLOPs of pairwise distances: subtraction, power and addition for each pair of rows and each column."""
     return 3 * left.numel() * right.shape[-2]
 
 
@@ -308,7 +308,7 @@ def _distances_backward(
 
 
 def _recurrent_layer(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: object, out_val: object) -> int:
-    """Count the FLOPs of one recurrent layer in one direction, for its inputs (t, n, c) and its hidden states."""
+    """Count the FLOPs of a recurrent layer in one direction, with inputs (t, n, c)."""
     return 2 * x.shape[0] * x.shape[1] * (of_input.numel() + of_hidden.numel())
 
 
@@ -440,7 +440,7 @@ def run(
 
 
 def _made_here(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Return raafl's function for results that torch's meta device cannot create completely; None = use torch's."""
+    """Return raafl's function for an operation whose result torch's meta device cannot create; None = use torch's."""
     if packet is _RECURRENT and args[0].is_meta:
         return _recurrent
     if packet is GROUPED and args[0].is_meta and args[0].dtype in (torch.float32, torch.float16):
@@ -449,10 +449,10 @@ def _made_here(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> Ca
 
 
 def _recurrent(x: Tensor, *args: object) -> tuple[Tensor, ...]:
-    """Create the results of oneDNN's LSTM over ``x``, (positions, batch, inputs), with the workspace for the backward pass.
+    """Create the results of oneDNN's LSTM over ``x``, (positions, batch, inputs), including the backward workspace.
 
-    Its size follows torch 2: gates twice, six arrays of states as wide as the wider of inputs and hidden units, one of cells,
-    rows padded to 64 bytes, and more where rows would share the same cache lines, and some memory pages.
+    The workspace's size follows torch 2: gates twice, six arrays of states as wide as the wider of inputs and hidden
+    units, one of cells, rows padded to 64 bytes, more where rows would share cache lines, and some memory pages.
     """
     y, h, c, _ = torch.ops.aten.mkldnn_rnn_layer.default(x, *args)
     num, batch, hidden = *x.shape[:2], h.shape[-1]
@@ -466,7 +466,7 @@ def _row(width: int) -> int:
 
 
 def _grouped_once(left: Tensor, right: Tensor, offs: Tensor | None = None, *args: object, **kwargs: object) -> Tensor:
-    """Create the result of grouped products; torch's meta device accepts only bfloat16, a CPU other dtypes, too."""
+    """Create the result of grouped products, for which torch's meta device accepts only bfloat16."""
     shape = left.shape[-2], right.shape[-1]
     if left.dim() == right.dim():
         groups = left.shape[0] if offs is None else offs.shape[0]
@@ -475,7 +475,7 @@ def _grouped_once(left: Tensor, right: Tensor, offs: Tensor | None = None, *args
 
 
 def _fresh(result: object, before: list[Tensor]) -> tuple[Any, ...] | None:
-    """Return the shapes and dtypes of a result that `_made` can recreate, with a new storage per tensor; else None."""
+    """Return shapes and dtypes of a result that `_made` can recreate, each tensor with a new storage; else None."""
     after: list[Tensor] = []
     again: list[Tensor] = []
     try:
@@ -494,7 +494,7 @@ def _sizes(tensors: list[Tensor]) -> Iterator[int]:
 
 @cache
 def _is_functional(func: torch._ops.OpOverload) -> bool:
-    """Check whether an operation changes none of its arguments and gives no view of them."""
+    """Check whether an operation changes none of its arguments and returns no view of them."""
     return all(one.alias_info is None for one in (*func._schema.arguments, *func._schema.returns))
 
 

@@ -66,7 +66,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, held: Iterable[Tensor] = (), rules: Rules | None = None) -> None:
-        """Start with no operations; the storages of the tensors ``held`` are never counted as live memory.
+        """Start an empty ledger, which never counts the storages of the tensors ``held`` as live memory.
 
         `rules`: rules of the run, by which times are predicted; None = those of a new run.
         """
@@ -145,14 +145,14 @@ class Ledger(TorchDispatchMode):
         return found
 
     def __exit__(self, *error: Any) -> None:
-        """Leave the context, and any loop in which an error or the end of a backward pass has left it."""
+        """Leave the context, and a loop that an error or the end of a backward pass did not close."""
         self._in_loop = False
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _weighted(
         self, packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...], result: Any, work: OperationCost
     ) -> int:
-        """Return the bytes of an operation, weighted by the zeros in its operand and by a loop of torch's own around it."""
+        """Return an operation's moved bytes, weighted for zeros in its operand and for a loop of torch around it."""
         moved_bytes: float = work.moved_bytes
         if self._rules.sees_zeros:
             self._follow_zeros(packet, args, result)
@@ -161,7 +161,7 @@ class Ledger(TorchDispatchMode):
         return int(_LOOP_BYTES * moved_bytes if self._in_loop and packet not in RECURRENT else moved_bytes)
 
     def _follow_zeros(self, packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...], result: Any) -> None:
-        """Follow which share of an embedding's rows a step leaves zero, in its gradient and in the mean of its squares."""
+        """Track which share of an embedding's rows stays zero, in its gradient and in the mean of its squares."""
         share = None
         if packet is _aten.embedding_dense_backward:
             share = math.exp(-args[1].numel() / max(args[2], 1))
@@ -329,7 +329,7 @@ def _changed_by(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, counting elements that are repeated by broadcasting once."""
+    """Return the bytes of a tensor; elements repeated by broadcasting count once."""
     number = tensor.itemsize
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         number *= size if stride or not size else 1

@@ -133,7 +133,7 @@ def predict(
 def _cold(
     follow: Callable[[Begin, Spec, OnValues], Followed], begin: Begin, spec: Spec, on_values: OnValues
 ) -> Followed:
-    """Call ``follow`` with the user code's caches hidden, since they may hold tensors of an earlier step; return its result."""
+    """Return the result of ``follow`` with the user code's caches hidden, since they may hold old tensors."""
     module = begin(spec).module
     found = failure = None
     with uncached(module) as hidden:
@@ -152,7 +152,7 @@ def _cold(
 
 
 def _looked_up(module: nn.Module) -> frozenset[str]:
-    """Return the names of embedding weights, of which a step reads single rows and multiplies none."""
+    """Return the names of embedding weights; a step only reads single rows of them."""
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     others = {
         id(p) for part in module.modules() if not isinstance(part, nn.Embedding) for p in part.parameters(recurse=False)
@@ -161,7 +161,7 @@ def _looked_up(module: nn.Module) -> frozenset[str]:
 
 
 def _follow(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
-    """Predict a step of the submodel, estimating what cannot be run; also return the bytes of module and batch."""
+    """Predict a step, estimating what cannot be run; return its cost and the bytes of module and batch."""
     found, failure = _without_values(begin, spec, on_values)
     if found is not None:
         return found
@@ -187,7 +187,7 @@ def _follow(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
 
 
 def _follow_method(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
-    """Predict a step of a method's task, and the bytes of module and batch; raise the step's error if it cannot be run."""
+    """Predict a step of a method's task; return its cost and the bytes of module and batch, or raise its error."""
     found, failure = _without_values(begin, spec, on_values)
     found = on_values() if found is None else found
     if found is None:
@@ -196,7 +196,7 @@ def _follow_method(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
 
 
 def _without_values(begin: Begin, spec: Spec, on_values: OnValues) -> tuple[Followed | None, BaseException | None]:
-    """Run a step on the meta device; return its cost with the bytes of module and batch, or None with its error."""
+    """Run a step on the meta device; return its cost and the bytes of module and batch, or None and its error."""
     failure: BaseException | None = None
     # tensors created without a device go to the meta device first; code that reads their values needs the CPU
     for default in ("meta", "cpu"):
@@ -215,7 +215,7 @@ def _without_values(begin: Begin, spec: Spec, on_values: OnValues) -> tuple[Foll
 
 
 def _on_values(drawn: Callable[[object], _Run], example_batch: object, batch_size: int) -> Followed | None:
-    """Run a step on random values and the repeated example batch; None = it fails or takes too long."""
+    """Run a step on random values and the example batch, repeated to size; None if it fails or takes too long."""
     num = num_samples(example_batch)
 
     def followed(size: int) -> Followed:
@@ -233,7 +233,7 @@ def _on_values(drawn: Callable[[object], _Run], example_batch: object, batch_siz
 
 
 def _draw_values(module: nn.Module) -> None:
-    """Set a module's parameters to random values and its buffers to 1, so that its step runs."""
+    """Set a module's parameters to random values and its buffers to 1, so that its step can run."""
     seeded(5)
     draw(module, 0)
     for buffer in persistent_buffers(module).values():  # their true values are not known here
@@ -242,7 +242,7 @@ def _draw_values(module: nn.Module) -> None:
 
 
 def _with_some(begin: Begin, spec: Spec, default: str, step: Step) -> Step:
-    """Run a step again with every condition on values answered by yes; return its cost, or ``step`` if it fails."""
+    """Run a step again with each condition on values taken as true; return its cost, or ``step`` if it fails."""
     run = begin(spec)
     run.ledger.some = True
     try:
@@ -269,10 +269,10 @@ def _runs_whole(begin: Begin) -> bool:
 
 
 class _Run:
-    """Run of one step of the submodel's module, on the meta device or with real values."""
+    """Run of one training step of the submodel, on the meta device or with values, to count its cost."""
 
     def __init__(self, module: Any, batch: object, rules: Rules, known: list[Tensor] | None = None) -> None:
-        """Start a ledger that excludes the memory of the module, of the batch and of the tensors ``known``."""
+        """Start a ledger that does not count the memory of the module, the batch and the tensors ``known``."""
         from raafl.submodel.cost.fused import FusedKernels
 
         self.module, self.batch = module, batch
@@ -286,7 +286,7 @@ class _Run:
         self.fused = FusedKernels(rules, self.ledger)
 
     def step(self, default: str, every: bool = False) -> Step:
-        """Run a training step, its backward pass and the optimiser's step; return their FLOPs, memory and traffic."""
+        """Run a training step with its backward pass and optimizer step; return their FLOPs, memory and traffic."""
 
         def passes() -> None:
             with uncached(self.module, is_cold=False), torch.device(default):
@@ -301,7 +301,7 @@ class _Run:
         return self._updated(work.task_flops, work.moved_bytes, peak_bytes, work.padding_flops, work.launches)
 
     def forward(self) -> Step:
-        """Estimate the cost of a training step from a forward pass, counted three times, and the optimiser's step."""
+        """Estimate a training step by three times a forward pass, plus the optimizer's step."""
         peak_bytes = self._peak_of(lambda: call(self.module, self.batch)) + self.gradient_bytes
         work = self.ledger
         return self._updated(
@@ -309,9 +309,9 @@ class _Run:
         )
 
     def update(self) -> Step:
-        """Estimate the cost of a training step of which only the optimiser's step can be run.
+        """Estimate a training step of which only the optimizer's step can be run.
 
-        The forward and backward pass count as three reads of all parameters.
+        The forward and backward passes count as three reads of all parameters.
         """
         values = sum(p.numel() * p.itemsize for p in self.module.parameters())
         return self._updated(None, 3 * values, self.gradient_bytes)
@@ -325,7 +325,7 @@ class _Run:
         num_kernels: float = 0.0,
         num_passes: float = 1.0,
     ) -> Step:
-        """Run the optimizer on the traced step and return the total cost, with the optimizer's state in memory from the start."""
+        """Add the optimizer's step to the cost of the passes; return the total, with its state always in memory."""
         passes = self.ledger.take_launched()
         if all(parameter.grad is None for parameter in self.trains):  # there was no backward pass
             self._give_gradients()
@@ -371,7 +371,7 @@ class _Run:
                 optimizer.step()
 
     def _peak_of(self, call: Callable[[], Any]) -> int:
-        """Return the most bytes alive at once during a call."""
+        """Return the largest number of bytes that are alive at once during a call."""
         self.ledger.peak_bytes = self.ledger.live_bytes
         with self.ledger, self.fused:
             call()
@@ -379,17 +379,17 @@ class _Run:
 
 
 class _TaskRun(_Run):
-    """Run of two steps of a method's task on the submodel's module, counting the memory that lives across both."""
+    """Run of two steps of a method's task, which counts the memory that lives across both."""
 
     def __init__(self, method: Method, spec: Spec, module: Any, batch: object, rules: Rules) -> None:
-        """Start the method's task; no step runs yet."""
+        """Begin the method's task, without running a step."""
         self.task = method.begin(spec, module, lambda batch, index: _some_loss(module, batch))
         super().__init__(module, batch, rules, self.task.received_and_sent)
         self.held_bytes += self.task.answer_bytes
         self.unknown: list[str] = []
 
     def step(self, default: str, every: bool = False) -> Step:
-        """Run two steps; return FLOPs and moved bytes of the second, and the peak memory of both; see `_Run.step`."""
+        """Run two steps; return FLOPs and moved bytes of the second, and the peak memory of both."""
         try:
             with self.ledger, torch.device("cpu"):
                 self._configure()
@@ -465,7 +465,7 @@ class _TaskRun(_Run):
 
 
 def _state_bytes(optimizers: list[Optimizer]) -> int:
-    """Return the bytes of the optimizers' state."""
+    """Return the size of the optimizers' state in bytes."""
     values = [x for one in optimizers for state in one.state.values() for x in state.values() if isinstance(x, Tensor)]
     return sum(x.numel() * x.itemsize for x in values)
 
@@ -492,7 +492,7 @@ def _of_optimiser(why: str) -> str:
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """Run the backward pass under the active modes; `Tensor.backward` leaves them, and would not count recomputed blocks."""
+    """Run backward within the active modes, which `Tensor.backward` leaves, so that recomputed blocks count."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True

@@ -66,7 +66,7 @@ def computed_by(hook: object) -> str | None:
 
 @torch.no_grad()
 def _compute_anew(layer: nn.Module) -> None:
-    """Let hooks such as weight norm recompute their tensors, so that these get the shapes of the layer's new parameters."""
+    """Let hooks such as weight norm recompute the tensors that they set, for the shapes of the new parameters."""
     for hook in layer._forward_pre_hooks.values():
         name = computed_by(hook)
         if isinstance(hook, SpectralNorm):  # calling it would change its power-iteration vectors
@@ -77,7 +77,7 @@ def _compute_anew(layer: nn.Module) -> None:
 
 @contextmanager
 def _looked_at(layer: nn.Module) -> Iterator[None]:
-    """Put parametrizations into eval mode, so that reading a weight does not change the vectors of a spectral norm."""
+    """Set parametrizations to eval mode in the block: reading a weight then changes no spectral norm's state."""
     parts = list(layer.parametrizations.modules()) if parametrize.is_parametrized(layer) else []  # type: ignore[union-attr]
     modes = [part.training for part in parts]
     try:
@@ -210,7 +210,7 @@ def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep-copy a module with the ``memo`` of `copy.deepcopy`; both modules share the objects that cannot be copied."""
+    """Deep-copy a module with the ``memo`` of `copy.deepcopy`; objects that cannot be copied are shared."""
     try:
         return copy.deepcopy(module, dict(memo))
     except Exception:  # objects in a user's module may raise anything
@@ -222,7 +222,7 @@ def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _uncopyable(thing: object, own: dict[int, Any]) -> Iterator[Any]:
-    """Yield the objects in ``thing`` that `copy.deepcopy` refuses; ``own`` maps ids of the module's parts, which it can copy."""
+    """Yield objects in ``thing`` that `copy.deepcopy` refuses; ``own``: the module's parts by id, which it copies."""
     if id(thing) in own:
         return
     try:

@@ -119,7 +119,7 @@ def _resize_layers(small: nn.Module, structure: Structure) -> None:
 
 
 def _renumber(full: nn.Module, small: nn.Module, path: str) -> None:
-    """Set the number and the indices of blocks in a Hugging Face model and its config to those that are left, in place."""
+    """Adapt a Hugging Face model's config and layer indices to the blocks that are left, in place."""
     layers, owner = small.get_submodule(path), small.get_submodule(path.rpartition(".")[0])
     config: Any = getattr(owner, "config", None)
     if getattr(config, "num_hidden_layers", None) != len(full.get_submodule(path)._modules) or not path:
@@ -135,9 +135,9 @@ def _renumber(full: nn.Module, small: nn.Module, path: str) -> None:
 
 
 class _Rescale:
-    """Forward hook that rescales a layer's output while training; an object, so that the module can still be copied.
+    """Forward hook that rescales a layer's output in training; an object, so that the module can still be copied.
 
-    It reads the mode of the model, not of the layer: a layer that its author has put into eval mode trains, too.
+    It reads the mode of the model: a layer that its author has set to eval mode is trained, too.
     """
 
     def __init__(self, factor: float, model: nn.Module) -> None:
@@ -171,7 +171,7 @@ class StandIn(nn.Module):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Stand in for ``module``, which lies elsewhere in the same model."""
+        """Store ``module``, which is at another place in the same model, and which this object replaces here."""
         super().__init__()
         self.training = module.training
         # in a list, since a module as an attribute would become a submodule here
@@ -182,7 +182,7 @@ class StandIn(nn.Module):
         return self.stands_for[0](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up attributes that this class lacks in the replacement."""
+        """Look up attributes that this class lacks in the module that it stands for."""
         if "stands_for" not in self.__dict__:  # during a copy the attribute is not set yet
             raise AttributeError(name)
         return getattr(self.__dict__["stands_for"][0], name)
@@ -277,7 +277,7 @@ class FewerHeads(nn.MultiheadAttention):
         return tuple(F.linear(x, w, b) for x, w, b in zip(inputs, parts, biases, strict=True))
 
     def _mask(self, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """Combine both masks into one that is added to the scores, shape (batch or 1, heads or 1, queries or 1, keys)."""
+        """Combine both masks into one to add to the scores, of shape (batch or 1, heads or 1, queries or 1, keys)."""
         mask, padding = _added(mask, q), _added(padding, q)
         if mask is not None and mask.dim() == 3:
             if mask.shape[0] != q.shape[0] * self.num_heads:

@@ -42,7 +42,7 @@ class Extent:
     terms: tuple[tuple[int, tuple[str, ...]], ...]
 
     def __call__(self, counts: Counts) -> int:
-        """Return the size for the numbers of kept units in ``counts``."""
+        """Return the size in a submodel that keeps ``counts`` units of each axis."""
         return sum(factor * math.prod(counts[axis] for axis in axes) for factor, axes in self.terms)
 
     @property
@@ -127,11 +127,11 @@ class Corrected:
     """Replacement for a method of a module, which passes corrected sizes to torch; it survives copying and pickling."""
 
     def __init__(self, module: nn.Module, method: str, table: Mapping[Site, Mapping[Where, int]]) -> None:
-        """Wrap the method ``method`` of ``module``."""
+        """Store the method to run, and the table of the sizes to correct in its calls."""
         self.module, self.method, self.correct = module, method, _Correct(table)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Run the method with the sizes in its calls corrected."""
+        """Run the method, with the sizes in its calls corrected."""
         with self.correct:
             return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
@@ -153,7 +153,7 @@ def site_of(frame: FrameType | None) -> Site:
 
 
 class _Correct(TorchFunctionMode):
-    """Torch-function mode that replaces the sizes in the calls that ``table`` lists."""
+    """Torch-function mode that replaces the sizes in those calls that ``table`` lists."""
 
     def __init__(self, table: Mapping[Site, Mapping[Where, int]]) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ TAKERS: dict[str, Sized] = {}
 
 
 def _takes_sizes(*names: str) -> Callable[[Sized], Sized]:
-    """Return a decorator that registers a function as the one that finds the sizes among the arguments of ``names``."""
+    """Return a decorator that registers a function to find the sizes among the arguments of the calls ``names``."""
 
     def add(function: Sized) -> Sized:
         TAKERS.update(dict.fromkeys(names, function))
@@ -233,20 +233,20 @@ class Part:
 
 
 def _along(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the dimension along which torch.split or torch.chunk divides a tensor."""
+    """Return the dimension along which a call of torch.split or torch.chunk divides its tensor."""
     dim: int = kwargs.get("dim", args[2] if len(args) > 2 else 0)
     return dim
 
 
 def _row(args: Sequence[Any], first: int) -> list[tuple[Where, Any]]:
-    """Return each size from argument ``first`` on with its position; sizes are single arguments or one tuple."""
+    """Return each size from argument ``first`` on with its position; sizes come as arguments or in one tuple."""
     if len(args) > first and isinstance(args[first], tuple | list):
         return [((first, i), size) for i, size in enumerate(args[first])]
     return [((first + i,), size) for i, size in enumerate(args[first:])]
 
 
 def _shape(first: int) -> Sized:
-    """Return a function that reads the arguments from ``first`` on as the shape of the result."""
+    """Return a function that yields the sizes in a call whose arguments from ``first`` on are the result's shape."""
 
     def sized(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> Iterator[Taken]:
         row = _row(args, first)
@@ -353,14 +353,14 @@ def set_carried(layer: nn.Module, name: str, value: object) -> None:
 
 
 def _is_made_anew(kind: type[nn.Module]) -> bool:
-    """Check whether copies of a class may lack attributes of the instance; torch's own layers keep them all."""
+    """Check whether copies of a class may lack attributes of the copied instance, unlike those of torch's layers."""
     names = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__")
     owners = (next((base for base in kind.__mro__ if name in vars(base)), object) for name in names)
     return not all(owner is object or owner.__module__.startswith("torch.nn.") for owner in owners)
 
 
 class _Carrying(nn.Module):
-    """Base class that adds the carried attributes to the pickled state of a layer's own class."""
+    """Base class that adds attributes to be carried over to a layer's pickled state."""
 
     _kind: type[nn.Module]
 

@@ -91,7 +91,7 @@ def discover_axes(
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield path and declaration of each module that declares its axes, without modules inside such a module."""
+    """Yield path and declaration of each module that declares its axes, except modules within such a module."""
     paths: list[str] = []
     for path, declaration in declarations(module, "submodel_axes"):
         if not any(path.startswith(f"{other}.") for other in paths):
@@ -100,7 +100,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _declared(path: str, declaration: Mapping[str, Any], shapes: Shapes, aliases: Mapping[str, str]) -> Iterator[Axis]:
-    """Yield the declared axes of the module at ``path``, with names prefixed by the path."""
+    """Yield the axes that the module at ``path`` declares, with the path before their names."""
     prefix = f"{path}."
     inner = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
     own = {name.removeprefix(prefix): other for name, other in aliases.items() if name.startswith(prefix)}
@@ -165,7 +165,7 @@ class Candidates:
     def __init__(
         self, seen: TraceResult, module: nn.Module, residual_width: bool, declared: Iterable[Axis] = ()
     ) -> None:
-        """Find the axes of ``module`` from the trace ``seen``, in addition to those that its modules declare."""
+        """Find the axes of ``module`` in its trace ``seen``, besides those that its modules declare."""
         self._declared = {(member.name, member.dim) for axis in declared for member in axis.members}
         self.seen, self.module = seen, module
         self._held = dict(self._hold())
@@ -190,7 +190,7 @@ class Candidates:
         self._name_of = {candidate.atom: name for name, candidate in self.axes.items()}
 
     def _hold(self) -> Iterator[tuple[tuple[str, int], Reason]]:
-        """Keep the layers of `WHOLE_LAYERS` whole; yield each of their dimensions with the reason."""
+        """Keep the layers of `WHOLE_LAYERS` whole; yield their dimensions that stay whole, with the reason."""
         for path, is_wide in whole_layers(self.module):
             name = f"{path}.weight"
             if name not in self.seen.dims:
@@ -206,7 +206,7 @@ class Candidates:
                 )
 
     def _pin_numbers(self) -> None:
-        """Keep axes whole whose size the code uses as a number, such as in a scale, unless a norm spans them."""
+        """Keep axes whole whose size the code uses as a number, as in a scale, unless a norm reads all their units."""
         for (origin, _), place in self.seen.watch.uses.numbers.items():
             units = list(origin.units()) if isinstance(origin, Dim) else []
             if not any(atom.span is not None for atom in units):
@@ -220,7 +220,7 @@ class Candidates:
             candidate.outside.update(other for other in outside if other is not atom)
 
     def _copy_to_exits(self) -> None:
-        """Give each exit's module the axes of the module that it replaces, since the traced steps did not call the exit."""
+        """Give each exit's module the axes of the module that it replaces, since the trace did not call it."""
         places = [
             (join(prefix, place), join(prefix, path))
             for prefix, exits in declarations(self.module, "submodel_exits")
@@ -235,7 +235,7 @@ class Candidates:
                     self.seen.untouched.discard(own)
 
     def _pin_outputs(self) -> None:
-        """Keep axes whole that lie within one module and appear in its output, whose shape must not change."""
+        """Keep axes whole that lie within one module and appear in its output, whose shape must stay the same."""
         for path, dims in self.seen.given:
             for atom in (atom for dim in dims for atom in dim.units()):
                 candidate = self._by_atom.get(atom)
@@ -266,7 +266,7 @@ class Candidates:
     # ---- name the axes ----
 
     def _names(self, picked: Sequence[Candidate]) -> list[str]:
-        """Name the axes: heads and feed-forward units after their block, others after the first layer that produces them."""
+        """Name the axes: heads and feed-forward units by their block, others by the first layer that produces them."""
         blocks = [self._block(c) for c in picked]
         heads = {block for c, block in zip(picked, blocks, strict=True) if "batch" in c.atom.marks}
         alone = [b for c, b in zip(picked, blocks, strict=True) if "batch" not in c.atom.marks and c.atom.span is None]
@@ -294,7 +294,7 @@ class Candidates:
         return home
 
     def _width(self, candidate: Candidate) -> list[str]:
-        """Return ``[PATH.width]`` for the outermost model from a package that produces the whole axis; [] if there is none."""
+        """Return ``[PATH.width]`` for the outermost packaged model that contains all producers of the axis, else []."""
         home = _common(name.rpartition(".")[0] for name in candidate.producers)
         packages = (path for path in (*above(home), home) if is_packaged(self.module.get_submodule(path)))
         return [join(path, "width") for path in packages][:1]
@@ -372,9 +372,9 @@ class Candidates:
 def _spots(
     dim: Dim, starts: tuple[int, ...], unit: int, outside: tuple[Atom, ...]
 ) -> Iterator[tuple[Atom, tuple[int, ...], int, tuple[Atom, ...]]]:
-    """Yield the positions of each atom of a dimension, which begins at ``starts`` with ``unit`` elements for each index.
+    """Yield the positions of each atom of a dimension that begins at ``starts``, with ``unit`` elements per index.
 
-    In a product (a, b) the indices of b occur once in each index of a, so b starts at each index of a.
+    In a product (a, b) the indices of b repeat within each index of a, so b has a start at each index of a.
     """
     unit *= dim.size
     for atom in dim.leaves():
@@ -392,7 +392,7 @@ def _spots(
 
 
 def _common(paths: Iterable[str]) -> str:
-    """Return the longest path that all paths begin with."""
+    """Return the longest module path that is a prefix of all paths."""
     first, *others = ([*path.split(".")] if path else [] for path in dict.fromkeys(paths))
     for other in others:
         while other[: len(first)] != first:

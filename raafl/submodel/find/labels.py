@@ -57,7 +57,7 @@ class Atom:
     __slots__ = ("_same_as", "factors", "marks", "parts", "pin", "size", "span")
 
     def __init__(self, size: int, like: Atom | None = None) -> None:
-        """Create an atom of ``size`` units without parts, with the pin, span and marks of ``like``."""
+        """Create an atom of ``size`` units without parts; pin, span and marks are copied from ``like``."""
         self.size = size
         self.pin: Reason | None = like.pin if like is not None else None
         self.span: Reason | None = like.span if like is not None else None
@@ -128,7 +128,7 @@ class Labels:
     """Registry of labels (`Dim`) of tensor dimensions: records which dimensions shrink together, are split, or cannot shrink."""
 
     def __init__(self, place: Callable[[], str] = str) -> None:
-        """Create the registry; ``place`` returns the line of user code that is running, for the reasons of pins."""
+        """Create an empty registry; ``place`` returns the running line of the user's code, for reasons."""
         self.place = place
         self.is_spanning = True
 
@@ -280,12 +280,12 @@ class Labels:
         atom.factors, atom.parts = (high, low), []
 
     def _period(self, sizes: list[int], outer: int) -> int:
-        """Return the number of parts in each of ``outer`` equal runs; 0 if the parts do not form such runs."""
+        """Return the number of parts in each of ``outer`` equal runs; 0 if the parts do not divide into equal runs."""
         period, rest = divmod(len(sizes), outer)
         return period if not rest and sizes == sizes[:period] * outer else 0
 
     def _merge(self, a: Atom, b: Atom) -> None:
-        """Unify two atoms of one size, neither of which is a product."""
+        """Unify two atoms of equal size, neither of which is a product."""
         if a.parts and b.parts:
             self._merge_joined(a, b)
             return
@@ -319,7 +319,7 @@ class Labels:
         return ends
 
     def _cut(self, atom: Atom, start: int, length: int) -> Dim:
-        """Return the label of ``length`` consecutive indices of the atom, from ``start`` on."""
+        """Return the label of ``length`` consecutive indices of the atom, from index ``start`` on."""
         if start == 0 and length == atom.size:
             return Dim([atom])
         if not atom.parts and atom.pin is not None:
@@ -338,7 +338,7 @@ class Labels:
         return self.join(inside)
 
     def _cut_at(self, atom: Atom, border: int) -> None:
-        """Split the part of a concatenated atom that contains ``border`` there, unless that would cut a factor."""
+        """Split the part of a concatenated atom that contains ``border`` at it, unless this would split a factor."""
         for place, (part, end) in enumerate(zip(list(atom.parts), self._borders(atom), strict=True)):
             begin = end - part.size
             if begin < border < end:

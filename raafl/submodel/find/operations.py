@@ -162,7 +162,7 @@ def pointwise(call: Call) -> list[Dims]:
 
 
 def _broadcast(call: Call, out: Tensor) -> Dims:
-    """Return the labels of the dimensions of one broadcast result."""
+    """Return the labels of the dimensions of a broadcast result."""
     dims: list[Dim | None] = [None] * out.dim()
     is_gate = call.name == "mul" and len(call.ins) > 1 and call.ins[0].shape == call.ins[1].shape
     for back, dim in (pair for tensor in call.ins for pair in enumerate(reversed(call.dims_of(tensor)), 1)):
@@ -243,7 +243,7 @@ FORMS: dict[str, Callable[[Call, list[Dim]], Dims]] = {
 
 
 def _viewed(call: Call, dims: list[Dim]) -> Dims:
-    """Label a view: match the groups of dimensions with equal products in both shapes, and regroup each one by itself."""
+    """Label a view's dimensions: groups with equal products in both shapes are matched, and each is regrouped."""
     rest, wanted, found = list(dims), list(call.outs[0].shape), list[Dim]()
     while rest or wanted:
         ours, sizes = [rest.pop(0)] if rest else [], [wanted.pop(0)] if wanted else []

@@ -17,7 +17,7 @@ _GROUP = "the channels of a group only go together"
 
 
 def _reads(call: Call, one: Dim, weight: Dim, *makes: Dim) -> None:
-    """Record that a product sums over the dimensions ``one`` and ``weight``, and produces the dimensions ``makes``."""
+    """Record that a product sums over the dimensions ``one`` and ``weight``, and outputs the dimensions ``makes``."""
     call.labels.unify(one, weight)
     one.is_read = weight.is_read = True
     call.labels.mark(weight, "read")
@@ -214,7 +214,7 @@ class _Along(NamedTuple):
         return [self._left(call, out, places) for out in call.outs]
 
     def places(self, call: Call) -> set[int]:
-        """Return the indices of the dimensions that the operation reduces or scans; all of them if it names none."""
+        """Return the indices of the dimensions that the operation reduces or scans; all if the call names none."""
         ndim = call.ins[0].dim()
         if isinstance(self.where, int):
             return set(range(ndim - self.where, ndim))
@@ -284,7 +284,7 @@ def _embedding(call: Call) -> list[Dims]:
 
 
 def _indexed(call: Call) -> list[int]:
-    """Pin the dimensions that index tensors select from, and return them."""
+    """Pin the dimensions that index tensors select from, and return their indices."""
     place = 0
     found: list[int] = []
     for index in call["indices"]:
@@ -379,7 +379,7 @@ def _col2im(call: Call) -> list[Dims]:
 
 @rule("as_strided")
 def _as_strided(call: Call) -> list[Dims]:
-    """Label `as_strided`: a dimension with unchanged size and stride keeps its label; all others count as windows."""
+    """Label `as_strided`: dimensions with unchanged size and stride keep their label, the others become windows."""
     x, out = call.ins[0], call.outs[0]
     if x.storage_offset() != out.storage_offset():
         raise ShapeConflict
@@ -396,7 +396,7 @@ def _as_strided(call: Call) -> list[Dims]:
 
 
 def _laid(x: Tensor) -> list[tuple[int, int] | None]:
-    """Return size and stride of each dimension whose index follows from an element's address; None for the others."""
+    """Return size and stride of each dimension whose index an element's address determines; None for others."""
     laid: list[tuple[int, int]] = [(n, step) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1]
     found: list[tuple[int, int] | None] = []
     for size, step in zip(x.shape, x.stride(), strict=True):

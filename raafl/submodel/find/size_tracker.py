@@ -41,7 +41,7 @@ ALONE = (nn.MultiheadAttention, nn.RNNBase)
 
 @dataclass(frozen=True, slots=True)
 class _Attr:
-    """Origin of a number: an attribute of a module from which it was read."""
+    """Origin of a number that was read from an attribute of a module."""
 
     key: Attribute
 
@@ -59,7 +59,7 @@ class SizeUse:
 
 
 class _Method:
-    """Wrapper of a watched module's method that records which method is running."""
+    """Wrapper of a module's method that records that the method is running."""
 
     def __init__(self, watch: SizeTracker, module: nn.Module, path: str, name: str) -> None:
         self.watch, self.module, self.path, self.name = watch, module, path, name
@@ -94,14 +94,14 @@ class SizeTracker(TorchFunctionMode):
         *,
         are_keys_plain: bool = False,
     ) -> None:
-        """Make the numbers stored in ``module``, a copy, remember where they come from.
+        """Replace the numbers stored in ``module``, a copy, by numbers that know their origin.
 
         Args:
             module: copy of the model.
             labels: registry of the labels of dimensions.
             dims_of: function that returns the labels of a tensor's dimensions.
             knows: function that returns whether a tensor's dimensions have labels.
-            are_keys_plain: whether a dictionary finds a size by any equal number; False = only by a size of its origin.
+            are_keys_plain: whether any equal number finds a size as a dictionary's key; False = only one of its origin.
         """
         super().__init__()
         self.asked: list[SizeUse] = []
@@ -149,14 +149,14 @@ class SizeTracker(TorchFunctionMode):
         return answer
 
     def _origin(self, value: int | None, part: Part) -> Any:
-        """Return the origin of the size ``value``, an operation's argument that means ``part``; None = unknown."""
+        """Return the origin of the size ``value``, an argument that stands for ``part`` of a tensor; None = unknown."""
         origin = None if value is None else origin_of(value)
         if value is not None and value < 0 and part.stop is not None:  # a slice counted from the end
             return ("add", self._dims_of(part.tensor)[part.dim], origin)
         return origin
 
     def _measured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> object:
-        """Return the result of `size` or `shape` as numbers that remember the labels of the tensor's dimensions."""
+        """Return the result of `size` or `shape` as numbers that know the labels of the tensor's dimensions."""
         if not self._knows(args[0]):
             return answer
         dims = self._dims_of(args[0])
@@ -242,7 +242,7 @@ class SizeTracker(TorchFunctionMode):
         extent_of: Callable[[Dim], Extent | None],
         counts: Counts,
     ) -> int | None:
-        """Return the value of the number ``origin`` in a submodel with ``counts`` units; None = unknown."""
+        """Return the value that the number ``origin`` has in a submodel with ``counts`` units; None = unknown."""
         if isinstance(origin, _Attr):
             return attributes[origin.key](counts) if origin.key in attributes else self.values[origin.key]
         if isinstance(origin, Dim):
@@ -258,9 +258,11 @@ class SizeTracker(TorchFunctionMode):
 
 
 def _beside_the_batch(asked: SizeUse, extent_of: Callable[[Dim], Extent | None]) -> tuple[Origin, Extent | None]:
-    """Return the factor beside the batch size in a size such as `batch * heads`, with its formula; (None, None) if none.
+    """Return the factor other than the batch size in a size such as `batch * heads`, and its formula.
 
-    `extent_of`: function that returns the size of a dimension as a formula; None = it depends on the batch.
+    Both are None if the size is no such product. `extent_of`: returns a dimension's size as a formula; None = it
+    depends
+    on the batch.
     """
     if not isinstance(asked.origin, tuple) or asked.origin[0] != "mul":
         return None, None
@@ -274,7 +276,7 @@ def _beside_the_batch(asked: SizeUse, extent_of: Callable[[Dim], Extent | None])
 
 
 def _with_slices(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an indexing operation, with a list of consecutive indices replaced by the equal slice."""
+    """Return the arguments of an indexing call, with a list of consecutive indices replaced by a slice."""
     index = args[1] if name == "__getitem__" and isinstance(args[1], tuple) else ()
     lists = [i for i, one in enumerate(index) if isinstance(one, list | Tensor)]
     places = index[lists[0]] if len(lists) == 1 else ()
@@ -292,10 +294,10 @@ def _spoiling(
     comes_to: Any,
     samples: list[Counts],
 ) -> set[Attribute]:
-    """Return the attributes that must keep their values, since other numbers that the code computes from them would be wrong.
+    """Return the attributes that must keep their values, since other numbers computed from them would be wrong.
 
-    ``width // heads`` is the size of a head only with the full number of heads, and so is what follows from it, such as
-    the scale of attention scores: then the calls are corrected, not the attribute.
+    ``width // heads`` is the size of a head only with the full number of heads, and numbers computed from it, such as
+    the scale of attention scores, depend on this. Then the calls are corrected, not the attribute.
     """
     found = set()
     for origin, extent in worked_out:
@@ -320,7 +322,7 @@ PLAIN = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.Me
 
 
 def _numbers(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[Attribute, int]]:
-    """Yield the integers in the attributes of modules, also within tuples, dictionaries and plain objects."""
+    """Yield the integers in the attributes of modules, also in tuples, dictionaries and plain objects."""
     for path, module in modules:
         if isinstance(module, ALONE):
             continue
@@ -360,7 +362,7 @@ class NonTorchUses:
     """
 
     def __init__(self, place: Callable[[], str], *, are_keys_plain: bool = False) -> None:
-        """Start without uses; ``place`` returns the running line of user code; for ``are_keys_plain`` see `SizeTracker`."""
+        """Store ``place``, which returns the user's running line of code. `are_keys_plain`: see `SizeTracker`."""
         self.numbers: dict[tuple[Origin, int], str] = {}
         self.was_key, self.are_keys_plain = False, are_keys_plain
         self._place = place
@@ -382,7 +384,7 @@ class Size(int):
     uses: NonTorchUses
 
     def __new__(cls, value: int, origin: Origin, uses: NonTorchUses) -> Size:
-        """Create the number ``value`` with its origin; ``uses`` records how it is used."""
+        """Create the number ``value`` with its origin; ``uses`` records where Python code uses it."""
         size = super().__new__(cls, value)
         size.origin, size.uses = origin, uses
         return size

@@ -70,7 +70,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that follows every torch operation and labels dimensions: those that must shrink together get the same label."""
 
     def __init__(self, module: nn.Module, *, is_blind: bool = False) -> None:
-        """Label the parameters and buffers of ``module``; with ``is_blind``, every condition on a tensor is false."""
+        """Label parameters and buffers of ``module``; with ``is_blind`` each condition on a tensor counts as false."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_blind, self.num_conditions = is_blind, 0
         self.labels = Labels(_place_in_code)
@@ -150,7 +150,7 @@ def _storage(tensor: Tensor) -> int | None:
 
 
 def _place_in_code() -> str:
-    """Return the line of the user's code that is running now, as ``file.py:line``."""
+    """Return the running line of the user's code as ``file.py:line``; "" if none is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -202,9 +202,9 @@ def _runs(module: nn.Module, batch: object) -> bool:
 
 
 def _attempt_cold(module: nn.Module, batch: object, run: Callable[[Any, Any], Any], way: str) -> TraceResult:
-    """Trace a step with the user code's caches hidden; trace it with them if it fails otherwise.
+    """Trace a step with the user code's caches hidden or, if that fails, with them.
 
-    A dictionary that looks like a cache may hold constants, or map sizes to actions. For the arguments see `_attempt`.
+    A dictionary that looks like a cache may contain constants, or map sizes to actions. Arguments: see `_attempt`.
     """
     with uncached(module) as hidden:
         seen = _attempt(module, batch, run, way)
@@ -223,8 +223,8 @@ def _attempt(
 ) -> TraceResult:
     """Trace a step or a call of the module in the way ``way``.
 
-    "values" uses random values; every other way the meta device, except that with "cpu" code creates tensors on the CPU;
-    with "blind" every condition on a tensor is false, too.
+    "values" uses random values. All other ways use the meta device: with "cpu" code creates its tensors on the CPU, and
+    with "blind" every condition on a tensor is false.
     """
     values, default = way == "values", "cpu" if way in ("cpu", "values") else "meta"
     copy = _copy(module, values)
@@ -280,10 +280,10 @@ def _has_step(module: object) -> bool:
 
 
 def _copy(module: nn.Module, values: bool) -> nn.Module:
-    """Return a copy of the module on the meta device or, with ``values``, on the CPU, to be filled with random values.
+    """Return a copy of the module on the meta device or, with ``values``, on the CPU for random values.
 
-    An algorithm's hooks with ``is_beside_axes`` are left out of the copy;
-    a module with that attribute need not be called in the step.
+    The copy lacks an algorithm's hooks with ``is_beside_axes``; a module with that attribute need not be called in the
+    step.
     """
     real = _zeros, lambda x: _zeros(x) if x.is_meta else x.clone()
     copy = remade(module, *(real if values else (on_meta, on_meta)))
@@ -350,7 +350,7 @@ def _values(first: nn.Module) -> Iterator[Tensor]:
 
 
 def _required(module: nn.Module) -> list[str]:
-    """Return the names of the positional arguments without default of the module's forward method."""
+    """Return the names of the positional arguments of the module's forward method that have no default."""
     forward = inspect.signature(module.forward)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in forward.parameters.values() if p.kind in kinds and p.default is inspect.Parameter.empty]

@@ -116,7 +116,7 @@ class ClassData:
     """Plain values (numbers, text) among the attributes of a class that the user wrote."""
 
     def __init__(self, kind: type) -> None:
-        """Record the attributes of the class ``kind``."""
+        """Store the class whose attributes are recorded."""
         self.kind = kind
 
     def values(self) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class Record(ABC):
     can_restore = True
 
     def __init__(self, reached: Reached) -> None:
-        """Copy the name and kind of ``reached``, for messages."""
+        """Copy the name and kind of ``reached``, for use in messages."""
         self.name, self.of_metric, self.of_class = reached.name, reached.of_metric, reached.of_class
 
     @abstractmethod
@@ -382,7 +382,7 @@ class TensorsRecord(Record):
         return [name for name, before, now in self._other() if _trains(before) or _trains(now)]
 
     def _other(self) -> list[tuple[str, Any, Any]]:
-        """Return name, old and new object of each parameter or submodule that has been replaced."""
+        """Return for each replaced parameter or submodule its name, the old object and the new one."""
         return [
             (f"{self.name}.{name}" if self.name else name, saved.get(name), table.get(name))
             for table, saved, values in (self._tables[0], self._tables[2])
@@ -400,12 +400,12 @@ class TensorsRecord(Record):
 
 
 def _trains(thing: object) -> bool:
-    """Check whether ``thing`` is a parameter, or a module that has any."""
+    """Check whether ``thing`` is a parameter, or a module with parameters."""
     return isinstance(thing, nn.Parameter) or (isinstance(thing, nn.Module) and any(True for _ in thing.parameters()))
 
 
 def _are(found: Collection[Any], values: tuple[Any, ...]) -> bool:
-    """Check whether both collections have the same objects in the same order."""
+    """Check whether both collections contain the same objects in the same order."""
     return len(found) == len(values) and all(map(is_, found, values))
 
 
@@ -549,7 +549,7 @@ class FlagsRecord:
     """Record of the flag ``requires_grad`` of each parameter of a module, and of the mode (train or eval) of each part."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Record the flags and modes of ``module``."""
+        """Record the ``requires_grad`` flags of parameters and the modes of modules."""
         self._parameters = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._parts = [(part, part.training) for part in module.modules()]
 

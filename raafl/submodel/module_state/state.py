@@ -54,7 +54,7 @@ class ModuleState:
     """Record of a module's state other than parameters and persistent buffers, so that every task starts from the same state."""
 
     def __init__(self, module: nn.Module, submodels: Submodels) -> None:
-        """Record the state."""
+        """Record the state of the module outside of its parameters and persistent buffers."""
         own = [*module.parameters(), *persistent_buffers(module).values()]
         storages = {local_part(tensor).untyped_storage().data_ptr() for tensor in own}
         original = submodels.cached("reached", None, lambda: _ids(reach(submodels.module, ())))
@@ -74,7 +74,7 @@ class ModuleState:
         self._watch()
 
     def _watch(self) -> None:
-        """Record objects shared among copies again: a callback or the user's program may have changed them between tasks."""
+        """Record shared objects again, since callbacks or the user's program may change them between tasks."""
         self._watched = [
             record for reached in self._shared for record in _records_of(reached, self._storages, shared=True)
         ]
@@ -84,7 +84,7 @@ class ModuleState:
         self._unseen = {id(record) for record, collections in live if not collections}
 
     def _left(self, records: Iterable[Record], is_same: bool) -> Iterable[Record]:
-        """Return those of some records that may have changed; ``is_same``: what a glance shows has not."""
+        """Return the records that may have changed; ``is_same``: whether a quick look found no changed container."""
         return (record for record in records if id(record) in self._unseen) if is_same else records
 
     def restore(self, *, metrics: bool = True) -> None:
@@ -144,12 +144,12 @@ def _refusal(name: str, *, of_class: bool) -> str:
 
 
 def _ids(found: Iterable[Reached]) -> frozenset[int]:
-    """Return the ids of objects that live as long as their module; not of `ClassData`, whose ids Python soon reuses."""
+    """Return the ids of objects, except of `ClassData`, which do not live on, so that ids would be reused."""
     return frozenset(id(reached.thing) for reached in found if not isinstance(reached.thing, ClassData))
 
 
 def _records_of(reached: Reached, storages: set[int], *, shared: bool) -> list[Record]:
-    """Return records of an object's contents; [] if they cannot change, or lie in one of ``storages``, restored elsewhere."""
+    """Return records of an object's contents; [] if they cannot change, or lie in ``storages``, restored elsewhere."""
     thing = reached.thing
     if isinstance(thing, ClassData):
         return [ClassRecord(reached)]
@@ -292,7 +292,7 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def _plain(state: object) -> Any:
-    """Return a random generator's state in a form that ``==`` can compare."""
+    """Return a random generator's state in a form that ``==`` compares by value."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     return state.tobytes() if isinstance(state, np.ndarray) else state

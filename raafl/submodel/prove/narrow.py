@@ -59,10 +59,10 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Su
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    """Return the model with quantised layers replaced by ordinary ones, since packed weights have no dimensions to cut.
+    """Return the model with ordinary layers in place of quantised ones, whose packed weights cannot be cut.
 
-    The copy has no values and a single dtype, since ordinary layers do not convert their inputs as packed ones do. It is the
-    module itself if no layer is packed.
+    The copy has no values and a single dtype, since ordinary layers do not convert their inputs as packed ones do. A
+    model without packed layers is returned itself.
     """
     if not any(hasattr(layer, "submodel_plain") for layer in module.modules()):
         return module
@@ -74,7 +74,7 @@ def _plain(module: nn.Module) -> nn.Module:
 
 
 def _cut(submodels: Submodels, module: nn.Module, spec: Spec) -> nn.Module:
-    """Return the module of the submodel ``spec``, with parameters of 0 and the buffers of ``module``."""
+    """Return the module of the submodel ``spec``, with parameters of 0 and its part of the buffers of ``module``."""
     small = submodels.shrink(spec, present=FlatTensors.zeros(submodels.layout(spec)))
     selections = submodels.selections(spec)
     for name, buffer in persistent_buffers(module).items():

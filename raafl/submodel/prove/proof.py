@@ -68,7 +68,7 @@ def refuted(
 
 
 def _proven(begun: Callable[[], _Proof], module: nn.Module) -> dict[str, str] | str:
-    """Return the axes that cannot shrink, each with the reason; or one reason why no comparison is possible."""
+    """Return the axes that cannot shrink, each with the reason; or a reason why nothing can be compared."""
     problem = ""
     for is_cold in (True, False):  # code that fails with its caches hidden has stored constants there: then leave them
         with uncached(module, is_cold=is_cold) as hidden:
@@ -82,7 +82,7 @@ def _proven(begun: Callable[[], _Proof], module: nn.Module) -> dict[str, str] | 
 
 
 def _candidates(submodels: Submodels, module: nn.Module, batch: object) -> Iterator[tuple[Submodels, nn.Module, Any]]:
-    """Yield submodels, module and batch for the proof; later ones are fallbacks for when a step on the earlier fails."""
+    """Yield submodels, module and batch for the proof; later ones are used if a step on the earlier ones fails."""
     is_small = num_values(submodels) <= MOST_VALUES
     if num_values(submodels) > LARGE and (narrow := narrowed(submodels, module, batch)) is not None:
         if not is_small:
@@ -109,7 +109,7 @@ class _Proof:
         self.noise, self.measures_rounding = NOISE, measures_rounding
 
     def begin(self) -> str | None:
-        """Run the whole model once; return the reason if it cannot be compared with submodels, else None."""
+        """Run the whole model once; return why it cannot be compared with submodels, None if it can."""
         try:
             self.whole = self._made(FULL, self.values)
             self.state = ModuleState(self.whole, self.submodels)
@@ -128,14 +128,14 @@ class _Proof:
         return None
 
     def _finite(self, noise: float) -> bool:
-        """Check that the whole model's step with every random number replaced by ``noise`` gives finite numbers."""
+        """Check whether the whole model's step gives finite numbers if every random number is ``noise``."""
         try:
             return all(bool(torch.isfinite(x).all()) for x in self._step(self.whole, noise).loss_and_gradients())
         except USER_ERRORS:
             return False
 
     def refuted(self) -> dict[str, str]:
-        """Compare submodels with the whole model; return the axes that cannot shrink, each with the reason."""
+        """Compare submodels with the whole model; return why each axis cannot shrink, for those that cannot."""
         rest, found = list(self.submodels.axes), dict[str, str]()
         while failing := self._failing(rest):
             wrong = dict(self._halved(failing))
@@ -146,7 +146,7 @@ class _Proof:
         return found
 
     def _halved(self, failing: list[str]) -> Iterator[tuple[str, str]]:
-        """Search axes that fail together by bisection; yield each that fails alone, with the reason."""
+        """Bisect axes that fail together; yield each axis that fails alone, with the reason."""
         middle = len(failing) // 2
         for half in (failing[:middle], failing[middle:]):
             if half and (problem := self._problem(half)) is not None:
@@ -156,7 +156,7 @@ class _Proof:
                     yield from self._halved(half)
 
     def _one_by_one(self, names: Sequence[str]) -> dict[str, str]:
-        """Test the axes one after another, alone and with those accepted before; return each that fails, with the reason."""
+        """Test axes one after another, alone and with those accepted before; return why each failing one fails."""
         found: dict[str, str] = {}
         together: list[str] = []
         for name in names:
@@ -169,14 +169,14 @@ class _Proof:
         return found
 
     def _failing(self, names: list[str]) -> list[str]:
-        """Test all axes together, then subsets that separate every two axes; return the first that fails, [] if none does."""
+        """Test all axes together, then subsets that separate each pair; return the first set that fails, else []."""
         if self._problem(names) is not None:
             return names
         subsets = () if num_values(self.submodels) > LARGE else _separating(names)
         return next((part for part in subsets if self._differs(self._spec(part, _half), self.noise[1]) is not None), [])
 
     def _problem(self, names: Sequence[str]) -> str | None:
-        """Compare submodels that cut these axes to one unit, and to random halves; return a difference, or None."""
+        """Compare submodels that cut these axes to one unit, and to random halves; return a difference, else None."""
         one, half = self.noise
         return self._differs(self._spec(names, _one), one) or self._differs(self._spec(names, _half), half)
 
@@ -238,7 +238,10 @@ class _Proof:
         return self._step(self.whole, noise)
 
     def _runs(self, spec: Spec, noise: float) -> str | None:
-        """Check only shapes and finiteness of a step; for axes that a norm spans, since their results differ rightly."""
+        """Check only that a step runs with the right shapes and finite results, without comparing values.
+
+        For axes that a norm spans, the submodel's values rightly differ from the masked model's.
+        """
         try:
             small = self._step(self._made(spec, self.submodels.plan(spec, "present").gather(self.values)), noise)
         except USER_ERRORS as error:
@@ -282,7 +285,7 @@ class _Proof:
         return done
 
     def _rounding(self, spec: Spec, whole: StepOutcome, masked: Callable[..., StepOutcome]) -> Rounding:
-        """Measure how far rounding changes a masked step, by repeating it with parameters perturbed by a few rounding units."""
+        """Measure how far rounding changes a masked step, by repeating it with slightly perturbed parameters."""
         eps = torch.finfo(torch.float32 if whole.forced else self.dtype).eps
         generator, selections = torch.Generator().manual_seed(13), self.submodels.selections(spec)
         found = Rounding(CAPS[self.dtype])
@@ -292,7 +295,7 @@ class _Proof:
         return found
 
     def _differences(self, spec: Spec, small: StepOutcome, whole: StepOutcome, rounding: Rounding) -> Iterator[str]:
-        """Yield a description of each difference between two steps beyond the tolerance and the measured ``rounding``."""
+        """Yield a description of each difference between two steps beyond the tolerance and ``rounding``."""
         tolerance = FORCED if whole.forced and self.dtype == torch.float64 else TOLERANCES[self.dtype]
         assert small.loss is not None and whole.loss is not None
         yield from apart("the loss", small.loss, whole.loss, Bound(tolerance, 1e-6, rounding))
@@ -315,7 +318,7 @@ class _Proof:
             yield from apart(f"buffer '{name}'", buffer, other, Bound(tolerance, 1e-3, rounding))
 
     def _outputs(self, spec: Spec, small: StepOutcome, whole: StepOutcome, bound: Bound) -> Iterator[str]:
-        """Yield differences in the outputs of the modules that contain a whole axis, such as the model's own output."""
+        """Yield differences in the outputs of modules that contain a whole axis, such as of the model's own output."""
         axes = [self.submodels.axes[name] for name, _ in spec.kept]
         if [path for path, _ in small.outputs] != [path for path, _ in whole.outputs]:
             yield "other layers are called"
@@ -331,14 +334,14 @@ class _Proof:
 
 
 def _moved_(share: float, generator: torch.Generator, parameter: Tensor) -> None:
-    """Multiply each value of a parameter in place by 1 + ``share`` or 1 - ``share``, chosen at random."""
+    """Multiply each value of a parameter in place by 1 + ``share`` or 1 - ``share``, at random."""
     if is_merged(parameter.dtype):
         signs = 2 * torch.randint(2, parameter.shape, generator=generator, dtype=parameter.dtype.to_real()) - 1
         parameter.mul_(1 + share * signs)
 
 
 def _crosses(axis: Axis, path: str) -> bool:
-    """Check whether an axis lies both inside and outside of a module, so that the module's output may shrink."""
+    """Check whether an axis lies both inside and outside of a module, whose output may then shrink."""
     return 0 < sum(within(member.name, (path,)) for member in axis.members) < len(axis.members)
 
 
@@ -357,7 +360,7 @@ def _settle(module: nn.Module) -> None:
 
 
 def _norm_spans(module: nn.Module, axis: Axis) -> bool:
-    """Check whether a norm computes statistics over the axis: then a submodel differs from the whole model with zeroed units."""
+    """Check whether a norm computes statistics over the axis, so that zeroed units differ from absent ones."""
     owners = {member.name.rpartition(".")[0] for member in axis.members}
     return any(type(module.get_submodule(path)).__name__.endswith(_EDGES) for path in owners)
 
@@ -371,7 +374,7 @@ def _half(size: int, generator: torch.Generator) -> list[int]:
 
 
 def _separating(names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield subsets of ``names`` that separate them: for any two names some subset has only the first, another only the second.
+    """Yield subsets of ``names`` such that for each two names some subset has the first and not the second.
 
     Each name is in half of the subsets, and no two names are in the same ones. Fewer subsets do not suffice
     (Sperner's theorem).
@@ -442,7 +445,7 @@ class Quiet(TorchFunctionMode):
     def __init__(
         self, noise: float, halves: frozenset[torch.dtype] = frozenset(), wide: torch.dtype = torch.float64
     ) -> None:
-        """Replace random numbers by ``noise``, and casts to the half-precision dtypes ``halves`` by casts to ``wide``."""
+        """Store the number that replaces random ones, and the dtypes ``halves``, whose casts go to ``wide``."""
         super().__init__()
         self.noise, self.halves, self.wide = noise, halves, wide
 

@@ -235,7 +235,7 @@ class IntegerLayouts:
     """
 
     def __init__(self, submodels: Submodels) -> None:
-        """Use and fill the caches of ``submodels``."""
+        """Store the submodels, whose caches the layouts use."""
         self.submodels = submodels
 
     def layout(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> Layout:
@@ -362,7 +362,10 @@ class Coverage:
 
 
 def _numbered(codes: np.ndarray, num_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct codes, ascending, and the index of each code among them; codes of few bits are not sorted."""
+    """Return the distinct codes in ascending order, and each code's index among them.
+
+    Codes of few bits are counted instead of sorted, which is faster.
+    """
     if num_bits > 16:
         found, places = np.unique(codes, return_inverse=True)
         return found, places.reshape(-1)

@@ -49,9 +49,9 @@ class Member:
     """
 
     def __init__(self, min_cover: int, threshold: float, same_values: bool = False) -> None:
-        """Draw the member's keys; the limits are those of the client's own config.
+        """Draw the member's keys, and store the limits of the client's own config.
 
-        `same_values`: whether only members that received the same values as this one are taken to hide it.
+        `same_values`: whether a sum hides this member only among members that received the same values.
         """
         self._same_values = same_values
         self._min_cover, self._threshold = min_cover, threshold
@@ -137,7 +137,7 @@ class Member:
 
     @property
     def _least(self) -> int:
-        """Return the smallest number of surviving members, and of their sites, in a cell whose sum may be unmasked."""
+        """Return how many surviving members, and how many sites, a cell needs before its sum may be unmasked."""
         return max(self._min_cover, self.group.min_cover)
 
     def mask_(self, numbers: FlatTensors, encrypted: Mapping[int, bytes]) -> bytes:
@@ -233,7 +233,7 @@ class Member:
 
 
 def _seed_at(piece: bytes, place: int) -> bytes:
-    """Return the bytes of the seed number ``place`` in a secret or a share, which begin with the private key."""
+    """Return the bytes of seed number ``place`` in a secret or in a share of it; seeds follow the private key."""
     start = SEED_BYTES * (1 + place)
     return piece[start : start + SEED_BYTES]
 
@@ -247,7 +247,7 @@ MAX_SHARES = 255  # the field GF(256) has 255 points other than 0, where the pol
 
 
 def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """Return the powers of the generator 3, twice in a row, and the logarithms to base 3; log[0] is never read."""
+    """Return powers of the generator 3 up to exponent 509, so that sums of two logarithms are valid, and logarithms."""
     powers, logs, value = np.zeros(510, np.uint8), np.zeros(256, np.int64), 1
     for exponent in range(255):
         powers[exponent] = powers[exponent + 255] = value
@@ -261,7 +261,7 @@ _POWERS, _LOGS = _tables()
 
 
 def _times(values: np.ndarray, factor: int) -> np.ndarray:
-    """Multiply bytes by a factor other than 0."""
+    """Multiply bytes of GF(256) by a factor other than 0."""
     return np.where(values == 0, 0, _POWERS[_LOGS[values] + _LOGS[factor]]).astype(np.uint8)
 
 
@@ -400,7 +400,10 @@ def check_cover(
 
 
 def _alike(group: Group, member_id: int) -> frozenset[int]:
-    """Return the members that received the same submodel, version and values as one; none if it does not state them."""
+    """Return the members with the same submodel, version and received values as the member ``member_id``.
+
+    Empty if that member does not state its received values.
+    """
     own = group.by_id[member_id]
     start = own.version, own.spec, own.start
     return frozenset(one.id for one in group.members if own.start and (one.version, one.spec, one.start) == start)
@@ -424,7 +427,7 @@ class Opening:
     """
 
     def __init__(self, group: Group, layouts: IntegerLayouts) -> None:
-        """Start without commitments, which are added as the members send them."""
+        """Prepare the opening of the group's sum; members' commitments are added as they arrive."""
         self.group, self.coverage = group, group.coverage(layouts)
         self.commitments: dict[int, bytes] = {}
         self._own: dict[int, dict[int, bytes]] = {}

@@ -82,7 +82,7 @@ class SecureSum(Wrapped):
         return self.options.clip_norm
 
     def __post_init__(self) -> None:
-        """Let clients send differences, whatever the wrapped merge takes."""
+        """Let clients send differences, even if the wrapped merge takes values."""
         object.__setattr__(self, "sends", "delta")
 
     # ---- weights of the members, on server and client ----
@@ -180,14 +180,14 @@ class SecureSum(Wrapped):
             self._read(state, memory, layouts)
 
     def _begin(self, memory: SecureMemory, layouts: IntegerLayouts, group: SumGroup) -> None:
-        """Start a group's sum; an incomplete earlier sum is dropped, since it is still masked."""
+        """Start a group's sum; discard an earlier incomplete one, which is still masked."""
         if memory.missing:
             memory.num_unsound += 1
         memory.missing, memory.scale, memory.group = list(group.members), group.scale, []
         memory.numbers = layouts.zeros()
 
     def _read(self, state: GlobalState, memory: SecureMemory, layouts: IntegerLayouts) -> None:
-        """Decode a group's complete sum, and add it to the total change of this merge."""
+        """Decode a group's complete sum, and add it to this merge's total change."""
         members, numbers = memory.group, memory.numbers
         memory.group, memory.numbers, memory.num_sums = [], None, memory.num_sums + 1
         assert numbers is not None
@@ -206,7 +206,7 @@ class SecureSum(Wrapped):
         buffer_of(memory.weights).add_(torch.where(is_open, buffer_of(weights), 0.0))
 
     def _is_sound(self, total: torch.Tensor, shares: torch.Tensor, share: float) -> bool:
-        """Check that a sum keeps the bounds of its clients: on each element, and on the norm if clients clip."""
+        """Check whether a sum is within its clients' bounds: for each element and, if clients clip, for the norm."""
         room = self.point.bound * (1 + 1e-6)  # `shares` is rounded to single precision
         if bool((total.abs() > shares * room).any()):
             return False
@@ -248,7 +248,7 @@ class SecureSum(Wrapped):
 
 
 def _add_views(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Add whole numbers modulo 2^32 to a strided view, in place."""
+    """Add a tensor of integers modulo 2^32 to a strided view, in place."""
     add_(target, source)
 
 
@@ -256,23 +256,23 @@ METHODS = "fed_avg, hetero_fl, fed_rolex, ra_fed or fed_buff"
 
 
 def _is_whole(waiting: TriggerContext) -> bool:
-    """Check that the group whose updates are arriving is complete."""
+    """Check whether updates of all members of the current group have arrived."""
     memory = waiting.memory.find(SecureMemory)
     return memory is None or not memory.missing
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeRounds(AllReported):
-    """Trigger of secure aggregation in rounds: merges once all updates of a round's groups of clients have arrived."""
+    """Trigger of secure aggregation in rounds: it merges once all updates of the round's groups have arrived."""
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether every task of the round has reported or was lost."""
+        """Check whether each task of the round has reported or was lost, and no group is incomplete."""
         return _is_whole(waiting) and AllReported.due(self, waiting)
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeGroups(Buffered):
-    """Trigger of secure aggregation in groups of K clients: merges when all members of a group have reported or dropped out."""
+    """Trigger of secure aggregation in groups of K clients: it merges once each member has reported or dropped out."""
 
     folds_rest: ClassVar[bool] = False
 
@@ -315,14 +315,14 @@ def secured(
 
 
 def _group_size(algorithm: Algorithm, num_clients: int) -> int:
-    """Return the largest number of clients whose updates are summed together: the size of a round or of a buffer."""
+    """Return the largest number of clients in one sum: the size of a round or of a buffer."""
     if isinstance(algorithm.trigger, Buffered):
         return algorithm.trigger.size
     return min(algorithm.sample.cohort or num_clients, num_clients)
 
 
 def _misfits(algorithm: Algorithm, rounds: Rounds, guard: Guard, up: str) -> Iterator[str]:
-    """Yield each reason why the algorithm or an option needs single updates, of which secure aggregation shows only sums."""
+    """Yield each reason why the algorithm or an option needs single updates, which secure aggregation hides in sums."""
     begin = "secure_aggregation.min_cover is set, but"
     local = algorithm.local
     one_by_one = not isinstance(algorithm.trigger, AllReported | Buffered) or getattr(algorithm.trigger, "size", 2) == 1
@@ -367,7 +367,7 @@ def _sizes(algorithm: Algorithm, options: SecureAggregation, num_clients: int) -
 
 
 def _norms(options: SecureAggregation, privacy: Privacy) -> Iterator[str]:
-    """Yield the reason if clients would not clip their updates to the norm that the privacy accounting assumes."""
+    """Yield a reason if clients clip their updates to another norm than the privacy accounting assumes."""
     if privacy.is_on and privacy.clip_norm != options.clip_norm:
         own = "null" if options.clip_norm is None else f"{options.clip_norm:g}"
         yield (

@@ -192,8 +192,7 @@ class CompassMemory(MergeMemory):
         """Return the group that an idle client should join, and its number of steps; (None, -1) if none fits.
 
         It is the group in which the client makes the most steps until the group's expected time; the number of steps
-        must
-        lie between `min_steps` and `max_steps`.
+        must lie between `min_steps` and `max_steps`.
         """
         best, most = None, -1
         for number, group in self.groups.items():

@@ -52,8 +52,7 @@ class Evaluator:
         """Build the full module, which all evaluations use.
 
         `seed`: run's seed, from which each evaluation derives its random numbers; None = the global generators are
-        used.
-        Raises BadInput if the module has no ``validation_step``.
+        used. Raises BadInput if the module has no ``validation_step``.
         """
         shrunk = submodels.shrink(FULL, device=device)
         self.module, self._present = shrunk.module, shrunk.present

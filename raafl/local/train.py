@@ -79,8 +79,7 @@ class LocalTrainer:
         `sends`: what the merge needs, "values" or "delta". `training`: length of a task, unless its assignment gives
         one.
         `max_built`: number of submodels whose modules are kept; a rank that may hold only its fragment keeps one.
-        `pools`:
-        whether `raafl.parts.protect.assembly` merges running statistics, which are then sent in its form.
+        `pools`: whether `raafl.parts.protect.assembly` merges running statistics, which are then sent in its form.
         """
         from lightning.fabric import Fabric
         from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -271,9 +270,8 @@ class LocalTrainer:
     def _check_base(self, built: TrainableSubmodel) -> None:
         """Raise `BadInput` if a task has changed the frozen base, which other tasks and clients share.
 
-        Version counters, which show changes in place, are checked after each task. The values, which `.data` changes
-        without
-        counting, are checked only after the first.
+        Values, which `.data` changes without counting, are compared after the first task only, version counters after
+        each.
         """
         base, now = built.base, zip(built.frozen, built.versions, strict=True)
         name = next((name for (name, p), version in now if p._version != version), None)
@@ -385,10 +383,7 @@ class TaskSteps:
             self._hook.close()
 
     def _by_step(self, batches: Iterator[Sized]) -> Iterator[Sized]:
-        """Yield batches as the module's `on_step_batches` converts them, called with all batches of an optimizer step.
-
-        A module whose loss is a mean over all tokens of a step has this method, such as that of transformers' Trainer.
-        """
+        """Yield batches as the module's `on_step_batches` converts them, which sees all batches of a step at once."""
         see = getattr(self._built.module, "on_step_batches", None)
         if see is None:
             yield from batches

@@ -94,11 +94,7 @@ class AppendFile(Generic[Item]):
         remake: Callable[[], None] = lambda: None,
         consequence: str = LOST,
     ) -> None:
-        """Open the file.
-
-        Raises:
-            OSError: the file cannot be opened.
-        """
+        """Open the file; raises OSError if that fails."""
         self.path, self._encode, self._warn, self._remake = path, encode, warn, remake
         self._consequence = consequence
         self._tried_s, self._looked_s = 0.0, time.monotonic()
@@ -170,14 +166,14 @@ class AppendFile(Generic[Item]):
             self._file.close()
 
     def _put(self, data: bytes) -> None:
-        """Write one row completely, or remove what was written of it."""
+        """Write one row completely, or not at all."""
         if time.monotonic() - self._looked_s >= RETRY_S:
             self._look()
         self._prepare()
         self._write(data)
 
     def _look(self) -> None:
-        """Check that the file still exists: writes to a deleted file would be lost without an error."""
+        """Recreate the file if it was deleted: writes to a deleted file would be lost without an error."""
         self._looked_s = time.monotonic()
         if os.fstat(self._file.fileno()).st_nlink == 0:
             self._begin_anew()
@@ -201,13 +197,13 @@ class AppendFile(Generic[Item]):
         """Write the file's header before the first row, if it is missing."""
 
     def _emptied(self) -> None:
-        """Reset state that depends on the file's header, for a new file."""
+        """Reset state that depends on the file's header, after a new file was begun."""
 
     def _put_gap(self, num_rows: int) -> None:
-        """Record in the file that rows are missing here, if its format has a way to."""
+        """Record in the file that ``num_rows`` rows are missing there, if its format can express this."""
 
     def _begin_anew(self) -> None:
-        """Recreate a deleted file; its rows are counted as lost, and the pending rows follow."""
+        """Recreate a deleted file; its rows count as lost, and pending rows are written to the new one."""
         try:
             self._remake()
             self._open("ab")

@@ -72,10 +72,8 @@ class RunStatistics:
         """Store the counters' functions.
 
         `coverage`: counter of which elements of the model were trained; None = not counted. `peak_bytes`: returns a
-        task's
-        predicted memory in bytes; None = not counted. `num_tokens`: returns the number of tokens on which a task
-        trained;
-        None = the model is no language model.
+        task's predicted memory in bytes; None = not counted. `num_tokens`: returns the number of tokens on which a task
+        trained; None = the model is no language model.
         """
         self._coverage, self._peak_bytes, self._num_tokens = coverage, peak_bytes, num_tokens
         self._tokens = 0.0  # of merged updates

@@ -345,8 +345,7 @@ def _check_buffers(module: nn.Module, before: Mapping[str, tuple[tuple[int, ...]
     """Raise `BadInput` for a buffer that the server could not merge after a training step.
 
     A changed shape does not fit the layout. A buffer that stays non-finite, such as a mask of -inf, would make the
-    server
-    refuse every update; a buffer that the step makes finite, such as an observer's range, is accepted.
+    server refuse every update; a buffer that the step makes finite, such as an observer's range, is accepted.
     """
     kind = type(module).__name__
     for name, (shape, finite) in _forms(module).items():

@@ -267,8 +267,7 @@ def _assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
     Order, from the inside: the method's own merge; the guard; privacy, which must see what the guard accepts; pooled
     batch norm statistics; conversion of half-precision updates to float32; and the limit on an update's norm, which is
     checked first. Secure aggregation leaves the last three out, since it merges only sums of updates. Raises BadInput
-    if
-    an option does not work with the algorithm.
+    if an option does not work with the algorithm.
     """
     options = experiment.rounds, experiment.guard, experiment.privacy, experiment.clients
     algorithm = with_options(experiment.algorithm, *options, experiment.seed)

@@ -147,7 +147,7 @@ class Accumulator:
         self.updates.extend(shares)
 
     def _storage(self, name: str, *, zero: bool = True) -> FlatTensors:
-        """Return storage of the model's size, reused from an earlier merge; with ``zero``, the trained elements are 0."""
+        """Return tensors of the model's size, reused from an earlier merge; with ``zero`` trained elements are 0."""
         flat: FlatTensors | None = self.state.scratch.pop(name, None)
         if flat is None:
             return zeros_like(self.state.values)
@@ -227,7 +227,7 @@ def trained_pieces(state: GlobalState, *others: FlatTensors) -> Iterator[tuple[b
 
 @dataclass
 class _MeanMemory(SumMemory):
-    """Sum of the updates that `Mean` has received and not merged yet."""
+    """Sum of the updates that `Mean` has received and not yet merged."""
 
     key = "mean"
     factors: list[float] = field(default_factory=list)  # staleness factor of each update in the sum
@@ -236,7 +236,7 @@ class _MeanMemory(SumMemory):
 
     @classmethod
     def from_plain(cls, data: Any) -> Self:
-        """Restore the record; earlier versions stored each update's weight with its factor."""
+        """Restore the record; earlier versions of raafl stored each update's weight together with its factor."""
         received = data.get("received")
         return super().from_plain(data if received is None else {**data, "factors": [factor for _, factor in received]})
 

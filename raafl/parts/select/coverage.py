@@ -122,8 +122,7 @@ class RegionCoverage:
         """Return for each client the index of its first region among the round's S regions.
 
         Offsets are even unless ``coverage`` demands less. Then ``coverage`` clients, those with the most regions, start
-        at
-        region 0 and the others after it; if that does not give ``coverage`` either, offsets stay even.
+        at region 0 and the others after it; if that does not give ``coverage`` either, offsets stay even.
         """
         offsets = [sum(self.takes[:n]) % self.num_trained for n in range(len(self.takes))]
         if self.coverage is None or self._least_covered(offsets) <= self.coverage:

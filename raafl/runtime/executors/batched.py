@@ -385,8 +385,7 @@ class BatchedExecutor(Executor):
         """Train the tasks one by one as well, and use these results.
 
         Return a description of the first difference, the seconds of training alone, and the seconds for reading the
-        batch's
-        results.
+        batch's results.
         """
         found: list[Trained | Update | TaskFailed] = []
         seconds, asked_s, different = 0.0, 0.0, ""

@@ -45,7 +45,7 @@ class Session(ABC):
     ) -> None:
         """Store the arguments; `start` connects.
 
-        `known`: the client's share of the data and its profile, as the run has them; None = neither.
+        `known`: the client's profile and share of the data, as the run has them; None = both are unknown.
         """
         self.client, self.incarnation = client, incarnation
         self._inbox, self._waits = inbox, setup.waits
@@ -120,7 +120,7 @@ class Session(ABC):
         return self._stopping is not None
 
     def _ended(self, error: Exception | None) -> None:
-        """Report the session's end by a `Lost` event, unless the client was told to stop, or its failure was reported."""
+        """Report the session's end by a `Lost` event, unless the server stopped the client or its failure is known."""
         counts = False
         match error:
             case None:
@@ -141,7 +141,7 @@ class Session(ABC):
             self._inbox.put(Lost(self.client, reason, self.incarnation, counts=counts))
 
     def _report(self, failure: TaskFailed) -> str:
-        """Report that the client's code failed; return the reason with which to let the client go."""
+        """Report that the client's code failed; return the reason with which to stop the client."""
         reason = f"failed: {failure.where}: {failure.error}"
         self.protocol.out = None
         if self._stopping is None:
@@ -151,7 +151,7 @@ class Session(ABC):
     # ---- the coroutine ----
 
     async def _serve(self) -> None:
-        """Serve the client until the session ends."""
+        """Perform the protocol, then report how the session ended."""
         error: Exception | None = None
         try:
             await self._open()
@@ -195,7 +195,7 @@ class Session(ABC):
             del need  # free its tensors before the next request allocates some
 
     async def _meet(self, need: needs.Need, branch: Branch | None) -> Any:
-        """Perform what a protocol step requests; return the result."""
+        """Perform a request of the protocol's steps, and return its result."""
         match need:
             case needs.Send(message):
                 return await self._send(message)
@@ -228,7 +228,7 @@ class Session(ABC):
         return sent
 
     async def _idle(self, mailbox: Mailbox[T], seconds: float) -> T:
-        """Return the next item, as `_take`; see that the client is connected, and send it a sign of life from time to time."""
+        """Return the next item of a mailbox; meanwhile check the connection, and send heartbeats when they are due."""
         due_s = self._waits.idle_s / 3
         if mailbox.is_empty and time.monotonic() - self._heard_s >= due_s:
             await self._write(Message(Kind.KEEPALIVE, 0, self.incarnation))
@@ -250,7 +250,7 @@ class Session(ABC):
         return command
 
     async def _branch_task(self, branch: Branch) -> Task:
-        """Return the next task for a branch; raises `Stopped` if the branch is no longer wanted."""
+        """Return the next task for a branch; raises `Stopped` if the branch needs none any more."""
         while not branch.over and not self.stopping:
             try:
                 command = await self._take(self._outbox, self._branch_look_s)
@@ -271,16 +271,16 @@ class Session(ABC):
 
     @property
     def _hears_late(self) -> bool:
-        """Whether the client would learn only after a long wait that it is to stop: it works, or builds its model."""
+        """Whether the client would notice a stop message only late, since it trains or builds its model."""
         return self.protocol.out is not None or not self.protocol.welcomed
 
     async def _say_if_stopping(self) -> None:
-        """Send a stop message that `stop` could not send, because there was no connection yet or the session was sending."""
+        """Send a stop message that `stop` could not send, since there was no connection or the session was sending."""
         if self._stopping is not None:
             await self._say_stop(self._stopping)
 
     async def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
-        """Send the client the stop message, unless it was sent before."""
+        """Send the client a stop message, unless one was sent before."""
         if self._told or self.closed:
             return
         self._told = True
@@ -292,42 +292,42 @@ class Session(ABC):
 
     @abstractmethod
     async def _open(self) -> None:
-        """Connect, where that is left to the session."""
+        """Connect to the client, if the session has to do this."""
 
     @abstractmethod
     def _close(self) -> None:
-        """Close the connection, if it is the session's."""
+        """Close the connection, if it belongs to the session."""
 
     @abstractmethod
     async def _write(self, message: Message, wait_s: float | None = None) -> int:
-        """Send a message, as `Connection.send`."""
+        """Send a message; see `Connection.send`."""
 
     @abstractmethod
     async def _read(self, expect: Expect, wait_s: float, finite: bool) -> Message:
-        """Receive a message, as `Connection.recv`."""
+        """Receive a message; see `Connection.recv`."""
 
     @abstractmethod
     async def _take(self, mailbox: Mailbox[T], seconds: float, *, watches: bool = False) -> T:
-        """Return the next item of a mailbox; raise `queue.Empty` if there is none within ``seconds``, or sooner.
+        """Return the next item of a mailbox; raise `queue.Empty` if there is none within ``seconds``, or earlier.
 
-        ``watches``: raise `PeerLost` if the connection breaks meanwhile.
+        ``watches``: whether to raise `PeerLost` if the connection breaks meanwhile.
         """
 
     @abstractmethod
     async def _compute(self, function: Callable[[], Any]) -> Any:
-        """Encode or decode tensors."""
+        """Call ``function``, which encodes or decodes tensors."""
 
     @abstractmethod
     async def _work(self, function: Callable[[Callable[[Steps[Any]], Any]], Any]) -> Any:
-        """Do work that is given what performs steps of this session."""
+        """Call ``function`` with a function that performs steps of this session."""
 
     @abstractmethod
     def _branch(self, steps: Steps[Any]) -> Branch:
-        """Prepare steps beside the session's own."""
+        """Prepare to perform steps at the same time as the session's own."""
 
 
 def _blocking(steps: Coroutine[Any, Any, T]) -> T:
-    """Perform a coroutine whose waits all block this thread; return its result."""
+    """Run a coroutine whose waits all block this thread; return its result."""
     try:
         steps.send(None)
     except StopIteration as end:
@@ -348,7 +348,7 @@ class ThreadSession(Session):
         inbox: Inbox,
         known: ClientInfo | None = None,
     ) -> None:
-        """Store the arguments; see `Session`. ``connect`` makes the connection, on the session's thread."""
+        """Store the arguments (see `Session`), and ``connect``, which makes the connection on the session's thread."""
         super().__init__(client, incarnation, setup, inbox, known)
         self._thread = threading.Thread(target=self.run, name=f"client-{client}", daemon=True)
         self._connect = connect
@@ -453,7 +453,7 @@ class ThreadSession(Session):
 
 
 class _BranchThread(Branch):
-    """Branch on a thread of its own."""
+    """Branch that runs on its own thread."""
 
     def __init__(self, session: ThreadSession, steps: Steps[Any]) -> None:
         self._session, self._steps = session, steps

@@ -44,7 +44,7 @@ class LoopSession(Session):
         inbox: Inbox,
         known: ClientInfo | None = None,
     ) -> None:
-        """Store the arguments; see `Session`. ``pair``: connection of the client."""
+        """Store the arguments (see `Session`), and ``pair``, the client's connection."""
         super().__init__(client, incarnation, setup, inbox, known)
         self.loop = loop
         self.line = SessionLine(pair, self, self._waits.resume_s, inbox.put)
@@ -96,7 +96,7 @@ class LoopSession(Session):
     # ---- on the loop's thread ----
 
     async def _open(self) -> None:
-        """Do nothing: the connection has been made."""
+        """Do nothing, since the connection exists already."""
 
     def _close(self) -> None:
         if self._owns_line:
@@ -151,13 +151,13 @@ class LoopSession(Session):
             wake()
 
     def _stop_now(self, reason: str, wait_s: float | None) -> None:
-        """Send the stop message, unless the session is about to do so itself: after what it sends, or as its next step."""
+        """Send the stop message, unless the session will send it itself, after its current message or as next step."""
         if self._owns_line and not self._sends and self._hears_late:
             self.loop.begin(self._say_stop(reason, wait_s))
 
 
 class _LoopBranch(Branch):
-    """Branch as a task of the loop."""
+    """Branch that runs as a task of the asyncio loop."""
 
     def __init__(self, session: LoopSession, steps: Steps[Any]) -> None:
         self._session, self._steps = session, steps
@@ -197,7 +197,7 @@ class SessionLine:
     def __init__(
         self, pair: TcpConnection, session: LoopSession, resume_s: float, put: Callable[[LinkStep], None]
     ) -> None:
-        """Start on a connection; ``put`` passes a step to the run's loop."""
+        """Begin with the connection ``pair``; ``put`` passes a step to the run's loop."""
         self.pair, self._session, self._put = pair, session, put
         self._drive, self._resumes = session.loop.drive, bool(resume_s) and pair.resumes
         self._sending, self._receiving = asyncio.Lock(), asyncio.Lock()
@@ -234,7 +234,7 @@ class SessionLine:
             return await self._send_rest(message)
 
     async def _send_rest(self, message: Message) -> int:
-        """Send a message from its first missing chunk on; the caller holds the sending lock."""
+        """Send a message from its first missing chunk on; the caller must hold the sending lock."""
         num_bytes, self._num_repeated_bytes = self._num_repeated_bytes, 0
         while (first := self._progress.first) is not None:
             pair, self._progress.first = self.pair, None
@@ -348,7 +348,7 @@ class SessionLine:
         self.close()
 
     async def _replace(self, pair: TcpConnection, error: PeerLost | PeerTimeout, *, receives: bool = False) -> None:
-        """Wait until another connection has replaced ``pair``; raises ``error`` if the session ends instead.
+        """Wait until another connection has replaced ``pair``; raises ``error`` if the session ends first.
 
         ``receives``: whether the caller holds the receiving lock.
         """
@@ -367,7 +367,7 @@ class SessionLine:
                 await self._take_next(pair, error)
 
     async def _take_next(self, old: TcpConnection, error: PeerLost | PeerTimeout) -> None:
-        """Continue on the client's next connection; the caller holds the receiving lock."""
+        """Continue the session on the client's next connection; the caller must hold the receiving lock."""
         try:
             pair, theirs = await self._renew(self._progress.here(old.partial), error)
             pair.partial, self.pair = old.partial, pair
@@ -380,7 +380,7 @@ class SessionLine:
             raise error
 
     async def _repeat(self) -> None:
-        """Send the chunks that the client lacks, unless they are being sent."""
+        """Send the chunks that the client lacks, unless this is being done already."""
         progress = self._progress
         while progress.first is not None and not self._is_closed:
             if self._sending.locked():
@@ -391,7 +391,7 @@ class SessionLine:
                     self._num_repeated_bytes += await self._send_rest(progress.last)
 
     async def _renew(self, here: Position, error: Exception) -> tuple[TcpConnection, Position]:
-        """Wait until the client connects again; return its connection, and what it has received."""
+        """Wait until the client connects again; return the new connection, and how much the client has received."""
         session, out, since = self._session, self._session.protocol.out, time.monotonic()
         number = None if out is None else out.id
         if number is None and self._next.is_empty:
@@ -420,9 +420,9 @@ class SessionLine:
         raise error
 
     def _charge(self, away_s: float, here: Position, theirs: Position) -> None:
-        """Subtract the time without a connection from the client's allowance, which is restored once any data has arrived.
+        """Subtract the time without a connection from the client's allowance; once data has arrived, restore that.
 
-        So a client that reconnects repeatedly without progress has ``resume_s`` in all. While the client trains,
+        A client that reconnects repeatedly without progress has ``resume_s`` seconds in all. While the client trains,
         nothing is transferred; then only the task's deadline (``Timeouts.task_s``) counts.
         """
         is_training = self.pair.partial is None and theirs.num_messages == self._progress.num_sent

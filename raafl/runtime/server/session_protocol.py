@@ -349,8 +349,7 @@ class SessionProtocol:
         """Store the arguments; `run` returns the protocol's steps.
 
         `report`: called with each event. `known`: the client's profile and share of the data, as the run has them; None
-        =
-        both are unknown.
+        = both are unknown.
         """
         self.client, self.incarnation, self.setup, self.report, self.line = client, incarnation, setup, report, line
         self.plan = setup.plan or CompressionPlan(Payload(setup.submodels))

@@ -261,8 +261,7 @@ def _beside_the_batch(asked: SizeUse, extent_of: Callable[[Dim], Extent | None])
     """Return the factor other than the batch size in a size such as `batch * heads`, and its formula.
 
     Both are None if the size is no such product. `extent_of`: returns a dimension's size as a formula; None = it
-    depends
-    on the batch.
+    depends on the batch.
     """
     if not isinstance(asked.origin, tuple) or asked.origin[0] != "mul":
         return None, None

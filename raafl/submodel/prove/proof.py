@@ -376,8 +376,8 @@ def _half(size: int, generator: torch.Generator) -> list[int]:
 def _separating(names: Sequence[str]) -> Iterator[list[str]]:
     """Yield subsets of ``names`` such that for each two names some subset has the first and not the second.
 
-    Each name is in half of the subsets, and no two names are in the same ones. Fewer subsets do not suffice
-    (Sperner's theorem).
+    Each name is in half of the subsets, and no two names are in the same ones. Fewer subsets do not suffice (Sperner's
+    theorem).
     """
     num = next(num for num in count() if math.comb(num, num // 2) >= len(names)) if len(names) > 1 else 0
     halves = dict(zip(names, combinations(range(num), num // 2), strict=False))

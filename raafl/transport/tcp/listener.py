@@ -197,8 +197,8 @@ class Listener:
         """Bind the address; `start` begins to accept connections.
 
         `admit`: called on the loop's thread with each admitted client; it must not wait. `turns`: rate limit of each
-        client;
-        None = no limit. `loop`: thread that serves the sockets and is already running; None = the listener makes one.
+        client; None = no limit. `loop`: thread that serves the sockets and is already running; None = the listener
+        makes one.
 
         Raises:
             BadInput: the address is not of this machine or is in use, or a file of the credentials cannot be used.

@@ -165,7 +165,7 @@ class Checksum:
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous 1-D tensor as uint8, without a copy."""
-    return tensor.detach().view(torch.uint8)
+    return (tensor.detach() if tensor.requires_grad else tensor).view(torch.uint8)
 
 
 def memory(tensor: torch.Tensor) -> memoryview:

@@ -232,7 +232,11 @@ def _chunked(tensors: FlatTensors, first: int) -> Iterator[tuple[Tensor, bool]]:
     """Yield a payload's pieces from chunk ``first`` on, each with whether it is the last piece of its chunk."""
     buffers = codec.declared(tensors)
     pieces = chain.from_iterable(
-        torch.split(tensors.buffers[dtype].detach(), PIECE_BYTES // dtype.itemsize) for dtype, _ in buffers
+        # small payloads are frequent, and a split costs as much as their checksum
+        torch.split(tensors.buffers[dtype].detach(), PIECE_BYTES // dtype.itemsize)
+        if numel * dtype.itemsize > PIECE_BYTES
+        else (tensors.buffers[dtype],)
+        for dtype, numel in buffers
     )
     index = 0
     for piece, ends in zip(pieces, _ends(buffers), strict=True):

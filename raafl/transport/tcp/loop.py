@@ -13,6 +13,8 @@ import queue
 import resource
 import socket
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -49,6 +51,21 @@ class Mailbox(Generic[T]):
         return self._items.empty()
 
 
+class _Watch:
+    """A socket that the loop watches in one direction, and who waits for it.
+
+    The socket stays registered when nobody waits any more: to register one anew for each message costs two system calls.
+
+    `has_fired`: whether those who wait were woken and the loop, which sees the same bytes once more before they are read, has not
+    reported the socket since.
+    """
+
+    __slots__ = ("has_fired", "sock", "waiting")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.waiting, self.has_fired = weakref.ref(sock), list[asyncio.Future[bool]](), False
+
+
 class SocketLoop:
     """A thread that reads and writes many sockets."""
 
@@ -57,8 +74,11 @@ class SocketLoop:
         self._thread = threading.Thread(target=self._run, name="sockets", daemon=True)
         self._codecs = ThreadPoolExecutor(min(_MAX_CODECS, os.cpu_count() or 1), "codec")
         self._tasks: set[asyncio.Task[Any]] = set()
-        # who waits for a descriptor: the loop itself knows one for each direction
-        self._waiting: dict[tuple[int, bool], list[asyncio.Future[bool]]] = {}
+        # by descriptor and direction, whether bytes are to be written
+        self._watches: dict[tuple[int, bool], _Watch] = {}
+        # calls from other threads, which wake the loop once for all that come together
+        self._posted: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._is_woken = False
 
     def start(self) -> SocketLoop:
         """Start the thread; return the loop. The process may then open as many files as the system lets it."""
@@ -87,8 +107,17 @@ class SocketLoop:
 
     def post(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function on the loop's thread soon; callable from any thread. Nothing happens once the loop has ended."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *args)
+        self._posted.append((function, args))
+        if not self._is_woken:
+            self._is_woken = True
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._call_posted)
+
+    def _call_posted(self) -> None:
+        self._is_woken = False  # first, so that what is posted from now on is either seen below or wakes the loop again
+        while self._posted:
+            function, args = self._posted.popleft()
+            self._loop.call_soon(function, *args)  # not called here, so that an error of one is not that of the others
 
     def begin(self, steps: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Perform a coroutine beside the others; to be called on the loop's thread."""
@@ -163,36 +192,46 @@ class SocketLoop:
             mailbox.wake = lambda: self.post(_settle, done, False)
             if not mailbox.is_empty:  # put before anybody could be woken
                 _settle(done, False)
-        key = (descriptor, wait.writes)
-        if descriptor >= 0:
-            self._watch(key, done)
+        watch = None if wait.stream is None else self._watch(wait.stream.sock, (descriptor, wait.writes))
+        if watch is not None:
+            watch.waiting.append(done)
         try:
             return await done
         finally:
             timer.cancel()
             if mailbox is not None:
                 mailbox.wake = None
-            if descriptor >= 0:
-                self._watch_no_more(key, done)
+            if watch is not None:
+                watch.waiting.remove(done)
 
-    def _watch(self, key: tuple[int, bool], done: asyncio.Future[bool]) -> None:
-        waiting = self._waiting.setdefault(key, [])
-        waiting.append(done)
-        if len(waiting) == 1:
+    def _watch(self, sock: socket.socket, key: tuple[int, bool]) -> _Watch:
+        watch = self._watches.get(key)
+        if watch is not None and watch.sock() is not sock:  # another socket had this descriptor
+            self._watch_no_more(key)
+            watch = None
+        if watch is None:
+            watch = self._watches[key] = _Watch(sock)
             add = self._loop.add_writer if key[1] else self._loop.add_reader
-            add(key[0], self._ready, key)
+            add(key[0], self._ready, key, watch)
+        return watch
 
-    def _watch_no_more(self, key: tuple[int, bool], done: asyncio.Future[bool]) -> None:
-        waiting = self._waiting[key]
-        waiting.remove(done)
-        if not waiting:
-            del self._waiting[key]
-            remove = self._loop.remove_writer if key[1] else self._loop.remove_reader
-            remove(key[0])
+    def _watch_no_more(self, key: tuple[int, bool]) -> None:
+        del self._watches[key]
+        remove = self._loop.remove_writer if key[1] else self._loop.remove_reader
+        remove(key[0])
 
-    def _ready(self, key: tuple[int, bool]) -> None:
-        for done in self._waiting[key]:
-            _settle(done, True)
+    def _ready(self, key: tuple[int, bool], watch: _Watch) -> None:
+        if watch.has_fired:
+            watch.has_fired = False
+        elif watch.waiting:
+            # a socket mostly takes bytes, so it is watched for that only while somebody waits
+            watch.has_fired = not key[1]
+            for done in watch.waiting:
+                _settle(done, True)
+            if key[1]:
+                self._watch_no_more(key)
+        elif self._watches.get(key) is watch:
+            self._watch_no_more(key)
 
 
 def _settle(done: asyncio.Future[T], result: T) -> None:

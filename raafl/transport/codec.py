@@ -31,6 +31,7 @@ import re
 import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, Never, Protocol
 
 import torch
@@ -192,6 +193,18 @@ def encode_head(message: Message) -> bytes:
     Raises:
         ValueError: the JSON object is not valid, too long or too deep, or an id or dtype cannot be encoded.
     """
+    if message.tensors is None and not message.meta:
+        return _encode_plain(message.kind, message.assignment, message.incarnation)
+    return _encode_head(message)
+
+
+@lru_cache(maxsize=256)
+def _encode_plain(kind: Kind, assignment: int, incarnation: int) -> bytes:
+    """Encode a message without content, such as the heartbeats of all clients."""
+    return _encode_head(Message(kind, assignment, incarnation))
+
+
+def _encode_head(message: Message) -> bytes:
     buffers = declared(message.tensors)
     for dtype, _ in buffers:
         if dtype not in _NAMES:

@@ -6,6 +6,7 @@ A session is one coroutine. Over TCP its waits suspend it, so that one thread se
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -240,7 +241,7 @@ class Session(ABC):
         self._heard_s = time.monotonic()
         while True:
             with suppress(queue.Empty):
-                command = await self._idle(self._outbox, self._waits.idle_s)
+                command = await self._idle(self._outbox, math.inf)
                 break
         if isinstance(command, str):
             await self._say_stop(command)

@@ -26,8 +26,10 @@ from raafl.transport.codec import Expect
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.loop import Mailbox, SocketLoop
 from raafl.transport.tcp.resumable import LINK, SUCCEEDED, Position, Progress
+from raafl.transport.tcp.stream import Waits
 
 _LOOK_S = 0.25  # seconds between two looks of a session that waits whether the run has ended
+_CONFIRM_S = 0.25  # seconds after which an answer is confirmed, unless the next task has done so
 _BRIEFLY_S = 0.02  # seconds between two looks whether another user of a broken connection has replaced it
 
 
@@ -50,6 +52,11 @@ class LoopSession(Session):
         self.line = SessionLine(pair, self, self._waits.resume_s, inbox.put)
         self._owns_line = True  # until the connection is handed over to an earlier session
         self._sends, self._begun, self._over = False, False, threading.Event()
+        self._reminders = loop.reminders(self._waits.idle_s / 3)
+        self._unconfirmed = 0  # assignment whose answer has arrived, which the client does not know yet; 0 = none
+        self._is_ahead = (
+            False  # whether the client may be sent a task beside its answer, so that a task confirms nothing
+        )
 
     # ---- called on the run's loop ----
 
@@ -115,9 +122,26 @@ class LoopSession(Session):
     async def _send(self, message: Message) -> int:
         self._sends = True
         try:
-            return await super()._send(message)
+            sent = await super()._send(message)
         finally:
             self._sends = False
+        if message.kind is Kind.ASSIGN:
+            self._is_ahead, self._unconfirmed = message.meta.get("ahead") is True, 0
+        return sent
+
+    async def _idle(self, mailbox: Mailbox[T], seconds: float) -> T:
+        if self._unconfirmed and mailbox.is_empty:
+            with suppress(queue.Empty):
+                return await self._take(mailbox, min(seconds, _CONFIRM_S), watches=True)
+            await self._confirm()
+        return await self._take(mailbox, seconds, watches=True)
+
+    async def _confirm(self) -> None:
+        assignment, self._unconfirmed = self._unconfirmed, 0
+        await self.line.confirm(self.incarnation, assignment)
+
+    def _beat(self) -> None:
+        self.line.beat(Message(Kind.KEEPALIVE, 0, self.incarnation))
 
     async def _take(self, mailbox: Mailbox[T], seconds: float, *, watches: bool = False) -> T:
         if mailbox.is_empty:
@@ -140,7 +164,15 @@ class LoopSession(Session):
                     self._owns_line = False
                     raise HandedOver
             case needs.Confirm(assignment):
-                await self.line.confirm(self.incarnation, assignment)
+                self._unconfirmed = assignment
+                if self._is_ahead:
+                    await self._confirm()
+            case needs.NextTask() | needs.Await() if branch is None:
+                self._reminders.add(self._beat)
+                try:
+                    return await super()._meet(need, branch)
+                finally:
+                    self._reminders.discard(self._beat)
             case _:
                 return await super()._meet(need, branch)
         return None
@@ -301,6 +333,20 @@ class SessionLine:
         if self._resumes and not self.closed:
             with suppress(PeerLost, PeerTimeout):  # who receives will notice the lost connection
                 await self.send(Message(Kind.KEEPALIVE, 0, incarnation, {"confirms": assignment}))
+
+    def beat(self, message: Message) -> None:
+        """Send a short message at once, as a sign of life, unless something else is on its way to the client."""
+        if self._sending.locked() or self.closed or self.pair.has_unsent:
+            return
+        steps = self.pair.sending(message)
+        with suppress(StopIteration, PeerLost, PeerTimeout):  # who waits for the client will notice a lost connection
+            next(steps)
+            self._session.loop.begin(self._finish(steps))  # the system is short of memory
+
+    async def _finish(self, steps: Waits[int]) -> None:
+        async with self._sending:
+            with suppress(PeerLost, PeerTimeout):
+                await self._drive(steps)
 
     def close(self) -> None:
         """End the connection; callable from any thread."""

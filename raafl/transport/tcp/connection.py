@@ -58,6 +58,11 @@ class TcpConnection(Connection):
         return self._stream.num_written
 
     @property
+    def has_unsent(self) -> bool:
+        """Whether the peer has not acknowledged all bytes that were sent to it; False if the system does not say."""
+        return self._socket.num_queued() > 0
+
+    @property
     def in_step(self) -> bool:
         """Whether the next byte to read is the first of a message."""
         return self._frames.in_step

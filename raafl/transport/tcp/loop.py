@@ -8,11 +8,14 @@ asyncio's own TLS would keep 256 KiB for each connection, 2.6 GB for ten thousan
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import os
 import queue
 import resource
 import socket
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -51,6 +54,39 @@ class Mailbox(Generic[T]):
         return self._items.empty()
 
 
+class Reminders:
+    """Calls to many, each once in so many seconds while it wants them, by one timer: a timer each would wake the loop each."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, every_s: float) -> None:
+        self._loop, self._every_s = loop, every_s
+        self._look_s = min(every_s / 4, 1.0)  # a call is late by so much at most
+        self._due: dict[Callable[[], None], float] = {}  # in the order of the times, since all wait equally long
+        self._is_running = False
+
+    def add(self, function: Callable[[], None]) -> None:
+        """Call a function in so many seconds, and again and again; to be called on the loop's thread."""
+        self._due[function] = time.monotonic() + self._every_s
+        if not self._is_running:
+            self._is_running = True
+            self._loop.call_later(self._look_s, self._look)
+
+    def discard(self, function: Callable[[], None]) -> None:
+        """Call it no more; to be called on the loop's thread."""
+        self._due.pop(function, None)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        due = [function for function, _ in itertools.takewhile(lambda item: item[1] <= now, self._due.items())]
+        for function in due:
+            del self._due[function]
+            self._due[function] = now + self._every_s
+        for function in due:
+            function()
+        self._is_running = bool(self._due)
+        if self._is_running:
+            self._loop.call_later(self._look_s, self._look)
+
+
 class _Watch:
     """A socket that the loop watches in one direction, and who waits for it.
 
@@ -79,6 +115,7 @@ class SocketLoop:
         # calls from other threads, which wake the loop once for all that come together
         self._posted: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._is_woken = False
+        self._reminders: dict[float, Reminders] = {}  # by their seconds
 
     def start(self) -> SocketLoop:
         """Start the thread; return the loop. The process may then open as many files as the system lets it."""
@@ -170,6 +207,12 @@ class SocketLoop:
         """Perform a coroutine on the loop's thread; return its result. Callable from any other thread, which waits."""
         return asyncio.run_coroutine_threadsafe(steps, self._loop).result()
 
+    def reminders(self, every_s: float) -> Reminders:
+        """Return what calls functions on the loop's thread, each once in so many seconds."""
+        if every_s not in self._reminders:
+            self._reminders[every_s] = Reminders(self._loop, every_s)
+        return self._reminders[every_s]
+
     def add_reader(self, sock: socket.socket, function: Callable[[], None]) -> None:
         """Call a function whenever a socket has something to read; to be called on the loop's thread."""
         self._loop.add_reader(sock, function)
@@ -187,7 +230,7 @@ class SocketLoop:
             await asyncio.sleep(0)
             return wait.stream is not None and wait.stream.poll(wait.writes, 0)
         done: asyncio.Future[bool] = self._loop.create_future()
-        timer = self._loop.call_later(wait.timeout_s, _settle, done, False)
+        timer = None if wait.timeout_s == math.inf else self._loop.call_later(wait.timeout_s, _settle, done, False)
         if mailbox is not None:
             mailbox.wake = lambda: self.post(_settle, done, False)
             if not mailbox.is_empty:  # put before anybody could be woken
@@ -198,7 +241,8 @@ class SocketLoop:
         try:
             return await done
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
             if mailbox is not None:
                 mailbox.wake = None
             if watch is not None:

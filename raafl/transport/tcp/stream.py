@@ -7,10 +7,13 @@ the calling thread, and the loop of a server's sessions waits for thousands of s
 from __future__ import annotations
 
 import errno
+import fcntl
 import math
 import mmap
 import select
 import socket
+import struct
+import termios
 import time
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -149,6 +152,13 @@ class SocketStream:
             poll = self._polls[writes] = select.poll()
             poll.register(self.sock, select.POLLOUT if writes else select.POLLIN)
         return bool(poll.poll(_milliseconds(timeout_s)))
+
+    def num_queued(self) -> int:
+        """Return the number of sent bytes that the peer has not acknowledged; 0 if the system does not tell."""
+        try:
+            return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
+        except OSError:
+            return 0
 
     def awaiting_first(self, timeout_s: float) -> Waits[None]:
         """Wait until bytes arrive or the stream ends; raise `PeerTimeout` if neither happens in time."""

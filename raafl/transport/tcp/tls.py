@@ -6,10 +6,7 @@ by one thread while another writes. So the socket does not block, a lock is held
 
 from __future__ import annotations
 
-import fcntl
 import ssl
-import struct
-import termios
 from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
@@ -155,22 +152,15 @@ class TlsStream(SocketStream):
             except ssl.SSLWantReadError:
                 yield from self._waiting(False, budget)
             except ssl.SSLWantWriteError:
-                before = self._num_queued()
+                before = self.num_queued()
                 yield from self._waiting(True, budget)
                 # SSL_write does not say how much it has sent so far, so the system is asked: a slow peer must not count
                 # as silent
-                if (taken := before - self._num_queued()) > 0:
+                if (taken := before - self.num_queued()) > 0:
                     budget.moved(taken)
                     credited += taken
             except OSError as error:
                 raise problem_of(error, self._has_opened) from None
-
-    def _num_queued(self) -> int:
-        """Return the number of sent bytes that the peer has not acknowledged; 0 if the system does not tell."""
-        try:
-            return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
-        except OSError:
-            return 0
 
 
 def problem_of(error: OSError, has_opened: bool) -> Refused | PeerLost:

@@ -63,7 +63,7 @@ def test_records_that_have_come_are_read_together(ends, monkeypatch):
     monkeypatch.setattr(server._stream, "_attempt", lambda *words: calls.append(words) or attempt(*words))
     client._stream.write([data])
     until = time.monotonic() + WAIT_S
-    while client._stream._num_queued() or not server._stream.poll(False, 0):  # until the server's end has it all
+    while client._stream.num_queued() or not server._stream.poll(False, 0):  # until the server's end has it all
         assert time.monotonic() < until
         time.sleep(0.01)
     got = bytearray(len(data))

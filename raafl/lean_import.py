@@ -78,7 +78,7 @@ def _import_beside_lean_torchmetrics() -> None:
     vars(package)["_logger"] = logging.getLogger("torchmetrics")
     sys.modules["torchmetrics"] = package
     try:
-        importlib.import_module("torchmetrics.utilities")  # imports metric; the other way round is a circle
+        importlib.import_module("torchmetrics.utilities")  # imports `metric` itself; `metric` first would be circular
         importlib.import_module("lightning")
     finally:
         sys.modules.pop("torchmetrics", None)
@@ -110,7 +110,7 @@ class _Resume(importlib.abc.MetaPathFinder):
         return spec
 
     def _take(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        # Only an import gets here, so a mere find_spec("torchmetrics") leaves the finder in place.
+        # Only a real import calls this, so a mere find_spec("torchmetrics") leaves the finder in place.
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         return self.package

@@ -260,7 +260,7 @@ _FIXED: dict[str, Any] = {
     **{"callbacks": (), "checkpoint_callback": None, "early_stopping_callback": None, "progress_bar_callback": None},
     **{"num_val_batches": (), "limit_train_batches": 1.0},
     **{"current_epoch": 0, "global_step": 0, "is_last_batch": False},
-    # before a task: numbers like those of one, with which schedulers can be made
+    # before a task: plausible numbers, with which schedulers can be created
     **{"max_epochs": 1, "max_steps": -1, "num_training_batches": 10, "estimated_stepping_batches": 10},
     **{
         "accumulate_grad_batches": 1,

@@ -64,7 +64,7 @@ class ObjectStore:
             yield store
         except BadInput:
             raise
-        except Exception as error:  # of the store's own library
+        except Exception as error:  # each store's library raises errors of its own
             why = one_line(f"{type(error).__name__}: {error}")
             raise BadInput(
                 f"{field} is '{sanitize_text(url, 200)}', which cannot be used ({why}): check the URL, the credentials and "

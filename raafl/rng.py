@@ -160,7 +160,7 @@ class RngStream:
             if self._own is not None:
                 self._set(self._own)
             self._inside = True
-        except BaseException:  # of a device that has failed: others are not to wait for ever
+        except BaseException:  # release the lock if a device has failed, so that other threads do not wait forever
             self._in_use.release()
             raise
 

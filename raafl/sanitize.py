@@ -15,7 +15,7 @@ MOST = 200
 URL: Final = re.compile(r"([a-z0-9+.-]*)://(.*)", re.S | re.I)
 """Pattern of a URL: scheme and rest."""
 LARGEST = 2**63 - 1
-_MAX_VALUES, _MAX_DEPTH = 100_000, 24  # of a foreign table
+_MAX_VALUES, _MAX_DEPTH = 100_000, 24  # limits for YAML from others
 
 
 def is_url(text: object) -> bool:

@@ -153,7 +153,7 @@ class UsagePolicy(nn.Module):
             uniform = torch.rand_like(logits).clamp_(1e-7, 1 - 1e-7)
             noise = uniform.log() - (-uniform).log1p()  # logistic: the difference of two Gumbel variables
             soft = torch.sigmoid((logits + noise) / self.temperature)
-            # the value of the hard gate, the gradient of the soft one
+            # the value is that of the hard gate, the gradient that of the soft gate
             gates = (soft > 0.5).float() + (soft - soft.detach())
             self.used.append(gates)
         else:
@@ -296,7 +296,7 @@ class Adaptive(Local):
 
         A model with LoRA adapters is returned unchanged.
         """
-        if _has_lora(module):  # the only axes are then ranks, which are neither heads nor hidden units
+        if _has_lora(module):  # with LoRA the only axes are ranks, which are neither heads nor hidden units
             return module
         axes = list(Submodels(module).axes.values())
         blocks = [(path, part) for path, part in module.named_modules() if any(a.name == f"{path}.heads" for a in axes)]
@@ -401,7 +401,8 @@ def _reader(block: nn.Module, path: str, axis: Axis) -> tuple[Any, Member | None
     for member in _weights(axis, 1):
         where = member.name.removeprefix(f"{path}.").rpartition(".")[0]
         around = block.get_submodule(where.rpartition(".")[0])
-        # it reads its output layer's weight without calling the layer, so a hook on the layer would never run
+        # nn.MultiheadAttention reads its output layer's weight without calling the layer, so a hook on the layer would
+        # never run
         if isinstance(around, nn.MultiheadAttention):
             return around, member
         layer = block.get_submodule(where)

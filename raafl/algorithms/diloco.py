@@ -254,7 +254,7 @@ class _Carried(Hook):
             for moment in MOMENTS:
                 change = state[moment] - self.task.down[moment][name].to(state[moment].device)
                 self.task.up[moment][name].copy_(change)
-        steps = [torch.stack(steps).max()] if steps and steps[0].is_cuda else steps  # one wait for a GPU
+        steps = [torch.stack(steps).max()] if steps and steps[0].is_cuda else steps  # so that a GPU is waited for once
         self.task.up[STEPS]["steps"].fill_(max([0.0, *(float(step) - self._start for step in steps)]))
         return {}
 
@@ -366,7 +366,7 @@ class HeLoCo(Nesterov):
             weight = sums.weight if count is None else count[name]
             where = weight > 0 if isinstance(weight, Tensor) else None
             delta = sums.total[name] / (weight.clamp_min(_TINY) if isinstance(weight, Tensor) else weight)
-            if name not in state.submodels.parameter_names:  # running statistics
+            if name not in state.submodels.parameter_names:  # running statistics take the mean delta, without momentum
                 theta.add_(delta)
                 continue
             m = memory.momentum(state)[name]
@@ -417,11 +417,11 @@ class SpeedMemory(MergeMemory):
     key = "by_speed"
     # seconds of one step in its latest submodel, for each client with a finished task, by client id
     measured: dict[int, float] = field(default_factory=dict)
-    # the same for each client without a finished task, predicted from its device profile, by client id
+    # predicted seconds of one step for each client without a finished task, by client id
     predicted: dict[int, float] = field(default_factory=dict)
     # measured divided by predicted time of a client's latest task, by client id
     ratio: dict[int, float] = field(default_factory=dict)
-    latest: float = 1.0  # the newest of these ratios; it corrects the predicted seconds
+    latest: float = 1.0  # newest ratio of any client, by which predicted seconds are corrected
 
 
 @dataclass(frozen=True)

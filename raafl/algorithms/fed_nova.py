@@ -177,7 +177,7 @@ class Normalised(Merge):
         covered, work = sums.cover(), sums.cover([min(done, most) for done in memory.done], "mixed")
         for is_parameter, flats in trained_pieces(state, sums.total, covered, work):
             for theta, total, weight, steps in chunks(*flats):
-                # running statistics are plain means: they are not a sum of steps
+                # running statistics are averaged without tau_eff, since they are no sum of steps
                 tau_eff = steps / weight if is_parameter else 1.0
                 theta.copy_(torch.where(weight > 0, theta + total / weight * tau_eff, theta))
         sums.clear()

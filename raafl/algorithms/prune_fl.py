@@ -104,7 +104,7 @@ def prune_fl(
 Unit = tuple[str, int]
 """Name of the axis, and index of the unit on it."""
 
-_BATCH = 2  # FLOPs per sample do not depend on it, but batch norm needs more than one sample
+_BATCH = 2  # batch size for costs: FLOPs per sample do not depend on it, but batch norm needs more than one sample
 
 
 def check_settings(every: int, prunable: float) -> None:
@@ -296,7 +296,7 @@ class Pruned(Select):
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Delete the cached submodels of a lost client."""
-        fleet.cache.pop(client.id, None)  # the entry of `RateSelect`
+        fleet.cache.pop(client.id, None)  # the share that `RateSelect` has cached
         fleet.cache.pop(("pruned", client.id), None)
 
     def __str__(self) -> str:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from raafl.config.parse import Parsed
     from raafl.runtime.run import Run
 
-_LOOK_S = 0.2  # seconds between two looks of a waiting task whether it is still wanted
+_LOOK_S = 0.2  # seconds between two checks whether a waiting task is still needed
 _log = logging.getLogger(__name__)
 
 
@@ -82,11 +82,11 @@ class Bridge(RunHooks):
         self.inbox, self._own, self._below = Inbox(), own, below
         self._run: Run | None = None
         self._task = TaskBelow()
-        self._out: _Task | None = None  # task that the run below works on, as its loop knows
-        self._asked: dict[int, _Task] = {}  # tasks on their way to the loop, by id
+        self._out: _Task | None = None  # task on which the run below works, as known on its loop's thread
+        self._asked: dict[int, _Task] = {}  # tasks that the loop has not taken yet, by id
         self._answers: queue.SimpleQueue[Update] = queue.SimpleQueue()
         self._are_here, self._is_closed = threading.Event(), threading.Event()
-        self._reason: str | None = None  # why the server above, or the client that it had here, has ended
+        self._reason: str | None = None  # why the session with the server above has ended; None = it goes on
         self._num_samples = self._num_clients = 0
 
     # ---- the loop of the run below ----

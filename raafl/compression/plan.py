@@ -165,7 +165,7 @@ class CompressionPlan:
                 texts.append(f"{word} {type(one).__name__}, {wire:,} bytes in the place of {plain:,}")
         if self.down is not None:
             held += self.layout(FULL, "sent").num_bytes
-            # for the stored copy, its part in use, and the change since
+            # memory for the stored copy, its part in use, and the change since
             held += 3 * sent if self.down.feeds_back else 0
             held += sent if self.sender_unpacks else 0
         if self.up is not None:

@@ -518,7 +518,7 @@ class Experiment:
             yield f"rules is {self.rules}: give at most {CURRENT}, or use the later version of raafl that made this config"
         if self.train.num_epochs is None and self.train.num_steps is None:
             yield "train.num_epochs and train.num_steps are both null: give one of them"
-        needs_end = needs_end and not self.subfederation.is_on  # the server above ends it
+        needs_end = needs_end and not self.subfederation.is_on  # a subfederation is ended by the server above
         if needs_end and self.max_updates is None and self.max_time is None and self.target is None:
             yield "max_updates, max_time and target are all null: give at least one, or the run would never end"
         if self.progress not in MODES:

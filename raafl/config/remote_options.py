@@ -96,7 +96,7 @@ def options_below(own: Namespace, rest: Sequence[str]) -> list[str]:
     options = [f"--config={own.subfederation}", *rest]
     try:
         config = read_yaml(Path(own.subfederation), "subfederation")
-    except (OSError, BadInput):  # whoever parses the config says what is wrong
+    except (OSError, BadInput):  # the code that parses the config reports this error
         return options
     is_given = names_section(rest, "--subfederation") or (isinstance(config, dict) and config.get("subfederation"))
     return options if is_given else [*options, "--subfederation.merges=1"]

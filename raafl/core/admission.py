@@ -121,7 +121,7 @@ class Admission:
             self.roster.release(assignment, back=True)
         self.settle(assignment, update.client, f"refused:{problem}", 0, update)
         if assignment is None or problem in DAMAGED or (problem == LATE and self.above is not None):
-            return  # that a task of the server above is over is not the client's fault
+            return  # a task ended by the server above is not the client's fault
         client = self.roster.clients[assignment.client]
         if error is not None:
             self.turn_away(client, error, now)

@@ -120,7 +120,7 @@ class Coordinator:
             overlap=overlap,
             rules=rules or Rules(),
         )
-        self._actions: list[Action] = []  # those of the event that is being handled
+        self._actions: list[Action] = []  # actions that result from the event being handled
         self.admission = Admission(algorithm, self.fleet, self.roster, limits, self.payload, self._actions, self.above)
         self._handlers: dict[type, Callable[..., None]] = {
             Joined: self.admission.joined,

@@ -316,7 +316,7 @@ class FederatedData:
 
     def labels(self) -> npt.NDArray[Any]:
         """Return the class of each sample of the training set, in its order."""
-        if self._gathers or not self._rules.trained_labels:  # the stored labels are those of training
+        if self._gathers or not self._rules.trained_labels:  # stored labels are those used in training
             return labels_of(self._dataset)
         with reading(type(self.datamodule).__name__):
             return trained_labels(self._dataset, self._fetch)

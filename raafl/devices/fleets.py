@@ -94,7 +94,7 @@ def _slowed(entry: Mapping[str, Any], speed: float, link: float) -> dict[str, An
     known = catalog.figures(name)
     if catalog.is_drawn(name):
         known = catalog.draw(catalog.catalogue()["generators"][name], entry.get("seed", 0), 0)
-    if speed != 1:  # a small model that stands for a large one waits for no launches
+    if speed != 1:  # a small model that represents a large one must not wait for kernel launches
         entry = {**entry, "host_op_s": 0.0, "host_product_s": 0.0, "bandwidth_bytes_per_s": math.inf}
     divisors = {"flops_per_s": speed, "bytes_per_s": speed, "down_bytes_per_s": link, "up_bytes_per_s": link}
     return {
@@ -104,11 +104,12 @@ def _slowed(entry: Mapping[str, Any], speed: float, link: float) -> dict[str, An
 
 # Read the sixteen environments of FLHetBench (Zhang et al., CVPR 2024) from a copy of github.com/Carkham/FLHetBench.
 #
-# An environment is one of four lists of phones' links (MobiPerf) with one of four lists of phones' hours (FLASH). The
-# repository has no licence, so raafl has digests of its files alone. Its links are measurements in kbit/s, of which the
-# simulation there draws one for each transfer; here the mean is the profile's, and the deviation of their logarithm the
-# jitter. Its hours are windows of several days, which repeat. Times of computing are drawn there, equally for all phones, and
-# are in none of the files: all devices here have the speed of FLASH's median phone.
+# An environment combines one of four lists of phones' links (MobiPerf) with one of four lists of phones' hours (FLASH).
+# The repository has no licence, so raafl contains only digests of its files. For each phone there are several
+# measurements of its link in kbit/s: FLHetBench draws one for each transfer, while raafl's profile has their mean as
+# rate and the standard deviation of their logarithm as jitter. Hours are windows of several days, which repeat. No file
+# has computing speeds, which FLHetBench draws alike for all phones: here all devices have the speed of FLASH's median
+# phone.
 
 _BYTES_PER_KBIT = 125.0
 _MOST_BYTES = 16 << 20

@@ -280,10 +280,10 @@ def _own_way(what: str) -> str:
 
 # Shard a client's submodel over its processes, with FSDP2 (`torch.distributed.fsdp.fully_shard`).
 #
-# Each of W processes holds 1/W of what trains, of its gradients and of the optimizer's state. The members of each
-# `ModuleList` and `Sequential` are gathered one after the other while they compute, the rest for the whole step. The leader
-# alone has the values that came from the server and those that go back, in whole: tensor by tensor they are spread and
-# collected.
+# Each of W processes holds 1/W of the trained parameters, of their gradients and of the optimizer's state. The members
+# of each `ModuleList` and `Sequential` are gathered one after the other while they compute, all other parameters for
+# the whole step. Only the leader has the whole values that the server sent, and the whole result: it scatters and
+# gathers them tensor by tensor.
 
 _STEPS = ("training_step", "validation_step")
 

@@ -367,7 +367,7 @@ def finish(logger: Any, folder: Path, summary: Summary, tables: Tables, *, with_
             logger.experiment.add_text(name, markdown(columns, rows), summary.get("versions", 0))
         for number, (content, _) in sample_images(folder).items():
             import numpy as np
-            from PIL import Image  # which TensorBoard itself needs for images
+            from PIL import Image  # TensorBoard needs it for images, too
 
             pixels = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
             logger.experiment.add_image(f"samples/{number}", pixels, summary.get("versions", 0), dataformats="HWC")

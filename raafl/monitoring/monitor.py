@@ -28,10 +28,11 @@ from raafl.errors import BadInput, parse_address
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import KINDS, MERGED, kind_of
 
-# Answer short HTTP requests on a port and thread of their own, for monitoring tools.
+# Answer short HTTP requests of monitoring tools, on a port and a thread of its own.
 #
-# Nothing here waits for the run, and no caller can make the run wait: a request has a bounded size, a caller a bounded time,
-# and of too many callers the oldest goes. So a caller that never finishes its request keeps nobody else out.
+# No request waits for the run, and no caller can make the run wait: the size of a request and the time of a caller are
+# bounded, and if there are too many callers, the oldest is disconnected. So a caller that never finishes its request
+# blocks nobody else.
 
 MAX_REQUEST_BYTES = 8192
 MAX_CALLERS = 32
@@ -271,8 +272,9 @@ class Monitor(HookList):
 
 # Count and measure a run for Prometheus, in a registry of its own.
 #
-# Every label has a bounded set of values, whatever clients say: outcomes and states are fixed, reasons and metrics are the
-# first so many that occur, ids of clients are those up to a configured number.
+# Every label has a bounded set of values, whatever clients send: outcomes and states are fixed; only the first
+# `MAX_REASONS` reasons and `MAX_METRICS` metrics get values of their own; and ids of clients have an upper limit from
+# the config.
 
 MAX_REASONS: Final = 64
 MAX_METRICS: Final = 100

@@ -161,7 +161,7 @@ class PrunedAdapted(Adapted):
     """Local training of LoRA adapters with a loss that shrinks the ranks to be pruned."""
 
     share: float = 1.0  # share of the ranks that pruning would keep; the loss does not affect them
-    penalty: float = 0.0  # weight of that loss
+    penalty: float = 0.0  # weight of the loss that shrinks the other ranks
 
     @property
     def traits(self) -> Traits:

@@ -109,7 +109,7 @@ class Buffered(Trigger):
         It is at least half of `size` and at most twice.
         """
         assert self.at_work is not None
-        least = max(self.size / 2, min(self.size, 2))  # a merge of several updates stays one: a robust mean needs them
+        least = max(self.size / 2, min(self.size, 2))  # at least two if `size` is: robust means need several updates
         return min(max(self.size * (at_work - 1) / (self.at_work - 1), least), 2 * self.size)
 
     def needed(self, num_more: int, num_waiting: int) -> int | None:

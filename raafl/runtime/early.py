@@ -57,7 +57,7 @@ class OverlappedClock(ClockExtension):
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
-        # True: transfers overlap training; False: clients start their next task before it is assigned
+        # True = transfers overlap training; False = clients start their next task before it is assigned
         self._overlaps = simulation.coordinator.overlap
         self._uplink_free: dict[int, float] = {}  # by client: time at which its last update will have arrived
         self._early = EarlySteps()
@@ -79,7 +79,7 @@ class OverlappedClock(ClockExtension):
         if not self._overlaps:
             return
         free_s, self._uplink_free[client] = self.uplink_free_s(client), at_s
-        if due.time.up_s > 0:  # queued before the arrival, in case both are due at the same time
+        if due.time.up_s > 0:  # before the arrival, so that it is first if both are due at once
             sending = Sending(client, assignment.incarnation, assignment.id)
             self.simulation.push(min(max(trained_s, free_s), at_s), ARRIVED, sending)
 

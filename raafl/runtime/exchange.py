@@ -57,7 +57,7 @@ class Questions(ClientExtension):
         self._assignment: Assignment | None = None
         self._expected: Layout | None = None
         self._is_asking = False
-        # Holds replies; an id = that task gets no more replies; None = no task gets any more.
+        # Replies from the server; an id = that task gets no more replies; None = no task does.
         self._replies: queue.SimpleQueue[tuple[Meta, FlatTensors | None] | int | None] = queue.SimpleQueue()
 
     def _ask(self, meta: Meta, tensors: FlatTensors, answer: Layout | None) -> tuple[Meta, FlatTensors | None]:
@@ -85,7 +85,7 @@ class Questions(ClientExtension):
             self._pair.close()
             raise Stopped from None
         if reply is None:
-            self._replies.put(None)  # for the next call that asks
+            self._replies.put(None)  # further calls must stop, too
             raise Stopped
         return reply
 

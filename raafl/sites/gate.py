@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 Then = Literal["go on", "wait", "end"]
 """What a client does after a refusal: take the next task; leave until the site is open again; leave for good."""
 
-_LONGEST_S = 60.0  # seconds between two looks at the clock, which may be set meanwhile
+_LONGEST_S = 60.0  # seconds between two checks of the clock, which may be set meanwhile
 
 
 def _say(text: str) -> None:

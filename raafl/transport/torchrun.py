@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 dist: Any = _distributed  # most of it has no type annotations
 
 _LET_GO, _READY, _BEAT, _HERE = "let-go", "ready", "beat", "here"
-_LONGEST_S = 0.1  # longest time between two looks for a client, in seconds
+_LONGEST_S = 0.1  # longest time between two checks for a client, in seconds
 _SLACK_S = 5.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -107,7 +107,7 @@ class TorchrunTransport(Transport):
     def connect(self, device: torch.device | str = "cpu") -> Connection:
         """Wait until rank 0 is listening, then connect to it; raise `PeerTimeout` after ``wait_s``."""
         self._await_server()
-        with suppress(RuntimeError):  # `_meet` reports it
+        with suppress(RuntimeError):  # `_meet` reports the error
             self.store.set(f"{_HERE}/{self.client}", "1")
         return self._meet(self.client, device)
 

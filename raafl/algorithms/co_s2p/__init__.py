@@ -318,7 +318,7 @@ class MaskedAndDistilled(TrainsExits):
             plain, own = (_followed(submodels, spec, batch_size, local, extra) for local in (Local(), self))
         except (
             Exception
-        ):  # the user's step needs values, which meta tensors lack: the plain cost is the best prediction
+        ):  # the user's step needs values, which meta tensors lack, so predict no extra cost
             return 0.0, 0, 0.0, 0.0
         samples = max(batch_size, 1)
         return (
@@ -371,9 +371,10 @@ def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, e
     return ledger
 
 
-# Do what Co-S2P's published code does where it differs from the paper: windows, masks and distillation of `as_published`.
+# Reproduce Co-S2P's published code where it differs from the paper: its windows, masks and distillation, for
+# `as_published`.
 #
-# The merge is in `published_merge`. docs/methods/co-s2p.md lists all differences, with those that are not repeated here.
+# Its merge is in `published_merge`. docs/methods/co-s2p.md lists all differences, and which are not reproduced.
 
 FIRST_DISTILLED = 10
 """Global version from which clients distil."""

@@ -46,7 +46,7 @@ class Range:
 
     low: float
     high: float
-    log: bool = False  # whether the logarithm is searched evenly
+    log: bool = False  # whether values are drawn evenly by their logarithm
 
     @property
     def whole(self) -> bool:
@@ -94,7 +94,7 @@ class Search:
             reach it is the worst; None = they are compared by the metric at their end.
     """
 
-    grid: Mapping[str, Any]  # lists, or with a sampler ranges
+    grid: Mapping[str, Any]  # values of each option to try: lists or, with a sampler, ranges
     seeds: tuple[int, ...]
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     trials: int | None = None

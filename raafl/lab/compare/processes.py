@@ -98,8 +98,8 @@ def _end(processes: Collection[BaseProcess]) -> None:
 def start(argv: Sequence[str], log: Path, num_ranks: int = 1, cluster: Cluster | None = None) -> BaseProcess:
     """Start a command of raafl in a new process, which ends when this process ends; with a cluster, it waits for the job there."""
     process = _new_process(argv, log, num_ranks) if cluster is None else _new_waiter(argv, log, cluster)
-    # The forkserver and its tracker inherit this mask: else a signal to the process group would end them, and with them all
-    # knowledge of the runs. Python starts the tracker first, and then unblocks signals.
+    # The forkserver and its tracker inherit this mask; without it a signal to the process group would end them, and
+    # nobody could wait for the runs any more. Python starts the tracker first, and then unblocks signals.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)

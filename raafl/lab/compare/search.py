@@ -154,7 +154,7 @@ def _maximizes(comparison: Comparison, search: Search) -> bool:
 
 STORAGE = "search.journal"
 _FRACTIONS = {1: 0.25, 2: 0.5, 4: 1.0}  # share of a trial's budget by the step that a pruner sees
-_ENDED = "ended"  # user attribute of a trial that counts: it was run, whatever came of it
+_ENDED = "ended"  # user attribute of a trial that was carried out, whether it succeeded or not
 _SETTINGS = "settings"
 _SPACE = "space"  # user attribute of a study: what it searches
 

@@ -287,7 +287,7 @@ def choose(
     trials, notes = None, list[str]()
     if share > 0:
         loads = {label: Load.of(one) for label, one in found.items()}
-        promising = sorted(order, key=_promise(table, fleet.features, found).__getitem__)  # stable: else as in `order`
+        promising = sorted(order, key=_promise(table, fleet.features, found).__getitem__)  # a stable sort
         plan = planned(promising, loads, experiment, share, fleet.median_s)
         if isinstance(plan, str):
             notes.append(f"auto: by the table alone: {plan}")

@@ -261,8 +261,8 @@ class GpuStep:
     host_s: float
     device_s: float
     eager_s: float
-    captured_s: float  # of a step that is a CUDA graph
-    pool_bytes: int  # memory of what a step allocates and frees again
+    captured_s: float  # seconds of a step that is captured as a CUDA graph
+    pool_bytes: int  # largest memory that a step allocates and frees again
 
 
 USUAL_GPU = "h200"

@@ -58,8 +58,8 @@ class Load:
 class TrialPlan:
     """Which candidates are tried, and for how long; made before anything is trained."""
 
-    labels: tuple[str, ...]  # candidates, the first of the table first
-    # virtual seconds at which those that are left are compared, and how many go on
+    labels: tuple[str, ...]  # candidates, in the order of the table
+    # virtual seconds at which the remaining candidates are compared, and how many of them continue
     stages: tuple[tuple[float, int], ...]
     share: float  # largest share of the run's work that the trials may take
 
@@ -214,7 +214,7 @@ def tried(
             metric = metric or _metric(experiment, measured)
             values = {label: _finite(measured.get(label, {}).get(metric)) for label in going}
             sign = -1.0 if _grows(experiment, metric) else 1.0
-            # a stable sort: of candidates that measure alike the first of the plan wins
+            # a stable sort: among equal candidates the plan's order decides
             ranked = sorted(going, key=lambda label: _rank(values[label], sign))
             stages.append((until_s, values))
             dropped = [*ranked[num_left:], *dropped]
@@ -271,7 +271,7 @@ def _of_trials(experiment: Experiment) -> Experiment:
     if not partition.validation_share:
         num = sum(load_data(replace(experiment, data=lambda: module)).sizes)
         partition = replace(partition, validation_share=min(_VALIDATION_SHARE, _VALIDATION_ROWS / num))
-    exact = 1 if experiment.batch_clients == "fast" else experiment.batch_clients  # cohorts of fast batches may differ
+    exact = 1 if experiment.batch_clients == "fast" else experiment.batch_clients  # "fast" depends on grouping
     return replace(
         experiment, data=lambda: module, partition=partition, engine=Engine(), samples=Samples(), batch_clients=exact
     )

@@ -21,7 +21,7 @@ from raafl.runfolder.reading import Numbers, read
 
 _WIDTH, _HEIGHT = 620, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 40  # margins around the plot, in pixels
-_TICKS = 5  # about so many on each axis
+_TICKS = 5  # approximate number of ticks on each axis
 _MAX_POINTS = 200
 _RUN = ("algorithm", "clock", "ended", "merged updates", "versions", "seconds", "MB down", "MB up", "utilisation")
 

@@ -27,7 +27,7 @@ MOST_GRAPHS = 32
 _LEAST_REPLAYS = 3
 """Replays of a capture on average below which capturing anew costs more than it saves."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
-# -0.0 + x is x for every x, including -0.0
+# neutral elements: -0.0 + x is x for every x, including -0.0
 _START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}
 
 
@@ -36,7 +36,7 @@ class Step:
     """The step of one key: what is fixed in it, and its graph once it is captured."""
 
     batch: Any  # batch of static tensors
-    inputs: list[Tensor]  # these tensors, in the order of `batch_tensors`
+    inputs: list[Tensor]  # the batch's tensors, in the order of `batch_tensors`
     warm_ups: int = 0
     graph: torch.cuda.CUDAGraph | None = None
     state: dict[Any, list[str]] = field(default_factory=dict)  # by parameter: tensors of its state after the step
@@ -83,7 +83,7 @@ class StepGraphs:
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._sums: dict[str, Tensor] = {}
         self._state: dict[Any, dict[str, Tensor]] = {}  # the optimizer's state, by parameter and name
-        self._static: dict[str, Any] = {}  # tensors of the method's hook, and anchors
+        self._static: dict[str, Any] = {}  # copies of the tensors of the method's hook, and of the anchors
         self._is_bound = False  # whether the optimizer's state lies in `_state`
         self._num_captures = self._num_replays = 0
 
@@ -113,14 +113,14 @@ class StepGraphs:
         """Make one step with a batch: eagerly at first, then by its graph."""
         optimizer = steps.built.optimizer
         weight, shape = steps.built.recorder.weight, _form(batch)
-        hooks = len(steps.built.module._forward_hooks)  # one more if logits are masked
+        hooks = len(steps.built.module._forward_hooks)  # a masked loss adds a hook, so the graph differs
         key = shape, weight, bool(optimizer.state), _options(optimizer), hooks
         step = self._steps.get(key)
         if step is None:
             inputs = [torch.empty_like(x, device=self._owner.device) for x in batch_tensors(batch)]
             tensors = iter(inputs)
             step = self._steps[key] = Step(mapped(batch, lambda _: next(tensors)), inputs)
-            # the optimizer's first step differs only in making the state, so its shape is warm with the others
+            # a step without optimizer state differs only in creating it, so the warm-ups of its shape count here, too
             step.warm_ups = max((one.warm_ups for (form, *_), one in self._items() if form == shape), default=0)
         for own, given in zip(step.inputs, batch_tensors(batch), strict=True):
             own.copy_(given)
@@ -199,7 +199,7 @@ class StepGraphs:
         """Move the optimizer's tensors to the addresses that graphs use; its first tensors define these addresses."""
         if self._is_bound:
             return
-        built.gather()  # of buffers that eager steps have replaced
+        built.gather()  # copies the buffers that eager steps have replaced
         for parameter, state in built.optimizer.state.items():
             own = self._state.setdefault(parameter, {})
             for name, value in state.items():
@@ -286,7 +286,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._numbers: list[Tensor] = []  # what torch makes of a number of Python: frozen like the number itself
+        self._numbers: list[Tensor] = []  # tensors made of Python numbers, which a graph freezes anyway
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))

@@ -73,7 +73,7 @@ class Capture:
         try:
             with torch.cuda.stream(self.stream):
                 yield
-        finally:  # a step that is given up has begun there, too
+        finally:  # also after an error, since kernels were queued on that stream
             outside.wait_stream(self.stream)
 
     def use(self, step: Step) -> None:

@@ -123,7 +123,7 @@ class Trained:
         self._logged.hand(place, built.recorder)
         task, num_steps = PreparedTask(assignment, received, {}, data, context, built), self._num_steps[place]
         total = self._losses[place]
-        loss = (total if total.is_cuda else float(total)) / max(num_steps, 1)  # a GPU is read with all else
+        loss = (total if total.is_cuda else float(total)) / max(num_steps, 1)  # on a GPU, read later with the rest
         if data.test is None:
             classes = self._classes[place]
             return self._trainer.answer(task, num_steps, {LOSS: loss}, {}, {CLASSES: classes} if classes else {})

@@ -278,7 +278,7 @@ def cross_entropy(known: Known | None, num: int, args: Sequence[Any], kwargs: Ma
     logits, labels = (stack_of(one) for one in args[:2]) if usual else (None, None)
     if logits is None or labels is None or logits.dim() != 3 or labels.dim() != 2 or labels.is_floating_point():
         return by_slices(F.cross_entropy, args, kwargs, num)
-    # a GPU would be waited for: its labels are not looked at, and those that are ignored are masked
+    # Reading labels would wait for a GPU; there labels to ignore are masked instead.
     if labels.device.type == "cpu" and bool(labels.eq(_IGNORED).any()):
         return by_slices(F.cross_entropy, args, kwargs, num)
     with outside() as inside:
@@ -296,9 +296,9 @@ class _CrossEntropy(torch.autograd.Function):
             is_used = labels.ne(_IGNORED)
             chosen = logs.gather(2, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
             return -(chosen * is_used).sum(1) / is_used.sum(1)
-        if labels.device.type != "cpu":  # labels that are ignored may be among them
+        if labels.device.type != "cpu":  # some of the labels may have to be ignored
             return torch.stack([F.nll_loss(*own) for own in zip(logs.unbind(0), labels.unbind(0), strict=True)])
-        # of each sample what is added, so that whether the sums have equal bits depends on nothing but their length
+        # keep only the addend of each sample, so that equal bits of the sums depend on nothing but their length
         added = logs.gather(2, labels.unsqueeze(-1)).squeeze(-1)
         return product(known, "nll", _losses_together, _loss_alone, added)
 
@@ -321,7 +321,7 @@ def _losses_together(logs: Tensor) -> Tensor:
     That function adds groups of 16 after the first sample, then the remaining samples, then the first sample.
     """
     num, n = logs.shape
-    # torch adds along the first dimension one after another where the others are a multiple of its widest vectors
+    # torch adds rows one after another if the row length is a multiple of its widest vector
     each = logs.new_zeros(n, -(-num // _LANES) * _LANES)
     torch.neg(logs.t(), out=each[:, :num])
     groups, total = (n - 1) // _GROUP, each[1 + (n - 1) // _GROUP * _GROUP :].sum(0)

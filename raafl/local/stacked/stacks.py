@@ -172,7 +172,7 @@ def by_slices(
 # separately where any result differs. The actual numbers would not do: equal results of three may be chance.
 
 CACHE_LINE_BYTES = 64
-_ENOUGH = 4096  # number of results to compare: small products differ in one of ten to one of a hundred
+_ENOUGH = 4096  # number of results to compare: some products differ in only one of ten to one of a hundred
 
 Known = dict[Hashable, bool]
 """Whether a batched product has the bits of the clients' own, by shapes and places."""
@@ -191,7 +191,7 @@ def linear(known: Known | None, num: int, x: object, weight: object, bias: objec
         return by_slices(F.linear, (x, weight, bias), {}, num)
     xs, weights, biases = stacks
     assert xs is not None and weights is not None
-    # torch uses another kernel for the rest
+    # for all other layouts torch uses another kernel
     usual = xs.dim() in (3, 4) and weights.dim() == 3 and xs[0].is_contiguous()
     if not usual or min(xs.shape[1:]) < 1 or min(weights.shape[1:]) < 2:
         return by_slices(F.linear, (x, weight, bias), {}, num)
@@ -291,7 +291,7 @@ def together_is_equal(known: Known, function: Callable[..., Any], args: Any, kwa
         stack is None and isinstance(leaf, Tensor) and leaf.requires_grad
         for leaf, stack in zip(leaves, stacks, strict=True)
     ):
-        return False  # a gradient of the trial would be added to it
+        return False  # the trial would add a gradient to this tensor
     key = (function, num, form, *(_form_of(leaf, stack) for leaf, stack in zip(leaves, stacks, strict=True)))
     equal = known.get(key)
     if equal is None:

@@ -272,7 +272,7 @@ class Steps:
 
     def _groups(self, batch: Batch, index: int) -> list[tuple[int, list[int]]]:
         """Group the clients whose losses one pass computes; return each group with its batch's index in the epoch."""
-        if not self.by_index:  # otherwise the index differs between clients, and the step may use it
+        if not self.by_index:  # otherwise indices differ between clients, and the step may use its index
             return [(index % self.per_epoch, clients) for clients in batch.kinds.values()]
         groups: defaultdict[tuple[Any, int], list[int]] = defaultdict(list)
         for kind, clients in batch.kinds.items():
@@ -369,7 +369,7 @@ def _norms(known: Known | None, stack: Tensor) -> Tensor:
     return product(known, "norm", lambda all: norm(all.reshape(len(all), -1), dim=1), norm, stack)
 
 
-# -0.0 + x is x for every x, including -0.0
+# neutral elements: -0.0 + x is x for every x, including -0.0
 _START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}
 
 

@@ -169,7 +169,7 @@ class ByExits(Hook):
         early = self.students.logits()
         after, output, others = _generators(device), self._output, []
         for logits in early.values():
-            _restore(device, before)  # a step that draws before its forward pass, such as augmentation, draws the same
+            _restore(device, before)  # random numbers before the forward pass must be the same
             model, exit_output = self.students.model, _with_logits(output, logits)
             # the forward pass does not run again: the step gets this exit's logits in its place
             with patched({(model, "forward"): _constant(exit_output), **quiet(self.task.module)}):

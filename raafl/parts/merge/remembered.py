@@ -131,7 +131,7 @@ class Remembered(Merge):
 
     def apply(self, state: GlobalState) -> None:
         """Move the model by the mean of all remembered changes, corrected by the new ones."""
-        # With the new sum U' = U + sum (d - u), v of the class's equation is U'/N + (1/Gamma - 1/N) sum (d - u).
+        # With the new sum U' = U + sum (d - u), v in this class's equation is U'/N + (1/Gamma - 1/N) sum (d - u).
         memory = self._memory(state)
         num_clients = state.num_clients if self.of_all else len(self._latest(state))
         rate = math.fsum(self.staleness(item.staleness) for item in state.waiting) / len(state.waiting)

@@ -111,7 +111,7 @@ class ServerOptimizer(Merge):
 
     def _step(self, theta: Tensor, delta: Tensor, moments: Sequence[Tensor], where: Tensor | None) -> None:
         m, v = moments
-        if where is None and self.kind == "adam":  # the same operations in place: half the passes over memory
+        if where is None and self.kind == "adam":  # the operations below in place: half the passes over memory
             m.mul_(self.beta1).add_(delta, alpha=1 - self.beta1)
             v.mul_(self.beta2).add_(delta.mul_(delta), alpha=1 - self.beta2)
             theta.addcdiv_(m, torch.sqrt(v, out=delta).add_(self.tau), value=self.server_lr)
@@ -120,7 +120,7 @@ class ServerOptimizer(Merge):
         new_m = torch.add(m * self.beta1, delta, alpha=1 - self.beta1)
         if self.kind == "adagrad":
             new_v = v + square
-        elif self.kind == "yogi":  # changes v by at most (1 - beta2) Delta^2, while adam's may fall by (1 - beta2) v
+        elif self.kind == "yogi":  # v changes by at most (1 - beta2) Delta^2, while adam's v may fall by (1 - beta2) v
             new_v = v - (1 - self.beta2) * square * torch.sign(v - square)
         else:
             new_v = torch.add(v * self.beta2, square, alpha=1 - self.beta2)

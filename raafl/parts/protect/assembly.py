@@ -243,7 +243,7 @@ class Bounded(Wrapped):
         memory = state.memory.of(BoundedMemory)
         norms, is_large = self._measure(state, memory, update, spec)
         memory.measured = (update.assignment, norms, is_large)
-        if not norms:  # what `_measure` has found within bounds
+        if not norms:  # `_measure` has found the update within bounds
             return None
         most = self._most(state, memory, spec, norms)
         return HUGE_NORM if any(norm > most.get(name, math.inf) for name, norm in norms.items()) else None

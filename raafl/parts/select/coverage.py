@@ -179,7 +179,8 @@ class RegionCoverage:
     def _in_turn(self, round: int, seed: int, rest: int) -> list[list[int]]:
         """Return each client's regions in ``round``; the order of steps lets no rest exceed ``rest`` rounds."""
         cycle, step = divmod(round, self.period)
-        # the longest rest is 2 * period - 2 rounds, from the first step of a cycle to the last of the next: then any order will do
+        # the longest possible rest is 2 * period - 2 rounds, from the first step of a cycle to the last of the next
+        # one, so any order will do
         is_free = rest >= 2 * self.period - 2
         length = self.period if is_free else rest - self.period + 2
         start = step - step % length

@@ -265,7 +265,7 @@ class RollingWindows(Select):
             return (0,)
         ends = [*exit_depths(submodels), len(stack)]
         tops = [start + num_blocks for start in window_starts(len(stack), depth)]
-        if len(ends) > 1:  # a model without exits ends every window with its own last layers
+        if len(ends) > 1:  # with exits a window can end only at one of them
             tops = [
                 max((e for e in ends if num_blocks <= e <= top), default=min(e for e in ends if e >= num_blocks))
                 for top in tops

@@ -163,7 +163,7 @@ class OverlappedClient(ClientExtension):
             return None
         peak_bytes(device, anew=True)
         early = self._early = EarlyTask(expected, own, client.received.get, client.down.unpack)
-        if (arrived := client.out) is not None:  # it began to arrive before the receiving thread could see `_early`
+        if (arrived := client.out) is not None:  # the task began to arrive before the other thread saw `_early`
             early.watch(arrived.assignment)
         if client.stop.is_set():
             early.stop.set()

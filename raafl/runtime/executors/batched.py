@@ -48,7 +48,7 @@ _GAIN = 1.2
 # with "auto", trials may take this many seconds, or this share of the time of one-by-one training
 _TRIAL_S, _TRIAL_SHARE = 0.5, 0.02
 _TRIAL_AHEAD = 0.05  # for a short run, trials may take at most this share of its remaining time
-_FIRST_S = 0.07  # extra seconds of the first trial, which also tests products and warms up
+_FIRST_S = 0.07  # extra seconds of the first trial, which also tests products for equal bits and warms up
 # number of batches whose clients took different branches, after which tasks of that kind are trained one by one
 _MOST_PARTED = 3
 
@@ -107,7 +107,7 @@ class BatchedExecutor(Executor):
         self._trainer, self._data, self._most, self._is_fast = trainer, data, most, most == "fast"
         self._least = _LEAST_AUTO if most == "auto" else _LEAST
         self._together = CohortTrainer(trainer, fast=self._is_fast)
-        self._recorded: dict[int, Sequence[int]] | None = None  # in a replay: by task, those that were trained with it
+        self._recorded: dict[int, Sequence[int]] | None = None  # in a replay: tasks that were trained with each task
         self._waiting: defaultdict[Like, dict[int, Member]] = defaultdict(dict)
         # heaps of (time needed, id); some entries are not waiting any more
         self._order: defaultdict[Like, list[tuple[float, int]]] = defaultdict(list)
@@ -248,7 +248,7 @@ class BatchedExecutor(Executor):
             seconds = time.thread_time() - begun
         self._tried_s += seconds
         standing.note(trained, seconds + asked_s, loop_s, len(members))
-        is_enough = len(members) >= _TRIALS[-1] or not standing.gains  # a second trial of what gains nothing only costs
+        is_enough = len(members) >= _TRIALS[-1] or not standing.gains  # without any gain a second trial would be wasted
         if self._most == "auto" and standing.is_slow and is_enough:
             self._leave(kind, Unstackable(f"{len(members)} clients are not faster together than one after the other"))
 

@@ -37,8 +37,8 @@ try:
 except ImportError as error:
     raise BadInput(f"engine.name is 'ray', but Ray is not installed: {installing('ray')}") from error
 
-_LOOK_S = 2.0  # seconds between two looks at the size of the cluster, to which workers may have come
-_PER_SLOT = 2  # tasks given to Ray for each that the cluster can train at a time, so that no worker waits
+_LOOK_S = 2.0  # seconds between two queries of the cluster's size, which may grow
+_PER_SLOT = 2  # number of tasks given to Ray for each one that it trains at a time, so that no worker waits
 
 Build = Callable[[Experiment], tuple[LocalTrainer, Executor]]
 
@@ -224,7 +224,7 @@ def _connect(experiment: Experiment) -> None:
     if options.address is None:
         workers = experiment.workers if experiment.workers > 1 else (os.cpu_count() or 1)
         own = {"num_cpus": max(int(workers * options.cpus_per_worker), 1), "include_dashboard": False}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run reports to nobody that its user did not name
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no reports that the user has not asked for
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         ray.init(address=options.address, logging_level=logging.ERROR, log_to_driver=False, **own)

@@ -107,7 +107,7 @@ def _save_copy(run_folder: Path, form: SavedForm, state: GlobalState, progress: 
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{run_folder.name}-"))
         path = checkpoint_files.write(folder, form.contents(state.version, state.values))
-    except Exception as error:  # as in `_save_model`
+    except Exception as error:  # libraries wrap disk errors in exceptions of their own
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         progress.warn(
@@ -147,7 +147,7 @@ def _save_safetensors(
         with _whole(run_folder / FOLDER) as folder:
             save_file(named, folder / SAFETENSORS, metadata={"format": "pt"})
             (folder / CARD).write_text(card(), encoding="utf-8")
-    except Exception as error:  # as in `_save_model`
+    except Exception as error:  # libraries wrap disk errors in exceptions of their own
         progress.warn(f"the final model cannot be written to {run_folder / FOLDER}: {cause(error)}")
         return None
     return FOLDER

@@ -195,6 +195,6 @@ def png(pixels: Tensor) -> bytes:
 
     rows = b"".join(
         b"\0" + row.numpy().tobytes() for row in pixels.contiguous()
-    )  # each row begins with its filter: none
+    )  # each row begins with the byte of its filter, 0 = none
     head = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")

@@ -189,7 +189,7 @@ def _admit(run: Run, server: Server, setup: SessionSetup, loop: SocketLoop | Non
     def admit(client: int, peer: str, connect: Callable[[], Connection]) -> None:
         if not 1 <= client <= num_clients:
             problem = f"client is {client}: this run has clients 1 to {num_clients}"
-            # a short message fits into the socket's buffer; nobody may be waited for here
+            # a short message fits into the socket's buffer: this thread must not wait for a client
             connect().send(Message(Kind.STOP, meta=Reason(f"refused: {problem}").to_meta()), _AT_ONCE_S)
             raise Refused("unknown-client", problem)
         known = clients[client - 1]

@@ -78,7 +78,7 @@ class OverlappedSession(SessionExtension):
         session.scratch, self._other_scratch = self._other_scratch, session.scratch
         session.up, self._other_up = self._other_up, session.up
         following: Sent | None = yield Join(ahead)
-        if following is not None:  # confirm the answer, which the messages of the next task do not do
+        if following is not None:  # confirm the answer here, since the next task's messages do not
             confirms = {"confirms": assignment.id}
             yield Send(Message(Kind.KEEPALIVE, 0, session.incarnation, confirms))
         return following

@@ -30,9 +30,9 @@ from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.loop import Mailbox
 from raafl.transport.tcp.resumable import Position
 
-_LOOK_S = 0.25  # seconds between two looks of a session that waits whether the run has ended
-_CHECK_S = 0.5  # seconds between two checks of an idle session that blocks whether its client is still connected
-_BRANCH_LOOK_S = 0.1  # seconds between two looks of a branch that blocks whether its task is still wanted
+_LOOK_S = 0.25  # seconds between two checks, while a session waits, whether the run has ended
+_CHECK_S = 0.5  # seconds between two checks whether the client of an idle, blocking session is still connected
+_BRANCH_LOOK_S = 0.1  # seconds between two checks whether a blocking branch is still needed
 
 
 class Session(ABC):
@@ -225,7 +225,7 @@ class Session(ABC):
     async def _send(self, message: Message) -> int:
         sent = await self._write(message)
         self._heard_s = time.monotonic()
-        await self._say_if_stopping()  # `stop` could not send meanwhile
+        await self._say_if_stopping()  # while this message was sent, `stop` could not send
         return sent
 
     async def _idle(self, mailbox: Mailbox[T], seconds: float) -> T:
@@ -358,7 +358,7 @@ class ThreadSession(Session):
         # `_stopping` is set before trying the lock, and checked after releasing it, so exactly one of the two sends the
         # stop message.
         self._sending = threading.RLock()
-        self._branch_look_s = _BRANCH_LOOK_S  # nobody wakes a branch that is no longer wanted
+        self._branch_look_s = _BRANCH_LOOK_S  # nobody wakes a branch that is no longer needed, so it must check
 
     # ---- called on the run's loop ----
 
@@ -421,7 +421,7 @@ class ThreadSession(Session):
             self._pair.close()
 
     async def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
-        with self._sending:  # whether it was said must not change meanwhile
+        with self._sending:  # no other thread may send the stop message meanwhile
             await super()._say_stop(reason, wait_s)
 
     async def _write(self, message: Message, wait_s: float | None = None) -> int:

@@ -28,9 +28,9 @@ from raafl.transport.tcp.loop import Mailbox, SocketLoop
 from raafl.transport.tcp.resumable import LINK, SUCCEEDED, Position, Progress
 from raafl.transport.tcp.stream import Waits
 
-_LOOK_S = 0.25  # seconds between two looks of a session that waits whether the run has ended
+_LOOK_S = 0.25  # seconds between two checks, while a session waits, whether the run has ended
 _CONFIRM_S = 0.25  # seconds after which an answer is confirmed, unless the next task has done so
-_BRIEFLY_S = 0.02  # seconds between two looks whether another user of a broken connection has replaced it
+_BRIEFLY_S = 0.02  # seconds between two checks whether another user of a broken connection has replaced it
 
 
 class LoopSession(Session):
@@ -238,7 +238,8 @@ class SessionLine:
         self._is_closed = False
         self._next: Mailbox[tuple[TcpConnection, Position]] = Mailbox()
         self._resume_s, self._left_s, self._before = resume_s, resume_s, (Position(), Position())
-        # the lock orders the session's end and new connections: each is either taken, or told that no session exists
+        # The lock orders the session's end and new connections: each connection is either taken, or told that there is
+        # no session.
         self._lock, self._has_ended = threading.Lock(), False
 
     @property
@@ -298,7 +299,7 @@ class SessionLine:
             finally:
                 self.received_bytes += pair.received_bytes
             if isinstance(lost, PeerTimeout) and pair.in_step and pair.partial is None:
-                self.close()  # nothing arrived in time
+                self.close()  # nothing has arrived in time
                 raise lost
             await self._replace(pair, lost, receives=True)
             await self._repeat()
@@ -331,7 +332,7 @@ class SessionLine:
     async def confirm(self, incarnation: int, assignment: int) -> None:
         """Tell a client whose connection can resume that its answer has arrived, so that the client may discard the answer."""
         if self._resumes and not self.closed:
-            with suppress(PeerLost, PeerTimeout):  # who receives will notice the lost connection
+            with suppress(PeerLost, PeerTimeout):  # the receiving side will notice the lost connection
                 await self.send(Message(Kind.KEEPALIVE, 0, incarnation, {"confirms": assignment}))
 
     def beat(self, message: Message) -> None:
@@ -406,7 +407,7 @@ class SessionLine:
             if self._is_closed:
                 raise error
             if not receives and self._receiving.locked():
-                # the holder may take the next connection, and then wait for the sender
+                # the holder of the lock may take the next connection, and then wait for this sender
                 await asyncio.sleep(_BRIEFLY_S)
                 continue
             async with nullcontext() if receives else self._receiving:

@@ -367,8 +367,8 @@ class SessionProtocol:
         info, hello = yield from self._greet()
         self._num_samples, self._below = info.num_samples, info.below
         self.report(Joined(info))
-        # A result that was lost with the client's earlier connection is recorded as refused. It counts as one of that
-        # connection: the client says the number, which may be that of the task that this one is about to be sent.
+        # A result that was lost with the client's earlier connection is recorded as refused. It is counted for the
+        # earlier incarnation, since the client names its number, which may be that of the task about to be sent.
         if hello.unsent is not None:
             nothing = FlatTensors.empty(Layout(()))
             self.report(Arrived(Update(hello.unsent, self.client, self.incarnation - 1, nothing, 0, refusal="late")))
@@ -439,7 +439,7 @@ class SessionProtocol:
                 answer = partial(extension.answer, plain=answer)
             update = yield from answer(sent)
         except Stopped:
-            return  # the next step tells why
+            return  # the next step finds the reason
         except Refused as refused:
             update = self.refused(task.assignment, refused)
         if update is not None:

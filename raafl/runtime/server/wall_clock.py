@@ -113,9 +113,9 @@ class Server(Driver):
         self._timers: list[tuple[float, int]] = []
         self._links = LinkTracker(coordinator.roster, lambda row: record.link(row, self.now), self.note, self._offer)
         self._extensions: list[LoopExtension] = [make(self) for make in extensions_of(coordinator, "loop")]
-        # `time.perf_counter` when the clock read 0; None = the clock stands still until the first task
+        # `time.perf_counter` at time 0 of the clock; None = the clock is stopped, until the first task
         self._start: float | None = None
-        self._resumed_at = 0.0  # what the clock reads while it stands still
+        self._resumed_at = 0.0  # time of the clock while it is stopped
         self._standing_since = 0.0
         self._interrupt = Interrupt()
 
@@ -167,7 +167,7 @@ class Server(Driver):
         self._alone_since = self._standing_since = time.perf_counter()
         roster = self.coordinator.roster
         for client in sorted([*roster.clients.values(), *roster.suspended.values()], key=lambda client: client.id):
-            self._handle(Lost(client.id, RESTART, client.incarnation), self.now)  # clients of the server's earlier life
+            self._handle(Lost(client.id, RESTART, client.incarnation), self.now)  # clients from before the restart
         if self._evaluator is not None:
             self._evaluator.start()
         for session in self.sessions.values():
@@ -361,7 +361,7 @@ class Server(Driver):
     def close(self) -> None:
         """Close the connections of clients that are still connected."""
         with self._enter_lock:
-            self._is_closed = True  # clients that call before the port closes must be refused
+            self._is_closed = True  # clients that connect before the port closes must be refused
             everyone = [*self.sessions.values(), *self._entering.values(), *(session for _, session in self._leaving)]
         for session in everyone:
             if session.is_alive():
@@ -515,7 +515,7 @@ class LinkTracker:
             item.is_taken.put(self._offer(item))
         elif isinstance(item, Away | Back):
             client = self._roster.find(item.client)
-            # otherwise the session was replaced meanwhile
+            # else the session was replaced meanwhile
             if client is not None and client.incarnation == item.incarnation:
                 self._tell(item)
         else:

@@ -35,7 +35,7 @@ _TIMES = {
     _aten.max_pool3d_with_indices: 7.0,
     _aten._softmax: 6.0,
     _aten._safe_softmax: 6.0,
-    _aten.sqrt: 2.2,  # see `root_times`
+    _aten.sqrt: 2.2,  # for a mixture of zeros and other numbers; see `root_times`
     _aten._scaled_dot_product_flash_attention_for_cpu: 2.3,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.3,
     _aten.native_batch_norm: 2.0,
@@ -119,7 +119,7 @@ def workspace_bytes(packet: object, args: Sequence[Any], results: Sequence[Tenso
         return _unfolded(x, weight, y)
     result_bytes = sum(map(_bytes, results))
     passes = _passes(x, weight, y, groups, masks)
-    if not masks:  # the peak is during the computation, or while the result is reordered
+    if not masks:  # memory is highest during the computation, or while the result is reordered
         return max(passes[0].num_bytes, passes[0].y_bytes + _bytes(y)) - result_bytes
     kept, needs = _bytes(x) if masks[0] else 0, [0]
     if masks[1]:
@@ -408,7 +408,7 @@ def cached_result(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Return the cache entry of an operation's call, new if need be; None if shapes and dtypes do not determine its result."""
     tensors: list[Tensor] = []
     try:
-        # else reading any attribute of a tensor would go through all active modes
+        # otherwise each read of a tensor's attribute would go through all active modes
         with torch._C.DisableTorchFunction():
             forms = _form(args, tensors), _form(tuple(kwargs.items()), tensors)
         if not tensors:  # without tensors among the arguments the device is unknown

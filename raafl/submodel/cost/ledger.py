@@ -196,7 +196,7 @@ class Ledger(TorchDispatchMode):
             if node is None or node in seen:
                 continue
             seen.add(node)
-            is_within = node not in before and not hasattr(node, "variable")  # a leaf's gradient is added up outside
+            is_within = node not in before and not hasattr(node, "variable")  # gradients of leaves are added outside
             node.register_prehook(partial(self._set_loop, is_within))
             if is_within:
                 nodes += [above for above, _ in node.next_functions]
@@ -230,7 +230,7 @@ class Launches(NamedTuple):
     """
 
     steps: float = 0.0  # number of steps
-    operations: float = 0.0  # number of operations of forward and backward pass that are no products, without views
+    operations: float = 0.0  # number of operations in forward and backward pass, without products and views
     products: float = 0.0  # number of matrix products, convolutions and attentions of both passes
     # number of operations without autograd: the optimizer's, one for each tensor
     plain: float = 0.0

@@ -56,7 +56,7 @@ class Step:
     num_kernels: float = 0.0
     guessed: str = ""  # description of what is only estimated, and why; "" = nothing
     launches: Launches | None = None  # launches on a GPU; None = the passes could not be run
-    pool_bytes: int = 0  # largest memory of what the step allocates and frees again
+    pool_bytes: int = 0  # largest memory that the step allocates and frees again
 
 
 def predict(
@@ -141,7 +141,7 @@ def _cold(
             found = follow(begin, spec, on_values)
         except USER_ERRORS as error:
             failure = error
-    # perhaps the step needs what was hidden: a table of constants, not a cache
+    # the step may need what was hidden: a table of constants instead of a cache
     if hidden.any and (found is None or found[0].guessed):
         with uncached(module, is_cold=False):
             return follow(begin, spec, on_values)
@@ -238,7 +238,7 @@ def _draw_values(module: nn.Module) -> None:
     draw(module, 0)
     for buffer in persistent_buffers(module).values():  # their true values are not known here
         if buffer.is_floating_point() or buffer.dtype == torch.bool:
-            buffer.fill_(1)  # code may divide by it
+            buffer.fill_(1)  # 1, since code may divide by it
 
 
 def _with_some(begin: Begin, spec: Spec, default: str, step: Step) -> Step:
@@ -247,7 +247,7 @@ def _with_some(begin: Begin, spec: Spec, default: str, step: Step) -> Step:
     run.ledger.some = True
     try:
         return run.step(default)
-    except NotImplementedError as error:  # it reads values, such as the number of samples of an expert
+    except NotImplementedError as error:  # the step reads values, such as the number of samples of an expert
         guess = begin(spec).update()
         return replace(guess, guessed=f"{_not_followed(error)}: {_BY_PARAMETERS}")
     except USER_ERRORS:  # the user's code raises when such a condition holds

@@ -228,7 +228,7 @@ class Labels:
                 self._split(a, b.size)
             elif b.size % a.size == 0:
                 self._split(b, a.size)
-            else:  # such as (2, 3) and (3, 2): dropping an index of one would break the shape of the other
+            else:  # for example (2, 3) and (3, 2), of which no index can be dropped without breaking the other shape
                 self.pin(Dim([*ours, *theirs]), "it is factored in two ways that do not fit")
                 return
 

@@ -97,7 +97,7 @@ class ModuleState:
         if any(record.changed() for record in self._left(self._watched, is_same)):
             self._watch()
         if not metrics:
-            self._glance.forget()  # it may have seen metrics that are not as recorded
+            self._glance.forget()  # the last quick look may have seen changed metrics
         elif not is_same:
             self._glance.take()
 
@@ -242,7 +242,7 @@ class RandomRecord(Record):
 
     def _bits(self) -> Any:
         if isinstance(self._now, np.random.RandomState):
-            return self._now._bit_generator  # numpy's private attribute with the generator's source of bits
+            return self._now._bit_generator  # numpy's private attribute, which has the random state
         return self._now.bit_generator if isinstance(self._now, np.random.Generator) else self._now
 
     def changed(self) -> list[str]:

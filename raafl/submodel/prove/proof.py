@@ -70,7 +70,7 @@ def refuted(
 def _proven(begun: Callable[[], _Proof], module: nn.Module) -> dict[str, str] | str:
     """Return the axes that cannot shrink, each with the reason; or a reason why nothing can be compared."""
     problem = ""
-    for is_cold in (True, False):  # code that fails with its caches hidden has stored constants there: then leave them
+    for is_cold in (True, False):  # if code fails with its caches hidden, leave them: they hold constants
         with uncached(module, is_cold=is_cold) as hidden:
             proof = begun()
             problem = proof.begin() or ""
@@ -119,7 +119,7 @@ class _Proof:
         step = self.first
         if step.loss is None or not all(torch.isfinite(x).all() for x in step.loss_and_gradients()):
             return "its training step gives numbers that are not finite, whatever is cut: correct the step first"
-        # such as after a division by the number of kept elements, here 0
+        # for example after a division by the number of kept elements, which is 0
         if step.noisy and not self._finite(self.noise[1]):
             self.noise = NOISE[:1] * 2
         self.uncut = largest_of(step.gradients) if self.measures_rounding else {}
@@ -472,7 +472,7 @@ class Quiet(TorchFunctionMode):
             self.noisy = True
         elif name in ("bernoulli", "bernoulli_"):
             chance = kwargs.get("p", args[1] if len(args) > 1 else args[0] if name == "bernoulli" else 0.5)
-            answer.copy_(torch.as_tensor(chance) >= 0.5)  # the likelier outcome
+            answer.copy_(torch.as_tensor(chance) >= 0.5)  # in place of a draw, the likelier outcome
         if name in ("to", "float", "type") and isinstance(answer, Tensor) and answer.dtype == torch.float32:
             self.forced |= args[0].dtype == torch.float64
         return answer
@@ -541,7 +541,7 @@ def apart(what: str, one: Tensor, other: Tensor, bound: Bound) -> Iterator[str]:
         return
     if not one.numel():
         return
-    if not bool(torch.isfinite(one).all() and torch.isfinite(other).all()):  # explicit, since max(0, nan) is 0
+    if not bool(torch.isfinite(one).all() and torch.isfinite(other).all()):  # an explicit check, since max(0, nan) is 0
         same = torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)) and math.isinf(bound.tolerance)
         if not same:
             yield f"{what} is not finite"

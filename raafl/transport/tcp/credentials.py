@@ -122,7 +122,7 @@ class _ServerToken(ServerLogin):
                 raise Refused("wrong-token", "the server was started by another command")
             return None, 0
 
-        yield from ()  # there is nothing to wait for
+        yield from ()  # makes this a generator, though there is nothing to wait for
         return check
 
 

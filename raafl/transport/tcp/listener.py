@@ -313,7 +313,8 @@ class Listener:
     def _turn_out(self, caller: _Caller, reason: str) -> None:
         """Mark a caller as rejected and wake its task, which then closes the connection."""
         caller.reason = caller.reason or reason
-        # Only that task closes the descriptor: closed here, its number could be reused while the task waits for it.
+        # Only the caller's task closes the descriptor: closed here, its number could be reused while that task waits
+        # for it.
         with suppress(OSError):
             shut(caller.sock, socket.SHUT_RD)  # the peer notices nothing until the socket is reset
 

@@ -25,7 +25,7 @@ from typing import Any, Generic
 
 from raafl.transport.tcp.stream import T, Wait, Waits
 
-_MAX_CODECS = 4  # threads that encode and decode
+_MAX_CODECS = 4  # largest number of threads that encode and decode
 
 
 class Mailbox(Generic[T]):
@@ -225,7 +225,7 @@ class SocketLoop:
         """Wait for a transfer's socket, its mailbox or its timeout; return whether the socket is ready."""
         descriptor = -1
         if wait.stream is not None and (descriptor := wait.stream.sock.fileno()) < 0:
-            return True  # closed: the next attempt says so
+            return True  # closed: the next attempt to read or write raises
         if wait.timeout_s <= 0:
             await asyncio.sleep(0)
             return wait.stream is not None and wait.stream.poll(wait.writes, 0)
@@ -233,7 +233,7 @@ class SocketLoop:
         timer = None if wait.timeout_s == math.inf else self._loop.call_later(wait.timeout_s, _settle, done, False)
         if mailbox is not None:
             mailbox.wake = lambda: self.post(_settle, done, False)
-            if not mailbox.is_empty:  # put before anybody could be woken
+            if not mailbox.is_empty:  # an item came before `wake` was set
                 _settle(done, False)
         watch = None if wait.stream is None else self._watch(wait.stream.sock, (descriptor, wait.writes))
         if watch is not None:

@@ -31,7 +31,7 @@ SUCCEEDED = "connection-replaced"
 # error reasons after which the client may reconnect: a thread that notices the break closes the connection for the
 # others
 LINK = frozenset({"connection-closed", "connection-reset", "connection-broken", "closed-here", SUCCEEDED})
-_LOOK_S = 0.05  # how often a waiting thread looks again, in seconds
+_LOOK_S = 0.05  # seconds between two checks of a waiting thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class ResumableConnection(Connection):
                 finally:
                     self.received_bytes += pair.received_bytes
                 if isinstance(lost, PeerTimeout) and pair.in_step and pair.partial is None:
-                    self.close()  # nothing arrived in time
+                    self.close()  # nothing has arrived in time
                     raise lost
                 self._replace(pair, lost)
                 self._repeat()

@@ -37,7 +37,7 @@ T = TypeVar("T")
 class Wait(NamedTuple):
     """Request to wait; the result is whether the socket is ready, False after the time."""
 
-    stream: SocketStream | None  # None = only for the time
+    stream: SocketStream | None  # None = wait only for the time to pass
     writes: bool  # whether to wait until the socket takes bytes, else until it has some
     timeout_s: float  # seconds to wait at most
 

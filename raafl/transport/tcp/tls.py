@@ -89,7 +89,7 @@ class TlsStream(SocketStream):
         """Raise `PeerLost` if the peer has closed the connection; received bytes are kept. See `SocketStream.check`."""
         if self.pending or not self.poll(False, 0):
             return self.pending
-        first = bytearray(1)  # what follows stays where it is: OpenSSL has the rest of the record
+        first = bytearray(1)  # reads one byte; OpenSSL keeps the rest of the record
         try:
             with self._lock:
                 got = self._tls.recv_into(first)

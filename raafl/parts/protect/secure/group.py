@@ -59,8 +59,8 @@ class GroupMember:
     share_key: bytes  # public key with which others encrypt secret shares for it, 32 bytes
     sign_key: bytes  # public key with which others check its signatures of lists, 32 bytes (Ed25519)
     spec: Spec  # submodel of the member
-    num_samples: int = 1  # number of samples on which the member says that it trained
-    num_steps: int = 1  # number of optimizer steps that it says it made
+    num_samples: int = 1  # number of samples on which the member trained, by its own account
+    num_steps: int = 1  # number of optimizer steps of the member, by its own account
     counted: int = 1  # number of samples by which the server weights it, at most ``num_samples``
     version: int = 0  # global version from which the member trained
     max_share: float = 1.0  # largest share of an opened sum that the member's site lets one site have; 1 = any

@@ -238,10 +238,10 @@ def _seed_at(piece: bytes, place: int) -> bytes:
     return piece[start : start + SEED_BYTES]
 
 
-# Share a secret among clients so that any `threshold` of them restore it, and fewer learn nothing (Shamir 1979).
+# Share a secret among clients, so that any `threshold` of them can restore it, and fewer learn nothing (Shamir 1979).
 #
-# Each byte is shared on its own, over GF(2^8) modulo x^8 + x^4 + x^3 + x + 1, as in draft-mcgrew-tss-03, whose vectors are
-# tests.
+# Each byte is shared separately, over GF(2^8) modulo x^8 + x^4 + x^3 + x + 1, as in draft-mcgrew-tss-03, whose test
+# vectors our tests check.
 
 MAX_SHARES = 255  # the field GF(256) has 255 points other than 0, where the polynomial's value is the secret
 
@@ -347,7 +347,7 @@ def check_facts(group: Group) -> None:
                 "bad-group",
             )
         start = starts.setdefault((member.version, member.spec), member.start)
-        # a model sent to one member only would make the sum on it that member's own update
+        # if one member alone got another model, the sum over that model would be this member's update
         if member.start and start != member.start:
             raise CannotOpen(
                 f"member {member.id} received other values of version {member.version} than another one", "bad-group"
@@ -413,9 +413,9 @@ def _named(owner: str | int) -> str:
     return f"site '{owner}'" if isinstance(owner, str) else f"member {owner}"
 
 
-# Open a group's sum on the server: restore the seeds that its members reveal, and take their masks off.
+# Unmask a group's sum on the server, by the seeds that its members reveal.
 #
-# What remains on each update are the masks that the contributors share in pairs, which cancel in the sum alone.
+# On each single update the masks remain that its contributors share in pairs; these cancel only in the sum.
 
 
 class Opening:

@@ -66,7 +66,7 @@ class RegularisedMutual(Regularised, MutualTraining):
     @property
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
-        return replace(super().traits, captures=None)  # exits draw equal numbers, which graphs cannot
+        return replace(super().traits, captures=None)  # no CUDA graphs: all exits repeat the same draws
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that adds up the losses of all exits and corrects gradients by FedDyn's regulariser."""

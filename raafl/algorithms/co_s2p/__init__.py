@@ -316,9 +316,7 @@ class MaskedAndDistilled(TrainsExits):
         extra = {"masks": axes, "rate": 0.5} if axes else {}
         try:
             plain, own = (_followed(submodels, spec, batch_size, local, extra) for local in (Local(), self))
-        except (
-            Exception
-        ):  # the user's step needs values, which meta tensors lack, so predict no extra cost
+        except Exception:  # the user's step needs values, which meta tensors lack, so predict no extra cost
             return 0.0, 0, 0.0, 0.0
         samples = max(batch_size, 1)
         return (

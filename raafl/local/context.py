@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from raafl.core.task import ClientLink
 from raafl.core.types import Assignment
 
 if TYPE_CHECKING:
+    from raafl.core.exchange import ClientLink
     from raafl.local.client_group import ClientProcesses
 
 

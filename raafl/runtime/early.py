@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from raafl.core.saving import assignment_from_json, assignment_to_json
 from raafl.core.select import SelectContext
-from raafl.core.task import begins_alike, expected_next
 from raafl.core.types import Assignment, ClientInfo, Sending, Work
 from raafl.runtime.simulation import ARRIVED, ClockExtension, Due, Simulation
 
@@ -110,3 +110,22 @@ class OverlappedClock(ClockExtension):
         """Take the client's uplink until its answer is there."""
         if self._overlaps:
             self._uplink_free[client] = max(at_s, self.uplink_free_s(client))
+
+
+def expected_next(assignment: Assignment) -> Assignment | None:
+    """Predict a client's next task, so that it can begin early; ``id``, ``version`` and ``extra`` are not known yet.
+
+    Returns:
+        The expected task; None = the client may not begin it early.
+    """
+    if assignment.next_seed is None:
+        return None
+    return replace(
+        assignment, task=assignment.task + 1, seed=assignment.next_seed, lr_scale=assignment.next_lr_scale, pace_s=0.0
+    )
+
+
+def begins_alike(expected: Assignment, actual: Assignment) -> bool:
+    """Check whether the first steps of two tasks of one client are the same, up to `Traits.steps_ahead`."""
+    names = ("client", "incarnation", "task", "spec", "num_epochs", "num_steps", "seed", "lr_scale")
+    return all(getattr(expected, name) == getattr(actual, name) for name in names)

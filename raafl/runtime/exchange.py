@@ -1,4 +1,4 @@
-"""Run tasks that are split between client and server, on real ranks: both sides of `raafl.core.task`.
+"""Run tasks that are split between client and server, on real ranks: both sides of `raafl.core.exchange`.
 
 The server's side of a task runs on the thread of the client's session, on a copy of its part of the model. The client waits for
 each reply; the server waits at most ``waits.task_s`` in total. Invalid questions are refused, and the client is told.
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Local, Training
+from raafl.core.exchange import Exchange, server_seed
 from raafl.core.options import FabricOptions
-from raafl.core.task import Exchange, server_seed
 from raafl.core.types import Assignment, Update
 from raafl.errors import BadInput, InvalidPayload
 from raafl.local.context import TaskContext

@@ -96,7 +96,7 @@ class Submodels:
     In names of stacks and exits, the path of the submodule that declares them comes first.
     """
 
-    # submodels of the whole model, if this object covers only some of its tensors (`raafl.core.task`)
+    # submodels of the whole model, if this object covers only some of its tensors (`raafl.core.exchange`)
     whole: Submodels | None = None
 
     def __init__(

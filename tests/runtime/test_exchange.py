@@ -15,8 +15,8 @@ from raafl.algorithms import fed_avg, split_fed
 from raafl.algorithms.split_fed.cut import Cut, Half
 from raafl.config.options import Timeouts
 from raafl.core.algorithm import Hook, Local, Training
+from raafl.core.exchange import Exchange
 from raafl.core.saving import client_to_json
-from raafl.core.task import Exchange
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined, Lost
 from raafl.data.federated import ClientData
 from raafl.local.train import LocalTrainer

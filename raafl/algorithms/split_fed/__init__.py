@@ -61,7 +61,7 @@ from raafl.algorithms.split_fed.cut import Cut, Half, cuts_of
 from raafl.algorithms.split_fed.exchange import KEY, BothHook, Halves, LowerHook, UpperHook, halves
 from raafl.core.algorithm import Training
 from raafl.core.local import Traits
-from raafl.core.task import followed_cost
+from raafl.core.own_steps import followed_cost
 from raafl.core.types import Warn
 from raafl.data.epochs import batches_of_epoch, samples_of
 from raafl.module_hooks import TASK_HOOKS

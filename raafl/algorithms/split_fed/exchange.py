@@ -27,8 +27,8 @@ from raafl.algorithms.split_fed.cut import (
     shapes_of,
     with_received_activation,
 )
+from raafl.core.exchange import Exchange, ServerLink, server_seed
 from raafl.core.local import SkippedBatch
-from raafl.core.task import Exchange, ServerLink, server_seed
 from raafl.errors import InvalidPayload
 from raafl.submodel import Layout, SpecError
 from raafl.submodel.flat import DTYPES

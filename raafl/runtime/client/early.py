@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from raafl.core.task import begins_alike, expected_next
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput, GpuLost, InvalidPayload, TaskFailed
@@ -15,6 +14,7 @@ from raafl.local.evaluate import peak_bytes
 from raafl.local.failure import attempt
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.client.worker import Arrival, Client, ClientExtension, Item, Work
+from raafl.runtime.early import begins_alike, expected_next
 from raafl.submodel import FlatTensors
 
 

@@ -94,7 +94,7 @@ class MethodTask(Protocol):
 
 
 class Method(Protocol):
-    """Protocol of a method whose tasks do more than the user's own step; see `raafl.core.task.OwnSteps`.
+    """Protocol of a method whose tasks do more than the user's own step; see `raafl.core.own_steps.OwnSteps`.
 
     Attributes:
         rescale: whether it multiplies the activations of narrowed layers, as `Submodels.shrink` does.

@@ -10,13 +10,13 @@ from torch.utils.data import TensorDataset
 
 from raafl.algorithms import streaming_diloco
 from raafl.core.algorithm import Training
-from raafl.core.task import expected_next
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
 from raafl.errors import GpuLost, InvalidPayload, TaskFailed
 from raafl.local.context import ALONE
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.early import EarlyTask
+from raafl.runtime.early import expected_next
 from raafl.submodel import FULL, FlatTensors, Submodels
 from tests.helpers.single_task import Slope, whole
 

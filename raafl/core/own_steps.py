@@ -1,0 +1,150 @@
+"""Predict what a task costs where a method does more than the user's own step, by following its hook."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from raafl.core.local import Task
+from raafl.core.payload import Payload, Way
+from raafl.core.types import Assignment
+from raafl.errors import USER_ERRORS
+from raafl.submodel.cost import Cost, MethodSteps
+from raafl.submodel.flat import FlatTensors, Layout
+from raafl.submodel.spec import Spec
+from raafl.submodel.submodels import Submodels
+
+
+class Stepwise(Protocol):
+    """Protocol of a local part whose tasks can be followed; see `raafl.core.local.Local`."""
+
+    @property
+    def rescale(self) -> bool:
+        """Whether it multiplies the activations of narrowed layers."""
+
+    @property
+    def up(self) -> tuple[str, ...]:
+        """Names of the bundles that it sends."""
+
+    def hook(self, task: Task) -> MethodSteps:
+        """Return the steps of ``task``."""
+
+    def payload(self, submodels: Submodels) -> Payload:
+        """Return the layouts of all tensors that a task sends and receives."""
+
+    def cost_depends_on(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the entries of a task's settings that change its cost."""
+
+
+LATE = 2**30
+"""Model version that is assumed for the traced task, so large that terms of a loss which begin at some version count."""
+
+
+def followed_cost(
+    local: Stepwise, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any], estimate: Cost
+) -> Cost:
+    """Predict the cost of a task from the steps of its own hook."""
+    depends = local.cost_depends_on(extra)
+    key = (type(local), repr(local), json.dumps(depends, sort_keys=True, default=repr))
+    try:
+        cost = submodels.method_cost(spec, batch_size, OwnSteps(local, submodels, extra), key)
+    except USER_ERRORS:  # for example a hook that reads a missing attribute
+        return estimate
+    return replace(
+        cost, down_bytes=estimate.down_bytes, up_bytes=estimate.up_bytes, num_exchanges=estimate.num_exchanges
+    )
+
+
+class OwnSteps:
+    """A method whose tasks can be followed step by step.
+
+    `rescale`: whether it multiplies the activations of narrowed layers.
+    """
+
+    def __init__(self, local: Stepwise, submodels: Submodels, extra: Mapping[str, Any]) -> None:
+        """Store the method's ``local`` part, and ``extra``, the method's settings of the task."""
+        self._local, self._submodels, self._extra = local, submodels, extra
+        self.rescale = local.rescale
+
+    def begin(self, spec: Spec, module: nn.Module, loss: Callable[[Any, int], Tensor]) -> _OwnTask:
+        """Return a task before its first step, with room for what it receives and sends."""
+        return _OwnTask(self._local, self._submodels, spec, self._extra, module, loss)
+
+
+class _NoServer:
+    """Stand-in for the connection to the server: it answers each question with zeros."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
+        """Pack the tensors that the client would send to the server, and return zeros as the server's answer."""
+        FlatTensors.from_named(tensors)
+        return FlatTensors.zeros(answer, self._device)
+
+
+class _OwnTask:
+    """A task as a method's hook sees it, on tensors without values, for predicting costs.
+
+    `received_and_sent`: tensors that the task has received or will send.
+    `answer_bytes`: bytes of the trained values, which are sent together with bundles.
+    """
+
+    def __init__(
+        self,
+        local: Stepwise,
+        submodels: Submodels,
+        spec: Spec,
+        extra: Mapping[str, Any],
+        module: nn.Module,
+        loss: Callable[[Any, int], Tensor],
+    ) -> None:
+        self._local, payload = local, local.payload(submodels)
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        sent, trained = (FlatTensors.zeros(payload.layout(spec, way), device) for way in get_args(Way))
+        self.received_and_sent = [*sent.buffers.values(), *trained.buffers.values()]
+        (received, down), (values, up) = payload.split(sent, spec, "sent"), payload.split(trained, spec, "trained")
+        self.answer_bytes = values.num_bytes if local.up else 0
+        assignment = Assignment(
+            id=1,
+            client=1,
+            incarnation=0,
+            task=1,
+            version=LATE,
+            spec=spec,
+            region=0,
+            num_epochs=None,
+            num_steps=2,
+            seed=0,
+            assigned_s=0.0,
+            extra=extra,
+        )
+        self._task = Task(
+            assignment,
+            submodels,
+            module,
+            torch.optim.SGD([torch.zeros(1)], lr=0.0),
+            received,
+            2,
+            torch.Generator(),
+            loss=loss,
+            backward=lambda loss: None,
+            update=lambda: None,
+            down=down,
+            up=up if local.up else {},
+            link=_NoServer(device),
+        )
+
+    def steps(
+        self, optimizer: Optimizer, backward: Callable[[Tensor], None], update: Callable[[], None]
+    ) -> MethodSteps:
+        """Return the task's hook; see `MethodTask.steps`."""
+        task = self._task
+        task.optimizer, task.backward, task.update = optimizer, backward, update
+        return self._local.hook(task)

@@ -25,7 +25,8 @@ from benchmarks.common import Row, main
 from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.parts.merge.mean import Deltas, Mean
+from raafl.parts.merge.deltas import Deltas
+from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.select.submodels import fragment_specs
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels, skeleton

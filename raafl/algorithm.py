@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from raafl.core.state import GlobalState, MergeMemory
     from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
     from raafl.errors import BadInput, at_least, fraction, one_of, positive
-    from raafl.parts.merge.mean import Deltas, Mean, Staleness
+    from raafl.parts.merge.deltas import Deltas
+    from raafl.parts.merge.mean import Mean, Staleness
     from raafl.parts.select.rate_select import RateSelect
     from raafl.parts.select.submodels import Fragments, Full, Ranking
     from raafl.parts.select.units import at_random, leading, rolling
@@ -45,8 +46,8 @@ _HOME = {
     "GlobalState": "raafl.core.state",
     **dict.fromkeys(("Assignment", "ClientInfo", "Update", "Work", "derive_seed"), "raafl.core.types"),
     **dict.fromkeys(("BadInput", "at_least", "fraction", "one_of", "positive"), "raafl.errors"),
-    **dict.fromkeys(("Deltas", "Mean"), "raafl.parts.merge.mean"),
-    "Staleness": "raafl.parts.merge.mean",
+    "Deltas": "raafl.parts.merge.deltas",
+    **dict.fromkeys(("Mean", "Staleness"), "raafl.parts.merge.mean"),
     "Ranking": "raafl.parts.select.submodels",
     "RateSelect": "raafl.parts.select.rate_select",
     **dict.fromkeys(("Fragments", "Full"), "raafl.parts.select.submodels"),

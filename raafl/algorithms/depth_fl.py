@@ -32,10 +32,10 @@ from raafl.algorithms.fed_dyn import GRADIENT, Corrected, LinearTerm, Regularise
 from raafl.core.local import Traits
 from raafl.errors import refuse_unused
 from raafl.parts.local.distilled import ByExits, Exit, TrainsExits, counted, knowledge_loss
-from raafl.parts.merge.mean import averaging
 from raafl.parts.merge.variates import Variates
 from raafl.parts.select.rate_select import Rates
 from raafl.parts.select.windows import LeadingBlocks
+from raafl.parts.trigger import averaging
 
 DEPTHS = [0.25, 0.5, 0.75, 1.0]
 """Shares of the blocks of the paper's four kinds of clients."""

@@ -41,9 +41,9 @@ from raafl.core.payload import Bundles
 from raafl.core.types import Warn
 from raafl.errors import nearest
 from raafl.parts.local.swap_parameters import linear_in, requiring_layer
-from raafl.parts.merge.mean import averaging
 from raafl.parts.merge.remembered import load_, store_
 from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.trigger import averaging
 from raafl.submodel.declared import within
 
 OWN = "own layers"

@@ -45,8 +45,8 @@ from raafl.algorithm import (
 )
 from raafl.core.masked_loss import logits_of
 from raafl.parts.local.swap_parameters import patched, quiet, with_tensors
-from raafl.parts.merge.mean import averaging
 from raafl.parts.select.rate_select import Rates, by_rate
+from raafl.parts.trigger import averaging
 from raafl.submodel.cost import Cost
 
 LADDER = (0.2, 0.4, 0.6, 0.8, 1.0)

@@ -48,9 +48,9 @@ from raafl.algorithm import (
 from raafl.core.local import Traits
 from raafl.core.payload import Bundles
 from raafl.parts.local.swap_parameters import InputCapture, linear_in, requiring_layer, with_parameters
-from raafl.parts.merge.mean import averaging
 from raafl.parts.merge.remembered import load_, store_
 from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.trigger import averaging
 from raafl.submodel import Cost
 from raafl.submodel.flat import reals
 

@@ -31,9 +31,9 @@ from torch import Tensor
 from raafl.algorithm import Algorithm, Hook, Sample, Select, Task, at_least, positive
 from raafl.errors import refuse_unused
 from raafl.parts.local.distilled import ByExits, Exit, TrainsExits, counted, knowledge_loss
-from raafl.parts.merge.mean import averaging
 from raafl.parts.select.rate_select import Rates
 from raafl.parts.select.windows import LeadingBlocks
+from raafl.parts.trigger import averaging
 
 DEPTHS = [0.25, 0.5, 0.75, 1.0]
 WIDTHS = [0.65, 0.7, 0.8, 1.0]

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 import torch
-from torch import Tensor
 
 from raafl.core.types import Assignment, Update
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
-from raafl.submodel.flat import is_finite, is_merged
+from raafl.submodel.flat import is_merged
 from raafl.submodel.tensor_files import PayloadRoom, is_in_files, release, zeros_in
 
 # Hold what parts of an algorithm keep on the server between updates, as one typed record for each part.
@@ -265,41 +264,6 @@ class GlobalState:
         return replace(self, waiting=waiting)
 
 
-def copied(state: GlobalState, but: str) -> dict[str, Any]:
-    """Copy all state that a merge may change, so that the merge can be undone.
-
-    The tensors stored for clients are not copied here; each is copied only when it first changes (`ClientState.recording`).
-    """
-    memory = {name: _copy(value) for name, value in state.memory.to_plain().items() if name != but}
-    return {"values": state.values.clone(), "memory": memory, "clients": {}, "waiting": list(state.waiting)}
-
-
-def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
-    """Restore in place the state that `copied` saved."""
-    state.values.copy_(saved["values"])
-    state.memory.load(saved["memory"], but)
-    state.waiting[:] = saved["waiting"]
-    state.scratch.clear()  # the scratch memory from before may be shared with the copied state
-    for (name, client), flat in saved["clients"].items():
-        if flat is None:
-            state.clients.forget(name, client)
-        else:
-            state.clients.values[name][client].copy_(flat)
-
-
-def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
-    """Check that a merge made after `copied` left only finite numbers.
-
-    Tensors stored for clients are checked for infinities only: NaN marks elements that a client has never trained, and
-    a sum that overflows becomes infinite before it becomes NaN.
-    """
-    touched = (state.clients.find(name, client) for name, client in saved["clients"])
-    if any(bool(buffer.isinf().any()) for flat in touched if flat is not None for buffer in flat.buffers.values()):
-        return False
-    leaves = _leaves({name: value for name, value in state.memory.to_plain().items() if name != but})
-    return state.values.is_finite() and all(map(is_finite, leaves))
-
-
 def is_ruined(state: GlobalState) -> bool:
     """Check whether global parameters are infinite, NaN, or so large that further training may overflow."""
     for entry in state.submodels.layout(part="trained").entries:
@@ -308,33 +272,6 @@ def is_ruined(state: GlobalState) -> bool:
             if not bool((state.values[entry.name].abs() <= most).all()):
                 return True
     return False
-
-
-def _copy(value: object) -> object:
-    """Copy containers and tensors recursively; other values are immutable and returned as they are."""
-    match value:
-        case Tensor() | FlatTensors():
-            return value.clone()
-        case dict():
-            return {key: _copy(item) for key, item in value.items()}
-        case list() | tuple():
-            return type(value)([_copy(item) for item in value])
-    return value
-
-
-def _leaves(value: object) -> Iterator[Tensor]:
-    """Yield every tensor in the memory that a merge keeps between updates."""
-    match value:
-        case Tensor():
-            yield value
-        case FlatTensors():
-            yield from value.buffers.values()
-        case dict():
-            for item in value.values():
-                yield from _leaves(item)
-        case list() | tuple():
-            for item in value:
-                yield from _leaves(item)
 
 
 class ArrivalTimes(Sequence[float]):

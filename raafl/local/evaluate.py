@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from raafl.core.types import derive_seed
 from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
-from raafl.local.record import Recorder, logged_value, reduction_of
+from raafl.local.record import Recorder
 from raafl.local.trainable import Buffers
 from raafl.module_hooks import move_batch, overrides, stage
-from raafl.rng import RngStream, generators, same_generators
+from raafl.rng import RngStream
 from raafl.submodel import FULL, FlatTensors, Submodels
 from raafl.submodel.flat import is_merged
 from raafl.submodel.nested_batch import to_device
@@ -32,10 +32,10 @@ TURN_S = 0.01
 class Evaluator:
     """Evaluator that runs the module's ``validation_step`` over all test batches, for given values of the model.
 
-    Several processes can share the batches. Another process evaluates some of them and returns partial sums
-    (`partials`); this one adds these (`add`) in the order of batches, between `begin` and `end`.
+    Several processes can share the batches (`raafl.local.shared_evaluation`), between `begin` and `end`.
 
     `num_batches`: number of batches in the test set, known after a complete evaluation; 0 before.
+    `is_alone`: whether an evaluation has drawn random numbers or changed a buffer, so that no other process may share it.
     `living`: states of metrics after the last complete evaluation, as plain data and tensors, by path and name.
     """
 
@@ -58,17 +58,17 @@ class Evaluator:
         self.module, self._present = shrunk.module, shrunk.present
         self._buffers = Buffers(self.module, self._present)
         self._batches, self.device, self._prepare = batches, torch.device(device), prepare
-        self._seed, self._is_alone = seed, False
+        self._seed, self.is_alone = seed, False
         self._versions: list[tuple[int, int]] = []
         with self._stream("test data"):
             next(iter(batches()), None)  # the first access to the data set may draw random numbers
         self.num_batches = 0
-        self._recorder = Recorder()
-        self._recorder.attach(self.module)
+        self.recorder = Recorder()
+        self.recorder.attach(self.module)
         from raafl.submodel.module_state import ModuleState
 
-        self._state = ModuleState(self.module, submodels)
-        self._metrics, self._lives = LivingMetrics(self.module), metrics_live
+        self.state = ModuleState(self.module, submodels)
+        self.metrics, self._lives = LivingMetrics(self.module), metrics_live
         self.living: dict[str, dict[str, Any]] = {}
         if not overrides(self.module, "validation_step"):
             raise BadInput(
@@ -79,16 +79,16 @@ class Evaluator:
     @torch.no_grad()
     def fill(self, values: FlatTensors, *, metrics: bool = True) -> None:
         """Load ``values`` into the module and reset its other state; must be called before the first evaluation."""
-        self._state.restore(metrics=metrics)
+        self.state.restore(metrics=metrics)
         self._buffers.restore()
         self._present.copy_(values)
 
     def revive(self, living: dict[str, dict[str, Any]]) -> None:
         """Set the metrics to a state that `living` had, such as that of a checkpoint."""
         if self._lives:
-            self._state.restore()
-            self._metrics.load(living)
-            self.living = self._metrics.state()
+            self.state.restore()
+            self.metrics.load(living)
+            self.living = self.metrics.state()
 
     def restarted(self, values: FlatTensors) -> list[str]:
         """Return the names of attributes and integer buffers that have changed since `fill`; each task resets these.
@@ -98,14 +98,14 @@ class Evaluator:
         Raises:
             BadInput: a step has changed state that cannot be reset.
         """
-        self._state.check()
+        self.state.check()
         counts = [
             name
             for name, buffer in self.module.named_buffers()
             if name in self._present and not is_merged(buffer.dtype)
             if not name.endswith("num_batches_tracked") and not torch.equal(buffer, values[name].to(buffer.device))
         ]
-        return sorted([*self._state.changed(metrics=False), *counts])
+        return sorted([*self.state.changed(metrics=False), *counts])
 
     def __call__(self, values: FlatTensors, version: int) -> dict[str, float]:
         """Return the metrics of the model ``values``, which ``validation_step`` logs or returns, over all samples."""
@@ -121,16 +121,6 @@ class Evaluator:
         self._batches, self._lives = batches, False
         return self(values, version)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other processes may evaluate some of the batches.
-
-        They may not if an evaluation has drawn random numbers or changed a buffer, or the module has a hook that runs before
-        the first or after the last batch.
-        """
-        ends = ("start", "epoch_start", "epoch_end", "end")
-        return not (self._is_alone or any(overrides(self.module, f"on_validation_{end}") for end in ends))
-
     def begin(self, values: FlatTensors, version: int) -> FlatTensors:
         """Load the model to evaluate into the module; return its values, which stay valid until the next evaluation.
 
@@ -139,10 +129,10 @@ class Evaluator:
         self.fill(values, metrics=not self._lives)
         with torch.no_grad(), self._stream("prepare", version):
             self._prepare(self._present)
-        self._versions = self._buffer_versions()
+        self._versions = self.buffer_versions()
         self._draws = self._stream("evaluation", version)
         with self._draws:
-            begin(self.module, self._recorder)
+            begin(self.module, self.recorder)
         return self._present
 
     def _stream(self, *what: str | int) -> AbstractContextManager[None]:
@@ -154,70 +144,31 @@ class Evaluator:
 
         `stop`: number after the last batch; None = up to the end.
         """
-        numbered, num = iter(self._numbered(start, stop)), 0
+        numbered, num = iter(self.numbered(start, stop)), 0
         while True:
             with self._draws:
-                done = step(self.module, self._recorder, _for_a_turn(numbered), self.device)
+                done = step(self.module, self.recorder, _for_a_turn(numbered), self.device)
             if not done:
                 return num
             num += done
 
-    def add(self, partials: dict[str, Any]) -> None:
-        """Add partial sums that another process has computed for the next batches."""
-        add(self._recorder, partials)
-
     def end(self) -> dict[str, float]:
         """Finish the evaluation; return the metrics over all batches."""
         with self._draws:
-            metrics = end(self.module, self._recorder)
+            metrics = end(self.module, self.recorder)
         has_drawn = isinstance(self._draws, RngStream) and self._draws.has_drawn
-        self._is_alone = self._is_alone or has_drawn or self._buffer_versions() != self._versions
-        self._state.check()
+        self.is_alone = self.is_alone or has_drawn or self.buffer_versions() != self._versions
+        self.state.check()
         if self._lives:
-            self.living = self._metrics.state()
+            self.living = self.metrics.state()
         return metrics
 
-    def _buffer_versions(self) -> list[tuple[int, int]]:
+    def buffer_versions(self) -> list[tuple[int, int]]:
         """Return identity and version of each buffer, which change when a buffer is replaced or written to."""
         return [(id(buffer), buffer._version) for buffer in self.module.buffers()]
 
-    def partials(self, start: int, stop: int) -> dict[str, Any]:
-        """Evaluate some batches for another process; return partial sums, as plain data, for that process's `add`.
-
-        Raises:
-            NotMergeable: the result of a batch may depend on the batches before it.
-        """
-        recorder, drawn = PartialRecorder(), generators(self.device)
-        recorder.attach(self.module)
-        begin(self.module, recorder)
-        counts, versions = self._metrics.counts(), self._buffer_versions()
-        try:
-            step(self.module, recorder, self._numbered(start, stop), self.device)
-            if not same_generators(drawn, generators(self.device)):
-                raise NotMergeable(
-                    "validation_step draws random numbers: compute metrics without them, so that several processes can "
-                    "share the evaluation"
-                )
-            if versions != self._buffer_versions():
-                raise NotMergeable(
-                    "validation_step changes a buffer: leave buffers unchanged, so that several processes can share the "
-                    "evaluation"
-                )
-            if changed := self._state.changed(metrics=False):
-                raise NotMergeable(
-                    f"validation_step changes the attribute {changed[0]}: leave it unchanged, so that several processes can share "
-                    "the evaluation"
-                )
-            if updated := self._metrics.updated(counts, recorder.metrics):
-                raise NotMergeable(
-                    f"validation_step updates the metric {updated[0]} and does not log it as an object: log the metric itself, so "
-                    "that several processes can share the evaluation"
-                )
-            return recorder.partials()
-        finally:
-            recorder.clear()
-
-    def _numbered(self, start: int, stop: int | None) -> Iterable[tuple[int, Sized]]:
+    def numbered(self, start: int, stop: int | None) -> Iterable[tuple[int, Sized]]:
+        """Return the batches from ``start`` up to, not including, ``stop``, each with its number."""
         batches = self._batches(first=start) if start else self._batches()
         return enumerate(islice(batches, None if stop is None else stop - start), start)
 
@@ -229,82 +180,6 @@ def _for_a_turn(batches: Iterator[tuple[int, Sized]]) -> Iterator[tuple[int, Siz
         yield batch
         if time.perf_counter() > end:
             return
-
-
-class NotMergeable(Exception):
-    """Raised if several processes cannot share an evaluation; the message says why."""
-
-
-class PartialRecorder(Recorder):
-    """Recorder for one process's share of an evaluation; it stores every number, so that one process can sum all in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._numbers: list[tuple[str, Tensor | float, str, float]] = []
-
-    def log(
-        self,
-        name: str,
-        value: object,
-        *args: object,
-        reduce_fx: str | Callable[..., Any] = "mean",
-        batch_size: int | None = None,
-        **kwargs: object,
-    ) -> None:
-        """Record one logged value; see `Recorder.log`."""
-        super().log(name, value, reduce_fx=reduce_fx, batch_size=batch_size)
-        if not callable(getattr(value, "compute", None)):
-            how = reduction_of(reduce_fx)
-            weight = self.weight if batch_size is None else float(batch_size)
-            self._numbers.append((name, logged_value(name, value), how, weight))
-
-    def partials(self) -> dict[str, Any]:
-        """Return all recorded numbers, and the states of metrics, as plain data.
-
-        Raises:
-            NotMergeable: the state of a metric is not a sum of integers, so that the order of additions would matter.
-        """
-        states = {name: _states(name, metric) for name, metric in self._metrics.items()}
-        return {
-            "numbers": [[name, _plain(value), how, weight] for name, value, how, weight in self._numbers],
-            "states": states,
-        }
-
-
-def add(recorder: Recorder, partials: dict[str, Any]) -> None:
-    """Log everything in ``recorder`` that a `PartialRecorder` has recorded."""
-    for name, text, how, weight in partials["numbers"]:
-        recorder.log(name, float(text), reduce_fx=how, batch_size=weight)
-    for name, states in partials["states"].items():
-        metric = recorder.metrics[name]
-        for state, numbers in states.items():
-            own = getattr(metric, state)
-            setattr(metric, state, own + torch.tensor(numbers, dtype=own.dtype, device=own.device))
-
-
-def _states(name: str, metric: object) -> dict[str, Any]:
-    states = {state: getattr(metric, state) for state in getattr(metric, "_defaults", {})}
-    reductions = getattr(metric, "_reductions", {})
-    for state, value in states.items():
-        is_sum = getattr(reductions.get(state), "__name__", "") == "dim_zero_sum"
-        if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or not is_sum:
-            raise NotMergeable(
-                f"the metric '{name}' has a state '{state}' that is not a sum of integers, so several processes cannot share "
-                "the evaluation: use a metric that counts"
-            )
-    if not states:
-        raise NotMergeable(
-            f"the metric '{name}' is not a torchmetrics Metric with registered states (add_state), so several processes "
-            "cannot share the evaluation: give it such states, or log numbers"
-        )
-    return {state: value.tolist() for state, value in states.items()}
-
-
-def _plain(value: Tensor | float) -> str:
-    """Return a number as text, since JSON cannot represent infinity and NaN."""
-    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
-        raise NotMergeable("a logged value is not a single number: log one number")
-    return repr(float(value))
 
 
 # Carry the state of a module's torchmetrics objects from one evaluation to the next, also through checkpoints. A metric
@@ -320,15 +195,15 @@ class LivingMetrics:
 
     def __init__(self, module: nn.Module) -> None:
         """Store the attributes of the module's metrics before any evaluation, as their initial state."""
-        self._metrics = dict(_metrics_in(module))
-        self._first = {path: dict(vars(metric)) for path, metric in self._metrics.items()}
+        self.metrics = dict(_metrics_in(module))
+        self._first = {path: dict(vars(metric)) for path, metric in self.metrics.items()}
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return copies of all values that differ from the first ones, by path of the metric and name, tensors on the CPU."""
-        return {path: values for path in self._metrics if (values := self._changed(path))}
+        return {path: values for path in self.metrics if (values := self._changed(path))}
 
     def _changed(self, path: str) -> dict[str, Any]:
-        metric, first = self._metrics[path], self._first[path]
+        metric, first = self.metrics[path], self._first[path]
         is_updated = getattr(metric, "_update_count", 0) > 0
         names = [name for name, value in vars(metric).items() if value is not first.get(name, value)]
         names += [name for name in getattr(metric, "_defaults", {}) if is_updated and name not in names]
@@ -338,21 +213,11 @@ class LivingMetrics:
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Set the metrics to the result of `state`; what names no metric or attribute of this module is left out."""
         for path, values in state.items():
-            metric = self._metrics.get(path)
+            metric = self.metrics.get(path)
             known = {} if metric is None else vars(metric)
             for name, value in values.items():
                 if name in known and _is_plain(value) and _is_plain(known[name]):
                     setattr(metric, name, _copied(value, getattr(metric, "device", torch.device("cpu"))))
-
-    def updated(self, counts: Mapping[str, int], logged: Mapping[str, Any]) -> list[str]:
-        """Return the paths of metrics that were updated since `counts`, but are not logged as objects."""
-        parts = {id(part) for metric in logged.values() if isinstance(metric, nn.Module) for part in metric.modules()}
-        now = self.counts()
-        return [path for path, metric in self._metrics.items() if now[path] > counts[path] and id(metric) not in parts]
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of each metric's updates since its last reset, by path."""
-        return {path: int(getattr(metric, "_update_count", 0)) for path, metric in self._metrics.items()}
 
 
 def _metrics_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -24,6 +24,7 @@ from raafl.core.algorithm import Algorithm, Hook, Local, SelectContext, Task
 from raafl.core.local import Traits
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, nearest, refuse_unused
+from raafl.parts.merge.deltas import Deltas
 from raafl.parts.merge.low_rank import (
     FedEx,
     FlexLoRA,
@@ -36,7 +37,7 @@ from raafl.parts.merge.low_rank import (
     RaFLoRA,
     pairs,
 )
-from raafl.parts.merge.mean import Deltas, Mean
+from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.wrapped import WrappedSelect
 from raafl.submodel.lora import LoraPair, pairs_of
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from raafl.core.algorithm import Restart, Trigger, TriggerContext
+from raafl.core.algorithm import Algorithm, Restart, Trigger, TriggerContext
+from raafl.core.options import Rounds
 from raafl.core.state import GlobalState, Memory, MergeMemory
 from raafl.core.types import Adjusted, Assignment
 from raafl.errors import BadInput, fraction, one_of, positive
+from raafl.parts.merge.mean import Mean, Staleness
 
 _TASKS_EACH = 8
 """Number of tasks of each working client between two adjustments, so that the slowest have reported, too."""
@@ -245,3 +247,25 @@ def all_or_each(name: str, staleness: str = "constant") -> Trigger:
             f"staleness is '{staleness}', but in a round no update is late: leave it out, or use trigger each"
         )
     return triggers[name]()
+
+
+def averaging(alpha: float | None, by_samples: bool) -> tuple[Trigger, Mean]:
+    """Return the trigger (which decides when to merge) and the mean for synchronous rounds or asynchronous arrivals.
+
+    `alpha`: weight of each arriving update, reduced by its staleness; None = synchronous rounds.
+    """
+    if alpha is None:
+        return AllReported(), Mean(by_samples=by_samples)
+    return EachArrival(), Mean(alpha, Staleness("polynomial"), by_samples)
+
+
+def with_rounds(algorithm: Algorithm, rounds: Rounds) -> Algorithm:
+    """Return ``algorithm`` with rounds that may close before all of their tasks have reported."""
+    if not isinstance(algorithm.trigger, AllReported):
+        off = {"close_at 1": rounds.close_at < 1, "deadline null": rounds.deadline is not None}
+        raise BadInput(
+            f"rounds is {rounds}, but {algorithm.name} does not work in rounds (its trigger is "
+            f"'{algorithm.trigger}'): leave rounds out, on the command line by "
+            + " ".join(f"--rounds.{option}" for option, is_set in off.items() if is_set)
+        )
+    return replace(algorithm, trigger=AllReported(rounds.close_at, rounds.deadline))

@@ -18,7 +18,8 @@ from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.parts.local.mask_training import SCORES
-from raafl.parts.merge.mean import Deltas, Staleness
+from raafl.parts.merge.deltas import Deltas
+from raafl.parts.merge.mean import Staleness
 from raafl.parts.merge.personal import RecordingSelect, WithScores
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.windows import RollingWindows, first_window, split_rate

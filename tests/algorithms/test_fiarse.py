@@ -19,7 +19,8 @@ from raafl.core.algorithm import Local
 from raafl.core.sample import Sample
 from raafl.core.types import Update
 from raafl.errors import BadInput
-from raafl.parts.merge.mean import Deltas, Staleness
+from raafl.parts.merge.deltas import Deltas
+from raafl.parts.merge.mean import Staleness
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported, Buffered
 from raafl.submodel import FULL

@@ -10,7 +10,8 @@ import pytest
 import raafl
 from raafl.algorithms import ALGORITHMS
 from raafl.core.algorithm import Algorithm
-from raafl.parts.merge.mean import Deltas, Staleness
+from raafl.parts.merge.deltas import Deltas
+from raafl.parts.merge.mean import Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from tests.habits.source import ROOT
 

@@ -18,7 +18,7 @@ from raafl.core.options import Guard
 from raafl.core.saving import client_to_json
 from raafl.core.types import ClientInfo, Joined
 from raafl.errors import BadInput
-from raafl.parts.merge.mean import Deltas
+from raafl.parts.merge.deltas import Deltas
 from raafl.parts.protect.privacy import Privacy
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.replay import replay

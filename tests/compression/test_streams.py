@@ -14,7 +14,8 @@ from raafl.compression.streams import COPY, RESIDUAL, CompressedSnapshots, Downl
 from raafl.core import saving
 from raafl.core.local import Local
 from raafl.core.types import Assignment, Update
-from raafl.parts.merge.mean import Deltas, Mean
+from raafl.parts.merge.deltas import Deltas
+from raafl.parts.merge.mean import Mean
 from raafl.submodel import FULL, FlatTensors, Submodels
 from tests.compression.ends import cut, drawn, model, plan_of, task
 from tests.helpers.coordinators import coordinator_for

@@ -22,7 +22,7 @@ from raafl.core.options import Guard
 from raafl.core.saving import from_plain, restore, save, to_plain
 from raafl.core.types import Evaluate
 from raafl.parts import RateSelect
-from raafl.parts.protect.assembly import guarded
+from raafl.parts.protect.robust import guarded
 from raafl.submodel import Spec
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state, values_of
 

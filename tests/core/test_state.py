@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from raafl.core.state import RUINED, ClientState, OneValue, copied, is_ruined, is_sound, restore
+from raafl.core.state import RUINED, ClientState, OneValue, is_ruined
+from raafl.parts.protect.trial import copied, is_sound, restore
 from raafl.submodel import Layout
 from tests.helpers.coordinators import line_state
 

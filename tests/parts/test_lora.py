@@ -137,7 +137,7 @@ def test_what_does_not_go_together_is_refused():
 
 def test_joint_updates_are_refused():
     from raafl.core.options import Guard
-    from raafl.parts.protect.assembly import guarded
+    from raafl.parts.protect.robust import guarded
 
     with pytest.raises(BadInput, match="each client's own update"):
         guarded(fed_avg(lora="fedex"), Guard(combine="median"))

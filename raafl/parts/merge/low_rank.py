@@ -45,7 +45,8 @@ from raafl.core.algorithm import Hook, SelectContext, Task
 from raafl.core.hooks import RunHooks
 from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import ClientInfo, Update, Work, derive_seed
-from raafl.parts.merge.mean import Deltas, Mean
+from raafl.parts.merge.deltas import Deltas
+from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
 from raafl.submodel import Axis, Spec, Submodels
 from raafl.submodel.lora import LoraPair, pairs_of

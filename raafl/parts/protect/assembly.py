@@ -5,25 +5,22 @@ Each wrapper's module is imported where a run needs it.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch lists it in no __all__
 
 from raafl.core.algorithm import Algorithm
 from raafl.core.options import Guard, Privacy, Rounds
-from raafl.core.state import GlobalState, MergeMemory, PendingUpdate, copied, is_sound, restore
+from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import HUGE_NORM, Update
-from raafl.errors import BadInput
 from raafl.parts.merge.mean import chunks
 from raafl.parts.merge.wrapped import Wrapped
-from raafl.parts.trigger import AllReported, EachArrival
 from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling
 from raafl.submodel.flat import reals
@@ -40,50 +37,18 @@ def with_options(
         BadInput: an option does not work with the algorithm or with another option.
     """
     if rounds.is_on:
-        if not isinstance(algorithm.trigger, AllReported):
-            off = {"close_at 1": rounds.close_at < 1, "deadline null": rounds.deadline is not None}
-            raise BadInput(
-                f"rounds is {rounds}, but {algorithm.name} does not work in rounds (its trigger is "
-                f"'{algorithm.trigger}'): leave rounds out, on the command line by "
-                + " ".join(f"--rounds.{option}" for option, is_set in off.items() if is_set)
-            )
-        algorithm = replace(algorithm, trigger=AllReported(rounds.close_at, rounds.deadline))
-    algorithm = guarded(algorithm, guard)
+        from raafl.parts.trigger import with_rounds
+
+        algorithm = with_rounds(algorithm, rounds)
+    if guard.is_on:
+        from raafl.parts.protect.robust import guarded
+
+        algorithm = guarded(algorithm, guard)
     if not privacy.is_on:
         return algorithm
     from raafl.parts.protect.privacy import noise_key, private
 
     return private(algorithm, privacy, num_clients, b"" if seed is None else noise_key(privacy, seed))
-
-
-def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
-    """Return ``algorithm`` with the protection of its merge that ``guard`` asks for, such as clipping or a robust mean.
-
-    Raises:
-        BadInput: a robust mean is requested, but the algorithm merges updates one by one, or treats each client
-            separately.
-    """
-    if guard.combine == "mean" and guard.clip_norm is None and guard.outlier is None:
-        return algorithm
-    from raafl.parts.protect.robust import Centred, CoordinateWise, NormFilter
-
-    merge = algorithm.merge
-    if guard.combine != "mean":
-        if merge.by_client:
-            raise BadInput(
-                f"guard.combine is '{guard.combine}', but {algorithm.name} remembers each client's own update: choose another "
-                "algorithm, such as ra_fed, or use guard.clip_norm and guard.outlier"
-            )
-        if isinstance(algorithm.trigger, EachArrival) or getattr(algorithm.trigger, "size", 2) == 1:
-            raise BadInput(
-                f"guard.combine is '{guard.combine}', but {algorithm.name} merges each update alone: choose an algorithm that "
-                "merges several at a time, such as fed_buff or fed_avg, or use guard.clip_norm and guard.outlier"
-            )
-        is_centred = guard.combine == "centred_clip"
-        merge = Centred(merge, guard.radius) if is_centred else CoordinateWise(merge, guard.combine, guard.trim)
-    if guard.clip_norm is not None or guard.outlier is not None:
-        merge = NormFilter(merge, guard.clip_norm, guard.outlier, guard.warm_up)
-    return replace(algorithm, merge=merge)
 
 
 def sound(algorithm: Algorithm, submodels: Submodels, max_norm_ratio: float | None) -> Algorithm:
@@ -100,6 +65,7 @@ def pooled(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
     pooling = Pooling.of(submodels.module, submodels.batch_norm)
     if pooling is None:
         return algorithm
+    from raafl.parts.merge.pooled import Pooled
 
     return replace(algorithm, merge=Pooled(algorithm.merge, pooling))
 
@@ -149,10 +115,6 @@ SAFE, SAFE_HALF = 1e15, 100.0
 
 PIECE = 1 << 20
 """Number of elements whose squares are summed in their own precision; the sums of pieces are added in double precision."""
-
-HEADROOM = 16.0
-"""Factor by which a large update is scaled for the trial, so that later updates of the same merge cannot make it overflow."""
-
 
 Buffers = Mapping[torch.dtype, Tensor]
 """Flat buffers by dtype, as `FlatTensors` has them."""
@@ -223,7 +185,7 @@ class Bounded(Wrapped):
     refused for that. Updates of one layout are compared, separately for each kind of content, such as parameters and
     running statistics. Before enough norms are known, parameters are compared with the model's norm.
 
-    Overflow is found by trial. A large update is scaled up by `HEADROOM` and merged with all waiting updates; the
+    Overflow is found by trial. A large update is scaled up (`raafl.parts.protect.trial`) and merged with all waiting updates; the
     result is checked, and the merge is undone. The same is done, unscaled, for each update that arrives while a large
     one waits. So the actual merge, which computes the same result, stays finite.
 
@@ -257,7 +219,11 @@ class Bounded(Wrapped):
         _, is_large = self._measured(state, memory, update, spec)
         if not is_large and not memory.large:
             return False
-        return not all(self._is_sound(state, update, spec, staleness, is_large, keep) for keep in (False, True))
+        from raafl.parts.protect.trial import HEADROOM, is_sound_merge
+
+        scale = HEADROOM if is_large else 1.0
+        trial = partial(is_sound_merge, self.inner, state, update, spec, staleness, scale=scale, but=MEMORY)
+        return not all(trial(detaches=detaches) for detaches in (False, True))
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Record the update's norms, and pass the update to the wrapped merge."""
@@ -274,40 +240,6 @@ class Bounded(Wrapped):
         """Apply the wrapped merge; `overflows` has already checked that its result is finite."""
         state.memory.of(BoundedMemory).large = False
         self.inner.apply(state)
-
-    def _is_sound(
-        self, state: GlobalState, update: Update, spec: Spec, staleness: int, is_large: bool, keep: bool
-    ) -> bool:
-        """Check whether the wrapped merge stays finite with a copy of the update; the state is restored afterwards.
-
-        Args:
-            state: global state, restored before this returns.
-            update: update to try, not changed.
-            spec: submodel of the update.
-            staleness: staleness of the update.
-            is_large: whether to scale the copy by `HEADROOM`.
-            keep: whether to call `detach` between receiving and applying.
-        """
-        saved = copied(state, MEMORY)
-        bundles = {name: bundle.clone() for name, bundle in update.bundles.items()}
-        tried = replace(update, tensors=update.tensors.clone(), bundles=bundles)
-        for flat in (tried.tensors, *bundles.values()) if is_large else ():
-            for dtype, buffer in flat.buffers.items():
-                # sums of float16 are float32, which has room enough; scaling could overflow float16 itself
-                if dtype != torch.float16:
-                    buffer.mul_(HEADROOM)
-        try:
-            with state.clients.recording(saved["clients"]):
-                self.inner.receive(state, tried, spec, staleness)
-                state.waiting.append(PendingUpdate(tried, spec, staleness))
-                if keep:
-                    self.inner.detach(state)
-                self.inner.apply(state)
-            return is_sound(state, saved, MEMORY)
-        except (ArithmeticError, LinAlgError):
-            return False
-        finally:
-            restore(state, saved, MEMORY)
 
     # ---- norms ----
 
@@ -436,47 +368,3 @@ def _square(piece: Tensor) -> float:
     single = piece.float() if piece.dtype.itemsize == 2 else piece
     square = torch.dot(single, single).item()
     return square if math.isfinite(square) else piece.double().square().sum().item()
-
-
-@dataclass(frozen=True)
-class Pooled(Wrapped):
-    """Wrapper of a merge that pools batch norm's running means and variances over all clients' samples.
-
-    The mean of the clients' variances is not the variance of all their samples. So clients send second moments instead,
-    the wrapped merge averages these, and variances are computed from the result: ``var = sum_n w_n (var_n + (mean_n -
-    mean)^2) / sum_n w_n``. In a chain of wrappers only `WideMerge` and `Bounded` are outside this one.
-
-    If the wrapped merge takes changes (deltas), clients still send statistics as values, and the server subtracts its
-    current statistics. Changes relative to old versions would overshoot when several are applied one after another, down
-    to negative variances. Learning rates and moments of the server do not affect statistics.
-
-    Attributes:
-        pooling: the model's running statistics, with the conversion between variances and second moments.
-    """
-
-    merges_means: ClassVar[bool] = True
-
-    pooling: Pooling = field(repr=False)
-
-    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Convert the update's statistics, in place, to the form that the wrapped merge takes, and pass the update on.
-
-        For a merge of changes they become differences from the server's statistics; otherwise they stay values.
-        """
-        self.pooling.to_moments_(update.tensors, half=True)
-        with self.pooling.merging(state.values):
-            if self.sends == "delta":
-                received = self.pooling.statistics_in(update.tensors)
-                current = self.pooling.statistics_in(state.submodels.plan(spec).gather(state.values))
-                pairs = (zip(*both, strict=True) for both in zip(received, current, strict=True))
-                for tensor, other in itertools.chain.from_iterable(pairs):
-                    tensor.sub_(other)
-            self.inner.receive(state, update, spec, staleness)
-
-    def apply(self, state: GlobalState) -> None:
-        """Apply the wrapped merge, then compute variances from the merged second moments."""
-        with self.pooling.merging(state.values):
-            self.inner.apply(state)
-
-    def __str__(self) -> str:
-        return f"{self.inner}, running variances pooled"

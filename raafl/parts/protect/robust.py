@@ -18,13 +18,15 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from raafl.core.algorithm import Merge
-from raafl.core.options import Combine
+from raafl.core.algorithm import Algorithm, Merge
+from raafl.core.options import Combine, Guard
 from raafl.core.state import GlobalState, MergeMemory, OneValue, PendingUpdate
 from raafl.core.types import Update
+from raafl.errors import BadInput
 from raafl.parts.merge.label_split import joint_notes
 from raafl.parts.merge.mean import CHUNK, chunks, zeros_like
 from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.trigger import EachArrival
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.flat import is_merged
 
@@ -453,3 +455,31 @@ def _sub_(tensors: FlatTensors, others: FlatTensors) -> None:
 def _num_parameters(state: GlobalState, tensors: FlatTensors) -> int:
     names = state.submodels.parameter_names
     return max(sum(entry.numel for entry in tensors.layout.entries if entry.name in names), 1)
+
+
+def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
+    """Return ``algorithm`` with the protection of its merge that ``guard`` asks for, such as clipping or a robust mean.
+
+    Raises:
+        BadInput: a robust mean is requested, but the algorithm merges updates one by one, or treats each client
+            separately.
+    """
+    if not guard.is_on:
+        return algorithm
+    merge = algorithm.merge
+    if guard.combine != "mean":
+        if merge.by_client:
+            raise BadInput(
+                f"guard.combine is '{guard.combine}', but {algorithm.name} remembers each client's own update: choose another "
+                "algorithm, such as ra_fed, or use guard.clip_norm and guard.outlier"
+            )
+        if isinstance(algorithm.trigger, EachArrival) or getattr(algorithm.trigger, "size", 2) == 1:
+            raise BadInput(
+                f"guard.combine is '{guard.combine}', but {algorithm.name} merges each update alone: choose an algorithm that "
+                "merges several at a time, such as fed_buff or fed_avg, or use guard.clip_norm and guard.outlier"
+            )
+        is_centred = guard.combine == "centred_clip"
+        merge = Centred(merge, guard.radius) if is_centred else CoordinateWise(merge, guard.combine, guard.trim)
+    if guard.clip_norm is not None or guard.outlier is not None:
+        merge = NormFilter(merge, guard.clip_norm, guard.outlier, guard.warm_up)
+    return replace(algorithm, merge=merge)

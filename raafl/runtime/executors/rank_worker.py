@@ -15,6 +15,7 @@ from raafl.local.context import TaskContext
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import unanswered
 from raafl.local.malloc import give_back
+from raafl.local.shared_evaluation import partials
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.executors.base import Executor
 from raafl.runtime.identity import Identity
@@ -100,7 +101,7 @@ def _measured(made: Callable[[], Evaluator], asked: Measure, values: FlatTensors
         evaluator = made()
         if values is not None:
             evaluator.fill(values)
-        return Message(Kind.MEASURED, meta=evaluator.partials(asked.start, asked.stop))
+        return Message(Kind.MEASURED, meta=partials(evaluator, asked.start, asked.stop))
     except USER_ERRORS as error:  # rank 0 evaluates them itself and reports the error
         return Message(Kind.FAILED, meta=Failed(error=format_error(error)).to_meta())
 

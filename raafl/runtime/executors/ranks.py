@@ -19,6 +19,7 @@ from raafl.core.types import Assignment, Update
 from raafl.errors import TaskFailed
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluate import Evaluator
+from raafl.local.shared_evaluation import add, may_share
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor, Like, kind_of, summed
 from raafl.runtime.executors.rank_worker import FOR_EVER_S, failure_of, update_of
@@ -171,7 +172,7 @@ class RankExecutor(Executor):
 
         See `Executor.evaluate`.
         """
-        alone = self._measures_alone or not (self._num_ranks and evaluator.is_shared)
+        alone = self._measures_alone or not (self._num_ranks and may_share(evaluator))
         if alone or evaluator.num_batches < 2 or evaluator.device.type != self._device.type:
             return evaluator(values, version)
         shared = Shared(evaluator, values, version, self._num_ranks + 1, self._changed)
@@ -459,7 +460,7 @@ class Shared:
             if partials is None:
                 self._evaluator.measure(start, stop)
             else:
-                self._evaluator.add(partials)
+                add(self._evaluator.recorder, partials)
         return self._evaluator.end()
 
     def _of_another(self, place: int) -> dict[str, Any] | None:

@@ -144,7 +144,7 @@ def test_a_metric_that_is_logged_and_returned_is_computed_before_it_is_reset():
 def test_what_is_logged_after_a_measurement_weighs_as_before():
     evaluator, values, _ = evaluator_of(Returning)
     evaluator(values, 0)
-    assert evaluator._recorder.weight == 1.0
+    assert evaluator.recorder.weight == 1.0
 
 
 class Graph:

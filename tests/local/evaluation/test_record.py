@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from raafl.errors import BadInput
-from raafl.local.evaluate import PartialRecorder, add
 from raafl.local.record import Recorder
+from raafl.local.shared_evaluation import PartialRecorder, add
 
 
 def test_values_are_weighted_by_what_holds_when_they_are_logged():

@@ -21,7 +21,7 @@ from raafl.core.types import Arrived, Update
 from raafl.data import Dirichlet
 from raafl.parts.merge.label_split import LabelSplit, RowsMemory
 from raafl.parts.merge.mean import Mean
-from raafl.parts.protect.assembly import guarded
+from raafl.parts.protect.robust import guarded
 from raafl.runtime.replay import replay
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels

@@ -8,8 +8,9 @@ import torch
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput
+from raafl.parts.merge.deltas import Deltas
 from raafl.parts.merge.label_split import LabelSplit
-from raafl.parts.merge.mean import Deltas, Mean, Staleness, trained_pieces
+from raafl.parts.merge.mean import Mean, Staleness, trained_pieces
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import filled, line_state, values_of

@@ -11,9 +11,11 @@ from raafl.core.algorithm import Local, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.local.train import LocalTrainer
-from raafl.parts.merge.mean import Deltas, Mean, Staleness
+from raafl.parts.merge.deltas import Deltas
+from raafl.parts.merge.mean import Mean, Staleness
+from raafl.parts.merge.pooled import Pooled
 from raafl.parts.merge.server_optimizer import ServerOptimizer
-from raafl.parts.protect.assembly import Pooled, pooled
+from raafl.parts.protect.assembly import pooled
 from raafl.parts.protect.robust import CoordinateWise, NormFilter
 from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling

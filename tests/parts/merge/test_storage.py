@@ -9,7 +9,8 @@ import torch
 
 from raafl.core.types import Update
 from raafl.parts.merge import mean as merges
-from raafl.parts.merge.mean import Deltas, Mean, Staleness
+from raafl.parts.merge.deltas import Deltas
+from raafl.parts.merge.mean import Mean, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import filled, line_state

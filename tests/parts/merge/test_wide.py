@@ -10,9 +10,12 @@ from raafl.algorithms import fed_avg, fed_buff
 from raafl.core.options import Guard
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.parts.merge.mean import Deltas, DeltasMemory, Mean
+from raafl.parts.merge.deltas import Deltas, DeltasMemory
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.pooled import Pooled
 from raafl.parts.merge.wide import WideMerge, WideSubmodels
-from raafl.parts.protect.assembly import Pooled, guarded, widened
+from raafl.parts.protect.assembly import widened
+from raafl.parts.protect.robust import guarded
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling
 from tests.helpers.coordinators import Line, line_state

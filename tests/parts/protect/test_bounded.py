@@ -11,7 +11,8 @@ from raafl.algorithms import fed_avg, fed_buff, fed_dyn, scaffold
 from raafl.core import saving
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Suspend, Update
-from raafl.parts.merge.mean import Deltas, Mean, Staleness
+from raafl.parts.merge.deltas import Deltas
+from raafl.parts.merge.mean import Mean, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.protect.assembly import Bounded, BoundedMemory, bounded
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels

@@ -10,9 +10,9 @@ from raafl.algorithms import fed_async, fed_avg, scaffold
 from raafl.core.options import Guard
 from raafl.core.types import Update
 from raafl.errors import BadInput
-from raafl.parts.merge.mean import Deltas, Mean, Staleness
-from raafl.parts.protect.assembly import guarded
-from raafl.parts.protect.robust import Centred, CentredMemory
+from raafl.parts.merge.deltas import Deltas
+from raafl.parts.merge.mean import Mean, Staleness
+from raafl.parts.protect.robust import Centred, CentredMemory, guarded
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import filled, line_state, values_of
 from tests.helpers.merges import merge_all, take

@@ -12,7 +12,8 @@ import torch
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
 from raafl.core.types import Update
 from raafl.errors import BadInput
-from raafl.parts.merge.mean import Deltas, Mean, Staleness
+from raafl.parts.merge.deltas import Deltas
+from raafl.parts.merge.mean import Mean, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.protect import privacy as privacies
 from raafl.parts.protect.privacy import Privacy, Private, epsilon, expected_updates, gaussian, noise_key, private

@@ -15,10 +15,19 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge import mean as merges
-from raafl.parts.merge.mean import Deltas, Mean, Staleness
+from raafl.parts.merge.deltas import Deltas
+from raafl.parts.merge.mean import Mean, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
-from raafl.parts.protect.assembly import guarded
-from raafl.parts.protect.robust import WINDOW, CoordinateWise, GuardMemory, NormFilter, comparators, locate, norm_of
+from raafl.parts.protect.robust import (
+    WINDOW,
+    CoordinateWise,
+    GuardMemory,
+    NormFilter,
+    comparators,
+    guarded,
+    locate,
+    norm_of,
+)
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import (
     answer,

@@ -19,8 +19,9 @@ from raafl.core.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import SumGroup, Update
 from raafl.errors import BadInput
+from raafl.parts.merge.deltas import Deltas
 from raafl.parts.merge.label_split import LabelSplit, joint_notes
-from raafl.parts.merge.mean import Deltas, Mean, zeros_like
+from raafl.parts.merge.mean import Mean, zeros_like
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.protect.privacy import Private
 from raafl.parts.protect.secure.group import FixedPoint, Group, IntegerLayouts, add_, buffer_of, threshold_of

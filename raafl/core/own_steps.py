@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from raafl.core.local import Task
 from raafl.core.payload import Payload, Way
+from raafl.core.task import Task
 from raafl.core.types import Assignment
 from raafl.errors import USER_ERRORS
 from raafl.submodel.cost import Cost, MethodSteps

@@ -206,13 +206,13 @@ from the runs of a committed result.
 | not run, cannot be run | the column "here" says why |
 
 Differences are paired by seed, with 95 % intervals by Student's t, and corrected for all claims that one result decides.
-Ratios of times are means of logarithms; where a run did not reach the target, its end stands for it, so that the ratio
-is a bound.
+Ratios of times are geometric means; a run that did not reach the target counts as reaching it at its end, so its ratio
+is only a bound.
 Claims of no difference are shown where the whole interval lies within the margin in `claims.yaml`.
 A claim at a small scale, or on another data set, is one about that scale: the column says so.
-Times are known to the distance between two evaluations: where all seeds reach a target at the same one, the interval
-has no width.
-{len(old)} results ran by earlier rules of times, as their files say (`rules`).
+Times are known only up to the distance between two evaluations: if all seeds reach a target at the same one, the
+interval has no width.
+{len(old)} results were computed by earlier rules for the time of a task, as `rules` in their files says.
 
 {(chr(10) * 2).join(sections)}
 """

@@ -76,7 +76,7 @@ def _since(result: dict[str, Any]) -> list[str]:
     if result.get("eval_every") is not None or not (ROOT / file).is_file():
         return []
     every = read(ROOT / file, variant).eval_every
-    return [] if every is None else [f"This result is from before the file had `eval_every: {every}`."]
+    return [] if every is None else [f"These runs were made before the file had `eval_every: {every}`."]
 
 
 def _chosen_cells(result: dict[str, Any], also: str) -> Cells:
@@ -114,9 +114,9 @@ def _moved(name: str, rules: int) -> str:
         return ""
     most = max(found)
     return (
-        "; task times are the present ones"
+        "; the present rules give the same task times"
         if most < 1e-9
-        else f"; by the present ones a task takes up to {most:.1%} more or less time"
+        else f"; by the present rules a task takes up to {most:.1%} more or less time"
     )
 
 

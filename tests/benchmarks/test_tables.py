@@ -98,6 +98,6 @@ def test_a_result_of_older_rules_says_whether_its_times_are_the_present_ones(tmp
     ]
     monkeypatch.setattr(tables, "_RULES", tmp_path / "rules.json")
     (tmp_path / "rules.json").write_text(json.dumps({"rows": rows}))
-    assert tables._moved("a", 1) == "; task times are the present ones"
-    assert tables._moved("b", 1) == "; by the present ones a task takes up to 33.8% more or less time"
+    assert tables._moved("a", 1) == "; the present rules give the same task times"
+    assert tables._moved("b", 1) == "; by the present rules a task takes up to 33.8% more or less time"
     assert tables._moved("c", 1) == tables._moved("a", 2) == tables._moved("d", 1) == ""

@@ -27,6 +27,8 @@ QUICK_START = (
     "costs",
     "smaller modules",
     "state of modules",
+    "classes",
+    "stand-in for the Trainer",
     "own configs",
     "seals",
     "first look",

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from raafl.data import FPB, SST2, AGNews, HuggingFaceText
-from raafl.data.loaders import check_dataset, fetcher, trained_labels
+from raafl.data.labels import trained_labels
+from raafl.data.loaders import check_dataset, fetcher
 from raafl.data.readers import load_splits
 from raafl.errors import BadInput, at_least, briefly
 from raafl.lean_import import import_lightning, lightning_classes

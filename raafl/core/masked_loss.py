@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from raafl.data.loaders import classes_in
+from raafl.data.labels import classes_in
 from raafl.submodel import FULL, Submodels
 from raafl.submodel.isolated_run import loss_of, settle
 from raafl.submodel.nested_batch import meta_batch

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raafl.data.federated import ClientData, FederatedData
     from raafl.data.fine_tuning import FineTuning
-    from raafl.data.loaders import TensorImages
     from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid, Partition, QuantitySkew
-    from raafl.data.sources import CIFAR10, CIFAR100, MNIST, Digits, GaussianClusters, HuggingFace
+    from raafl.data.sources import CIFAR10, CIFAR100, MNIST, Digits, GaussianClusters, HuggingFace, TensorImages
     from raafl.data.text import FPB, SST2, AGNews, HuggingFaceText, Shakespeare, TextFolder
     from raafl.data.tokens import TensorTokens, TensorWindows
 
@@ -40,7 +39,7 @@ _HOME = {
     "QuantitySkew": "partition",
     "SST2": "text",
     "Shakespeare": "text",
-    "TensorImages": "loaders",
+    "TensorImages": "sources",
     "TensorTokens": "tokens",
     "TensorWindows": "tokens",
     "TextFolder": "text",

@@ -20,19 +20,15 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from raafl.data.epochs import batches_of_epoch
 from raafl.data.loaders import (
     Collate,
-    Columns,
     Fetch,
     InOrder,
     Loader,
     check_transfer,
-    classes_in,
     fetcher,
-    labels_of,
     overrides,
     read_loader,
     reading,
     select_from,
-    trained_labels,
 )
 from raafl.errors import BadInput, at_least
 from raafl.rng import owned_generators, reseed, undisturbed
@@ -117,6 +113,8 @@ class ClientData:
     def classes(self) -> frozenset[int] | None:
         """Return the classes that occur in this client's samples, read at the first call; None if labels are not whole numbers."""
         if not self._looked:
+            from raafl.data.labels import classes_in
+
             rows = torch.arange(self.num_samples) if self._indices is None else self._indices
             batches = (self._fetch(part) for part in torch.split(rows, 256))
             self._classes, self._looked = classes_in(batches), True
@@ -291,6 +289,8 @@ class FederatedData:
 
         Validation rows belong to no client.
         """
+        from raafl.data.labels import Columns
+
         rows = np.setdiff1d(np.arange(_length(self._dataset)), self._validation.numpy())
         labels = self.labels()[rows] if partition.needs_labels else np.zeros(len(rows), np.int64)
         # A Subset hides the columns that a data set can give as a whole, so it is made only where rows are left out.
@@ -316,6 +316,8 @@ class FederatedData:
 
     def labels(self) -> npt.NDArray[Any]:
         """Return the class of each sample of the training set, in its order."""
+        from raafl.data.labels import labels_of, trained_labels
+
         if self._gathers or not self._rules.trained_labels:  # stored labels are those used in training
             return labels_of(self._dataset)
         with reading(type(self.datamodule).__name__):

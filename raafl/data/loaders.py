@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -27,7 +25,7 @@ from torch.utils.data import (
 
 from raafl.errors import USER_ERRORS, BadInput, briefly, format_error
 from raafl.module_hooks import BATCH_HOOKS
-from raafl.rng import reseed, undisturbed
+from raafl.rng import reseed
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule
@@ -232,43 +230,6 @@ class GatherDataset(Dataset[tuple[torch.Tensor, ...]]):
         return tuple(tensor[0] for tensor in self.gather(torch.tensor([range(len(self))[index]])))
 
 
-class TensorImages(GatherDataset):
-    """Labelled images that are stored as bytes and normalised when they are gathered.
-
-    The bytes may be a memory-mapped file that all processes of a machine share; as float32, each process would need
-    four times as much memory of its own.
-
-    `images`: stored images, `(n, channels, height, width)` uint8.
-
-    Raises:
-        BadInput: shapes or types do not fit each other.
-    """
-
-    on_any_device = True
-
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> None:
-        if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != len(labels):
-            raise BadInput(
-                f"images are {tuple(images.shape)} {images.dtype} with {len(labels)} labels: "
-                "give uint8 images (n, channels, height, width) and one label each"
-            )
-        if not len(mean) == len(std) == images.shape[1]:
-            raise BadInput(f"mean is {mean} and std {std}: give one number for each of the {images.shape[1]} channels")
-        self.images = images
-        self.labels = labels.to(torch.int64)
-        self._mean_c11 = (torch.tensor(mean, dtype=torch.float64) * 255).to(torch.float32).reshape(-1, 1, 1)
-        self._std_c11 = (torch.tensor(std, dtype=torch.float64) * 255).to(torch.float32).reshape(-1, 1, 1)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the images at the given indices, normalised, `(n, channels, height, width)` float32, and labels `(n,)` int64."""
-        pixels = self.images.index_select(0, indices).to(torch.float32)
-        # Two exactly rounded operations, so that one image and many give the same bits.
-        return pixels.sub_(self._mean_c11).div_(self._std_c11), self.labels.index_select(0, indices)
-
-
 def unwrap(dataset: object) -> tuple[Any, torch.Tensor | None]:
     """Remove nested `Subset`s: return the inner data set and the selected rows, int64; None = all rows in order."""
     rows: torch.Tensor | None = None
@@ -288,20 +249,6 @@ def _plain(dataset: object, kind: type) -> bool:
     """Check whether the data set's class reads samples by the unchanged methods of ``kind``."""
     names = ("__getitem__", "__getitems__")
     return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)
-
-
-def plain_parts(dataset: object) -> tuple[Any, torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Return the data set under `Subset`s, the rows they select (None = all), and its tensors by name.
-
-    The data set is None if its samples are not known to be plain rows of tensors.
-    """
-    base, rows = unwrap(dataset)
-    if is_tensors(base):
-        return base, rows, {str(number): tensor for number, tensor in enumerate(base.tensors)}
-    owner = next((kind for kind in type(base).__mro__ if "gather" in vars(kind)), object)
-    if not isinstance(base, GatherDataset) or not vars(owner).get("on_any_device"):
-        return None, None, {}
-    return base, rows, {name: value for name, value in vars(base).items() if isinstance(value, torch.Tensor)}
 
 
 def fetcher(dataset: object, collate: Collate) -> tuple[Fetch, bool]:
@@ -339,156 +286,3 @@ def _one_by_one(dataset: Any, collate: Collate) -> Fetch:
     if hasattr(dataset, "__getitems__"):
         return lambda rows: collate(dataset.__getitems__(rows.tolist()))
     return lambda rows: collate([dataset[row] for row in rows.tolist()])
-
-
-_KEYS = ("label", "labels", "target", "targets", "y")
-_COMPARED = 64
-"""Number of samples that are read in order to check a data set's stored labels."""
-_READ_AT_ONCE = 256
-
-
-def labels_of(dataset: Any) -> npt.NDArray[Any]:
-    """Return the class of each sample as whole numbers, shape `(len(dataset),)`, in the order of the data set.
-
-    Labels are taken from the last tensor of a `TensorDataset`, from an attribute `labels` or `targets`, or from the
-    label column of a Hugging Face data set, also through `Subset`s. If there are none of these, all samples are read
-    once; the label is the last element of a tuple, or the entry "label", "labels", "target", "targets" or "y" of a
-    mapping.
-
-    Raises:
-        BadInput: the samples have no label of this kind.
-    """
-    base, rows = unwrap(dataset)
-    labels = _stored_labels(base)
-    if labels is not None:
-        return labels if rows is None else labels[rows.numpy()]
-    return np.array([_label_of(dataset[i], i) for i in range(len(dataset))])
-
-
-def trained_labels(dataset: Any, fetch: Fetch) -> npt.NDArray[Any]:
-    """Return the class of each sample as a training step gets it, shape `(len(dataset),)`, in the order of the data set.
-
-    Stored labels (`labels_of`) count if evenly spaced samples have the same ones. They have others where a
-    `target_transform`, a `__getitem__` of a subset, or a collate function changes them; then all samples are read once.
-    Global random generators are restored afterwards.
-
-    Raises:
-        BadInput: the samples have no label of this kind.
-    """
-    length = len(dataset)
-    num = min(length, _COMPARED)
-    rows = torch.tensor([i * length // num for i in range(num)])
-    with undisturbed():
-        seen = _labels_of_batch(fetch(rows))
-        if seen is None or len(seen) != num:
-            return labels_of(dataset)
-        base, _ = unwrap(dataset)
-        if _stored_labels(base) is not None:
-            stored = labels_of(dataset)
-            if np.array_equal(stored[rows.numpy()], seen.cpu().numpy()):
-                return stored
-        batches = (_labels_of_batch(fetch(part)) for part in torch.split(torch.arange(length), _READ_AT_ONCE))
-        found = [label for label in batches if label is not None]
-        labels = torch.cat(found) if found else torch.empty(0)
-    return labels.cpu().numpy() if len(labels) == length else labels_of(dataset)
-
-
-def classes_in(batches: Iterable[Any]) -> frozenset[int] | None:
-    """Return the classes that occur in some batches, taken from each batch's last element or its entry "label" or the like.
-
-    The result is None if a batch has no whole-number label for each sample.
-    """
-    found: set[int] = set()
-    for batch in batches:
-        label = _labels_of_batch(batch)
-        if label is None:
-            return None
-        found.update(torch.unique(label).tolist())
-    return frozenset(found)
-
-
-def _labels_of_batch(batch: object) -> torch.Tensor | None:
-    """Return the integer labels of a batch, shape (samples,); None if it has no such tensor."""
-    label: object = None
-    if isinstance(batch, Mapping):
-        label = next((batch[key] for key in _KEYS if key in batch), None)
-    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        label = batch[-1]
-    if not isinstance(label, torch.Tensor) or label.ndim != 1 or label.is_floating_point():
-        return None
-    return label
-
-
-class Columns(Mapping[str, Sequence[Any]]):
-    """Named columns of a data set: those of a Hugging Face data set, or attributes with one value per sample."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._base, self._rows = unwrap(dataset)
-
-    def __getitem__(self, name: str) -> Sequence[Any]:
-        """Return a column with one entry for each sample; raises KeyError if the data set lacks it."""
-        has_columns = name in _column_names(self._base)
-        column = self._base.with_format(None)[name][:] if has_columns else getattr(self._base, name, None)
-        if (
-            column is None
-            or isinstance(column, str)
-            or not hasattr(column, "__len__")
-            or len(column) != len(self._base)
-        ):
-            raise KeyError(name)
-        return column if self._rows is None else [column[row] for row in self._rows.tolist()]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_column_names(self._base))
-
-    def __len__(self) -> int:
-        return len(_column_names(self._base))
-
-
-def _column_names(dataset: object) -> list[str]:
-    names = getattr(dataset, "column_names", None)
-    return names if isinstance(names, list) and hasattr(dataset, "with_format") else []
-
-
-def _stored_labels(dataset: Any) -> npt.NDArray[Any] | None:
-    if is_tensors(dataset):
-        found = dataset.tensors[-1]
-    elif names := [name for name in _KEYS if name in _column_names(dataset)]:
-        found = dataset.with_format("numpy")[names[0]][:]
-    else:
-        found = getattr(dataset, "labels", None)
-        found = getattr(dataset, "targets", None) if found is None else found
-    if found is None or not hasattr(found, "__len__") or len(found) != len(dataset):
-        return None
-    return found.cpu().numpy() if isinstance(found, torch.Tensor) else np.asarray(found)
-
-
-def _label_of(sample: object, index: int) -> object:
-    label = None
-    if isinstance(sample, Mapping):
-        label = next((sample[key] for key in _KEYS if key in sample), None)
-    elif isinstance(sample, (tuple, list)) and len(sample) > 1:
-        label = sample[-1]
-    if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) and label.ndim == 0:
-        label = label.item()
-    if not isinstance(label, int):
-        raise BadInput(
-            f"sample {index} of the training data has no whole-number label ({type(sample).__name__}): give samples as "
-            "(input, label) or with an entry 'label', or use a partition that needs no labels, such as Iid"
-        )
-    return label
-
-
-def class_numbers(labels: torch.Tensor | npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Return class labels as int64, shape (samples,).
-
-    Raises:
-        BadInput: there is not exactly one whole number for each sample.
-    """
-    array = labels.detach().cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
-    if array.ndim != 1 or array.dtype.kind not in "iub":
-        raise BadInput(
-            f"labels have shape {array.shape} and type {array.dtype}; a partition by class needs one whole number "
-            "for each sample: use Iid, QuantitySkew or ByColumn for other targets"
-        )
-    return array.astype(np.int64)

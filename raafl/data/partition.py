@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raafl.data.loaders import class_numbers
+from raafl.data.labels import class_numbers
 from raafl.errors import BadInput, at_least, briefly
 
 _log = logging.getLogger(__name__)

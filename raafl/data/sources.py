@@ -7,7 +7,7 @@ batch (or a client's whole part) is gathered: the ranks of one machine share the
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from raafl.data import readers
-from raafl.data.loaders import TensorImages
+from raafl.data.loaders import GatherDataset
 from raafl.data.readers import load_splits, rows_of
 from raafl.errors import BadInput, at_least, installing
 from raafl.lean_import import import_lightning
@@ -26,6 +26,43 @@ import_lightning()
 from lightning import LightningDataModule  # noqa: E402
 
 DOWNLOAD_TIMEOUT_S = 20.0
+
+
+class TensorImages(GatherDataset):
+    """Labelled images that are stored as bytes and normalised when they are gathered.
+
+    The bytes may be a memory-mapped file that all processes of a machine share; as float32, each process would need
+    four times as much memory of its own.
+
+    `images`: stored images, `(n, channels, height, width)` uint8.
+
+    Raises:
+        BadInput: shapes or types do not fit each other.
+    """
+
+    on_any_device = True
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> None:
+        if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != len(labels):
+            raise BadInput(
+                f"images are {tuple(images.shape)} {images.dtype} with {len(labels)} labels: "
+                "give uint8 images (n, channels, height, width) and one label each"
+            )
+        if not len(mean) == len(std) == images.shape[1]:
+            raise BadInput(f"mean is {mean} and std {std}: give one number for each of the {images.shape[1]} channels")
+        self.images = images
+        self.labels = labels.to(torch.int64)
+        self._mean_c11 = (torch.tensor(mean, dtype=torch.float64) * 255).to(torch.float32).reshape(-1, 1, 1)
+        self._std_c11 = (torch.tensor(std, dtype=torch.float64) * 255).to(torch.float32).reshape(-1, 1, 1)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the images at the given indices, normalised, `(n, channels, height, width)` float32, and labels `(n,)` int64."""
+        pixels = self.images.index_select(0, indices).to(torch.float32)
+        # Two exactly rounded operations, so that one image and many give the same bits.
+        return pixels.sub_(self._mean_c11).div_(self._std_c11), self.labels.index_select(0, indices)
 
 
 class TrainTestData(LightningDataModule):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from raafl.data.federated import ClientData, Sized
-from raafl.data.loaders import Fetch, plain_parts, select_from
+from raafl.data.loaders import Fetch, GatherDataset, is_tensors, select_from, unwrap
 from raafl.local.train import PreparedTask
 from raafl.submodel.nested_batch import batch_tensors, mapped, pinned
 
@@ -151,3 +151,17 @@ class Feed:
             "bytes": self.num_bytes,
             "why_sent": list(self._reasons),
         }
+
+
+def plain_parts(dataset: object) -> tuple[Any, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Return the data set under `Subset`s, the rows they select (None = all), and its tensors by name.
+
+    The data set is None if its samples are not known to be plain rows of tensors.
+    """
+    base, rows = unwrap(dataset)
+    if is_tensors(base):
+        return base, rows, {str(number): tensor for number, tensor in enumerate(base.tensors)}
+    owner = next((kind for kind in type(base).__mro__ if "gather" in vars(kind)), object)
+    if not isinstance(base, GatherDataset) or not vars(owner).get("on_any_device"):
+        return None, None, {}
+    return base, rows, {name: value for name, value in vars(base).items() if isinstance(value, torch.Tensor)}

@@ -19,7 +19,7 @@ from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
 from raafl.local.record import Recorder
 from raafl.local.trainable import Buffers
-from raafl.module_hooks import move_batch, overrides, stage
+from raafl.module_hooks import move_batch, overrides
 from raafl.rng import RngStream
 from raafl.submodel import FULL, FlatTensors, Submodels
 from raafl.submodel.flat import is_merged
@@ -299,6 +299,8 @@ def measure(
 
 def begin(module: nn.Module, recorder: Recorder) -> None:
     """Start an evaluation: switch the module to eval mode and call its start hooks."""
+    from raafl.trainer_stand_in import stage
+
     recorder.clear()
     module.eval()
     stage(module, "validating")

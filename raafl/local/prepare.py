@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import USER_ERRORS, BadInput, user_frame
-from raafl.module_hooks import attach, overrides
+from raafl.module_hooks import overrides
 from raafl.rng import seeded, undisturbed
 from raafl.submodel.cut.layers import computed_by, copy_structure, persistent_buffers
 from raafl.submodel.flat import is_finite
@@ -48,6 +48,8 @@ def prepare(module: Any) -> Any:
     if not overrides(module, "validation_step"):
         how = _as_test(module) if overrides(module, "test_step") else {"validation_step": _training_loss}
         with_methods(module, **how)
+    from raafl.trainer_stand_in import attach
+
     attach(module)
     for hook, args in (("setup", ("fit",)), ("configure_model", ())):  # in the order of Lightning's Trainer
         if overrides(module, hook):

@@ -14,7 +14,7 @@ from raafl.core.payload import Payload
 from raafl.errors import BadInput
 from raafl.local.lightning_hooks import TaskHooks, Transfer
 from raafl.local.record import Recorder
-from raafl.module_hooks import Schedule, attach, configure
+from raafl.module_hooks import Schedule, configure
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import counts_in_eval_mode
 from raafl.submodel.submodels import Shrunk
@@ -46,6 +46,8 @@ class TrainableSubmodel:
         self.masks: dict[int, Tensor] = {}
         self.recorder = Recorder()
         self.recorder.attach(self.module)
+        from raafl.trainer_stand_in import attach
+
         self.trainer = attach(self.module)
         self.trainer.measure(self.recorder.latest.metrics)
         self.hooks = TaskHooks.of(self.module, local.traits.leaves_out)

@@ -24,7 +24,7 @@ from raafl.local.gradients import check_optimizer
 from raafl.local.lightning_hooks import uncalled
 from raafl.local.prepare import explained, shown
 from raafl.local.record import Recorder
-from raafl.module_hooks import Schedule, TrainerStandIn, attach, begin, configure, move_batch
+from raafl.module_hooks import Schedule, begin, configure, move_batch
 from raafl.runfolder.schema import CLIENT
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.setup import ServerSetup, data_notes
@@ -32,6 +32,7 @@ from raafl.submodel import FULL
 from raafl.submodel.cut.layers import persistent_buffers
 from raafl.submodel.flat import is_finite
 from raafl.submodel.nested_batch import to_device
+from raafl.trainer_stand_in import TrainerStandIn, attach
 
 
 @dataclass(frozen=True)

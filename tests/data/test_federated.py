@@ -7,8 +7,8 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from raafl.data import federated
 from raafl.data.federated import ClientData, FederatedData
-from raafl.data.loaders import TensorImages
 from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid
+from raafl.data.sources import TensorImages
 from raafl.errors import BadInput
 from raafl.rules import Rules
 from tests.data.modules import Module, Plain, equal, generator, tensors, values

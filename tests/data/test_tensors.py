@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from raafl.data.loaders import TensorImages, fetcher, unwrap
+from raafl.data.loaders import fetcher, unwrap
+from raafl.data.sources import TensorImages
 from raafl.errors import BadInput
 
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from raafl.data import ClientData, TensorTokens, TensorWindows
-from raafl.data.loaders import Columns, labels_of
+from raafl.data.labels import Columns, labels_of
 from raafl.data.tokens import Tokenizer, vocabulary, windows_of
 from raafl.errors import BadInput
 

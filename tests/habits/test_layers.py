@@ -28,6 +28,7 @@ ORDER = (
         "lean_import",
         "log",
         "module_hooks",
+        "trainer_stand_in",
         "object_store",
         "rng",
         "optimizers",

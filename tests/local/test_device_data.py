@@ -7,7 +7,8 @@ import torch
 from torch.utils.data import Subset, default_collate
 
 from raafl.data.federated import ClientData
-from raafl.data.loaders import GatherDataset, TensorImages
+from raafl.data.loaders import GatherDataset
+from raafl.data.sources import TensorImages
 from raafl.data.tokens import TensorTokens, TensorWindows
 from raafl.local.device_data import Feed
 from tests.helpers.emulated_cuda import Emulated

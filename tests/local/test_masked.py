@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from raafl.core.masked_loss import masked
 from raafl.data import ClientData
-from raafl.data.loaders import classes_in
+from raafl.data.labels import classes_in
 
 
 def test_logits_of_absent_classes_are_zero_and_have_no_gradient():

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from raafl.module_hooks import attach
 from raafl.submodel.spec import Runs
 
 Resize = Callable[[Any], None]
@@ -191,6 +190,8 @@ def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
     Attributes, or items in lists, tuples and dictionaries, that `copy.deepcopy` refuses are shared with the copy.
     """
+    from raafl.trainer_stand_in import attach
+
     sentinel = object()
     for part in module.modules():
         for attribute in _ATTACHED:

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from model_zoo import CNN, MLP
 from raafl.errors import BadInput
-from raafl.module_hooks import TrainerStandIn
 from raafl.submodel import FULL, Spec, Submodels, skeleton
+from raafl.trainer_stand_in import TrainerStandIn
 from tests.submodel.models import CASES, Blocks, FusedAttention, Tied, built
 
 

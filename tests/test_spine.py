@@ -21,6 +21,7 @@ PAGE = ROOT / "docs" / "spine.md"
 QUICK_START = (
     "command line",
     "data sources",
+    "device catalogue",
     "axes",
     "proof",
     "methods",

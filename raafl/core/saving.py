@@ -31,7 +31,6 @@ from raafl.core.types import (
     Timer,
     Update,
 )
-from raafl.devices.checks import RATES
 from raafl.devices.profiles import Profile
 from raafl.submodel import FlatTensors, Layout, Spec
 
@@ -208,6 +207,8 @@ def _profile_to_json(profile: Profile) -> dict[str, Any]:
 
 def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
     """Restore a client's description from the result of `client_to_json`; unknown fields are ignored."""
+    from raafl.devices.checks import RATES
+
     told: Any = data["profile"]
     profile: dict[str, Any] = {n: math.inf if value is None and n in RATES else value for n, value in told.items()}
     if (windows := profile.get("availability")) and windows[-1][1] is None:

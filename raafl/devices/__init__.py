@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from raafl.devices.catalog import names
 from raafl.devices.profiles import Device, Profile, TaskTime, assign, load_devices, num_devices
 
-__all__ = ["Device", "Profile", "TaskTime", "assign", "load_devices", "names", "num_devices"]
+__all__ = ["Device", "Profile", "TaskTime", "assign", "load_devices", "num_devices"]

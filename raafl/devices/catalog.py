@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,8 +74,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 Windows = tuple[tuple[float, float], ...]
-Presence = Literal["always", "diurnal", "markov", "leaves"]
-PRESENCES: tuple[Presence, ...] = ("always", "diurnal", "markov", "leaves")
+PRESENCES = ("always", "diurnal", "markov", "leaves")
 
 DAY_S = 86400.0
 _STAYS = 32  # number of on-off cycles of a markov availability pattern before it repeats
@@ -121,7 +120,7 @@ def _device(law: Mapping[str, Any], log_score: float, normals: tuple[float, floa
 
 
 def presence(
-    kind: Presence, on_s: float | None, off_s: float | None, seed: int, number: int
+    kind: str, on_s: float | None, off_s: float | None, seed: int, number: int
 ) -> tuple[Windows | None, float | None]:
     """Draw the hours in which a device is available; return time windows and the period after which they repeat.
 

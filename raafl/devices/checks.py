@@ -21,6 +21,13 @@ CHANGES = ("speed_changes", "link_changes")
 """Fields of a profile that are series of times and factors."""
 
 
+def problems(profile: Any) -> list[str]:
+    """List the errors in a profile, one line each."""
+    return [
+        text for check in (rate_problems, window_problems, change_problems, spread_problems) for text in check(profile)
+    ]
+
+
 def number(field: str, value: Any) -> float:
     """Convert a value, which may be text, to a number; raise a `ValueError` that names the field if that fails."""
     try:

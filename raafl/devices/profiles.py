@@ -10,21 +10,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from raafl.devices import catalog
-from raafl.devices.catalog import Presence
-from raafl.devices.checks import (
-    CHANGES,
-    change_problems,
-    merge_windows,
-    rate_problems,
-    spread_problems,
-    window_problems,
-)
 from raafl.errors import nearest
 
 Pairs = tuple[tuple[float, float], ...]
+Presence = Literal["always", "diurnal", "markov", "leaves"]
 Kernels = tuple[tuple[float, float, float], ...]
 """Kernels of a GPU: how many there are, with FLOPs and bytes of each."""
 
@@ -103,12 +94,13 @@ class Profile:
 
     def __post_init__(self) -> None:
         """Check every field, and join adjacent windows, so that availability changes at each remaining boundary."""
-        problems = [*rate_problems(self), *window_problems(self), *change_problems(self), *spread_problems(self)]
-        if problems:
+        from raafl.devices import checks
+
+        if problems := checks.problems(self):
             raise ValueError(f"device profile {self.name!r}: " + "; ".join(problems))
         if self.availability is not None:
-            object.__setattr__(self, "availability", merge_windows(self.availability))
-        for name in CHANGES:
+            object.__setattr__(self, "availability", checks.merge_windows(self.availability))
+        for name in checks.CHANGES:
             if (pairs := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple((float(at_s), float(factor)) for at_s, factor in pairs))
 
@@ -164,7 +156,7 @@ class Profile:
     @property
     def has_series(self) -> bool:
         """Whether a field is a series of times, which may be long."""
-        return any(getattr(self, name) is not None for name in ("availability", *CHANGES))
+        return (self.availability, self.speed_changes, self.link_changes) != (None, None, None)
 
     def available(self, at_s: float) -> bool:
         """Check whether the client is available at the time ``at_s``, in seconds."""
@@ -240,7 +232,10 @@ class Device(Profile):
 
     def __post_init__(self) -> None:
         """Fill in the fields that the device's name implies, and check the profile, ``count`` and presence."""
-        known, unsaid = catalog.figures(self.name), _not_said(self)
+        from raafl.devices import catalog
+
+        known, named = catalog.figures(self.name), (*catalog.FIGURES, *catalog.HOST_FIGURES)
+        unsaid = [name for name in named if isinstance(value := getattr(self, name), float) and math.isnan(value)]
         if not known and set(catalog.FIGURES) <= set(unsaid) and self._says_nothing():
             raise ValueError(
                 f"device {self.name!r} is not in raafl's catalogue, and flops_per_s is missing: give flops_per_s, "
@@ -274,11 +269,15 @@ class Device(Profile):
 
     def profiles(self) -> list[Profile]:
         """Return a profile for each of the ``count`` clients."""
+        from raafl.devices import catalog
+
         if self.presence == "always" and not catalog.is_drawn(self.name) and self.recorded is None:
             return [self.profile] * self.count
         return [self._drawn(number) for number in range(self.count)]
 
     def _drawn(self, number: int) -> Profile:
+        from raafl.devices import catalog
+
         own = {f.name: getattr(self, f.name) for f in fields(Profile)}
         if catalog.is_drawn(self.name):
             law = catalog.catalogue()["generators"][self.name]
@@ -295,12 +294,6 @@ class Device(Profile):
 
 
 _DEFAULTS = {f.name: f.default for f in fields(Profile)}
-
-
-def _not_said(device: Device) -> list[str]:
-    """Return the fields without a given value, which follow from the device's name."""
-    values = {name: getattr(device, name) for name in (*catalog.FIGURES, *catalog.HOST_FIGURES)}
-    return [name for name, value in values.items() if isinstance(value, float) and math.isnan(value)]
 
 
 def assign(devices: Sequence[Profile], num_clients: int) -> list[Profile]:

@@ -21,6 +21,8 @@ PAGE = ROOT / "docs" / "spine.md"
 QUICK_START = (
     "command line",
     "data sources",
+    "checks of a config",
+    "goals",
     "device catalogue",
     "axes",
     "proof",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from raafl.config.options import direction
+from raafl.config.targets import direction
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import RunHooks
 from raafl.core.types import Event, Joined, Lost, Settled

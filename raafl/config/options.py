@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,21 +11,6 @@ from raafl.errors import BadInput, at_least, positive
 
 Mode = Literal["auto", "live", "plain", "verbose", "quiet"]
 MODES: tuple[Mode, ...] = ("auto", "live", "plain", "verbose", "quiet")
-
-Direction = Literal["min", "max"]
-"""Whether lower or higher values of a metric are better."""
-_LOWER = (
-    r"loss|losses|perplexity|ppl|error|errors|err|mse|rmse|nrmse|mae|mape|smape|msle|rmsle|nll|neg(?:ative)?_(?:log_)?likelihood"
-    r"|bce|cross_?entropy|xent|bpc|bpb|bits_per_\w+|wer|cer|eer|ece|brier|fid|lpips|kl|kld|crps|deviance|regret|fpr|fnr"
-)
-_HIGHER = (
-    r"accuracy|acc|auc|auroc|auprc|roc|ap|map|precision|recall|sensitivity|specificity|f[12]|fbeta|r2|top_?\d+|iou|miou|jaccard"
-    r"|dice|bleu|rouge|meteor|chrf|psnr|ssim|ndcg|mrr|hits?|reward|correlation|pearson|spearman|kendall|kappa|mcc|tpr|tnr"
-    r"|explained_variance|exact_match|likelihood"
-)
-_KNOWN = re.compile(rf"(?<![a-z0-9])(?:(?P<min>{_LOWER})|(?P<max>{_HIGHER}))\d*(?![a-z0-9])")
-_NEGATED = re.compile(r"(?<![a-z0-9])neg_(?!(?:log_)?likelihood)")
-_TARGET = re.compile(r"\s*(.*?\S)\s*(<=|>=|=)(.*)", re.S)
 
 Group = Literal["who", "end", "shown", "computed", "other"]
 GROUPS: dict[Group, str] = {
@@ -56,138 +40,17 @@ class About:
 
 
 def about(text: str, metavar: str | None = None, **more: Any) -> dict[str, About]:
-    """Return the metadata of a dataclass field: its help text and rules.
+    """Return the metadata of a field that must be given: its help text and rules.
 
     `metavar`: placeholder of the value in the help text; None = derived from the type.
     """
     return {"about": About(text, metavar, **more)}
 
 
-_OF_A_METRIC = ("drop", "gap", "diff", "std", "var", "variance")
-"""Last words of names of a property of a metric, for which another direction may be better than for the metric."""
-
-
-def direction(metric: str) -> Direction | None:
-    """Tell by the words of a metric's name whether lower or higher values are better; None if the name does not say it.
-
-    The last known word counts, as in ``val_loss``, ``train/rmse`` or ``top5_accuracy``; a leading ``neg_`` turns the
-    direction round, as in scikit-learn.
-    """
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", metric).lower()
-    if words.rpartition("_")[2] in _OF_A_METRIC:
-        return None
-    # names like mIoU are also matched without splitting them at capitals
-    whole = re.sub(r"[^A-Za-z0-9]+", "_", metric).lower()
-    found = [match.lastgroup for match in _KNOWN.finditer(words)] or [
-        match.lastgroup for match in _KNOWN.finditer(whole)
-    ]
-    if found[-1:] == ["max"]:
-        return "min" if _NEGATED.search(words) else "max"
-    if found or words.endswith(("loss", "perplexity", "error")):
-        return "max" if _NEGATED.search(words) else "min"
-    return "max" if "score" in words.split("_") else None
-
-
-def ranking(text: str) -> tuple[str, Direction | None]:
-    """Split METRIC, METRIC:min or METRIC:max into a metric and its direction; None = the name does not say it."""
-    metric, _, last = text.rpartition(":")
-    if metric and last in ("min", "max"):
-        return metric, "min" if last == "min" else "max"
-    return text, direction(text)
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Value of a metric at which the run ends, such as accuracy=0.93.
-
-    Attributes:
-        metric: name of the metric.
-        value: value to reach.
-        mode: direction in which the value is reached, min from above; None = as the metric's name says.
-    """
-
-    metric: str
-    value: float
-    mode: Direction | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Target:
-        """Parse a target of the form ``METRIC=VALUE``, ``METRIC<=VALUE`` or ``METRIC>=VALUE``.
-
-        Raises:
-            BadInput: the text is not of that form.
-        """
-        match = _TARGET.fullmatch(text)
-        try:
-            number = float(match[3]) if match else math.nan
-        except ValueError:
-            number = math.nan
-        if not match or not math.isfinite(number):
-            raise BadInput(
-                f"target is '{text}': give METRIC=VALUE, for example accuracy=0.93, or METRIC<=VALUE or METRIC>=VALUE"
-            )
-        given: dict[str, Direction] = {"<=": "min", ">=": "max"}
-        return cls.of(match[1], number, given.get(match[2]))
-
-    @classmethod
-    def of(cls, metric: str, value: float, mode: Direction | None) -> Target:
-        """Return a target whose ``mode`` is None where the metric's name says the same, so that equal targets are equal.
-
-        Args:
-            metric: name of the metric.
-            value: value to reach.
-            mode: direction in which the value is reached; None = as the metric's name says.
-        """
-        return cls(metric, value, None if mode == direction(metric) else mode)
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the target or its metric's name says which values are better."""
-        return self.mode is not None or direction(self.metric) is not None
-
-    @property
-    def at_most(self) -> bool:
-        """Whether lower values of the metric are better, so that the target is an upper limit."""
-        return (self.mode or direction(self.metric)) == "min"
-
-    def met(self, metrics: Mapping[str, float]) -> bool:
-        """Check whether the metrics of an evaluation reach the target."""
-        if self.metric not in metrics:
-            return False
-        value = metrics[self.metric]
-        return value <= self.value if self.at_most else value >= self.value
-
-    def __str__(self) -> str:
-        """Return METRIC=VALUE, or METRIC<=VALUE or METRIC>=VALUE if the metric's name does not imply the direction."""
-        sign = {None: "=", "min": "<=", "max": ">="}[self.mode]
-        return f"{self.metric}{sign}{self.value:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class Goals:
-    """Limits of a run: updates, seconds, and targets of metrics. The run ends when the first limit is met."""
-
-    max_updates: int | None = None
-    max_time_s: float | None = None
-    targets: tuple[Target, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the goals as plain data, for the journal."""
-        targets = [{"metric": one.metric, "value": one.value, "at_most": one.at_most} for one in self.targets]
-        return {"max_updates": self.max_updates, "max_time_s": self.max_time_s, "targets": targets}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Goals:
-        """Restore goals from the result of `to_json`; the result has no goals if ``data`` has another form."""
-        try:
-            targets = [
-                Target.of(str(one["metric"]), float(one["value"]), "min" if one["at_most"] else "max")
-                for one in data["targets"]
-            ]
-            updates, time_s = data["max_updates"], data["max_time_s"]
-            return cls(updates and int(updates), time_s and float(time_s), tuple(targets))
-        except (KeyError, TypeError, ValueError, OverflowError):
-            return cls()
+def option(default: Any, text: str, metavar: str | None = None, **more: Any) -> Any:
+    """Return a field of a dataclass with its default, or a class or function that makes it, and its help text and rules."""
+    how = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**how, metadata=about(text, metavar, **more))
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,3 +172,50 @@ class SubmodelOptions:
         positive("submodels.static_batches", self.static_batches)
         if not all(type(depth) is int and depth > 0 for depth in self.exits or ()):
             raise BadInput(f"submodels.exits is {self.exits}: give depths in blocks, from 1, such as [2, 4]")
+
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(field_name: str, value: float | str | None) -> float | None:
+    """Convert a duration to seconds; it is a number, or a text such as 90s, 5m, 2h or 1d.
+
+    Raises:
+        BadInput: the value is not a duration above 0.
+    """
+    if value is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9+-]+)?)\s*([smhd]?)\s*", str(value).lower())
+    number = float(match[1]) * _UNITS_S[match[2] or "s"] if match and match[1].count(".") < 2 else math.nan
+    if not 0 < number < math.inf:
+        raise BadInput(f"{field_name} is {value}: give seconds above 0, or text such as 90s, 5m, 2h")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """Distance between two evaluations, in versions, in seconds of the run's clock, or in samples trained."""
+
+    size: float
+    unit: Literal["versions", "seconds", "samples"]
+
+
+def distance(field_name: str, value: int | str | None) -> Distance | None:
+    """Convert a distance between evaluations: a number of versions, a duration with its unit, or `5000 samples`.
+
+    `value`: value of the field; None = not given.
+
+    Raises:
+        BadInput: the value is none of these, or not above 0.
+    """
+    if value is None:
+        return None
+    text = str(value).strip().lower()
+    match = re.fullmatch(r"(-?[0-9]+)\s*(samples?)?", text)
+    if match and int(match[1]) > 0:
+        return Distance(int(match[1]), "samples" if match[2] else "versions")
+    if match is None and re.fullmatch(r"[0-9.e+-]+\s*[smhd]", text):
+        return Distance(seconds(field_name, text) or 0.0, "seconds")
+    raise BadInput(
+        f"{field_name} is {value}: give 1 or more versions, seconds above 0 such as 10s, or samples such as '5000 samples'"
+    )

@@ -22,8 +22,9 @@ import yaml
 from raafl import data, parts
 from raafl.algorithms import ALGORITHMS
 from raafl.config.check import MADE, Check
-from raafl.config.experiment import ABOUT, ACCELERATORS, marked
+from raafl.config.experiment import ABOUT, marked
 from raafl.config.own_runs import is_own
+from raafl.config.problems import ACCELERATORS
 from raafl.core.options import CAPTURES
 from raafl.errors import BadInput, RunFailed
 from raafl.rules import recorded_revision

@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from raafl._version import __version__
-from raafl.config.experiment import seconds
+from raafl.config.options import seconds
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import HookList, RunHooks
 from raafl.core.types import Event, Settled

@@ -7,9 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from raafl.config.options import Target
 from raafl.core.saving import assignment_to_json, event_to_json
 from raafl.core.types import Adjusted, Arrived, Assignment, Event, Joined, Received, Sending, Settled
 from raafl.runfolder.checkpoints import keep_received
@@ -30,6 +29,9 @@ from raafl.runfolder.schema import (
 )
 from raafl.runfolder.statistics import RunStatistics
 from raafl.submodel import FlatTensors
+
+if TYPE_CHECKING:
+    from raafl.config.targets import Target
 
 
 class RunRecord:

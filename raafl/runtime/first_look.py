@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raafl.config.experiment import Experiment
-from raafl.config.options import ranking
+from raafl.config.targets import ranking
 from raafl.core.options import Training
 from raafl.core.types import Warn
 from raafl.data.federated import FederatedData

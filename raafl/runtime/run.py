@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from raafl.config.experiment import Experiment, seconds
-from raafl.config.options import Goals
+from raafl.config.experiment import Experiment
+from raafl.config.options import seconds
 from raafl.core.hooks import HookList, RunHooks
 from raafl.core.types import Assignment, Update, Warn
 from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
@@ -32,6 +32,7 @@ from raafl.submodel import FULL
 from raafl.units import quantity
 
 if TYPE_CHECKING:
+    from raafl.config.targets import Goals
     from raafl.runfolder.seals import Signer
     from raafl.runtime.executors.ranks import RankExecutor
     from raafl.runtime.lifecycle.resume import SavedRun
@@ -193,6 +194,8 @@ class Run:
         return {"min_clients": limits.min_clients, "count_lost": limits.count_lost}
 
     def _goals(self) -> Goals:
+        from raafl.config.targets import Goals
+
         limits = self.parts.coordinator.limits
         return Goals(limits.max_updates, limits.max_time_s, tuple(self.parts.experiment.targets()))
 

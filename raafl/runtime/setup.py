@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from raafl.config.experiment import Distance, Experiment, distance, seconds
-from raafl.config.options import SubmodelOptions
+from raafl.config.experiment import Experiment
+from raafl.config.options import Distance, SubmodelOptions, distance, seconds
 from raafl.core.algorithm import Algorithm, OwnTests, Select
 from raafl.core.coordinator import Coordinator
 from raafl.core.local import Local

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from raafl.config.options import Goals, Target
+from raafl.config.targets import Goals, Target
 from raafl.runfolder.schema import MERGED, UNUSED, JournalRow, Summary, is_metric, kind_of
 from raafl.runfolder.tail import RunTail
 from raafl.sanitize import sanitize_text

@@ -10,8 +10,8 @@ from torch import nn
 
 import raafl
 from raafl.api.settings import Settings
-from raafl.config.experiment import ABOUT, SECTIONS, Experiment, SubmodelOptions, marked, seconds
-from raafl.config.options import Timeouts
+from raafl.config.experiment import ABOUT, SECTIONS, Experiment, SubmodelOptions, marked
+from raafl.config.options import Timeouts, seconds
 from raafl.core.algorithm import Training
 from raafl.core.options import FabricOptions
 from raafl.devices.profiles import Device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raafl.config.options import Target, direction, ranking
+from raafl.config.targets import Target, direction, ranking
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, fed_async, fed_avg, fed_buff, fed_opt, fed_prox, fed_raa
-from raafl.config.options import Target
+from raafl.config.targets import Target
 from raafl.core.algorithm import Local, Training
 from raafl.core.types import Arrived, Update
 from raafl.devices.profiles import Device

@@ -12,7 +12,7 @@ from torch import nn
 import raafl
 from model_zoo import CharLM
 from raafl.algorithms import fed_async, fed_avg, fed_raa, hetero_fl
-from raafl.config.options import Target
+from raafl.config.targets import Target
 from raafl.core.algorithm import Training
 from raafl.core.types import Assignment, Joined, Settled, Update
 from raafl.data import Dirichlet, Iid, TextFolder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raafl.config.options import Goals
+from raafl.config.targets import Goals
 
 
 class Clock:

@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from raafl.config.options import Target
+from raafl.config.targets import Target
 from raafl.submodel.spec import Spec
 from raafl.watch.progress import plain, sentence, table
 from raafl.watch.state import (

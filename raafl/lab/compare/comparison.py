@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-from raafl.config.options import direction
+from raafl.config.targets import direction
 from raafl.errors import BadInput, at_least, nearest
 from raafl.lab.compare.statistics import Curve, on_grid, smoothed
 from raafl.plain_yaml import read_yaml
@@ -251,7 +251,7 @@ class Comparison:
         """Raise `BadInput` unless ``eval_every`` is set once for all rows, in seconds or samples."""
         if self.eval_every is None:
             return
-        from raafl.config.experiment import distance
+        from raafl.config.options import distance
 
         found = distance("eval_every", self.eval_every)
         if found is not None and found.unit == "versions":
@@ -268,7 +268,7 @@ class Comparison:
     @property
     def every_s(self) -> float | None:
         """Seconds between evaluations of all rows; None = they are measured by versions or samples."""
-        from raafl.config.experiment import distance
+        from raafl.config.options import distance
 
         found = distance("eval_every", self.eval_every)
         return found.size if found is not None and found.unit == "seconds" else None

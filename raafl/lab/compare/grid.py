@@ -148,7 +148,7 @@ class Grid:
             BadInput: a method's options contain `{task_s}` and the fleet has no `task_s` for the task, or methods would
                 get different numbers of trials.
         """
-        from raafl.config.experiment import seconds
+        from raafl.config.options import seconds
 
         task, fleet = self.tasks[cell[0]], self.fleets[cell[1]]
         rows = {label: self._options(method, task, fleet) for label, method in self.methods.items()}

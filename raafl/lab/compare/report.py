@@ -13,7 +13,8 @@ from statistics import fmean
 from typing import Any
 
 from raafl.atomic_file import atomic_file
-from raafl.config.experiment import Experiment, distance, seconds
+from raafl.config.experiment import Experiment
+from raafl.config.options import distance, seconds
 from raafl.core.select import time_on
 from raafl.core.types import Work
 from raafl.devices.measure import measure_machine

@@ -110,7 +110,7 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
     Raises:
         BadInput: an option is wrong; the message names the row.
     """
-    from raafl.config.experiment import seconds
+    from raafl.config.options import seconds
 
     row = parsed(config, label, options, seeds[0])
     fields = yaml.safe_load(row.config_yaml)

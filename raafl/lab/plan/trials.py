@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from raafl.config.experiment import Experiment, seconds
-from raafl.config.options import Engine, Samples, direction
+from raafl.config.experiment import Experiment
+from raafl.config.options import Engine, Samples, seconds
+from raafl.config.targets import direction
 from raafl.core.algorithm import Algorithm
 from raafl.errors import USER_ERRORS, RunFailed, format_error, one_line
 from raafl.lab.plan.dry import Prediction

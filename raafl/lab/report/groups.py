@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raafl.config.options import Goals
+from raafl.config.targets import Goals
 from raafl.lab.report.page import Chart, Table, View, axis, rounded, thin_rows, thinned
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.reading import Numbers, RecordedRun

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from raafl.config.options import ranking
+from raafl.config.targets import ranking
 from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoint_reader

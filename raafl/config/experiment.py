@@ -36,9 +36,9 @@ def _iid() -> Partition:
     return Iid()
 
 
-_SENT = {"must_match": True, "sent_to_clients": True}
+_SENT: dict[str, Any] = {"must_match": True, "sent_to_clients": True}
 """Marks of a field that clients have like the server, and are sent where they have no config."""
-_SHOWN = {"group": "shown", "may_change": True}
+_SHOWN: dict[str, Any] = {"group": "shown", "may_change": True}
 """Marks of a field of what is measured, kept and shown, which a resumed run may change."""
 
 

@@ -46,7 +46,7 @@ def plain_problems(experiment: Experiment, *, needs_end: bool = True) -> Iterato
         yield f"rules is {experiment.rules}: give at most {CURRENT}, or use the later version of raafl that made this config"
     if experiment.train.num_epochs is None and experiment.train.num_steps is None:
         yield "train.num_epochs and train.num_steps are both null: give one of them"
-    needs_end = needs_end and not experiment.subfederation.is_on  # the server above ends it
+    needs_end = needs_end and not experiment.subfederation.is_on  # a subfederation is ended by the server above
     if needs_end and experiment.max_updates is None and experiment.max_time is None and experiment.target is None:
         yield "max_updates, max_time and target are all null: give at least one, or the run would never end"
     if experiment.progress not in MODES:
@@ -109,7 +109,7 @@ def _export_problems(experiment: Experiment) -> Iterator[str]:
 
 
 def problems_of_parts(experiment: Experiment) -> Iterator[str]:
-    """Yield the problems of the config's parts, and of settings that this machine does not support."""
+    """Yield an error text for each invalid combination of settings, and for each that this machine cannot run."""
     from raafl.parts.protect.assembly import with_options
 
     def protection() -> None:

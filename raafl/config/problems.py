@@ -1,4 +1,4 @@
-"""Check the values of a configuration: yield a message for each that is wrong, with the remedy."""
+"""Check the values of an `Experiment`, the configuration of a run: yield a message for each that is wrong, with the remedy."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from raafl.config.options import MODES, distance, seconds
 from raafl.core.options import CAPTURES, Training
 from raafl.errors import BadInput, installing, nearest, parse_address
 from raafl.rules import CURRENT
 from raafl.sanitize import is_url
-
-if TYPE_CHECKING:
-    from raafl.config.experiment import Experiment
 
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
 TRANSPORTS = ("staged", "nccl")
@@ -27,7 +24,7 @@ PRECISIONS = ("32-true", "32", "bf16-mixed", "16-mixed")
 _REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.A)
 
 
-def plain_problems(experiment: Experiment, *, needs_end: bool = True) -> Iterator[str]:
+def plain_problems(experiment: Any, *, needs_end: bool = True) -> Iterator[str]:
     """Yield a message for each wrong value among the plain fields.
 
     Model, data, algorithm and partition are not checked, so torch is not imported.
@@ -73,7 +70,7 @@ def plain_problems(experiment: Experiment, *, needs_end: bool = True) -> Iterato
     yield from _refused(checks)
 
 
-def _machine_problems(experiment: Experiment) -> Iterator[str]:
+def _machine_problems(experiment: Any) -> Iterator[str]:
     clip, accelerator = experiment.fabric.gradient_clip_val, experiment.fabric.accelerator
     if clip is not None and not clip > 0:
         yield f"fabric.gradient_clip_val is {clip}: give a number above 0, or null for no clipping"
@@ -99,7 +96,7 @@ def _machine_problems(experiment: Experiment) -> Iterator[str]:
         yield f"server_device is '{experiment.server_device}': give cpu, or a GPU such as cuda:0"
 
 
-def _export_problems(experiment: Experiment) -> Iterator[str]:
+def _export_problems(experiment: Any) -> Iterator[str]:
     if experiment.push_to_hub is not None and not _REPOSITORY.fullmatch(experiment.push_to_hub):
         yield f"push_to_hub is '{experiment.push_to_hub}': give OWNER/NAME, the name of a repository"
     wanted = {"push_to_hub": (experiment.push_to_hub is not None, "huggingface_hub")}
@@ -108,7 +105,7 @@ def _export_problems(experiment: Experiment) -> Iterator[str]:
             yield f"{name} is set, which needs {package}: {installing('hf')}"
 
 
-def problems_of_parts(experiment: Experiment) -> Iterator[str]:
+def problems_of_parts(experiment: Any) -> Iterator[str]:
     """Yield an error text for each invalid combination of settings, and for each that this machine cannot run."""
     from raafl.parts.protect.assembly import with_options
 
@@ -131,7 +128,7 @@ def problems_of_parts(experiment: Experiment) -> Iterator[str]:
     yield from _refused((lambda: _loggers(experiment, importing=True), protection, partial(_compression, experiment)))
 
 
-def _gpu_problems(experiment: Experiment) -> Iterator[str]:
+def _gpu_problems(experiment: Any) -> Iterator[str]:
     import torch
 
     from raafl.local.numerics import count_gpus
@@ -151,21 +148,21 @@ def _gpu_problems(experiment: Experiment) -> Iterator[str]:
         yield f"server_device is '{experiment.server_device}', but torch sees {count_gpus()} here: give cpu, or one that is there"
 
 
-def _loggers(experiment: Experiment, *, importing: bool = False) -> None:
+def _loggers(experiment: Any, *, importing: bool = False) -> None:
     if experiment.logger is not None:
         from raafl.config.loggers import entries, specs
 
         (specs if importing else entries)(experiment.logger)
 
 
-def _compression(experiment: Experiment) -> None:
+def _compression(experiment: Any) -> None:
     if (fixed := experiment.algorithm.local.traits.up_as) is not None:
         from raafl.compression.plan import up_name
 
         up_name(experiment.compress, fixed)
 
 
-def _monitor(experiment: Experiment) -> None:
+def _monitor(experiment: Any) -> None:
     seconds("monitor_stall_s", experiment.monitor_stall_s)
     if experiment.monitor is None:
         return
@@ -177,7 +174,7 @@ def _monitor(experiment: Experiment) -> None:
         raise BadInput(f"monitor is '{experiment.monitor}', which needs prometheus-client: {installing('monitoring')}")
 
 
-def _output(experiment: Experiment) -> None:
+def _output(experiment: Any) -> None:
     if experiment.output is None or experiment.resume is not None:
         return
     if is_url(experiment.output):

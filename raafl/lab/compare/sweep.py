@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raafl.config.options import Target
+from raafl.config.targets import Target
 from raafl.errors import BadInput, at_least, nearest
 from raafl.lab.compare.compared import ComparisonResult, run_comparison
 from raafl.lab.compare.comparison import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import socket
 import sysconfig
 import traceback
@@ -259,3 +260,15 @@ def parse_address(text: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdigit() and int(port) < 65536):
         raise BadInput(f"address is '{text}', whose port is '{port}': give 0 to 65535")
     return host, int(port)
+
+
+_RUN_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+
+
+def check_run_name(name: str) -> str:
+    """Return the name of a run of a server for many; raise `BadInput` unless it can be the name of a folder anywhere."""
+    if not _RUN_NAME.fullmatch(name):
+        raise BadInput(
+            f"run is {ascii(name)[:80]}: give 1 to 63 of the characters a-z, 0-9, '_' and '-', a letter or digit first"
+        )
+    return name

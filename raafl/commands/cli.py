@@ -45,6 +45,11 @@ usage: raafl COMMAND [options]
                  raafl serve --config C --address HOST:PORT [--certs FOLDER] [--min_clients N]
   join         be such a client:
                  raafl join --address HOST:PORT --client ID [--certs FOLDER] [--config C] [--data ...]
+                 raafl serve --runs FOLDER --address HOST:PORT       several runs, which clients take: raafl join --any
+  submit       submit a config as a run to such a server, with an operator's certificate:
+                 raafl submit CONFIG --server HOST:PORT [--name NAME] [--min_clients N]
+  runs         list, show, stop and resume its runs:
+                 raafl runs list | show NAME | stop NAME | resume NAME   --server HOST:PORT [--json]
   certs        make, sign, renew and revoke the certificates of a server and its sites:
                  raafl certs init | server HOST... | request SITE | sign FILE | renew SITE | revoke SITE | list
   replay       re-execute a recorded run from its journal, to the last bit:
@@ -114,6 +119,8 @@ def _main(argv: list[str]) -> int:
         "simulate": _simulate,
         "serve": _serve,
         "join": _join,
+        "submit": _asking("submit"),
+        "runs": _asking("command"),
         "certs": _certs,
         "replay": _replay,
         "audit": _audit,
@@ -252,16 +259,22 @@ def _serve(argv: list[str]) -> int:
     from raafl.config.remote_options import split
 
     own, rest = split("serve", argv)
+    if own.runs is not None and not any(option in rest for option in ("--help", "-h", "--print_config")):
+        from raafl.commands.runs import keep, serve_runs
+
+        return serve_runs(own, rest) if own.keep is None else keep(own, rest)
     rest = _with_local_resume(rest)
-    _check_first("serve", rest)
+    if own.submitted is None:
+        _check_first("serve", rest)
     if not own.address.startswith("fd:"):
         resolves(own.address)
     with _json_alone(rest):
         with quick_imports():
             from raafl.commands.auto import parse_run
-            from raafl.commands.serve import allow_list, serve
+            from raafl.commands.serve import allow_list, serve, submitted_config
 
-            parsed = parse_run("serve", rest)
+            config_yaml = None if own.submitted is None else submitted_config(Path(own.submitted))
+            parsed = parse_run("serve", rest, config_yaml=config_yaml)
             proof = credentials(own, server=True)
             sites = allow_list(own, proof)
         result = serve(
@@ -276,6 +289,11 @@ def _join(argv: list[str]) -> int:
     from raafl.config.remote_options import options_below, split
 
     own, rest = split("join", argv)
+    if own.any and own.address is not None:
+        from raafl.commands.join_any import join_any
+
+        resolves(own.address)
+        return join_any(own, argv)
     if own.subfederation is None:
         return command(argv)
     resolves(own.address)
@@ -294,6 +312,18 @@ def _certs(argv: list[str]) -> int:
 
     print(command(argv))
     return 0
+
+
+def _asking(name: Literal["submit", "command"]) -> Callable[[list[str]], int]:
+    """Return the command that prints the text of a function of `raafl.commands.runs`."""
+
+    def run(argv: list[str]) -> int:
+        from raafl.commands import runs
+
+        print(getattr(runs, name)(argv))
+        return 0
+
+    return run
 
 
 def _replay(argv: list[str]) -> int:

@@ -30,6 +30,7 @@ _OWN_PARSERS = (
     "calibrate",
     "axes",
     "certs",
+    "runs",
 )
 _FLAGS = ("--json", "--trust_config", "--help", "--print_config")
 _FILES = frozenset(
@@ -106,6 +107,8 @@ def _own_parser(command: str) -> list[argparse.ArgumentParser]:
     """Return the parser of those options of a command that are not fields of a config, if it has any."""
     if command in _REMOTE_COMMANDS:
         return [remote_options.parser(command)]
+    if command == "submit":
+        return [importlib.import_module("raafl.commands.runs").parser("submit")]
     if command not in _OWN_PARSERS:
         return []
     found: argparse.ArgumentParser = importlib.import_module(f"raafl.commands.{command}").parser()

@@ -114,16 +114,30 @@ def _loopback() -> Iterator[socket.socket]:
 
 
 class ServerCommand:
-    """Builder of the command line that starts the server of `raafl fit --local`, or restarts it after a crash."""
+    """Builder of the command line that starts the server of a run, or restarts it after a crash."""
 
-    def __init__(self, options: Sequence[str], listener: socket.socket, note: Path) -> None:
-        """Make a command that serves at ``listener``, and writes the path of its run folder to ``note``."""
-        self._options, self._note = tuple(options), note
+    def __init__(
+        self,
+        options: Sequence[str],
+        listener: socket.socket,
+        note: Path | None = None,
+        *,
+        folder: Path | None = None,
+        # 1: a restarted server must not wait for clients that have ended meanwhile
+        resumed: Sequence[str] = ("--min_clients", "1"),
+    ) -> None:
+        """Serve at ``listener``.
+
+        `note`: file to which the server writes the path of its run folder; None = it is ``folder``. `resumed`: further options
+        of a server that resumes.
+        """
+        self._options, self._note, self._folder, self._resumed = tuple(options), note, folder, tuple(resumed)
         self._address = ("--address", f"fd:{listener.fileno()}")
-        self._num_aside = 0
 
     def folder(self) -> Path | None:
         """Return the run folder; None if the server has not created it yet."""
+        if self._note is None:
+            return self._folder if self._folder is not None and self._folder.is_dir() else None
         path = self._note.read_text(encoding="utf-8") if self._note.is_file() else ""
         return Path(path.strip()) if path.strip() else None
 
@@ -131,17 +145,21 @@ class ServerCommand:
         """Return the command that starts the server; after a crash, it resumes the run from the last checkpoint."""
         folder = self.folder()
         if folder is not None and any((folder / "checkpoints").glob("version-*.ckpt")):
-            options = [*without(self._options, "--config", "--resume", "--output"), "--resume", str(folder)]
-            if values(self._options, "--config") or not values(self._options, "--resume"):
+            options = [*without(self._options, "--config", "--submitted", "--resume", "--output")]
+            options += ["--resume", str(folder)]
+            own = values(self._options, "--config") or not values(self._options, "--resume")
+            if own and not values(self._options, "--submitted") and "--trust_config" not in options:
                 # the folder's config comes from the user's own
                 options.append("--trust_config")
-            # 1: a restarted server must not wait for clients that have ended meanwhile
-            return [*_RAAFL, "serve", *options, "--min_clients", "1", *self._address]
+            return [*_RAAFL, "serve", *options, *self._resumed, *self._address]
         # the folder has no checkpoint: start again in a new folder of the same name
         if folder is not None and folder.is_dir():
-            self._num_aside += 1
-            folder.rename(folder.with_name(f"{folder.name}-attempt-{self._num_aside}"))
-            self._note.unlink()
+            number = 1
+            while (aside := folder.with_name(f"{folder.name}-attempt-{number}")).exists():
+                number += 1
+            folder.rename(aside)
+            if self._note is not None:
+                self._note.unlink()
         return [*_RAAFL, "serve", *self._options, *self._address]
 
 

@@ -6,6 +6,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,7 +123,7 @@ def credentials(own: Namespace, *, server: bool) -> Credentials:
         return token
     from raafl.sites.credentials import TlsFiles
 
-    found = TlsFiles.find(Path(own.certs), server=server, given=named)
+    found = replace(TlsFiles.find(Path(own.certs), server=server, given=named), run=own.run)
     found.context(server=server)
     found.check()
     return found

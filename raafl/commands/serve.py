@@ -26,6 +26,7 @@ from raafl.runtime.server.link import Inbox
 from raafl.runtime.server.session_protocol import Terms
 from raafl.transport import ConnectOptions
 from raafl.transport.tcp.credentials import Credentials
+from raafl.transport.tcp.handover import inherited_socket
 from raafl.transport.tcp.transport import TcpTransport
 
 if TYPE_CHECKING:
@@ -44,14 +45,23 @@ def listener(address: str | socket.socket) -> str | socket.socket:
         parse_address(address)
         return address
     try:
-        inherited = socket.socket(fileno=int(address[3:]))
-        if not inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            raise OSError("the socket does not listen")
+        return inherited_socket(int(address[3:]))
     except (ValueError, OSError) as error:
         raise BadInput(
             f"address is '{address}': {error}: give HOST:PORT, or fd:N for an inherited listening socket"
         ) from None
-    return inherited
+
+
+def submitted_config(file: Path) -> str:
+    """Read a config that somebody else has submitted to a server for many runs, and check it.
+
+    Raises:
+        BadInput: it names classes that are not part of raafl, or is no config.
+    """
+    from raafl.config.trust import of_text
+    from raafl.sites.certificates import read
+
+    return of_text(read(file).decode(errors="replace"), f"run '{file.stem}'", trusted=False)
 
 
 def allow_list(own: Namespace, credentials: Credentials) -> Sites | None:

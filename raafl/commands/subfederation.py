@@ -55,7 +55,9 @@ def join_above(own: Namespace, rest: Sequence[str]) -> tuple[tuple[dict[str, Any
     """
     parsed = parse_run("serve", rest)
     certs = own.below_certs or own.certs
-    below = Namespace(certs=certs, sites=own.below_sites, **dict.fromkeys(("tls_ca", "tls_cert", "tls_key", "tls_crl")))
+    below = Namespace(
+        certs=certs, sites=own.below_sites, run=None, **dict.fromkeys(("tls_ca", "tls_cert", "tls_key", "tls_crl"))
+    )
     proof = credentials(below, server=True)
     bridge = Bridge(own, parsed.experiment)
     result = serve(

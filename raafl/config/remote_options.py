@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from raafl.config.argv import name_of, names_section, own_options, whole_number
-from raafl.errors import BadInput
+from raafl.errors import BadInput, check_run_name
 from raafl.plain_yaml import read_yaml
 
 SERVE = """
@@ -17,7 +17,11 @@ Options of serve itself:
   --certs FOLDER        of `raafl certs`, with ca.crt, server.crt and server.key (default: certs)
   --tls_ca FILE, --tls_cert FILE, --tls_key FILE   certificates of one's own instead
   --sites FILE          which site may be which client (default: sites.yaml in that folder); watched while the run goes on
-  --tls_crl FILE        certificates that were taken back (default: revoked.crl in that folder, if it is there)"""
+  --tls_crl FILE        certificates that were taken back (default: revoked.crl in that folder, if it is there)
+  --runs FOLDER         offer a run for each config in this folder, and for those of raafl submit (docs/many-runs.md);
+                        further options of serve, and --trust_config, are then of every run
+  --operators SITE,...  with --runs: sites that may submit, show, stop and resume runs (default: operator)
+  --max_runs N          with --runs: how many run at once (default: all)"""
 JOIN = """
 Options of join itself:
   --address HOST:PORT   the server's; its certificate must be for this host
@@ -33,6 +37,9 @@ Options of join itself:
   --subfederation FILE  train by a federation: serve the clients of the run that this config describes, on each task of the
                         server (docs/sites-and-regions.md); all further options are of that run, such as --output, --resume
   --below_address HOST:PORT, --below_min_clients N, --below_certs FOLDER, --below_sites FILE   of that run, as of raafl serve
+  --run NAME            which run of a server for many runs
+  --any                 take all its runs that this site's policy allows, each in a process of its own: --at_once N of them
+                        (default 1) while there is memory; leave after --idle_s S without one (default: never)
   --keep_inputs SHARE   share of tasks, drawn in secret, whose inputs are kept for raafl audit (default 0.05; 0 keeps none)
 Without --config the server's is taken, if it is names of raafl's own parts and plain values. With --data, or any --data.FIELD, the
 client trains on data of its own. Processes started by torchrun are one client: torchrun --nproc-per-node 2 -m raafl join ..."""
@@ -45,9 +52,16 @@ def parser(command: str) -> ArgumentParser:
     found.add_argument("--certs", default="certs")
     for name in ("ca", "cert", "key", "crl"):
         found.add_argument(f"--tls_{name}")
+    found.add_argument("--run")
     if command == "serve":
         found.add_argument("--min_clients")
         found.add_argument("--sites")
+        found.add_argument("--runs")
+        found.add_argument("--operators", default="operator")
+        found.add_argument("--max_runs")
+        # set for the processes of one of several runs
+        found.add_argument("--keep", help=SUPPRESS)
+        found.add_argument("--submitted", help=SUPPRESS)
     else:
         found.add_argument("--client")
         found.add_argument("--proxy")
@@ -61,6 +75,9 @@ def parser(command: str) -> ArgumentParser:
         found.add_argument("--below_certs")
         found.add_argument("--below_sites")
         found.add_argument("--keep_inputs", default="0.05")
+        found.add_argument("--any", action="store_true")
+        found.add_argument("--at_once", default="1")
+        found.add_argument("--idle_s")
     return found
 
 
@@ -75,9 +92,17 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         own.share_of_data = _truth("share_of_data", own.share_of_data)
         own.receipts = _truth("receipts", own.receipts)
         own.keep_inputs = share_of("keep_inputs", own.keep_inputs)
+        own.at_once = whole_number("at_once", own.at_once)
+        own.idle_s = None if own.idle_s is None else whole_number("idle_s", own.idle_s, 0)
         _check_below(own)
+        _check_any(own)
+    if own.run is not None:
+        check_run_name(own.run)
     if command == "serve":
         own.min_clients = None if own.min_clients is None else whole_number("min_clients", own.min_clients)
+        own.max_runs = None if own.max_runs is None else whole_number("max_runs", own.max_runs)
+        if own.runs is None and (own.max_runs is not None or own.operators != "operator"):
+            raise BadInput("--max_runs and --operators are about a server for many runs: give --runs FOLDER, too")
     elif not {"--help", "-h", "--print_config"} & set(rest):
         if own.address is None:
             raise BadInput("`raafl join` needs --address HOST:PORT, where the server listens")
@@ -115,6 +140,17 @@ def _check_below(own: Namespace) -> None:
         raise BadInput("--dry-run shows what a plain client would do: leave --subfederation out")
     if own.below_min_clients is not None:
         own.below_min_clients = whole_number("below_min_clients", own.below_min_clients)
+
+
+def _check_any(own: Namespace) -> None:
+    """Check the options of `join` that are about the runs of a server for many."""
+    if not own.any:
+        if own.at_once != 1 or own.idle_s is not None:
+            raise BadInput("--at_once and --idle_s are about the runs that --any takes: give --any, too")
+        return
+    for name, given in (("run", own.run), ("dry-run", own.dry_run), ("subfederation", own.subfederation)):
+        if given:
+            raise BadInput(f"--any takes every run, and --{name} is about one: leave one of them out")
 
 
 def share_of(name: str, text: str) -> float:

@@ -21,7 +21,7 @@ import yaml
 
 from raafl import data, parts
 from raafl.algorithms import ALGORITHMS
-from raafl.config.check import MADE, Check
+from raafl.config.check import MADE, Check, with_class_path
 from raafl.config.experiment import ABOUT, marked
 from raafl.config.own_runs import is_own
 from raafl.config.problems import ACCELERATORS
@@ -144,6 +144,27 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(
             f"{file} cannot be read ({error}): give a run folder whose config.yaml is readable text"
+        ) from None
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def of_text(text: str, what: str, *, trusted: bool) -> str:
+    """Check a config that somebody else submits to this machine, unless it is trusted, and return it as YAML.
+
+    It may say neither where results go nor which folder is resumed. `what`: whose config it is, for messages.
+
+    Raises:
+        BadInput: the text is not a config, or it names classes that are not part of raafl and ``trusted`` is False.
+    """
+    try:
+        tree = with_class_path(_tree(text))
+        tree = {name: value for name, value in tree.items() if name not in (*SENDS, "resume")}
+        if not trusted:
+            _check_names(tree)
+    except UntrustedValue as problem:
+        raise BadInput(
+            f"the config of {what} is refused: {problem}: its author could choose which code runs at the server; let "
+            "the server's owner put the config into its folder, or start the server with --trust_config"
         ) from None
     return yaml.safe_dump(tree, sort_keys=False)
 

@@ -20,6 +20,7 @@ REFUSED   server: the task's exchange is over, nothing is used  `Reason`        
 MEASURE   rank 0: measure these batches                         `Measure`               the model's values, the first time
 MEASURED  rank: the partial sums                                plain data of `Evaluator.partials`  none
 KEEPALIVE server, to an idle client                             none                    none
+RUNS      peer of a server for many runs; its answer            `raafl.sites.run_server`  none
 STOP      server, leader or rank 0: the run, or the client, ends `Reason`               none
 ========= ===================================================== ======================= ==============================
 """

@@ -51,6 +51,7 @@ class Child:
     environment: Mapping[str, str]  # environment variables of the process
     log: Path | None = None  # file for the output of the process; None = the supervisor's own output
     fds: tuple[int, ...] = ()  # file descriptors that the process inherits
+    dies_with_parent: bool = True  # whether the kernel kills the process if the supervisor dies
     process: subprocess.Popen[bytes] | None = None  # the present or last process
     due_s: float | None = 0.0  # time of the next start on the monotonic clock; None = no start is planned
     settled: bool = False  # whether the end of the present process was handled, by a planned restart or by giving it up
@@ -59,7 +60,7 @@ class Child:
     _started_s: float = 0.0
 
     def start(self) -> None:
-        """Start the process; the kernel kills it if the supervisor dies."""
+        """Start the process."""
         output = self.log.open("ab") if self.log is not None else None
         with output or contextlib.nullcontext():
             self.process = subprocess.Popen(
@@ -70,7 +71,7 @@ class Child:
                 stderr=subprocess.STDOUT if output is not None else None,
                 pass_fds=self.fds,
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=_die_with(os.getpid()) if self.dies_with_parent else None,
             )
         self._started_s, self.due_s, self.settled = time.monotonic(), None, False
         self.num_starts += 1

@@ -6,6 +6,7 @@ The authority is the federation's own, never the system's.
 from __future__ import annotations
 
 import datetime
+import hmac
 import logging
 import os
 import ssl
@@ -23,6 +24,7 @@ from raafl.sites.authority import is_for, uris_of
 from raafl.sites.certificates import RESERVED, Holder, Revocations, holder_of, is_file, is_missing
 from raafl.transport.codec import Refused
 from raafl.transport.tcp.credentials import TOKEN_BYTES, ClientLogin, Credentials, Proof, ServerLogin
+from raafl.transport.tcp.handover import digest_of, preamble
 from raafl.transport.tcp.stream import SocketStream, Waits, block
 from raafl.transport.tcp.tls import REFUSED_THERE, TlsStream
 
@@ -42,6 +44,8 @@ class TlsFiles(Credentials):
     key: Path  # private key of this side, readable by its owner alone
     # list of revoked certificates, a file that may be missing; None = not checked, as on a client
     crl: Path | None = None
+    # name of the run, of a server for many runs, that this side offers or asks for; None = the server has one
+    run: str | None = None
 
     @classmethod
     def find(cls, folder: Path, *, server: bool, given: dict[str, str | None]) -> TlsFiles:
@@ -231,6 +235,7 @@ class _ServerTls(ServerLogin):
     def __init__(self, files: TlsFiles) -> None:
         self._context = ReloadedContext(files)
         self._federation = files.check().federation
+        self._run = None if files.run is None else digest_of(files.run)
 
     def context(self) -> ssl.SSLContext:
         return self._context.get()
@@ -249,6 +254,9 @@ class _ServerTls(ServerLogin):
                 )
             if not certificate.is_for_its_role:
                 raise Refused("bad-certificate", "it is for no client: it needs the extended key usage clientAuth")
+            # the digest before TLS only leads here, and anybody on the way could have changed it
+            if self._run is not None and not hmac.compare_digest(token, self._run):
+                raise Refused("wrong-run", "the client asks for another run than the one to which it was led")
             return holder.site, certificate.serial
 
         return check
@@ -263,6 +271,9 @@ class _ClientTls(ClientLogin):
         if files.crl is not None:
             self._revoked = Revocations(files.crl, files.ca).latest
             self._revoked()  # fail early if the revocation list cannot be read
+        self._token = bytes(TOKEN_BYTES)
+        if files.run is not None:
+            self.preamble, self._token = preamble(files.run), digest_of(files.run)
 
     def context(self) -> ssl.SSLContext:
         context = self._files.context(server=False)
@@ -277,7 +288,7 @@ class _ClientTls(ClientLogin):
             raise Refused("bad-certificate", "the server's certificate has no extended key usage serverAuth")
         if certificate.serial in self._revoked():
             raise Refused("revoked", "the server's certificate was revoked")
-        return bytes(TOKEN_BYTES)
+        return self._token
 
     def explain(self, refused: Refused) -> str:
         return f" ({self._files.dates()})" if refused.detail.startswith(REFUSED_THERE) else ""

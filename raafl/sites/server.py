@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -65,17 +65,24 @@ class Sites:
 
     def authorize(self, peer: Peer) -> None:
         """Raise `Refused` for a client whose certificate was revoked, or whose site may not use the client id."""
-        site = peer.site
-        if site is None:
+        if peer.site is None:
             return
+        clients = self.rules_of(peer).clients
+        if peer.client not in clients:
+            known = ", ".join(map(str, sorted(clients))) or "none"
+            raise Refused("unknown-client", f"site '{peer.site}' may not be client {peer.client}: it may be {known}")
+
+    def rules_of(self, peer: Peer, *, others: Collection[str] = ()) -> SiteRules:
+        """Return the rules of a peer's site; raise `Refused` if its certificate was revoked, or the site is unknown.
+
+        `others`: sites that need not be listed.
+        """
         if peer.serial in self._revoked.value:
-            raise Refused("revoked", f"the certificate of site '{site}' was revoked")
-        rules = self._sites.value.get(site)
+            raise Refused("revoked", f"the certificate of site '{peer.site}' was revoked")
+        rules = self._sites.value.get(str(peer.site), ANYTHING if peer.site in others else None)
         if rules is None:
-            raise Refused("unknown-site", f"site '{site}' is not on the server's list")
-        if peer.client not in rules.clients:
-            known = ", ".join(map(str, sorted(rules.clients))) or "none"
-            raise Refused("unknown-client", f"site '{site}' may not be client {peer.client}: it may be {known}")
+            raise Refused("unknown-site", f"site '{peer.site}' is not on the server's list")
+        return rules
 
     def rules(self, client: int) -> SiteRules:
         """Return the rules of the site to which the client id belongs."""

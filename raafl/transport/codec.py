@@ -75,6 +75,7 @@ class Kind(IntEnum):
     MEASURE = 12
     MEASURED = 13
     RESUME = 14
+    RUNS = 15
 
 
 GIVEN_UP = "given-up"

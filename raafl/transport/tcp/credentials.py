@@ -44,6 +44,9 @@ class ServerLogin:
 class ClientLogin:
     """How a client proves itself on each new connection, and checks the server; `context` is called before `begin`."""
 
+    preamble: bytes = b""
+    """Bytes that are sent before anything else: which run of a server for many is asked for (`raafl.transport.tcp.handover`)."""
+
     def context(self) -> ssl.SSLContext | None:
         """Return the TLS context of the next connection; None = plain TCP."""
         return None

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -28,6 +29,7 @@ from raafl.transport.codec import Refused
 from raafl.transport.connection import PeerLost, PeerTimeout
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.credentials import TOKEN_BYTES, ClientLogin, Credentials, ServerLogin
+from raafl.transport.tcp.handover import PASSED, PassOn, passing
 from raafl.transport.tcp.loop import SocketLoop
 from raafl.transport.tcp.stream import SocketStream, TimeBudget, Waits, draining, hang_up, shut
 from raafl.transport.tcp.tls import TlsStream
@@ -157,7 +159,9 @@ _log = logging.getLogger(__name__)
 Admit = Callable[[TcpConnection, Peer], None]
 
 
-def _text(address: tuple[str, int]) -> str:
+def _text(address: tuple[str, int] | str) -> str:
+    if isinstance(address, str):  # connections are passed on by another process
+        return "the port of the server for many runs"
     host, port = address[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -193,12 +197,14 @@ class Listener:
         max_per_host: int = MAX_CALLERS,
         turns: TokenBucket | None = None,
         loop: SocketLoop | None = None,
+        pass_on: PassOn | None = None,
     ) -> None:
         """Bind the address; `start` begins to accept connections.
 
         `admit`: called on the loop's thread with each admitted client; it must not wait. `turns`: rate limit of each
         client; None = no limit. `loop`: thread that serves the sockets and is already running; None = the listener
         makes one.
+        `pass_on`: passes the connection of a caller that asks for a run to its process; None = the server has one run.
 
         Raises:
             BadInput: the address is not of this machine or is in use, or a file of the credentials cannot be used.
@@ -211,7 +217,7 @@ class Listener:
         self.address = _text(self._listener.getsockname())
         self._callers: list[_Caller] = []
         self._told: Counter[str] = Counter()
-        self._turns = turns
+        self._turns, self._pass_on = turns, pass_on
         self._loop, self._owns_loop, self._has_started, self._is_closed = (
             loop or SocketLoop(),
             loop is None,
@@ -318,22 +324,36 @@ class Listener:
         with suppress(OSError):
             shut(caller.sock, socket.SHUT_RD)  # the peer notices nothing until the socket is reset
 
-    def _may_enter(self, peer: Peer) -> None:
-        """Raise `Refused` for an authenticated peer that is not allowed, or that connects too often."""
+    def _may_enter(self, denied: Refused | None, peer: Peer) -> None:
+        """Raise `Refused` for an authenticated peer that is not allowed, that connects too often, or that is ``denied`` its run."""
         self._authorize(peer)
         if self._turns is not None and not self._turns.take(peer.client):
             raise Refused("too-often", f"client {peer.client}: try again later")
+        if denied is not None:
+            raise denied
+
+    async def _let_in(self, caller: _Caller) -> bool:
+        """Do the handshake with one caller and admit it, or pass it on to its run; return False if it was turned out meanwhile."""
+        denied: Refused | None = None
+        if self._pass_on is not None:
+            denied = await self._loop.drive(passing(opening_stream(caller.sock, HANDSHAKE_S), self._pass_on))
+            if denied is PASSED:
+                self._loop.forget(caller.sock)
+                caller.sock.close()  # not shut down: the connection goes on in the process that has it now
+                return True
+        if (context := self._login.context()) is not None:
+            caller.sock = context.wrap_socket(caller.sock, server_side=True, do_handshake_on_connect=False)
+        stream, may_enter = opening_stream(caller.sock, HANDSHAKE_S), partial(self._may_enter, denied)
+        peer = await self._loop.drive(server_opening(stream, self._login, caller.address, may_enter))
+        if caller.reason is None:
+            self._admit(TcpConnection(caller.sock, self._timeout_s), peer)
+        return caller.reason is None
 
     async def _answer(self, caller: _Caller) -> None:
         """Do the handshake with a caller and admit it; if that fails, call ``refused`` once."""
         reason, detail, abruptly = "failed", "", True
         try:
-            if (context := self._login.context()) is not None:
-                caller.sock = context.wrap_socket(caller.sock, server_side=True, do_handshake_on_connect=False)
-            stream = opening_stream(caller.sock, HANDSHAKE_S)
-            peer = await self._loop.drive(server_opening(stream, self._login, caller.address, self._may_enter))
-            if caller.reason is None:
-                self._admit(TcpConnection(caller.sock, self._timeout_s), peer)
+            if await self._let_in(caller):
                 reason = ""
         except Refused as refused:
             reason, detail, abruptly = refused.reason, refused.detail, False
@@ -400,6 +420,8 @@ def connect(
     context = login.context()
     sock = _reach(address, host, port, timeout_s, proxy_for(host, proxy))
     try:
+        if login.preamble:
+            sock.sendall(login.preamble)
         if context is not None:
             sock = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
         client_opening(opening_stream(sock, timeout_s), client, login)
@@ -531,29 +553,29 @@ EVERY_S = 2.0
 
 
 class TokenBucket:
-    """Rate limiter with a token bucket for each client id; thread-safe."""
+    """Rate limiter with a token bucket for each client id, or site; thread-safe."""
 
     def __init__(
         self, at_once: int = AT_ONCE, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Allow each client ``at_once`` tokens, and one more every ``every_s`` seconds."""
         self._at_once, self._every_s, self._clock = at_once, every_s, clock
-        self._left: dict[int, tuple[float, float]] = {}  # by client: tokens left, and the time of that count
+        self._left: dict[int | str, tuple[float, float]] = {}  # by client: tokens left, and the time of that count
         self._lock = threading.Lock()
 
-    def take(self, client: int) -> bool:
+    def take(self, client: int | str) -> bool:
         """Use up one of the client's tokens, which allow it to connect; return False if it has none left."""
         with self._lock:
             left, now = self._now(client)
             self._left[client] = (left - 1 if left >= 1 else left, now)
             return left >= 1
 
-    def has(self, client: int) -> bool:
+    def has(self, client: int | str) -> bool:
         """Check whether the client has a token left, so that it may connect now."""
         with self._lock:
             return self._now(client)[0] >= 1
 
-    def _now(self, client: int) -> tuple[float, float]:
+    def _now(self, client: int | str) -> tuple[float, float]:
         now = self._clock()
         left, since = self._left.get(client, (float(self._at_once), now))
         return min(left + (now - since) / self._every_s, self._at_once), now

@@ -221,6 +221,15 @@ class SocketLoop:
         """Call it no more; to be called on the loop's thread."""
         self._loop.remove_reader(sock)
 
+    def forget(self, sock: socket.socket) -> None:
+        """Watch a socket no more that another process goes on to use; to be called on the loop's thread, before it is closed.
+
+        The system would go on to report it, since closing this process's descriptor does not close the connection.
+        """
+        for key in ((sock.fileno(), False), (sock.fileno(), True)):
+            if key in self._watches:
+                self._watch_no_more(key)
+
     async def _wait(self, wait: Wait, mailbox: Mailbox[Any] | None) -> bool:
         """Wait for a transfer's socket, its mailbox or its timeout; return whether the socket is ready."""
         descriptor = -1

@@ -1,0 +1,265 @@
+"""Keep the files of a server for many runs: a folder with a config, a log and a run folder for each run.
+
+====================== ================================================================================================
+file                   content
+====================== ================================================================================================
+``NAME.yaml``          config of the run, put there by the server's operator or by `raafl submit`
+``NAME/``              its run folder
+``NAME.log``           output of its processes
+``.raafl/NAME/``       ``asked.json`` (who asked for what), ``ended.json`` (how it ended), ``socket`` (connections are passed
+                       there), ``pid`` of the process that keeps the run, which holds a lock on the folder
+====================== ================================================================================================
+
+The process that offers the runs writes ``asked.json``, the one that keeps the run ``ended.json``. No torch here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from raafl.atomic_file import atomic_file
+from raafl.errors import BadInput, check_run_name
+
+State = Literal["submitted", "running", "completed", "stopped", "failed"]
+STATES: Final = get_args(State)
+MAX_CONFIG: Final = 200_000
+"""Most characters of a config that is submitted."""
+INTERRUPTED: Final = 130
+
+_FOLDER: Final = ".raafl"
+_LONGEST_PATH: Final = 100  # a Unix socket's path has at most 107 bytes
+_LOCK_S: Final = 2.0  # another process may look whether the lock is held
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for a run."""
+
+    id: str  # drawn at random, so that clients tell a run from a later one of the same name
+    since: float  # seconds since 1970
+    by: str | None = None  # site whose certificate submitted the config; None = it was put into the folder
+    min_clients: int | None = None  # number of clients with which it starts; None = all
+    stop: bool = False  # whether it is to be stopped
+
+
+@dataclass(frozen=True)
+class HostedRun:
+    """The files of one run; `name` is checked before."""
+
+    folder: Path  # folder of all runs
+    name: str
+
+    @property
+    def config(self) -> Path:
+        """File with the run's config."""
+        return self.folder / f"{self.name}.yaml"
+
+    @property
+    def run_folder(self) -> Path:
+        """Folder into which the run is recorded."""
+        return self.folder / self.name
+
+    @property
+    def log(self) -> Path:
+        """File with the output of the run's processes."""
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def _own(self) -> Path:
+        return self.folder / _FOLDER / self.name
+
+    @property
+    def asked(self) -> Asked | None:
+        """What was asked for the run; None = it is not known yet."""
+        found = _read(self._own / "asked.json")
+        return None if found is None else Asked(**found)
+
+    def ask(self, asked: Asked) -> None:
+        """Write down what is asked for the run."""
+        self._own.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _write(self._own / "asked.json", asdict(asked))
+
+    def ask_first(self, by: str | None = None, min_clients: int | None = None) -> None:
+        """Write down that a run is asked for that was not known before."""
+        self.ask(Asked(secrets.token_hex(8), time.time(), by, min_clients))
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code with which the run has ended for good; None = it has not."""
+        found = _read(self._own / "ended.json")
+        code = None if found is None else found["code"]
+        asked = self.asked
+        # a run that was interrupted though nobody asked to stop it goes on: the machine was shut down
+        return None if code == INTERRUPTED and not (asked and asked.stop) else code
+
+    def end(self, code: int) -> None:
+        """Write down with which exit code the run has ended."""
+        _write(self._own / "ended.json", {"code": code, "at": time.time()})
+
+    @property
+    def state(self) -> State:
+        """How the run stands."""
+        if self.is_kept:
+            return "running"
+        code, asked = self.exit_code, self.asked
+        if code is None:
+            return "stopped" if asked is not None and asked.stop else "submitted"
+        return "completed" if code == 0 else "stopped" if code == INTERRUPTED else "failed"
+
+    def stop(self) -> None:
+        """Ask the run to stop: its server writes a checkpoint, tells its clients, and ends."""
+        asked = self.asked
+        assert asked is not None
+        self.ask(replace(asked, stop=True))
+        with suppress(OSError, ValueError):
+            pid = int((self._own / "pid").read_text())
+            if self.is_kept:  # else the number may be another process's
+                os.kill(pid, signal.SIGINT)
+
+    def resume(self) -> None:
+        """Let a run that has stopped or failed go on from its last checkpoint."""
+        asked = self.asked
+        assert asked is not None
+        self.ask(replace(asked, stop=False))
+        (self._own / "ended.json").unlink(missing_ok=True)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a process keeps the run, also one that an earlier process of this server has started."""
+        with suppress(OSError):
+            descriptor = os.open(self._own, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(descriptor)
+        return False
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Hold the run's lock, for the process that keeps it.
+
+        Raises:
+            BadInput: another process keeps the run.
+        """
+        self._own.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with locked(self._own, f"run '{self.name}' is kept by another process: wait until it ends, or stop the run"):
+            (self._own / "pid").write_text(str(os.getpid()))
+            yield
+
+    @contextmanager
+    def receiving(self) -> Iterator[socket.socket]:
+        """Yield a socket to which `pass_on` passes connections; the run's server inherits it."""
+        path = self._own / "socket"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made, _short(path) as name:
+            path.unlink(missing_ok=True)
+            made.bind(name)
+            try:
+                yield made
+            finally:
+                path.unlink(missing_ok=True)
+
+    def pass_on(self, connection: socket.socket) -> bool:
+        """Pass a connection to the run's server, or to the next one that is started; return False if nobody keeps the run.
+
+        The caller still closes its own descriptor, without shutting the connection down.
+
+        Raises:
+            BlockingIOError: too many connections wait there already.
+        """
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, _short(self._own / "socket") as name:
+            sender.setblocking(False)
+            try:
+                sender.connect(name)
+                socket.send_fds(sender, [b"\0"], [connection.fileno()])
+            except BlockingIOError:
+                raise
+            except OSError:
+                return False
+            return True
+
+    def last_lines(self, num: int) -> list[str]:
+        """Return the last lines of the run's log."""
+        with suppress(OSError), self.log.open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - (64 << 10), 0))
+            return file.read().decode(errors="replace").splitlines()[-num:]
+        return []
+
+
+def configs(folder: Path) -> list[HostedRun]:
+    """Return the runs whose configs lie in a folder, in the order in which they were asked for, new ones last."""
+    runs = []
+    for file in folder.glob("*.yaml"):
+        with suppress(BadInput):
+            runs.append(HostedRun(folder, check_run_name(file.stem)))
+    since = {run.name: asked.since if (asked := run.asked) else float("inf") for run in runs}
+    return sorted(runs, key=lambda run: (since[run.name], run.name))
+
+
+@contextmanager
+def locked(folder: Path, problem: str) -> Iterator[None]:
+    """Hold a lock on a folder, which ends with the process; raise `BadInput` with ``problem`` if another process has it."""
+    descriptor, until = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + _LOCK_S
+    try:
+        while not _lock(descriptor):
+            if time.monotonic() > until:
+                raise BadInput(problem)
+            time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Yield a path that a Unix socket can have, through the folder's descriptor where the plain one is too long."""
+    plain = str(path.absolute())
+    if len(os.fsencode(plain)) <= _LONGEST_PATH:
+        yield plain
+        return
+    descriptor = -1
+    with suppress(FileNotFoundError):
+        descriptor = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{path.name}"
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def state_folder_of(folder: Path) -> Path:
+    """Make the folder of a server's own files in a folder of runs, and return it."""
+    own = folder / _FOLDER
+    own.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return own
+
+
+def _read(path: Path) -> Any:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return json.loads(path.read_text())
+    return None
+
+
+def _write(path: Path, content: Any) -> None:
+    with atomic_file(path) as file:
+        file.write(json.dumps(content).encode())

@@ -202,9 +202,9 @@ class CompassMemory(MergeMemory):
         return best, most
 
     def _founded(self, client: int, now: float, pace: Pace) -> int:
-        """Return the steps of a client in a new group.
+        """Return the number of steps for a client that starts a new group.
 
-        With them it arrives together with the fastest client of another group's next round.
+        It is chosen so that the client arrives together with the fastest client of another group's next round.
         """
         most = -1
         for group in self.groups.values():

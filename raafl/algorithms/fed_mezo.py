@@ -204,7 +204,7 @@ def _num_perturbed(submodels: Submodels, spec: Spec) -> int:
 
 
 def _perturbed(spec: Spec, trained: Sequence[str] | None) -> Spec:
-    """Return an assigned spec, which trains nothing, with the tensors that the task perturbs marked as trained."""
+    """Return ``spec`` with the tensors that the task perturbs marked as trained; the assigned spec marks none."""
     return replace(spec, trained=None if trained is None else tuple(trained))
 
 

@@ -352,7 +352,7 @@ class Federation:
             return axes_report(self._looked_at(module, data, how), rates)
 
     def _looked_at(self, module: Any, data: Any, how: dict[str, Any]) -> Experiment:
-        """Return the settings by which a simulation is predicted without running it; a method is chosen for `auto`."""
+        """Return the settings of a simulation that is only predicted, with a chosen method in place of `auto`."""
         spec, source, fields = self._given(module, data, how)
         num_clients = self.clients if self.clients is not None else count_of(self.devices) or 10
         return self._experiment(spec, source, self.devices, num_clients, None, fields, simulated=None)
@@ -415,7 +415,10 @@ class Federation:
         *,
         simulated: bool | None,
     ) -> Experiment:
-        """Return the settings of a run; a method is chosen for `auto`. ``simulated`` None = only predicted."""
+        """Return the settings of a run, with a chosen method in place of `auto`.
+
+        `simulated`: whether the run will be simulated; None = it is only predicted.
+        """
         experiment = Experiment(
             model=lambda: spec.make(source),
             data=lambda: source,

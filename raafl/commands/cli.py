@@ -168,7 +168,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _place(field: str | None, argv: Sequence[str]) -> str:
-    """Return where a config sets a field, to end a message with; "" if ``field`` is None."""
+    """Return the end of a message that tells where a config sets a field; "" if ``field`` is None."""
     if field is None:
         return ""
     from raafl.config.messages import place_of_field
@@ -177,7 +177,7 @@ def _place(field: str | None, argv: Sequence[str]) -> str:
 
 
 def _complain(text: str, *, known_to_all: bool = False) -> None:
-    """Log an error; one that all ranks have is logged late by ranks other than 0, by then mostly ended by torchrun."""
+    """Log an error; if all ranks have the same error, ranks other than 0 wait, so that rank 0 reports it first."""
     rank = os.environ.get("RANK", "0")
     if known_to_all and rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(_WAIT_FOR_RANK_0_S)

@@ -307,7 +307,7 @@ class Int8(Compressor):
             step = torch.where(scales.isfinite() & (scales > 0), scales, 1.0).to(rows.dtype).unsqueeze(1)
             drawn = torch.rand(rows.shape, generator=generator).to(rows)
             # With y = x / s, floor(y + u) is floor(y) + 1 where u >= 1 - (y - floor(y)), so with probability y - floor(y), else
-            # floor(y): E = y. |y| <= 127 but for the rounding of s to float32, which alone the clamp is for.
+            # floor(y): E = y. |y| <= 127 except for the rounding of s to float32: hence the clamp.
             levels = drawn.add_(rows / step).floor_().clamp_(-127, 127).nan_to_num_(0.0)
             out[entry.name].copy_(levels.view(entry.shape))
 

@@ -95,7 +95,7 @@ def yaml_line(file: str, field: str) -> int | None:
 
 
 def _pairs(node: object) -> dict[str, tuple[Any, Any]]:
-    """Return the key and value nodes of a YAML mapping, or of all mappings in a list, by the key's text."""
+    """Return the pairs of key and value nodes of a YAML mapping, or of all mappings in a list, by the key's text."""
     if isinstance(node, yaml.SequenceNode):
         return {name: pair for entry in node.value for name, pair in _pairs(entry).items()}
     return {key.value: (key, value) for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
@@ -267,7 +267,7 @@ class ErrorCollector(Check):
         return {name: hints.get(name, typed.get(name, Any)) for name in found}
 
     def _tried(self, value: object, hint: object, where: str, parameter: str) -> bool:
-        """Check a value against one type of a union; an option may give an object by its bare class path."""
+        """Check whether a value fits one type of a union; an object may be given by its bare class path."""
         spec = {"class_path": value} if kind_of(hint) and isinstance(value, str) and "." in value else value
         return super()._tried(spec, hint, where, parameter)
 

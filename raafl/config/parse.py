@@ -122,7 +122,7 @@ def _parser_mode() -> str:
 
 
 def _as_it_is(value: object) -> object:
-    """Return the value unchanged; as an option's type, `Any` would let jsonargparse import class paths."""
+    """Return the value unchanged; used as an option's type, since for `Any` jsonargparse would import class paths."""
     return value
 
 

@@ -336,7 +336,7 @@ class Coordinator:
             self._actions.append(Evaluate(self.state.version))
 
     def _finish(self, reason: str) -> None:
-        """End the run: merge waiting updates if it is complete, settle the others as unused, evaluate and save."""
+        """End the run: merge or settle the waiting updates, then evaluate and save once more."""
         folds = self.algorithm.trigger.folds_rest and reason in ENDS
         if self.state.waiting and folds and self.algorithm.merge.ends_run(self.state) is None:
             self._merge()

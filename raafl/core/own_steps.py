@@ -90,7 +90,7 @@ class _NoServer:
 
 
 class _OwnTask:
-    """A task as a method's hook sees it, on tensors without values, for predicting costs.
+    """A task as a method's hook sees it, but on tensors without values: it serves to predict costs.
 
     `received_and_sent`: tensors that the task has received or will send.
     `answer_bytes`: bytes of the trained values, which are sent together with bundles.

@@ -70,7 +70,7 @@ def files(text: str) -> list[Path]:
 
 
 def _entries(row: Mapping[str, Any]) -> Rows:
-    """Return the devices of a row: `drawn: N` gives N with seeds from 0, so that a smaller N gives the first ones."""
+    """Return the devices of a row: `drawn: N` gives N with seeds from 0, so that fewer are the first ones."""
     own = {name: value for name, value in row.items() if name != "drawn"}
     return [own] if "drawn" not in row else [own | {"seed": seed} for seed in range(row["drawn"])]
 

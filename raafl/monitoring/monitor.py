@@ -175,7 +175,7 @@ class Health(RunHooks):
     """
 
     def __init__(self, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start in state "starting"; after ``stall_s`` seconds without an iteration the run counts as stalled."""
+        """Start in state "starting"; the run counts as stalled if its loop makes no turn for ``stall_s`` seconds."""
         self._stall_s, self._clock = stall_s, clock
         self._version, self._turned_at = 0, clock()
         self.state: Literal["starting", "running", "ending"] = "starting"
@@ -417,9 +417,9 @@ class RunMetrics(RunHooks):
 
 
 class _AtScrape(Collector):
-    """Collector of metrics that change without an event, so that it reads them at each scrape.
+    """Collector that reads its metrics at each scrape, since they change without an event.
 
-    All are integers that one thread writes.
+    All of them are integers, which a single thread writes.
     """
 
     def __init__(self, record: RunRecord, health: Health, num_queued: Callable[[], int], reasons: LabelValues) -> None:

@@ -175,7 +175,7 @@ class PrunedAdapted(Adapted):
 
 
 def _check_base(module: nn.Module, pair: LoraPair, lora: str) -> None:
-    """Raise `BadInput` unless ``B A`` can be added to the weight under an adapter, which no other layer may share."""
+    """Raise `BadInput` unless the weight under an adapter is floating-point and unshared, so ``B A`` can be added."""
     base = module.get_parameter(pair.base)
     shape = [module.get_parameter(pair.b).shape[0], module.get_parameter(pair.a).shape[1]]
     if not base.is_floating_point() or list(base.shape) != (shape[::-1] if pair.transposed else shape):

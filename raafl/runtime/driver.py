@@ -91,7 +91,7 @@ class Driver(ABC):
         """Evaluate the global model, now or later from a copy of it; `_measured` gets the metrics."""
 
     def _admit(self, event: Event, now: float) -> bool:
-        """Prepare for an event before the coordinator handles it; return False if the coordinator must not see it."""
+        """Do what an event needs before the coordinator handles it; return False if the coordinator must not see it."""
         return True
 
     def _handled(self, event: Event, now: float, lost: ClientInfo | None) -> None:

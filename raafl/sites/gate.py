@@ -276,7 +276,7 @@ class SiteGate(Gate):
         return () if self._logs is None else self._logs.take()
 
     def _add_noise(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
-        """Book the release in the privacy budget, then clip the update and add noise to it in place."""
+        """Record the release in the privacy budget, then clip the update and add noise to it in place."""
         privacy = self.policy.privacy
         if privacy is None or self._books is None:
             return
@@ -490,8 +490,8 @@ class Consents:
     def __init__(self, consent: Consent | None, ended: Callable[[], bool] = lambda: False) -> None:
         """Create the spool folder if it is missing; raises BadInput if that fails.
 
-        `consent`: whom to ask and for what; None = nobody. `ended`: returns whether the run has ended, so that waiting
-        stops.
+        `consent`: whom to ask, and for what; None = nobody. `ended`: returns whether the run has ended, which ends
+        waiting.
         """
         self._consent, self.ended = consent, ended
         self._is_failing = False

@@ -357,7 +357,7 @@ class FlatTensors:
         return self
 
     def _as_reals(self, wide: FlatTensors) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of matching real tensors, of this object (a complex one as pairs of reals) and of ``wide``."""
+        """Return pairs of tensors with equal content: one of this object, as real numbers, and one of ``wide``."""
         _same_layout(self.layout.wide, wide.layout)
         if len(wide.buffers) == len(self.buffers):  # each dtype has a wide dtype of its own, so whole buffers match
             return zip((reals(one).view(-1) for one in self.buffers.values()), wide.buffers.values(), strict=True)

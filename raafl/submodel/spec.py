@@ -40,7 +40,7 @@ class Spec:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        """Normalise the fields; raise `SpecError` for an empty, repeated or negative index, or a name given twice."""
+        """Normalise the fields; raise `SpecError` for empty selections, bad indices, or a name given twice."""
         put = object.__setattr__
         put(self, "kept", _pairs("axis", self.kept))
         put(self, "blocks", _pairs("blocks of", self.blocks))

@@ -196,7 +196,7 @@ def _buffers(tensors: FlatTensors) -> list[Tensor]:
 
 
 def _sum(buffers: list[Tensor]) -> int:
-    """Return a checksum of the buffers, the wrapping sum of their words weighted by position; waits for the GPU."""
+    """Return a checksum of the buffers: the sum of their words, weighted by position; waits for the GPU once."""
     total = sum((place * sum_of_bits(buffer) for place, buffer in enumerate(buffers, 1)), torch.tensor(0))
     return int(total) % 2**64
 

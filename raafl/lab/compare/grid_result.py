@@ -122,7 +122,7 @@ def standings(rows: Sequence[Row], *, maximize: bool) -> dict[str, dict[str, Any
 
 
 def _order(median_s: float | None, reached: float) -> tuple[float, float]:
-    """Return a method's sort key: its median time or, if it has none, how many seeds reached the target."""
+    """Return a method's sort key: its median time or, if it has none, the number of seeds that reached the target."""
     return (math.inf, -reached) if median_s is None else (median_s, 0.0)
 
 

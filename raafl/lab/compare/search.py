@@ -148,9 +148,9 @@ def _maximizes(comparison: Comparison, search: Search) -> bool:
 # Search the settings of each row by an Optuna study: ranges, samplers, pruners by virtual time, and a storage that resumes.
 #
 # Each row has a study of its own, in the comparison's folder (`search.journal`) or in a storage that several share; Optuna's
-# dashboard reads either. Settings are asked for and told, so that trials run as all runs do: several at a time, on a cluster,
-# and reused where they have ended. A sampler is seeded anew for each batch of trials by their number, so that a search that was
-# killed goes on as it would have gone.
+# dashboard reads either. Trials use the study's ask and tell calls, so that they run as all runs do: several at a time, on a
+# cluster, and reused once they have ended. A sampler is seeded anew for each batch of trials by their number, so that a search
+# that was killed continues with the settings that it would have tried.
 
 STORAGE = "search.journal"
 _FRACTIONS = {1: 0.25, 2: 0.5, 4: 1.0}  # share of a trial's budget by the step that a pruner sees

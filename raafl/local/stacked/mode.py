@@ -211,7 +211,7 @@ class Stacked(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_plain(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Check whether a function draws no random numbers, and has forms to be tried for bits before vmap's rule."""
+        """Check whether a function draws no random numbers, and may be batched only if its bits stay the same."""
         if func is F.scaled_dot_product_attention:  # vmap has rules for a GPU's attention, none for a CPU's
             return self._device.type != "cpu" and not _drops(*args, **kwargs)
         return func in _BY_SLICES or func in _REDUCTIONS
@@ -356,7 +356,7 @@ class Batch:
     def __init__(
         self, kinds: Sequence[Any], leaves: Sequence[Sequence[Any]], forms: dict[Any, TreeSpec], sizes: Sequence[int]
     ) -> None:
-        """Store each client's kind of batch, leaves and size, and the structure of each kind."""
+        """Store for each client the structure, the tensors and the size of its batch."""
         self._all, self._leaves, self._forms, self.num, self.sizes = kinds, leaves, forms, len(kinds), sizes
         self.kinds: defaultdict[Any, list[int]] = defaultdict(list)
         for client, kind in enumerate(kinds):
@@ -496,7 +496,7 @@ def _of_one_source(
 def _ahead(
     fetch: Callable[[Tensor], Sequence[Tensor]], rows: Rows, ahead: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Yield one client's batches; gather several at a time."""
+    """Yield one client's batches, several of which are gathered from the data set at a time."""
     while some := list(islice(rows, ahead)):
         sizes = [one.shape[0] for one in some]
         leaves = zip(*(tensor.split_with_sizes(sizes) for tensor in fetch(torch.cat(some))), strict=True)

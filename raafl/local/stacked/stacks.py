@@ -345,7 +345,7 @@ def _try(function: Callable[..., Any], leaves: list[Any], stacks: list[Tensor | 
 
 
 def _drawn(leaf: object, stack: Tensor | None, generator: torch.Generator) -> Any:
-    """Return random numbers in place of a floating-point stack, and other values unchanged."""
+    """Return random numbers if the value is a floating-point stack, else the value itself."""
     if stack is None or not stack.is_floating_point():
         return leaf if stack is None else stack
     return _drawn_like(stack, generator).requires_grad_(stack.requires_grad)

@@ -271,7 +271,7 @@ class Steps:
             parameter.grad = torch.cat(found).index_select(0, places) if found else None
 
     def _groups(self, batch: Batch, index: int) -> list[tuple[int, list[int]]]:
-        """Group the clients whose losses one pass computes; return each group with its batch's index in the epoch."""
+        """Divide clients into groups whose losses are computed together; return each group with its batch's index."""
         if not self.by_index:  # otherwise indices differ between clients, and the step may use its index
             return [(index % self.per_epoch, clients) for clients in batch.kinds.values()]
         groups: defaultdict[tuple[Any, int], list[int]] = defaultdict(list)

@@ -321,8 +321,8 @@ class Mean(Merge):
         sums.clear()
 
     def _apply_covered(self, state: GlobalState, sums: Accumulator, factors: list[float]) -> None:
-        # as in _apply_sum, with W and sum w a of each element, over the updates that cover it; with one factor for all
-        # updates sum w a / W is that factor everywhere, and the second count is not needed
+        # As in _apply_sum, but each element has its own W and sum w a, over the updates that cover it. If all updates have
+        # one factor a, sum w a / W is a everywhere, and sum w a need not be counted.
         weights = sums.cover()
         alike = all(factor == factors[0] for factor in factors)
         mixed = weights if alike else sums.cover(factors, "mixed")

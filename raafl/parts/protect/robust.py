@@ -247,7 +247,7 @@ def locate(
 
 
 def _placed(state: GlobalState, spec: Spec, tensors: FlatTensors) -> FlatTensors:
-    """Return a tensor set of the whole model that has a submodel's values at their places, and inf elsewhere."""
+    """Return a tensor set shaped like the whole model, with a submodel's values in their places and inf elsewhere."""
     # inf marks missing values: finite updates have none, since others are refused before they get here
     whole = FlatTensors.zeros(state.values.layout, state.values.device)
     for dtype in filter(is_merged, whole.buffers):

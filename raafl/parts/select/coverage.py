@@ -190,7 +190,10 @@ class RegionCoverage:
         return self._turn(random.Random(derive_seed(seed, "ring", cycle if is_free else 0)), window, visit)
 
     def _turn(self, rng: random.Random, window: int, visit: int) -> list[list[int]]:
-        """Return each client's regions in the step that trains the ``window``-th S regions the ``visit``-th time."""
+        """Return each client's regions in one step of a period.
+
+        The step trains the ``window``-th S regions, for the ``visit``-th time.
+        """
         ring = rng.sample(range(self.regions), self.regions)
         clients = rng.sample(range(len(self.takes)), len(self.takes))
         open_now = [ring[(window * self.num_trained + i) % self.regions] for i in range(self.num_trained)]

@@ -243,7 +243,7 @@ class RateSelect(Select):
                 self._compare(memory, fleet)
 
     def _compare(self, memory: _RateMemory, fleet: SelectContext) -> None:
-        """Count a changed speed ratio, and recompute the fleet's median once a quarter of the ratios have changed."""
+        """Count a changed speed ratio; recompute the fleet's median once a quarter of all have changed."""
         memory.num_changes += 1
         if memory.num_changes * 4 < len(fleet.clients):  # not at each update, since it takes a pass over all clients
             return

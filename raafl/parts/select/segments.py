@@ -86,7 +86,7 @@ def readers(submodels: Submodels, axis: Axis) -> tuple[Member, ...]:
 
 
 def _is_shared(submodels: Submodels, axis: Axis, member: Member) -> bool:
-    """Check whether a further axis lies on the member's tensor dimension."""
+    """Check whether a second axis lies on the same tensor dimension as this member."""
     others = (m for other in submodels.axes.values() if other.name != axis.name for m in other.members)
     return any((m.name, m.dim) == (member.name, member.dim) for m in others)
 

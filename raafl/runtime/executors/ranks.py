@@ -37,7 +37,7 @@ _PART_S = 10.0
 
 @dataclass(slots=True)
 class _Task:
-    """A task; `begun`: a process has taken it; `here`: this process has, so its executor has the result."""
+    """A task; `begun`: some process has taken it; `here`: this process has taken it, so its executor has the result."""
 
     assignment: Assignment
     snapshot: FlatTensors
@@ -127,7 +127,10 @@ class RankExecutor(Executor):
                 self._end_here(task if first is task else None)
 
     def _end_here(self, task: _Task | None) -> None:
-        """Record that this process has finished a task; ``task``: None unless its result was the requested one."""
+        """Record that this process has finished a task.
+
+        `task`: the finished task, if its result is the requested one; else None.
+        """
         with self._changed:
             self._num_free += 1
             self._num_here -= 1

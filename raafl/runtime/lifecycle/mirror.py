@@ -130,7 +130,7 @@ class Mirror:
             self._warn(f"{self.url} cannot be written ({self._error}); the run goes on, and raafl tries again")
 
     def _copy(self, store: ObjectStore) -> None:
-        """Copy changed files, in an order by which the journal's copy is never behind copied checkpoints and seals."""
+        """Copy changed files, ordered so that the copied journal always covers the copied checkpoints and seals."""
         paths = [path for path in self._folder.rglob("*") if path.is_file()]
         names = [path.relative_to(self._folder).as_posix() for path in paths if not path.name.startswith(".")]
         names = [name for name in names if name.split("/")[0] != _LEFT_OUT and name not in (*GROWING, SEALS)]

@@ -309,7 +309,7 @@ class Session(ABC):
 
     @abstractmethod
     async def _take(self, mailbox: Mailbox[T], seconds: float, *, watches: bool = False) -> T:
-        """Return the next item of a mailbox; raise `queue.Empty` if there is none within ``seconds``, or earlier.
+        """Return the next item of a mailbox; raise `queue.Empty` if none comes within ``seconds`` (or a shorter time).
 
         ``watches``: whether to raise `PeerLost` if the connection breaks meanwhile.
         """
@@ -320,7 +320,7 @@ class Session(ABC):
 
     @abstractmethod
     async def _work(self, function: Callable[[Callable[[Steps[Any]], Any]], Any]) -> Any:
-        """Call ``function`` with a function that performs steps of this session."""
+        """Call ``function``; its argument is a function by which it can perform further steps of this session."""
 
     @abstractmethod
     def _branch(self, steps: Steps[Any]) -> Branch:

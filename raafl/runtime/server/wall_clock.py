@@ -85,10 +85,11 @@ class Server(Driver):
         """Store the arguments; `run` starts the clock.
 
         ``announce`` is called with the reason why a client (None = all) is released. ``storage`` allocates the values
-        to send; None = in memory. With ``patience_s`` clients may come and go (`enter`), and the run fails after that
-        many seconds without any. Without it all clients enter before `run`, and the run fails when none is left. It
-        also fails if the user's code fails in the same way more than ``max_failures`` times; None = no limit, since
-        other clients may have valid data.
+        to send; None = in memory. With ``patience_s`` clients may join and leave at any time (`enter`), and the run
+        fails after that many seconds without any. Without it all clients must enter before `run`, and the run fails
+        when none is left.
+        ``max_failures``: largest number of equal failures of the user's code before the run fails; None = no limit,
+        since other clients may have valid data.
         """
         super().__init__(coordinator, record, evaluator, hooks, progress)
         self._max_failures, self._failures, self._num_failures = max_failures, Counter[tuple[int, str, str]](), 0

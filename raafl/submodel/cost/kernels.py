@@ -288,7 +288,7 @@ def _summed_products(
 
 
 def _trilinear(*args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """Count the FLOPs of a bilinear layer or its gradient, a product of three tensors that lack some dimensions."""
+    """Count the FLOPs of a bilinear layer or its gradient, a product of three tensors, each without some dimensions."""
     sizes: dict[int, int] = {}
     for tensor, missing in zip(args[:3], args[3:6], strict=True):
         there = [axis for axis in range(tensor.dim() + len(missing)) if axis not in missing]
@@ -308,7 +308,7 @@ def _distances_backward(
 
 
 def _recurrent_layer(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: object, out_val: object) -> int:
-    """Count the FLOPs of a recurrent layer in one direction, with inputs (t, n, c)."""
+    """Count the FLOPs of a recurrent layer in one direction, for inputs of shape (t, n, c)."""
     return 2 * x.shape[0] * x.shape[1] * (of_input.numel() + of_hidden.numel())
 
 

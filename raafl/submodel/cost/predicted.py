@@ -133,7 +133,7 @@ def predict(
 def _cold(
     follow: Callable[[Begin, Spec, OnValues], Followed], begin: Begin, spec: Spec, on_values: OnValues
 ) -> Followed:
-    """Return the result of ``follow`` with the user code's caches hidden, since they may hold old tensors."""
+    """Return the result of ``follow`` with the user code's caches hidden, since they may hold tensors of old steps."""
     module = begin(spec).module
     found = failure = None
     with uncached(module) as hidden:
@@ -196,7 +196,7 @@ def _follow_method(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
 
 
 def _without_values(begin: Begin, spec: Spec, on_values: OnValues) -> tuple[Followed | None, BaseException | None]:
-    """Run a step on the meta device; return its cost and the bytes of module and batch, or None and its error."""
+    """Run a step on the meta device; return its cost and the bytes of module and batch, else None and the error."""
     failure: BaseException | None = None
     # tensors created without a device go to the meta device first; code that reads their values needs the CPU
     for default in ("meta", "cpu"):
@@ -250,7 +250,7 @@ def _with_some(begin: Begin, spec: Spec, default: str, step: Step) -> Step:
     except NotImplementedError as error:  # the step reads values, such as the number of samples of an expert
         guess = begin(spec).update()
         return replace(guess, guessed=f"{_not_followed(error)}: {_BY_PARAMETERS}")
-    except USER_ERRORS:  # the user's code raises when such a condition holds
+    except USER_ERRORS:  # with a condition taken as true, the user's code may raise
         return step
 
 
@@ -325,7 +325,10 @@ class _Run:
         num_kernels: float = 0.0,
         num_passes: float = 1.0,
     ) -> Step:
-        """Add the optimizer's step to the cost of the passes; return the total, with its state always in memory."""
+        """Add the optimizer's step to the cost of the passes, and return the total.
+
+        The optimizer's state counts as memory during the passes, too.
+        """
         passes = self.ledger.take_launched()
         if all(parameter.grad is None for parameter in self.trains):  # there was no backward pass
             self._give_gradients()

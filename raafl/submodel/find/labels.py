@@ -311,7 +311,7 @@ class Labels:
         a.become(b)
 
     def _borders(self, atom: Atom) -> list[int]:
-        """Return the position at which each part of the atom ends."""
+        """Return the index at which each part of the atom ends."""
         ends, end = [], 0
         for part in atom.parts:
             end += part.size

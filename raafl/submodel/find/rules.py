@@ -203,7 +203,7 @@ class _Along(NamedTuple):
     is_span: bool = False
 
     def __call__(self, call: Call) -> list[Dims]:
-        """Label the results of the operation."""
+        """Label the results of a reduction or scan, and mark the dimensions that cannot shrink."""
         if call.name in ("max", "min") and len(call.ins) == 2:
             return pointwise(call)
         places = self.places(call)
@@ -284,7 +284,7 @@ def _embedding(call: Call) -> list[Dims]:
 
 
 def _indexed(call: Call) -> list[int]:
-    """Pin the dimensions that index tensors select from, and return their indices."""
+    """Pin the dimensions from which index tensors select, so that they stay whole; return their positions."""
     place = 0
     found: list[int] = []
     for index in call["indices"]:
@@ -379,7 +379,7 @@ def _col2im(call: Call) -> list[Dims]:
 
 @rule("as_strided")
 def _as_strided(call: Call) -> list[Dims]:
-    """Label `as_strided`: dimensions with unchanged size and stride keep their label, the others become windows."""
+    """Label `as_strided`: a dimension with unchanged size and stride keeps its label, all others count as windows."""
     x, out = call.ins[0], call.outs[0]
     if x.storage_offset() != out.storage_offset():
         raise ShapeConflict

@@ -149,7 +149,7 @@ class SizeTracker(TorchFunctionMode):
         return answer
 
     def _origin(self, value: int | None, part: Part) -> Any:
-        """Return the origin of the size ``value``, an argument that stands for ``part`` of a tensor; None = unknown."""
+        """Return where the number ``value``, given as the size of ``part``, comes from; None = unknown."""
         origin = None if value is None else origin_of(value)
         if value is not None and value < 0 and part.stop is not None:  # a slice counted from the end
             return ("add", self._dims_of(part.tensor)[part.dim], origin)
@@ -242,7 +242,7 @@ class SizeTracker(TorchFunctionMode):
         extent_of: Callable[[Dim], Extent | None],
         counts: Counts,
     ) -> int | None:
-        """Return the value that the number ``origin`` has in a submodel with ``counts`` units; None = unknown."""
+        """Return the value of a number of origin ``origin`` in a submodel with ``counts`` units; None = unknown."""
         if isinstance(origin, _Attr):
             return attributes[origin.key](counts) if origin.key in attributes else self.values[origin.key]
         if isinstance(origin, Dim):
@@ -258,7 +258,7 @@ class SizeTracker(TorchFunctionMode):
 
 
 def _beside_the_batch(asked: SizeUse, extent_of: Callable[[Dim], Extent | None]) -> tuple[Origin, Extent | None]:
-    """Return the factor other than the batch size in a size such as `batch * heads`, and its formula.
+    """Return the factor other than the batch size in a size such as `batch * heads`, and that factor's formula.
 
     Both are None if the size is no such product. `extent_of`: returns a dimension's size as a formula; None = it
     depends on the batch.

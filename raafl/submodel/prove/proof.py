@@ -135,7 +135,7 @@ class _Proof:
             return False
 
     def refuted(self) -> dict[str, str]:
-        """Compare submodels with the whole model; return why each axis cannot shrink, for those that cannot."""
+        """Compare submodels with the whole model; return the axes that cannot shrink, each with the reason."""
         rest, found = list(self.submodels.axes), dict[str, str]()
         while failing := self._failing(rest):
             wrong = dict(self._halved(failing))
@@ -445,7 +445,10 @@ class Quiet(TorchFunctionMode):
     def __init__(
         self, noise: float, halves: frozenset[torch.dtype] = frozenset(), wide: torch.dtype = torch.float64
     ) -> None:
-        """Store the number that replaces random ones, and the dtypes ``halves``, whose casts go to ``wide``."""
+        """Store the number to use in place of random ones.
+
+        Casts to the half-precision dtypes ``halves`` become casts to ``wide``.
+        """
         super().__init__()
         self.noise, self.halves, self.wide = noise, halves, wide
 

@@ -247,7 +247,10 @@ MAX_SHARES = 255  # the field GF(256) has 255 points other than 0, where the pol
 
 
 def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """Return powers of the generator 3 up to exponent 509, so that sums of two logarithms are valid, and logarithms."""
+    """Return the powers of the generator 3, up to exponent 509, and the logarithms to base 3.
+
+    With that many powers the sum of two logarithms is a valid exponent.
+    """
     powers, logs, value = np.zeros(510, np.uint8), np.zeros(256, np.int64), 1
     for exponent in range(255):
         powers[exponent] = powers[exponent + 255] = value

@@ -207,7 +207,7 @@ class SecureSum(Wrapped):
         buffer_of(memory.weights).add_(torch.where(is_open, buffer_of(weights), 0.0))
 
     def _is_sound(self, total: torch.Tensor, shares: torch.Tensor, share: float) -> bool:
-        """Check whether a sum is within its clients' bounds: for each element and, if clients clip, for the norm."""
+        """Check whether a sum respects the clients' bounds, for each element and, if clients clip, for its norm."""
         room = self.point.bound * (1 + 1e-6)  # `shares` is rounded to single precision
         if bool((total.abs() > shares * room).any()):
             return False

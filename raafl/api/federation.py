@@ -415,10 +415,7 @@ class Federation:
         *,
         simulated: bool | None,
     ) -> Experiment:
-        """Return the settings of a run, with a chosen method in place of `auto`.
-
-        `simulated`: whether the run will be simulated; None = it is only predicted.
-        """
+        """Return a run's settings, with a chosen method for `auto`; ``simulated`` None: it is only predicted."""
         experiment = Experiment(
             model=lambda: spec.make(source),
             data=lambda: source,

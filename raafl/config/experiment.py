@@ -298,6 +298,17 @@ class Experiment:
         used_by_replay=False,
         least=0,
     )
+    payload_memory_total_bytes: int = option(
+        1 << 30,
+        "bytes of all payloads together that `raafl serve` holds in memory, at least `payload_memory_bytes`; others are in "
+        "files of the run folder, too, whatever their size",
+        "BYTES",
+        group="computed",
+        may_change=True,
+        keyword=False,
+        used_by_replay=False,
+        least=0,
+    )
     rules: int = option(
         CURRENT,
         "revision of the rules that decide a run's times and bits; a run folder without it ran under 1",

@@ -88,6 +88,9 @@ def _machine_problems(experiment: Any) -> Iterator[str]:
             "batch_clients is fast, which is for one process, so that a replay trains the same clients together: leave "
             "workers and engine out, or give auto"
         )
+    one, all_bytes = experiment.payload_memory_bytes, experiment.payload_memory_total_bytes
+    if one is not None and 0 <= all_bytes < one:
+        yield f"payload_memory_total_bytes is {all_bytes}: give at least payload_memory_bytes, {one}, or lower that, too"
     if not 0 <= experiment.fabric.data_on_device <= 1:
         yield f"fabric.data_on_device is {experiment.fabric.data_on_device}: give a share from 0 to 1"
     if experiment.transport not in TRANSPORTS:

@@ -32,10 +32,6 @@ class NoRoom(OSError):
     """Raised if a disk has no room for a payload (the tensors of one task)."""
 
 
-MOST_IN_ALL_BYTES = 1 << 30
-"""Most bytes of payloads in memory, all together: a server of ten thousand clients would otherwise keep one update of each."""
-
-
 class _Held:
     """Number of bytes of payloads that are in memory."""
 
@@ -64,7 +60,8 @@ class PayloadRoom:
 
     folder: str | None = None  # folder of the files; None = store all payloads in memory
     most_bytes: int = 0  # size of the largest payload to store in memory
-    most_in_all_bytes: int = MOST_IN_ALL_BYTES  # size of all payloads in memory together
+    # size of all payloads in memory together: a server of ten thousand clients would otherwise keep one update of each
+    most_in_all_bytes: int = 1 << 30
     _held: _Held = field(default_factory=_Held, compare=False)
 
     def __call__(self, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:

@@ -90,6 +90,11 @@ def test_a_sound_experiment_has_no_problem():
             "and engine out, or give auto",
         ),
         ({"fabric": FabricOptions(data_on_device=1.5)}, "fabric.data_on_device is 1.5: give a share from 0 to 1"),
+        (
+            {"payload_memory_total_bytes": 1000},
+            "payload_memory_total_bytes is 1000: give at least payload_memory_bytes, 16777216, or lower that, too",
+        ),
+        ({"payload_memory_total_bytes": -1}, "payload_memory_total_bytes is -1: give 0 or more"),
         ({"batch_clients": 0}, "batch_clients is 0: give 1 or more"),
         ({"batch_clients": "all"}, "batch_clients is 'all': give auto, fast, or a number from 1"),
         ({"threads": 0}, "threads is 0: give 1 or more"),
@@ -306,6 +311,7 @@ def test_what_the_fields_say_of_themselves():
         "safetensors",
         "push_to_hub",
         "payload_memory_bytes",
+        "payload_memory_total_bytes",
     }
     assert set(ABOUT) - set(marked("used_by_replay")) == {
         "output",
@@ -316,6 +322,7 @@ def test_what_the_fields_say_of_themselves():
         "monitor_stall_s",
         "push_to_hub",
         "payload_memory_bytes",
+        "payload_memory_total_bytes",
         "engine",
         "samples",
     }

@@ -86,6 +86,8 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split equally large tensors into matching pieces, to save memory, and yield these as flat views."""
     flat = [tensor.view(-1) for tensor in tensors]
     size = CHUNK if flat[0].device.type == "cpu" else ACCELERATOR_CHUNK
+    if flat[0].numel() <= size:  # a split costs more than the arithmetic of a small model
+        return iter((tuple(flat),))
     return zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
 
 

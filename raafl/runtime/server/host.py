@@ -162,7 +162,7 @@ def _storage(experiment: Experiment, folder: Path) -> PayloadRoom:
     # without it (macOS), a full disk would kill the server while it writes to mapped files
     if most_bytes is None or not hasattr(os, "posix_fallocate"):
         return PayloadRoom()
-    return PayloadRoom(str(folder), most_bytes)
+    return PayloadRoom(str(folder), most_bytes, experiment.payload_memory_total_bytes)
 
 
 def _session_setup(run: Run, server: Server, terms: Terms | None) -> SessionSetup:

@@ -202,6 +202,21 @@ def test_an_idle_client_hears_that_the_server_is_alive():
     table.close()
 
 
+def test_a_client_that_does_not_read_is_sent_no_second_heartbeat():
+    table = Table(idle_s=0.3)
+    table.greet()
+    line = table.session.line
+    before = line.pair.sent_bytes
+    deadline = time.monotonic() + WAIT_S
+    while line.pair.sent_bytes == before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    once = line.pair.sent_bytes
+    time.sleep(0.5)
+    assert before < once == line.pair.sent_bytes
+    assert [table.hear().kind for _ in range(2)] == [Kind.KEEPALIVE] * 2  # the second once the first was read
+    table.close()
+
+
 def test_abandoning_wakes_a_session_that_waits_for_an_answer():
     table = Table()
     table.greet()

@@ -40,6 +40,7 @@ _Life = tuple[int, int]  # client, incarnation
 _MAX_ENTERING = 4
 _MAX_KEPT = 20  # maximum number of clients' tracebacks that are saved
 _MAX_LIVES = 8  # maximum number of sessions of one client, including those that are starting or ending
+_ABANDONED_S = 5.0  # seconds for sessions to end whose connections were closed
 _PARTING_S = 0.5  # seconds for a replaced session to end by itself
 
 
@@ -367,9 +368,10 @@ class Server(Driver):
         for session in everyone:
             if session.is_alive():
                 session.abandon()
+        deadline = time.monotonic() + _ABANDONED_S  # of all together, of which there may be ten thousand
         for session in everyone:
             if session.is_alive():
-                session.join(timeout=1.0)
+                session.join(timeout=max(deadline - time.monotonic(), 0.0))
 
     def _take_in(self, event: Joined) -> None:
         """Make a joined client's session the active one, and stop the session that it replaces."""

@@ -25,6 +25,7 @@ QUICK_START = (
     "goals",
     "device catalogue",
     "axes",
+    "frozen base",
     "proof",
     "methods",
     "costs",
@@ -204,7 +205,14 @@ def test_a_run_loads_the_rooms_that_its_options_name(options, tmp_path):
     assert found - {None, *QUICK_START} == set(ROOMS_OF_RUNS[options])
 
 
-OF_PROCESSES = {"compression", "devices in files", "other commands", "processes of a client", "sessions"}
+OF_PROCESSES = {
+    "compression",
+    "devices in files",
+    "other commands",
+    "processes of a client",
+    "sessions",
+    "tensors in files",
+}
 """Rooms of `raafl fit --local`: the server, its clients and the process that starts them. None of them is of sites."""
 
 AT_EXIT = """

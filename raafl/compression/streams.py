@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +27,9 @@ from raafl.core.state import ClientState, OneValue
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, derive_seed
 from raafl.errors import InvalidPayload
 from raafl.submodel import FlatTensors, Layout, Spec
-from raafl.submodel.tensor_files import PayloadRoom
+
+if TYPE_CHECKING:
+    from raafl.submodel.tensor_files import PayloadRoom
 
 COPY, RESIDUAL = "compressed copy", "compressed residual"  # names in `ClientState`
 _MAX_KEPT = 2
@@ -47,7 +50,7 @@ class Scratch:
     def __init__(self, storage: PayloadRoom | None = None) -> None:
         """Store ``storage``, which allocates the tensors; None = in memory."""
         self._kept: dict[str, dict[Layout, FlatTensors]] = {}
-        self._storage = storage or PayloadRoom()
+        self._storage = storage or FlatTensors.empty
 
     def __call__(self, purpose: str, layout: Layout, device: torch.device) -> FlatTensors:
         """Return uninitialised tensors, which a later call with the same purpose and layout returns again."""

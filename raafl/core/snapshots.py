@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from raafl.core.coordinator import Coordinator
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.submodel import FlatTensors, Layout, Spec
-from raafl.submodel.tensor_files import PayloadRoom
+
+if TYPE_CHECKING:
+    from raafl.submodel.tensor_files import PayloadRoom
 
 _MOST_FREE = 16
 """Layouts of which freed storage is kept for the next snapshot."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
 
 import torch
 
 from raafl.core.types import Assignment, Update
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.flat import is_merged
-from raafl.submodel.tensor_files import PayloadRoom, is_in_files, release, zeros_in
+
+if TYPE_CHECKING:
+    from raafl.submodel.tensor_files import PayloadRoom
 
 # Hold what parts of an algorithm keep on the server between updates, as one typed record for each part.
 #
@@ -144,7 +146,8 @@ class ClientState:
 
     def __init__(self, storage: PayloadRoom | None = None) -> None:
         """Store ``storage``, which allocates values that are not in a folder; None = in memory."""
-        self._storage = storage or PayloadRoom()
+        self._zeros: Callable[[Layout, torch.device | str], FlatTensors]
+        self._zeros = FlatTensors.zeros if storage is None else storage.zeros
         self.values: dict[str, dict[int, FlatTensors]] = {}
         self._changed: dict[tuple[str, int], FlatTensors | None] | None = None
 
@@ -181,7 +184,12 @@ class ClientState:
         kept = self.everyone(name, folder)
         self._record(name, client)
         if client not in kept:
-            kept[client] = self._storage.zeros(layout, device) if folder is None else zeros_in(folder, layout)
+            if folder is None:
+                kept[client] = self._zeros(layout, device)
+            else:
+                from raafl.submodel.tensor_files import zeros_in
+
+                kept[client] = zeros_in(folder, layout)
             for buffer in kept[client].buffers.values() if fill != 0 else ():
                 if is_merged(buffer.dtype):
                     buffer.fill_(fill)
@@ -204,10 +212,13 @@ class ClientState:
         """
         kept = self.values.setdefault(name, {})
         # checking one entry is enough: either all or none were restored from a checkpoint
-        if folder is not None and not all(map(is_in_files, [*kept.values()][:1])):
-            for client, flat in kept.items():
-                kept[client] = zeros_in(folder, flat.layout).copy_(flat)
-                release(kept[client])
+        if folder is not None:
+            from raafl.submodel.tensor_files import is_in_files, release, zeros_in
+
+            if not all(map(is_in_files, [*kept.values()][:1])):
+                for client, flat in kept.items():
+                    kept[client] = zeros_in(folder, flat.layout).copy_(flat)
+                    release(kept[client])
         return kept
 
 

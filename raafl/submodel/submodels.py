@@ -19,12 +19,12 @@ from raafl.submodel.cut.layers import persistent_buffers, without_values
 from raafl.submodel.declared import Exit, Stack, absent, check_names, find_exits, find_stacks, stand_ins, within
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout, is_merged
-from raafl.submodel.frozen import Bases, FrozenBase
 from raafl.submodel.spec import FULL, Axis, AxisTable, Runs, Spec, SpecError, declared_axes, without_overlaps
 
 if TYPE_CHECKING:
     from raafl.submodel.cost import Cost, Method
     from raafl.submodel.find.discover import DiscoveredAxes
+    from raafl.submodel.frozen import Bases, FrozenBase
 
 
 T = TypeVar("T")
@@ -136,7 +136,6 @@ class Submodels:
         sent = getattr(module, "submodel_sent", ())
         self.frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad and n not in sent}
         self.base: FrozenBase | None = None
-        self.bases = Bases(module, self.frozen)
         first = {id(p): name for name, p in self._parameters.items()}
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(p)] for name, p in every if name != first[id(p)]}
@@ -335,6 +334,13 @@ class Submodels:
 
     # ---- frozen tensors ----
 
+    @cached_property
+    def bases(self) -> Bases:
+        """Frozen parameters in each precision in which the model may have them."""
+        from raafl.submodel.frozen import Bases
+
+        return Bases(self.module, self.frozen)
+
     def attach_base(self, values: nn.Module | FlatTensors, rebuild: Callable[[], nn.Module] | None = None) -> None:
         """Attach the values of the frozen parameters. From then on they are not sent, since server and client each have them.
 
@@ -345,6 +351,8 @@ class Submodels:
         """
         if not self.frozen:
             return
+        from raafl.submodel.frozen import FrozenBase
+
         named = dict(values.named_parameters()) if isinstance(values, nn.Module) else values
         self.base = FrozenBase({name: named[name] for name in self.frozen})
         self.bases.take(self.base, rebuild)

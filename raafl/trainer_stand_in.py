@@ -123,7 +123,7 @@ class TrainerStandIn:
 
 
 def _strategy(trainer: TrainerStandIn) -> object:
-    """Make Lightning's strategy for one device, on which `self.optimizers()` finds the wrapped optimizers."""
+    """Make Lightning's strategy for one device; `self.optimizers()` takes the wrapped optimizers from it."""
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies import SingleDeviceStrategy
 

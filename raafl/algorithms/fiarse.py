@@ -203,7 +203,7 @@ class _LargestElements(Hook):
         self.tau = threshold(list(self.parameters.values()), rate) if self.parameters else 0.0
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the loss of the model without its small elements."""
+        """Return the batch's loss for the model in which parameters below the threshold are masked."""
         if self.tau == 0:
             return self.task.loss(batch, index)
         masked = {name: Important.apply(parameter, self.tau) for name, parameter in self.parameters.items()}

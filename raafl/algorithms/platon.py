@@ -264,7 +264,7 @@ class Sensitivity(Local):
 def _members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member, int]]:
     """Yield each axis that can be pruned, each tensor dimension on it, and the axis's number of kept units.
 
-    Offsets are those in the submodel's tensors, which lack the dropped units.
+    A dimension's offset is that in the submodel's tensors, which lack the dropped units.
     """
     num_kept = {axis.name: len(spec.indices(axis.name) or range(axis.size)) for axis in submodels.axes.values()}
     dropped: dict[tuple[str, int], list[tuple[int, int]]] = {}
@@ -433,7 +433,7 @@ class BestUnits(Select):
         return RateSelect(rates=self.rates, rate_of="width")
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the client's work, as region ``client.id``; raises `BadInput` if nothing fits its memory."""
+        """Return the client's work, whose ``region`` is ``client.id``; raises `BadInput` if nothing fits its memory."""
         submodels, t = fleet.state.submodels, fleet.state.counts.get(client.id, 0)
         if not submodels.axes:
             return Work(region=client.id)

@@ -247,7 +247,7 @@ class Pruned(Select):
     rates: Rates = 1.0
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the client's work, as region ``client.id``; raises `BadInput` if nothing fits its memory."""
+        """Return the client's work, whose ``region`` is ``client.id``; raises `BadInput` if nothing fits its memory."""
         chosen = fleet.state.memory.find(Choice)
         if chosen is None or fleet.state.version % self.every == 0:
             return RateSelect()(client, fleet)

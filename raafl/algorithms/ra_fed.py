@@ -220,7 +220,7 @@ class Regions(Select):
         return self.hold or any(number is not None for number in (self.trained, self.coverage, self.rest))
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return work on the regions that ``client`` trains in this round, as region ``client.id``."""
+        """Return work on the regions that ``client`` trains in this round; its ``region`` is ``client.id``."""
         round = fleet.state.version if self.rounds == "server" else fleet.state.counts.get(client.id, 0)
         most = self._most(client, fleet)
         if self.full_first and round == 0:
@@ -321,7 +321,7 @@ class Regions(Select):
         return int(fleet.cache["places"][client.id])
 
     def _takes(self, round: int, fleet: SelectContext) -> list[int]:
-        """Return the number of regions m_n of each present client, by id; each round has each number equally often."""
+        """Return the number of regions m_n of each present client, by id; all rounds have the same numbers."""
         present = [fleet.clients[n] for n in sorted(fleet.clients)]
         most = [self._most(client, fleet) for client in present]
         if self.mask != "MIX-Arb":

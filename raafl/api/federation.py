@@ -516,7 +516,7 @@ class _Starting(RunHooks):
     """
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Read the output of the processes of the clients 1, 2, ..., which goes to pipes."""
+        """Start to read the output of the processes of clients 1, 2, ..."""
         self._processes, self._joined = processes, set[int]()
         self._outputs = [(_Output(process.stdout), _Output(process.stderr, is_shown=True)) for process in processes]
 

@@ -224,7 +224,7 @@ class Coordinator:
     def _go_on(self, now: float) -> bool:
         """Start the run, merge and assign work if due.
 
-        Return whether to repeat this, since only clients without work were found.
+        Return whether to call this again: only clients without work were found, and none is training.
         """
         if not self.started:
             there = len(self.roster.clients)

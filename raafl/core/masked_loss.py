@@ -104,7 +104,7 @@ def _why_unused(module: nn.Module, batch: object) -> str | None:
 
 
 def _layer_of(module: nn.Module, batch: object) -> str | None:
-    """Return the path of the linear layer that computes all logits and nothing else in the step, else None."""
+    """Return the path of the linear layer that computes all logits, and only logits, in the step; else None."""
     given: list[tuple[str, Tensor]] = []
     logits: list[Tensor | None] = []
     for path, layer in module.named_modules():

@@ -138,7 +138,7 @@ def partials(evaluator: Evaluator, start: int, stop: int) -> dict[str, Any]:
 
 
 def _updated(living: LivingMetrics, counts: Mapping[str, int], logged: Mapping[str, Any]) -> list[str]:
-    """Return the paths of metrics that were updated since ``counts``, but are not logged as objects."""
+    """Return the paths of metrics that were updated since ``counts`` was recorded, but are not logged as objects."""
     parts = {id(part) for metric in logged.values() if isinstance(metric, nn.Module) for part in metric.modules()}
     now = _counts(living)
     return [path for path, metric in living.metrics.items() if now[path] > counts[path] and id(metric) not in parts]

@@ -270,8 +270,8 @@ class LocalTrainer:
     def _check_base(self, built: TrainableSubmodel) -> None:
         """Raise `BadInput` if a task has changed the frozen base, which other tasks and clients share.
 
-        Values, which `.data` changes without counting, are compared after the first task only, version counters after
-        each.
+        Version counters are compared after each task. Values are compared after the first task only: this finds changes
+        through `.data`, which are not counted.
         """
         base, now = built.base, zip(built.frozen, built.versions, strict=True)
         name = next((name for (name, p), version in now if p._version != version), None)
@@ -521,7 +521,7 @@ class TaskSteps:
             self._schedule("step", index, plateau=True)
 
     def _compute(self, batch: object, is_due: bool) -> Tensor | None:
-        """Compute loss and gradients of a batch; return the loss for hooks, None if it is skipped or there are none."""
+        """Compute a batch's loss and gradients; return the loss, or None if it is skipped or no hook needs it."""
         process_group, hooks, module = self._context.process_group, self._built.hooks, self._built.module
         is_first = self.index % self._trainer.options.accumulate_grad_batches == 0
         try:

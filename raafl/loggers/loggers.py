@@ -558,7 +558,7 @@ _NAMES = {
 
 
 def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those values read from a file that are valid arguments to identify a run at a tracker."""
+    """Return the ids in a file's content that are valid arguments to identify a run at a tracker."""
     return {
         name: value
         for name, words in _NAMES.items()

@@ -389,7 +389,7 @@ def try_single_samples(
 
 
 def _has_single(num_samples: int, batch_size: int, drop_last: bool, training: Training) -> bool:
-    """Check whether a task of the run's length includes a batch of one sample."""
+    """Check whether a task with these settings trains on a batch of one sample."""
     num_batches = math.ceil(num_samples / batch_size)
     if training.num_steps is not None and training.num_steps < num_batches and batch_size > 1:
         return False

@@ -112,7 +112,7 @@ def batches_of(rows: Iterable[JournalRow]) -> list[list[int]]:
 
 
 def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
-    """Read from the journal for how many clients the run waited, and whether lost ones counted among them."""
+    """Read how many clients the recorded run waited for at its start, and whether lost ones counted."""
     start = begun.get("start")
     least, counts = (start.get("min_clients"), start.get("count_lost")) if isinstance(start, dict) else (None, None)
     if not isinstance(least, int) or not isinstance(counts, bool):

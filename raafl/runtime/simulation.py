@@ -226,7 +226,7 @@ class Simulation(Driver):
                 extension.turned()
 
     def _event_of(self, item: Event | Due) -> Event | None:
-        """Return the event that a due item means for the coordinator; None = it means none yet."""
+        """Return the event that a due item is for the coordinator; None if there is nothing to report yet."""
         if isinstance(item, Sending):
             # None if the client was lost meanwhile
             return item if item.assignment in self._out.get(item.client, {}) else None

@@ -232,7 +232,7 @@ def _lock(descriptor: int) -> bool:
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Yield a path that a Unix socket can have, through the folder's descriptor where the plain one is too long."""
+    """Yield a path short enough for a Unix socket; a long path is replaced by one through the folder's descriptor."""
     plain = str(path.absolute())
     if len(os.fsencode(plain)) <= _LONGEST_PATH:
         yield plain

@@ -101,7 +101,7 @@ def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[
 
 
 class _Mean:
-    """Mean over calls of a batch norm's statistics, each of one call alone, accumulated in float32."""
+    """Mean, in float32, of the statistics that a batch norm measures in each of several calls."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         self._statistics: list[Any] = [norm.running_mean, norm.running_var]

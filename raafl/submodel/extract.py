@@ -31,7 +31,7 @@ ListUpdate = Callable[[list[Tensor], list[Tensor]], object]
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """Block of elements that is a strided view in the whole model's storage and in the submodel's, in elements."""
+    """Block of elements that is a strided view of both the whole model's storage and the submodel's."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -228,7 +228,7 @@ class CopyPlan:
 
 
 def _call(fn: Callable[..., object], lists: Callable[..., object] | None, *views: list[Tensor]) -> None:
-    """Call the foreach function ``lists`` on lists of views; if it is None, or for single views, ``fn`` on each."""
+    """Call the foreach function ``lists`` on all views at once; without it, or for one view, call ``fn`` on each."""
     if lists is not None and len(views[0]) > 1:
         lists(*views)
         return

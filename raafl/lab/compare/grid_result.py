@@ -149,9 +149,8 @@ def _behind(rows: Sequence[Row], leader: str) -> dict[str, dict[str, Any]]:
 
     Returns:
         For each row: how many of its seeds reached the target; the ratio of its median time to the leader's; in how
-        many
-        pairs of runs it is later; and two p-values of the Mann-Whitney test, uncorrected and with Holm's correction for
-        all rows of the cell. The leader itself has no test.
+        many pairs of runs it is later; and two p-values of the Mann-Whitney test, uncorrected and with Holm's
+        correction for all rows of the cell. The leader itself has no test.
     """
     times = {row["row"]: times_of(row) for row in rows}
     medians = {row["row"]: _first(row["time_to"], "median_s") for row in rows}

@@ -306,7 +306,7 @@ def _are_alike(distances: Iterable[float]) -> bool:
 def _spacing(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Return the mean distance between evaluations of a row's runs, in the unit ``name``: time_s or updates.
 
-    None if no run has two evaluations and that field.
+    Runs with fewer than two evaluations, or without that field, do not count; None if none is left.
     """
     counted = [run for run in runs if len(run.get("curve", ())) > 1 and run.get(name) is not None]
     num = sum(len(run["curve"]) - 1 for run in counted)

@@ -266,7 +266,7 @@ def _grows(experiment: Experiment, metric: str) -> bool | None:
 
 
 def _of_trials(experiment: Experiment) -> Experiment:
-    """Return the run's settings changed for trials, which are evaluated on training data that no client gets."""
+    """Return the settings for trials of the run: they are evaluated on training data that no client gets."""
     module = experiment.data()
     partition = experiment.partition
     if not partition.validation_share:

@@ -286,7 +286,7 @@ class _Masking:
         yield
 
     def _absent(self, clients: tuple[int, ...], num: int, device: torch.device) -> Tensor:
-        """Return a mask of the classes without samples, shape (clients, num); it is copied to a GPU only once."""
+        """Return a mask of the classes without samples, (clients, num), which is copied to ``device`` once."""
         if (clients, num) not in self._masks:
             absent = torch.zeros(len(clients), num, dtype=torch.bool)
             for place, client in enumerate(clients):

@@ -211,7 +211,7 @@ class Stacked(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_plain(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Check whether a function draws no random numbers, and may be batched only if its bits stay the same."""
+        """Check whether a function draws no random numbers, and may be batched only if its bits do not change."""
         if func is F.scaled_dot_product_attention:  # vmap has rules for a GPU's attention, none for a CPU's
             return self._device.type != "cpu" and not _drops(*args, **kwargs)
         return func in _BY_SLICES or func in _REDUCTIONS

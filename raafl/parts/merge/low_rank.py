@@ -329,7 +329,7 @@ class RankEnergy(RunHooks):
     """Observer that adds the energy of the global adapters' ranks to the metrics of each version."""
 
     def __init__(self, run: Any) -> None:
-        """Do nothing; each observer of a method is made with the run, which this one does not need."""
+        """Do nothing; a run is passed to every observer, but this one does not need it."""
 
     def figures(self, state: GlobalState) -> dict[str, float]:
         """Return the shares of the energy; see `rank_energy`."""

@@ -312,7 +312,7 @@ def _is_near_half(state: GlobalState, update: Update) -> bool:
 
 
 def _before(state: GlobalState, spec: Spec) -> Buffers:
-    """Return the global values of the tensors that ``spec`` trains, for the whole model as views."""
+    """Return the global values of the tensors that ``spec`` trains; for the whole model they are not copied."""
     if spec.is_full:
         sizes = state.submodels.layout(part="trained").numel
         return {dtype: state.values.buffers[dtype][:size] for dtype, size in sizes.items()}

@@ -205,7 +205,7 @@ class RateSelect(Select):
         return self.rates[client.profile.name]
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the client's work, as region ``client.id``; raises `BadInput` if no size fits."""
+        """Return the client's work, whose ``region`` is ``client.id``; raises `BadInput` if no size fits."""
         width = self._size(client, fleet)
         submodels, counts = fleet.state.submodels, fleet.state.counts
         round = fleet.state.version if self.rounds == "server" else counts.get(client.id, 0)

@@ -210,7 +210,7 @@ def _filled_ranges(bounds: Sequence[float], size: int) -> list[range]:
 
 
 def _shared_units(bounds: Sequence[float], size: int) -> list[range]:
-    """Return one unit for each fragment if there are more fragments than units; each unit is in some fragment.
+    """Return the one unit of each fragment, for more fragments than units; each unit is in at least one fragment.
 
     A fragment's unit is near the middle of the fragment's share.
     """

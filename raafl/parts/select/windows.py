@@ -157,7 +157,7 @@ class RollingWindows(Select):
     # ---- the client's work ----
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the client's work, as region ``client.id``; raises `BadInput` if no submodel fits its memory."""
+        """Return the client's work, whose ``region`` is ``client.id``; raises `BadInput` if no submodel fits its memory."""
         size, submodels = self._size(client, fleet), fleet.state.submodels
         round, wanted = size.next_task(fleet.state.counts.get(client.id, 0))
         start = size.starts[round % len(size.starts)]
@@ -453,7 +453,7 @@ class LeadingBlocks(Select):
             RateSelect(rates=rates)
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the client's work, as region ``client.id``; raises `BadInput` if no block fits its memory."""
+        """Return the client's work, whose ``region`` is ``client.id``; raises `BadInput` if no block fits its memory."""
         if client.id not in fleet.cache:
             fleet.cache[client.id] = self._largest(client, fleet)
         return Work(fleet.cache[client.id], region=client.id)

@@ -179,7 +179,7 @@ class ClientGroup:
         return replace(site, info=replace(site.info, profile=replace(site.info.profile, memory_bytes=least)))
 
     def _announce(self, assignment: Assignment, received: FlatTensors, *, whole: bool) -> None:
-        """Start a task in the followers; ``whole``: send all values now; else shards later load them one by one."""
+        """Start a task in the followers; ``whole``: send all values now, since they are not sharded."""
         with self._together():
             for pair in self._pairs.values():
                 meta = Assign(assignment).to_meta()

@@ -196,7 +196,7 @@ class BatchedExecutor(Executor):
             self._loop_s += seconds
 
     def _train(self, assignment_id: int, context: TaskContext) -> None:
-        """Train a task in one batch with similar waiting ones if that is allowed and pays; else leave it waiting."""
+        """Train a task in one batch with similar waiting ones if that is allowed and faster; else leave it waiting."""
         if self._refusal is not None:
             self._say(self._refusal)
             return
@@ -378,7 +378,7 @@ class BatchedExecutor(Executor):
         return (standing.task_s - together_s) * (len(self._waiting[kind]) - size) > together_s * size
 
     def _pays(self, standing: _Standing, size: int) -> bool:
-        """Check whether a batch is faster than training alone; a smaller one counts as no faster than the timed one."""
+        """Check whether a batch is faster than its tasks one by one; always true unless the size is `auto`."""
         return self._most != "auto" or size * standing.task_s > standing.cohort_s * max(1.0, size / standing.size)
 
     def _compare(self, members: Sequence[Member], trained: Trained, context: TaskContext) -> tuple[str, float, float]:

@@ -65,7 +65,7 @@ def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Ca
 
 
 def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[Any], stop: threading.Event) -> None:
-    """Put tasks into ``inbox``, at the end None or an error; then set ``stop``, which also ends a running task."""
+    """Put received tasks into ``inbox``; at the end set ``stop`` to end a running task, and put None or an error."""
     expected: list[Assign | Measure] = []
 
     def expect(kind: Kind, number: int, meta: dict[str, Any]) -> FlatTensors | None:

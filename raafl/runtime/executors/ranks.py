@@ -261,7 +261,7 @@ class RankExecutor(Executor):
         return some
 
     def _room(self) -> int:
-        """Return how many more tasks may begin if no result is to be in vain."""
+        """Return how many more tasks may begin, so that no more results are made than are needed."""
         if self.needed is None or self.needed >= len(self._tasks):
             return len(self._tasks)
         return max(self.needed - sum(task.begun and not task.cancelled for task in self._tasks.values()), 0)

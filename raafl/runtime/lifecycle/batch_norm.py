@@ -42,7 +42,7 @@ class StaticStatistics(AsItIs):
         seed: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Build the module that collects statistics; unless batch norm is static, all methods do nothing."""
+        """Draw samples and build the module that collects their statistics, if batch norm is static."""
         self._norms = Pooling(submodels.module)
         if submodels.batch_norm != "static":
             self._norms.pairs = []

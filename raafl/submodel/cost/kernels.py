@@ -130,10 +130,10 @@ def workspace_bytes(packet: object, args: Sequence[Any], results: Sequence[Tenso
 
 
 def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: object) -> int:
-    """Count the temporary bytes of a layer of oneDNN's LSTM, without its operands and results.
+    """Count the temporary bytes that oneDNN's LSTM allocates for a layer, without its operands and results.
 
-    These bytes are blocked copies of both weights, the gates of all positions and of three more, and a copy of each
-    argument that is not contiguous, such as the gradient of outputs whose first dimension is the batch.
+    They hold blocked copies of both weights, the gates of all positions and of three additional ones, and a copy of
+    each argument that is not contiguous, such as the gradient of outputs whose first dimension is the batch.
     """
     gates = x.itemsize * (x.shape[0] + 3) * x.shape[1] * of_hidden.shape[0]
     strewn = [one for one in args if isinstance(one, Tensor) and not one.is_contiguous()]
@@ -141,7 +141,7 @@ def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: 
 
 
 def _convolution(packet: object, args: Sequence[Any], made: Sequence[Tensor]) -> _Convolution | None:
-    """Return a convolution's tensors, groups and wanted gradients (none = forward), and whether oneDNN runs it."""
+    """Return a convolution's tensors, groups, wanted gradients (none = forward), and whether oneDNN runs it."""
     masks: Sequence[bool] = ()
     if packet is _aten.convolution:
         x, weight, _, stride, _, dilation, transposed, _, groups = args[:9]

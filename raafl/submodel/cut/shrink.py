@@ -171,7 +171,7 @@ class StandIn(nn.Module):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Store ``module``, which is at another place in the same model, and which this object replaces here."""
+        """Store ``module``, which is elsewhere in the same model, and whose calls this object will pass on to it."""
         super().__init__()
         self.training = module.training
         # in a list, since a module as an attribute would become a submodule here
@@ -277,7 +277,7 @@ class FewerHeads(nn.MultiheadAttention):
         return tuple(F.linear(x, w, b) for x, w, b in zip(inputs, parts, biases, strict=True))
 
     def _mask(self, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """Combine both masks into one to add to the scores, of shape (batch or 1, heads or 1, queries or 1, keys)."""
+        """Combine both masks into one to add to the scores: (batch or 1, heads or 1, queries or 1, keys)."""
         mask, padding = _added(mask, q), _added(padding, q)
         if mask is not None and mask.dim() == 3:
             if mask.shape[0] != q.shape[0] * self.num_heads:

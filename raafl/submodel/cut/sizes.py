@@ -153,7 +153,7 @@ def site_of(frame: FrameType | None) -> Site:
 
 
 class _Correct(TorchFunctionMode):
-    """Torch-function mode that replaces the sizes in those calls that ``table`` lists."""
+    """Torch-function mode that changes the sizes passed in the calls that ``table`` lists."""
 
     def __init__(self, table: Mapping[Site, Mapping[Where, int]]) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ def set_carried(layer: nn.Module, name: str, value: object) -> None:
 
 
 def _is_made_anew(kind: type[nn.Module]) -> bool:
-    """Check whether copies of a class may lack attributes of the copied instance, unlike those of torch's layers."""
+    """Check whether a class outside torch defines how its instances are copied: copies may lack attributes."""
     names = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__")
     owners = (next((base for base in kind.__mro__ if name in vars(base)), object) for name in names)
     return not all(owner is object or owner.__module__.startswith("torch.nn.") for owner in owners)

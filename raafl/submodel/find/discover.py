@@ -91,7 +91,7 @@ def discover_axes(
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield path and declaration of each module that declares its axes, except modules within such a module."""
+    """Yield the path and the declaration of each module that declares its axes, but no modules within such a module."""
     paths: list[str] = []
     for path, declaration in declarations(module, "submodel_axes"):
         if not any(path.startswith(f"{other}.") for other in paths):
@@ -372,9 +372,10 @@ class Candidates:
 def _spots(
     dim: Dim, starts: tuple[int, ...], unit: int, outside: tuple[Atom, ...]
 ) -> Iterator[tuple[Atom, tuple[int, ...], int, tuple[Atom, ...]]]:
-    """Yield the positions of each atom of a dimension that begins at ``starts``, with ``unit`` elements per index.
+    """Yield each atom (undivided factor) of a dimension, with the positions of its indices in the tensor.
 
-    In a product (a, b) the indices of b repeat within each index of a, so b has a start at each index of a.
+    ``starts`` are the dimension's offsets, and ``unit`` is the number of elements per index. In a product (a, b) the
+    indices of b repeat within each index of a, so b has a start at each index of a.
     """
     unit *= dim.size
     for atom in dim.leaves():

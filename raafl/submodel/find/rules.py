@@ -17,7 +17,7 @@ _GROUP = "the channels of a group only go together"
 
 
 def _reads(call: Call, one: Dim, weight: Dim, *makes: Dim) -> None:
-    """Record that a product sums over the dimensions ``one`` and ``weight``, and outputs the dimensions ``makes``."""
+    """Record that a product sums over ``one`` and ``weight``, which are the same axis, and outputs ``makes``."""
     call.labels.unify(one, weight)
     one.is_read = weight.is_read = True
     call.labels.mark(weight, "read")
@@ -284,7 +284,7 @@ def _embedding(call: Call) -> list[Dims]:
 
 
 def _indexed(call: Call) -> list[int]:
-    """Pin the dimensions from which index tensors select, so that they stay whole; return their positions."""
+    """Record that the dimensions which index tensors select from cannot shrink; return their positions."""
     place = 0
     found: list[int] = []
     for index in call["indices"]:

@@ -282,8 +282,7 @@ def _has_step(module: object) -> bool:
 def _copy(module: nn.Module, values: bool) -> nn.Module:
     """Return a copy of the module on the meta device or, with ``values``, on the CPU for random values.
 
-    The copy lacks an algorithm's hooks with ``is_beside_axes``; a module with that attribute need not be called in the
-    step.
+    Hooks that an algorithm has marked by ``is_beside_axes`` are left out; the step need not call modules so marked.
     """
     real = _zeros, lambda x: _zeros(x) if x.is_meta else x.clone()
     copy = remade(module, *(real if values else (on_meta, on_meta)))

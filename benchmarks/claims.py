@@ -25,6 +25,7 @@ from raafl.lab.compare.statistics import ALPHA, Interval, holm, paired
 from raafl.rules import CURRENT, recorded_revision
 
 CLAIMS = ROOT / "benchmarks" / "claims.yaml"
+WHY = ROOT / "benchmarks" / "claims-why.yaml"
 PAGE = ROOT / "docs" / "claims.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -152,6 +153,42 @@ def table(found: Sequence[Decided], of: Paper) -> str:
     return markdown(rows)
 
 
+def reasons(found: Sequence[Decided]) -> str:
+    """Return why claims come out the other way, a paragraph for each reason of claims-why.yaml; "" = none does."""
+    known = yaml.safe_load(WHY.read_text(encoding="utf-8"))
+    by_reason: dict[str, list[str]] = {}
+    for one in found:
+        if one.verdict == "contrary":
+            by_reason.setdefault(one.claim["why"], []).append(one.claim["says"])
+    parts = []
+    for name, says in by_reason.items():
+        figures = {key: _by_merges(figure) for key, figure in known[name].get("figures", {}).items()}
+        parts.append(f"**{'; '.join(says)}.**\n{known[name]['text'].strip().format(**figures)}")
+    return "\n\n".join(["### Why some come out the other way", *parts]) if parts else ""
+
+
+def _by_merges(figure: Mapping[str, Any]) -> str:
+    """Format how many merges row A takes to a target as a multiple of B's, or A's metric less B's after so many merges.
+
+    It is for results in which each merge was measured.
+    """
+    result = json.loads((RESULTS / f"{figure['result']}.json").read_text(encoding="utf-8"))
+    rows = {row["row"]: row["runs"] for row in result["rows"]}
+    values: list[dict[int, float]] = []
+    for label in figure["rows"]:
+        curves = {run["seed"]: [value for _, value in run["curve"]] for run in rows[label]}
+        if "after" in figure:
+            values.append({seed: curve[figure["after"]] for seed, curve in curves.items()})
+        else:
+            firsts = {
+                seed: next(i for i, value in enumerate(curve) if value >= figure["target"])
+                for seed, curve in curves.items()
+            }
+            values.append({seed: math.log(first) for seed, first in firsts.items()})
+    kind = "higher" if "after" in figure else "sooner"
+    return shown(Decided({kind: figure["rows"]}, "", paired(*values)))
+
+
 def summary(name: str, found: Sequence[Decided]) -> str:
     """Return how many claims of a paper have which verdict, as a sentence."""
     counts = Counter(one.verdict for one in found)
@@ -186,7 +223,10 @@ def pages() -> dict[Path, str]:
 def page(every: Mapping[str, tuple[Paper, list[Decided]]], sentences: str) -> str:
     """Return docs/claims.md."""
     old = old_rules([one for _, found in every.values() for one in found])
-    sections = [f"## {NAMES[name]}\n\n{of.title}.\n\n{table(found, of)}" for name, (of, found) in every.items()]
+    sections = [
+        "\n\n".join(filter(None, [f"## {NAMES[name]}", f"{of.title}.", table(found, of), reasons(found)]))
+        for name, (of, found) in every.items()
+    ]
     total = sum(len(found) for _, found in every.values())
     return f"""# The papers' claims
 
@@ -205,6 +245,7 @@ from the runs of a committed result.
 | contrary | the difference has the other direction (p at most {ALPHA:g} by Holm) |
 | not run, cannot be run | the column "here" says why |
 
+Figures are in the claim's direction: a negative difference, or a ratio below 1, is the other way round.
 Differences are paired by seed, with 95 % intervals by Student's t, and corrected for all claims that one result decides.
 Ratios of times are geometric means; a run that did not reach the target counts as reaching it at its end, so its ratio
 is only a bound.

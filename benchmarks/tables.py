@@ -198,6 +198,8 @@ def chosen(result: dict[str, Any], parts: dict[str, str]) -> str:
     columns = [_column(text) for text in parts["columns"].split(", ")]
     wanted = [text.split("=", 1) for text in parts["where"].split(", ")] if "where" in parts else []
     rows = [row for row in result["rows"] if all(str(row.get(key)) == value for key, value in wanted)]
+    if not rows:
+        return f"`{parts['result']}` has no rows with {parts['where']} yet."
     head = [column["title"] or column["key"] for column in columns]
     if "across" in parts:
         key, _, text = parts["across"].partition(" of ")

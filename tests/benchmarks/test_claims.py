@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import yaml
 
-from benchmarks.claims import CLAIMS, RESULTS, VERDICTS, all_decided, measured, pages, shown, summary, verdict_of
+from benchmarks import claims as module
+from benchmarks.claims import CLAIMS, RESULTS, VERDICTS, WHY, all_decided, measured, pages, shown, summary, verdict_of
 from raafl.lab.compare.statistics import Interval
 
 
@@ -48,6 +50,31 @@ def test_each_claim_says_where_it_stands_and_is_decided_one_way(every):
             assert "result" not in claim or (RESULTS / f"{claim['result']}.json").is_file()
             assert ("margin" in claim) == ("level" in claim) and ("target" in claim) == ("sooner" in claim)
     assert {one.verdict for _, found in every.values() for one in found} <= set(VERDICTS)
+
+
+def test_each_contrary_claim_has_a_reason_and_each_reason_a_claim(every):
+    named = {
+        claim["why"] for claims in yaml.safe_load(CLAIMS.read_text()).values() for claim in claims if "why" in claim
+    }
+    contrary = {one.claim.get("why") for _, found in every.values() for one in found if one.verdict == "contrary"}
+    assert contrary == named == yaml.safe_load(WHY.read_text()).keys()
+
+
+def test_merges_are_counted_in_place_of_seconds(tmp_path, monkeypatch):
+    """A is at 0.9 after 2 and 4 merges, B after 1 and 2: twice as many; after the first merge A is 0.3 below."""
+    rows = {"A": [[0.0, 0.6, 0.9], [0.0, 0.5, 0.5, 0.7, 0.9]], "B": [[0.0, 0.9], [0.0, 0.8, 0.9]]}
+    runs = {
+        label: [{"seed": seed, "curve": [[0.1, value] for value in curve]} for seed, curve in enumerate(curves)]
+        for label, curves in rows.items()
+    }
+    (tmp_path / "r.json").write_text(
+        json.dumps({"rows": [{"row": label, "runs": some} for label, some in runs.items()]})
+    )
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    ratio = module._by_merges({"result": "r", "rows": ["A", "B"], "target": 0.9})
+    assert ratio == "2.00 x (2.00 to 2.00)"
+    gap = module._by_merges({"result": "r", "rows": ["A", "B"], "after": 1})
+    assert gap == "-30.00 ± 0.00 points"
 
 
 @pytest.mark.parametrize(

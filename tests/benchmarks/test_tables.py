@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import yaml
+
 from benchmarks import tables
+from benchmarks.choices import unseen_rules
 from benchmarks.tables import chosen, markdown, pages, renewed, written
 
 
@@ -101,3 +104,18 @@ def test_a_result_of_older_rules_says_whether_its_times_are_the_present_ones(tmp
     assert tables._moved("a", 1) == "; the present rules give the same task times"
     assert tables._moved("b", 1) == "; by the present rules a task takes up to 33.8% more or less time"
     assert tables._moved("c", 1) == tables._moved("a", 2) == tables._moved("d", 1) == ""
+
+
+def test_rules_on_unseen_fleets_are_a_table_as_soon_as_a_result_has_them():
+    """The rows are those of `benchmarks.choices`: two cells in which auto is 1 and 1.3 times the best, and FedAvg once not there."""
+    entry = yaml.safe_load((tables.ROOT / "benchmarks" / "tables.yaml").read_text())["auto-unseen-rule"]
+    result = {"hardware": {"cpu": "CPU"}, "date": "2026-01-02", "rows": [{"part": "cell", "fleet": "f"}]}
+    assert chosen(result, entry) == "`benchmarks/results/auto-unseen.json` has no rows with part=rule yet."
+    rows = unseen_rules([{"ratio": 1.0, "always FedAvg": 2.0}, {"ratio": 1.3, "always FedAvg": None}])
+    result["rows"] += [{"part": "rule", **row} for row in rows]
+    assert chosen(result, entry).splitlines()[2:] == [
+        "| rule | cells | median over the best | worst |",
+        "| --- | --- | --- | --- |",
+        "| auto | 2 | 1.15 | 1.30 |",
+        "| always FedAvg | 2 | not reached | not reached |",
+    ]

@@ -107,7 +107,7 @@ def test_a_result_of_older_rules_says_whether_its_times_are_the_present_ones(tmp
 
 
 def test_rules_on_unseen_fleets_are_a_table_as_soon_as_a_result_has_them():
-    """The rows are those of `benchmarks.choices`: two cells in which auto is 1 and 1.3 times the best, and FedAvg once not there."""
+    """The rows are those of `benchmarks.choices`: two cells in which auto is 1 and 1.3 times the best, FedAvg once not there."""
     entry = yaml.safe_load((tables.ROOT / "benchmarks" / "tables.yaml").read_text())["auto-unseen-rule"]
     result = {"hardware": {"cpu": "CPU"}, "date": "2026-01-02", "rows": [{"part": "cell", "fleet": "f"}]}
     assert chosen(result, entry) == "`benchmarks/results/auto-unseen.json` has no rows with part=rule yet."

@@ -22,40 +22,40 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raafl.core.algorithm import Algorithm, Merge, Select, SelectContext, Trigger, TriggerContext
-    from raafl.core.local import Hook, Local, Task
+    from raafl.core.local import Hook, Local, Task, Traits
     from raafl.core.sample import Sample
     from raafl.core.state import GlobalState, MergeMemory
     from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
     from raafl.errors import BadInput, at_least, fraction, one_of, positive
     from raafl.parts.merge.deltas import Deltas
-    from raafl.parts.merge.mean import Mean, Staleness
-    from raafl.parts.select.rate_select import RateSelect
+    from raafl.parts.merge.mean import Kind, Mean, Staleness
+    from raafl.parts.select.rate_select import Rates, RateSelect
     from raafl.parts.select.submodels import Fragments, Full, Ranking
     from raafl.parts.select.units import at_random, leading, rolling
     from raafl.parts.select.windows import RollingWindows, WindowPieces
     from raafl.parts.trigger import AllReported, Buffered, EachArrival, MinRatio
-    from raafl.submodel import FULL, FlatTensors, Spec, Submodels
+    from raafl.submodel import FULL, Cost, FlatTensors, Layout, Spec, Submodels
 
 _HOME = {
     **dict.fromkeys(
         ("Algorithm", "Merge", "Select", "SelectContext", "Trigger", "TriggerContext"), "raafl.core.algorithm"
     ),
-    **dict.fromkeys(("Hook", "Local", "Task"), "raafl.core.local"),
+    **dict.fromkeys(("Hook", "Local", "Task", "Traits"), "raafl.core.local"),
     "MergeMemory": "raafl.core.state",
     "Sample": "raafl.core.sample",
     "GlobalState": "raafl.core.state",
     **dict.fromkeys(("Assignment", "ClientInfo", "Update", "Work", "derive_seed"), "raafl.core.types"),
     **dict.fromkeys(("BadInput", "at_least", "fraction", "one_of", "positive"), "raafl.errors"),
     "Deltas": "raafl.parts.merge.deltas",
-    **dict.fromkeys(("Mean", "Staleness"), "raafl.parts.merge.mean"),
+    **dict.fromkeys(("Kind", "Mean", "Staleness"), "raafl.parts.merge.mean"),
     "Ranking": "raafl.parts.select.submodels",
-    "RateSelect": "raafl.parts.select.rate_select",
+    **dict.fromkeys(("RateSelect", "Rates"), "raafl.parts.select.rate_select"),
     **dict.fromkeys(("Fragments", "Full"), "raafl.parts.select.submodels"),
     **dict.fromkeys(("at_random", "leading", "rolling"), "raafl.parts.select.units"),
     "WindowPieces": "raafl.parts.select.windows",
     "RollingWindows": "raafl.parts.select.windows",
     **dict.fromkeys(("AllReported", "Buffered", "EachArrival", "MinRatio"), "raafl.parts.trigger"),
-    **dict.fromkeys(("FULL", "FlatTensors", "Spec", "Submodels"), "raafl.submodel"),
+    **dict.fromkeys(("FULL", "Cost", "FlatTensors", "Layout", "Spec", "Submodels"), "raafl.submodel"),
 }
 
 __all__ = sorted(_HOME)

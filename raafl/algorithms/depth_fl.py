@@ -27,13 +27,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from raafl.algorithm import Algorithm, Hook, Mean, Merge, Sample, Select, Task, at_least, positive
+from raafl.algorithm import Algorithm, Hook, Mean, Merge, Rates, Sample, Select, Task, Traits, at_least, positive
 from raafl.algorithms.fed_dyn import GRADIENT, Corrected, LinearTerm, Regularised
-from raafl.core.local import Traits
 from raafl.errors import refuse_unused
 from raafl.parts.local.distilled import ByExits, Exit, TrainsExits, counted, knowledge_loss
 from raafl.parts.merge.variates import Variates
-from raafl.parts.select.rate_select import Rates
 from raafl.parts.select.windows import LeadingBlocks
 from raafl.parts.trigger import averaging
 

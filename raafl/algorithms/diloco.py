@@ -39,6 +39,8 @@ from raafl.algorithm import (
     Full,
     GlobalState,
     Hook,
+    Kind,
+    Layout,
     Local,
     Merge,
     MergeMemory,
@@ -50,6 +52,7 @@ from raafl.algorithm import (
     Staleness,
     Submodels,
     Task,
+    Traits,
     Trigger,
     Update,
     Work,
@@ -57,13 +60,12 @@ from raafl.algorithm import (
     one_of,
     positive,
 )
-from raafl.core.local import Traits, value_of
+from raafl.core.local import value_of
 from raafl.core.payload import Bundles
 from raafl.errors import refuse_unused
-from raafl.parts.merge.mean import Accumulator, Kind, trained_values
+from raafl.parts.merge.mean import Accumulator, trained_values
 from raafl.parts.merge.nesterov import DelayedNesterov, Nesterov, NesterovMemory, Weights
 from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
-from raafl.submodel import Layout
 
 When = Literal["all", "quorum", "each"]
 Steps = Literal["equal", "speed"]

@@ -7,9 +7,8 @@ Clients may add a proximal term of weight rho to their loss (the regularised obj
 
 from __future__ import annotations
 
-from raafl.algorithm import Algorithm, EachArrival, Full, Local, Mean, Sample, Select, Staleness
+from raafl.algorithm import Algorithm, EachArrival, Full, Kind, Local, Mean, Sample, Select, Staleness
 from raafl.parts.lora import LoRAMerge, with_lora
-from raafl.parts.merge.mean import Kind
 
 
 def fed_async(

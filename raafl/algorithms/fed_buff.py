@@ -11,9 +11,8 @@ With `server_optimizer` the mean without eta_g is the pseudo-gradient of a FedOp
 
 from __future__ import annotations
 
-from raafl.algorithm import Algorithm, Buffered, Deltas, Full, Local, Merge, Sample, Select, Staleness
+from raafl.algorithm import Algorithm, Buffered, Deltas, Full, Kind, Local, Merge, Sample, Select, Staleness
 from raafl.parts.lora import LoRAMerge, with_lora
-from raafl.parts.merge.mean import Kind
 from raafl.parts.merge.server_optimizer import ServerKind, ServerOptimizer
 
 

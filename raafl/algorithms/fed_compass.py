@@ -47,6 +47,7 @@ from raafl.algorithm import (
     FlatTensors,
     Full,
     GlobalState,
+    Kind,
     Local,
     MergeMemory,
     Sample,
@@ -62,7 +63,6 @@ from raafl.algorithm import (
     positive,
 )
 from raafl.core.state import Memory
-from raafl.parts.merge.mean import Kind
 from raafl.parts.merge.wrapped import WrappedSelect
 
 _FASTEST = 1e-9

@@ -39,10 +39,10 @@ from raafl.algorithm import (
     Select,
     Spec,
     Task,
+    Traits,
     Update,
     at_least,
 )
-from raafl.core.local import Traits
 from raafl.parts.merge.variates import Variates, WithVariates, plan_of
 
 GRADIENT = "g_k"

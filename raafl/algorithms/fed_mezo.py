@@ -47,10 +47,12 @@ from raafl.algorithm import (
     Algorithm,
     Assignment,
     ClientInfo,
+    Cost,
     FlatTensors,
     Full,
     GlobalState,
     Hook,
+    Kind,
     Local,
     Merge,
     MergeMemory,
@@ -61,19 +63,19 @@ from raafl.algorithm import (
     Staleness,
     Submodels,
     Task,
+    Traits,
     Update,
     Work,
     derive_seed,
     positive,
 )
-from raafl.core.local import SkippedBatch, Traits, value_of
+from raafl.core.local import SkippedBatch, value_of
 from raafl.core.state import OneValue
 from raafl.module_hooks import STEP_HOOKS
-from raafl.parts.merge.mean import CHUNK, Kind, chunks, zeros_like
+from raafl.parts.merge.mean import CHUNK, chunks, zeros_like
 from raafl.parts.merge.wrapped import WrappedSelect
 from raafl.parts.trigger import all_or_each
 from raafl.submodel.batch_norm import statistics_of
-from raafl.submodel.cost import Cost
 from raafl.submodel.flat import reals, wide_dtype
 
 

@@ -43,9 +43,9 @@ from raafl.algorithm import (
     Spec,
     Staleness,
     Task,
+    Traits,
     Update,
 )
-from raafl.core.local import Traits
 from raafl.parts.merge.mean import Accumulator, SumMemory, chunks, trained_pieces
 
 DONE = "done"

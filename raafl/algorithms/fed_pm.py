@@ -47,10 +47,12 @@ from raafl.algorithm import (
     Algorithm,
     AllReported,
     BadInput,
+    Cost,
     FlatTensors,
     Full,
     GlobalState,
     Hook,
+    Layout,
     Local,
     Merge,
     MergeMemory,
@@ -59,14 +61,12 @@ from raafl.algorithm import (
     Spec,
     Submodels,
     Task,
+    Traits,
     Update,
     derive_seed,
     positive,
 )
-from raafl.core.local import Traits
 from raafl.parts.merge.mean import zeros_like
-from raafl.submodel.cost import Cost
-from raafl.submodel.flat import Layout
 
 
 def fed_pm(

@@ -27,9 +27,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from raafl.algorithm import Algorithm, Fragments, Local, Mean, Sample, Select, Staleness
+from raafl.algorithm import Algorithm, Fragments, Kind, Local, Mean, Sample, Select, Staleness
 from raafl.errors import refuse_unused
-from raafl.parts.merge.mean import Kind
 from raafl.parts.select.submodels import Choice, fragment_ratios
 from raafl.parts.trigger import all_or_each
 

@@ -19,9 +19,9 @@ At rate 1, with all classes on every client, this is unweighted FedAvg, bit for 
 
 from __future__ import annotations
 
-from raafl.algorithm import Algorithm, AllReported, Local, Mean, Sample, Select
+from raafl.algorithm import Algorithm, AllReported, Local, Mean, Rates, Sample, Select
 from raafl.algorithms.hetero_fl import LEVELS, by_class
-from raafl.parts.select.rate_select import Rates, by_rate
+from raafl.parts.select.rate_select import by_rate
 
 
 def fed_rolex(

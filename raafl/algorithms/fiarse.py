@@ -45,6 +45,7 @@ from raafl.algorithm import (
     Local,
     Merge,
     MergeMemory,
+    Rates,
     RateSelect,
     Sample,
     Select,
@@ -59,7 +60,6 @@ from raafl.algorithm import (
 )
 from raafl.core.local import value_of
 from raafl.parts.local.swap_parameters import with_tensors
-from raafl.parts.select.rate_select import Rates
 
 SIZES = [1.0, 0.25, 0.0625, 0.015625]
 """Shares of the parameters of the paper's four kinds of clients."""

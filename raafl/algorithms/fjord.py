@@ -31,9 +31,11 @@ from torch.nn import functional as F
 from raafl.algorithm import (
     Algorithm,
     BadInput,
+    Cost,
     FlatTensors,
     Hook,
     Local,
+    Rates,
     Sample,
     Select,
     Spec,
@@ -45,9 +47,8 @@ from raafl.algorithm import (
 )
 from raafl.core.masked_loss import logits_of
 from raafl.parts.local.swap_parameters import patched, quiet, with_tensors
-from raafl.parts.select.rate_select import Rates, by_rate
+from raafl.parts.select.rate_select import by_rate
 from raafl.parts.trigger import averaging
-from raafl.submodel.cost import Cost
 
 LADDER = (0.2, 0.4, 0.6, 0.8, 1.0)
 """Widths p of the paper's experiments."""

@@ -22,9 +22,9 @@ At rate 1, with all classes on every client, this is unweighted FedAvg, bit for 
 
 from __future__ import annotations
 
-from raafl.algorithm import Algorithm, AllReported, Local, Mean, Merge, Sample, Select
+from raafl.algorithm import Algorithm, AllReported, Local, Mean, Merge, Rates, Sample, Select
 from raafl.parts.merge.label_split import LabelSplit
-from raafl.parts.select.rate_select import Rates, by_rate
+from raafl.parts.select.rate_select import by_rate
 
 LEVELS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 """Shares of the width at complexity levels a to e, with r = 0.5 (section 4)."""

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from raafl.algorithm import (
     Algorithm,
+    Cost,
     FlatTensors,
     Full,
     GlobalState,
@@ -41,17 +42,16 @@ from raafl.algorithm import (
     Spec,
     Submodels,
     Task,
+    Traits,
     Update,
     at_least,
     positive,
 )
-from raafl.core.local import Traits
 from raafl.core.payload import Bundles
 from raafl.parts.local.swap_parameters import InputCapture, linear_in, requiring_layer, with_parameters
 from raafl.parts.merge.remembered import load_, store_
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.trigger import averaging
-from raafl.submodel import Cost
 from raafl.submodel.flat import reals
 
 LAST = "last"

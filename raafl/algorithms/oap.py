@@ -18,8 +18,8 @@ At rate 1 this is unweighted FedAvg, bit for bit.
 
 from __future__ import annotations
 
-from raafl.algorithm import Algorithm, AllReported, Local, Mean, Sample, Select
-from raafl.parts.select.rate_select import Rates, by_rate
+from raafl.algorithm import Algorithm, AllReported, Local, Mean, Rates, Sample, Select
+from raafl.parts.select.rate_select import by_rate
 
 LEVELS = (1.0, 0.75, 0.5, 0.25)
 

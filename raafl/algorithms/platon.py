@@ -43,10 +43,13 @@ from raafl.algorithm import (
     Algorithm,
     BadInput,
     ClientInfo,
+    Cost,
     GlobalState,
     Hook,
+    Kind,
     Local,
     Mean,
+    Rates,
     RateSelect,
     Sample,
     Select,
@@ -55,6 +58,7 @@ from raafl.algorithm import (
     Staleness,
     Submodels,
     Task,
+    Traits,
     Update,
     Work,
     at_least,
@@ -62,15 +66,12 @@ from raafl.algorithm import (
     positive,
 )
 from raafl.algorithms.hetero_fl import LEVELS
-from raafl.core.local import Traits
 from raafl.core.state import OneValue
 from raafl.core.types import Warn
 from raafl.errors import refuse_unused
-from raafl.parts.merge.mean import Kind
-from raafl.parts.select.rate_select import Rates
 from raafl.parts.select.units import Budget, count, largest_rate, spec_of, steps
 from raafl.parts.trigger import all_or_each
-from raafl.submodel import Axis, Cost, Member
+from raafl.submodel import Axis, Member
 from raafl.submodel.flat import reals
 
 

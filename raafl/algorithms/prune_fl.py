@@ -42,6 +42,7 @@ from raafl.algorithm import (
     Local,
     Mean,
     MergeMemory,
+    Rates,
     RateSelect,
     Sample,
     Select,
@@ -52,7 +53,7 @@ from raafl.algorithm import (
     positive,
 )
 from raafl.errors import refuse_unused
-from raafl.parts.select.rate_select import Rates, unit_scores
+from raafl.parts.select.rate_select import unit_scores
 from raafl.parts.select.submodels import uncut
 from raafl.parts.select.units import Budget, largest_rate
 

@@ -52,10 +52,10 @@ from raafl.algorithm import (
     Select,
     Submodels,
     Task,
+    Traits,
     positive,
 )
 from raafl.algorithms.ada_vit import must_train
-from raafl.core.local import Traits
 
 
 def q_vit(

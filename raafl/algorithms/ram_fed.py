@@ -31,9 +31,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from raafl.algorithm import Algorithm, Local, Sample, Select, Staleness
+from raafl.algorithm import Algorithm, Kind, Local, Sample, Select, Staleness
 from raafl.algorithms.ra_fed import Regions, regions_of
-from raafl.parts.merge.mean import Kind
 from raafl.parts.merge.remembered import Remembered, memory_folder_of
 from raafl.parts.select.coverage import Level
 from raafl.parts.trigger import all_or_each

@@ -38,6 +38,7 @@ from raafl.algorithm import (
     AllReported,
     BadInput,
     Buffered,
+    Cost,
     Deltas,
     Full,
     Hook,
@@ -48,11 +49,10 @@ from raafl.algorithm import (
     Staleness,
     Submodels,
     Task,
+    Traits,
 )
-from raafl.core.local import Traits
 from raafl.parts.local.swap_parameters import with_parameters
 from raafl.parts.merge.variates import Variates, WithVariates
-from raafl.submodel import Cost
 
 SERVER, CLIENT = "c", "c_i"
 """Bundles of the control variates."""

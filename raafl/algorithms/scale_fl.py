@@ -28,10 +28,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from raafl.algorithm import Algorithm, Hook, Sample, Select, Task, at_least, positive
+from raafl.algorithm import Algorithm, Hook, Rates, Sample, Select, Task, at_least, positive
 from raafl.errors import refuse_unused
 from raafl.parts.local.distilled import ByExits, Exit, TrainsExits, counted, knowledge_loss
-from raafl.parts.select.rate_select import Rates
 from raafl.parts.select.windows import LeadingBlocks
 from raafl.parts.trigger import averaging
 

@@ -37,12 +37,14 @@ from raafl.algorithm import (
     Full,
     GlobalState,
     Hook,
+    Layout,
     Local,
     Sample,
     SelectContext,
     Spec,
     Submodels,
     Task,
+    Traits,
     Update,
     Work,
     at_least,
@@ -51,14 +53,14 @@ from raafl.algorithm import (
     positive,
 )
 from raafl.algorithms.diloco import MOMENTS, MOST_STEPS, STEPS, BySpeed, adam_of, count_of
-from raafl.core.local import Traits, value_of
+from raafl.core.local import value_of
 from raafl.core.payload import Way
 from raafl.core.state import OneValue
 from raafl.errors import refuse_unused
 from raafl.parts.merge.nesterov import DelayedNesterov, Nesterov
 from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
 from raafl.parts.trigger import all_or_each
-from raafl.submodel import Layout, SpecError
+from raafl.submodel import SpecError
 
 Pattern = Literal["strided", "sequential"]
 

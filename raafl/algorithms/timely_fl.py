@@ -45,6 +45,7 @@ from raafl.algorithm import (
     Assignment,
     BadInput,
     ClientInfo,
+    Cost,
     GlobalState,
     Local,
     Mean,
@@ -68,7 +69,6 @@ from raafl.parts.merge.server_optimizer import ServerKind, ServerOptimizer
 from raafl.parts.select.submodels import uncut
 from raafl.parts.select.units import steps
 from raafl.submodel import last_fraction
-from raafl.submodel.cost import Cost
 
 
 def timely_fl(

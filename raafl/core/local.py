@@ -78,26 +78,31 @@ class Hook(Part):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a method's local training can do, needs, and leaves out."""
+    """What a method's local training can do, needs, and leaves out.
 
-    # whether axes are checked on the prepared model; False = what `prepare` adds depends on its own width by design
+    Attributes:
+        proven_as_trained: whether axes are checked on the prepared model; False = what `prepare` adds depends on its own
+            width by design.
+        up_as: encoding in which trained values are always sent, whatever `compress.up` says; None = as configured.
+        uses_gradients: whether the hook uses gradients, which 16-mixed precision scales and may leave infinite.
+        uses_optimizer: whether steps use the module's optimizer, whose learning rate ``train.lr_schedule`` changes.
+        leaves_out: Lightning hooks of `raafl.module_hooks.TASK_HOOKS` that the method's training loop does not call.
+        resident: whether bundles stay on the client between tasks, so that only the values in `travels` are sent.
+        supports_data_parallel: whether several processes of one client can share a task and average the gradients of
+            the module.
+        captures: names of the hook's attributes that hold tensors which its steps read or change, besides the module's;
+            None = its steps cannot be captured as a CUDA graph, for example since they read values of tensors.
+        steps_ahead: number of first steps of a task that need no received values, and so may run before it arrives.
+    """
+
     proven_as_trained: bool = True
-    # encoding in which trained values are always sent, whatever `compress.up` says; None = as configured
     up_as: UpAs | None = None
-    # whether the hook uses gradients, which 16-mixed precision scales and may leave infinite
     uses_gradients: bool = False
-    # whether training steps use the module's optimizer, whose learning rate ``train.lr_schedule`` changes
     uses_optimizer: bool = True
-    # Lightning hooks of `raafl.module_hooks.TASK_HOOKS` that the method's training loop does not call
     leaves_out: frozenset[str] = frozenset()
-    # whether bundles stay on the client between tasks, so that only the values in `travels` are sent; see `Payload`
     resident: bool = False
-    # whether several processes of one client can share a task and average the gradients of the module
     supports_data_parallel: bool = True
-    # names of the hook's attributes that hold tensors which its steps read or change, besides the module's; None = its
-    # steps cannot be captured as a CUDA graph, for example since they read values of tensors
     captures: tuple[str, ...] | None = None
-    # number of first steps of a task that need no received values, and so may run before the task arrives
     steps_ahead: int = 0
 
 

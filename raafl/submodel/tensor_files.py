@@ -60,7 +60,9 @@ class PayloadRoom:
 
     folder: str | None = None  # folder of the files; None = store all payloads in memory
     most_bytes: int = 0  # size of the largest payload to store in memory
-    most_in_all_bytes: int = 1 << 30  # size of all payloads in memory together, of which each of 10,000 clients may have one
+    most_in_all_bytes: int = (
+        1 << 30
+    )  # size of all payloads in memory together, of which each of 10,000 clients may have one
     _held: _Held = field(default_factory=_Held, compare=False)
 
     def __call__(self, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:

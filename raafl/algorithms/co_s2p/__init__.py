@@ -64,13 +64,16 @@ from raafl.algorithm import (
     Algorithm,
     AllReported,
     Assignment,
+    Cost,
     Deltas,
     EachArrival,
     FlatTensors,
     Hook,
+    Layout,
     Local,
     Merge,
     MinRatio,
+    Rates,
     RollingWindows,
     Sample,
     Select,
@@ -78,6 +81,7 @@ from raafl.algorithm import (
     Staleness,
     Submodels,
     Task,
+    Traits,
     Trigger,
     derive_seed,
     fraction,
@@ -85,16 +89,13 @@ from raafl.algorithm import (
     positive,
 )
 from raafl.algorithms.co_s2p.merge import ImportanceMerge, PublishedMerge
-from raafl.core.local import Traits
 from raafl.errors import refuse_unused
 from raafl.module_hooks import OPTIMIZER_HOOKS
 from raafl.parts.local.distilled import Distilled, Exit, TrainsExits, counted, exit_depths, knowledge_loss
 from raafl.parts.local.mask_training import SCORES, MaskTraining, best, masks_of, score_layout
 from raafl.parts.merge.personal import RecordingSelect, WithScores
-from raafl.parts.select.rate_select import Rates
 from raafl.parts.select.segments import cuts_of, stack_of
 from raafl.parts.select.windows import Masks
-from raafl.submodel import Cost, Layout
 from raafl.submodel.cost.fused import FusedKernels
 from raafl.submodel.cost.ledger import Ledger
 from raafl.submodel.isolated_run import loss_of, settle

@@ -44,6 +44,7 @@ from raafl.algorithm import (
     AllReported,
     BadInput,
     ClientInfo,
+    Cost,
     Hook,
     Local,
     Mean,
@@ -53,6 +54,7 @@ from raafl.algorithm import (
     Spec,
     Submodels,
     Task,
+    Traits,
     Work,
     fraction,
     positive,
@@ -60,12 +62,10 @@ from raafl.algorithm import (
 from raafl.algorithms.split_fed.cut import Cut, Half, cuts_of
 from raafl.algorithms.split_fed.exchange import KEY, BothHook, Halves, LowerHook, UpperHook, halves
 from raafl.core.algorithm import Training
-from raafl.core.local import Traits
 from raafl.core.own_steps import followed_cost
 from raafl.core.types import Warn
 from raafl.data.epochs import batches_of_epoch, samples_of
 from raafl.module_hooks import TASK_HOOKS
-from raafl.submodel import Cost
 
 CLIENT_LAYERS = 2
 """Default of `client_layers`."""

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from raafl.algorithm import FULL, FlatTensors, Spec, Submodels
+from raafl.algorithm import FULL, Cost, FlatTensors, Layout, Spec, Submodels
 from raafl.parts.local.swap_parameters import patched, quiet
-from raafl.submodel import Layout, SpecError
+from raafl.submodel import SpecError
 from raafl.submodel.batch_norm import keep_static
-from raafl.submodel.cost import Cost, Method
+from raafl.submodel.cost import Method
 from raafl.submodel.cost.fused import FusedKernels
 from raafl.submodel.cost.ledger import Ledger, storage_key
 from raafl.submodel.cut.layers import copy_structure

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from raafl.algorithm import Assignment, BadInput, Hook, Submodels, Task
+from raafl.algorithm import Assignment, BadInput, Hook, Layout, Submodels, Task
 from raafl.algorithms.split_fed.cut import (
     Half,
     Outline,
@@ -30,7 +30,7 @@ from raafl.algorithms.split_fed.cut import (
 from raafl.core.exchange import Exchange, ServerLink, server_seed
 from raafl.core.local import SkippedBatch
 from raafl.errors import InvalidPayload
-from raafl.submodel import Layout, SpecError
+from raafl.submodel import SpecError
 from raafl.submodel.flat import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -25,6 +25,7 @@ from raafl.errors import BadInput, fraction, one_of
 from raafl.submodel import FlatTensors, Spec
 
 Kind = Literal["constant", "polynomial", "hinge"]
+"""Form of the factor by which a stale update counts less; see `Staleness`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ def parse_run(command: str, argv: Sequence[str], *, config_yaml: str | None = No
     if not is_open(experiment.algorithm):
         return parsed
     experiment.check(needs_end=False)
+    if (size := experiment.subfederations.size) is not None:
+        raise BadInput(f"algorithm is auto, and subfederations.size is {size}: name a method, such as fed_buff")
     simulated = command in ("simulate", "plan")
     share = trial_share(experiment.algorithm, simulated=simulated)
     if share > 0 and command in ("fit", "join"):

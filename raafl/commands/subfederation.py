@@ -20,7 +20,7 @@ from raafl.commands.serve import allow_list, serve
 from raafl.config.shared import sections
 from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import RunHooks
-from raafl.core.subfederation import CONTRIBUTIONS, JOURNAL, TaskBelow, differences, to_json
+from raafl.core.subfederation import TaskBelow, differences
 from raafl.core.types import Assignment, ClientInfo, Event, Received, Settled, Update
 from raafl.data.federated import ClientData
 from raafl.devices.gpus import Place
@@ -116,6 +116,7 @@ class Bridge(RunHooks):
         if self._out is None or above is None or not above.waits:
             return
         task, self._out = self._out, None
+        assert self._run is not None and self._run.record.folder is not None
         state = coordinator.state
         update = self._task.update(
             task.assignment,
@@ -125,9 +126,8 @@ class Bridge(RunHooks):
             sends=task.sends,
             num_merges=above.num_merges,
             most_samples=self._num_samples,
+            journal=self._run.record.folder.head,
         )
-        assert self._run is not None and self._run.record.folder is not None
-        update.extra = {CONTRIBUTIONS: to_json(update.contributions), JOURNAL: self._run.record.folder.head}
         self._answers.put(update)
 
     def _count(self, coordinator: Coordinator) -> None:

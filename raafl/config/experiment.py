@@ -16,6 +16,7 @@ from raafl.core.options import (
     Rounds,
     SecureAggregation,
     Subfederation,
+    Subfederations,
     Training,
 )
 from raafl.devices.profiles import Device, Profile, assign, load_devices
@@ -116,6 +117,11 @@ class Experiment:
     subfederation: Subfederation = option(
         Subfederation,
         "how long a task of the server above lasts, which `raafl join --subfederation` has joined",
+        keyword=False,
+    )
+    subfederations: Subfederations = option(
+        Subfederations,
+        "simulated clients of which so many form one client each, whose local training is a federation of them",
         keyword=False,
     )
     secure_aggregation: SecureAggregation = option(
@@ -357,6 +363,14 @@ class Experiment:
 
         options = self.secure_aggregation, self.rounds, self.guard, self.privacy
         return secured(algorithm, *options, self.clients, self.compress.up)
+
+    @property
+    def num_members(self) -> int:
+        """Number of clients that the run itself has: of a run with subfederations their number, and below one its clients."""
+        if self.subfederations.size is None:
+            return self.clients
+        groups, number = self.subfederations.members(self.clients), self.subfederations.number
+        return len(groups) if number is None else len(groups[number - 1])
 
     def targets(self) -> list[Target]:
         """Return the targets of metrics at which the run ends, parsed."""

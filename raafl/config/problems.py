@@ -113,12 +113,16 @@ def problems_of_parts(experiment: Any) -> Iterator[str]:
     from raafl.parts.protect.assembly import with_options
 
     def protection() -> None:
-        options = experiment.rounds, experiment.guard, experiment.privacy, experiment.clients
+        options = experiment.rounds, experiment.guard, experiment.privacy, experiment.num_members
         experiment.secured(with_options(experiment.algorithm, *options))
 
-    cohort = getattr(experiment.algorithm.sample, "cohort", None)
-    if cohort is not None and cohort > experiment.clients > 0:
-        yield f"cohort is {cohort}, more than there are clients: give at most {experiment.clients}, or use more --clients"
+    if experiment.subfederations.size is not None:
+        from raafl.core.subfederation import problems_of
+
+        yield from problems_of(experiment)
+    cohort, most = getattr(experiment.algorithm.sample, "cohort", None), experiment.num_members
+    if cohort is not None and cohort > most > 0:
+        yield f"cohort is {cohort}, more than there are clients: give at most {most}, or use more --clients"
     shape = experiment.train.lr_schedule
     if shape != "constant" and not experiment.algorithm.local.traits.uses_optimizer:
         yield f"train.lr_schedule is {shape}, but {experiment.algorithm.name} steps without the module's optimizer: leave it out"

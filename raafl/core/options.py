@@ -292,6 +292,53 @@ class Subfederation:
 
 
 @dataclass(frozen=True, slots=True)
+class Subfederations:
+    """Subfederations of a simulated run: clients whose local training is a federation of the devices; off unless size is given.
+
+    Attributes:
+        size: number of the run's clients in each subfederation, in order of their ids; the last has the rest. null = none.
+        merges: number of merges below for each task of the run; null = 1, or as many as `seconds` take.
+        seconds: virtual seconds after which the next merge below ends a task; null = `merges` ends it.
+        buffer_size: number of updates in a merge below, for a method with a buffer; null = one of each client.
+        down_bytes_per_s: bytes per second of the link from the run's server to a subfederation; null = no limit.
+        up_bytes_per_s: bytes per second of the link from a subfederation to the run's server; null = no limit.
+        latency_s: seconds of each transfer over these links that do not depend on its size.
+        number: number of the subfederation whose own run this is, from 1; raafl sets it in the config of that run's folder.
+    """
+
+    size: int | None = None
+    merges: int | None = None
+    seconds: float | None = None
+    buffer_size: int | None = None
+    down_bytes_per_s: float | None = None
+    up_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+    number: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = ("size", "merges", "seconds", "buffer_size", "down_bytes_per_s", "up_bytes_per_s", "number")
+        for name in counts:
+            positive(f"subfederations.{name}", getattr(self, name), optional=True)
+        if not 0 <= self.latency_s < math.inf:
+            raise BadInput(f"subfederations.latency_s is {self.latency_s}: give seconds, 0 or more")
+        given = [name for name in (*counts, "latency_s") if getattr(self, name)]
+        if given and not self.size:
+            raise BadInput(f"subfederations.{given[0]} is given without a size: give subfederations.size, too")
+        if self.merges is not None and self.seconds is not None:
+            raise BadInput("subfederations.merges and subfederations.seconds are both given: one of them ends a task")
+
+    @property
+    def task(self) -> Subfederation:
+        """Length of a task below."""
+        return Subfederation(self.merges or (1 if self.seconds is None else None), self.seconds)
+
+    def members(self, num_clients: int) -> list[range]:
+        """Return the ids of the clients in each subfederation of a run with ``num_clients``, by its number minus 1."""
+        size = self.size or num_clients
+        return [range(first, min(first + size, num_clients + 1)) for first in range(1, num_clients + 1, size)]
+
+
+@dataclass(frozen=True, slots=True)
 class SecureAggregation:
     """Options of secure aggregation, where the server can read only sums of updates; off unless min_cover is given.
 

@@ -9,24 +9,32 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, cast
 
 from raafl.core.algorithm import Algorithm, Merge
 from raafl.core.local import Local
-from raafl.core.options import Guard, Subfederation, Training
+from raafl.core.options import Subfederation, Subfederations, Training
 from raafl.core.roster import Roster
+from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import NUM_TESTED, Assignment, ClientInfo, Contribution, Received, Settled, Update, Work
+from raafl.devices.profiles import Profile
 from raafl.submodel import FULL, FlatTensors, Spec, SpecError, Submodels
 from raafl.submodel.batch_norm import Pooling
 
+SIMULATED = "subfederations.size"
+"""Setting by which a simulated run has subfederations."""
 CONTRIBUTIONS, JOURNAL = "contributions", "journal"
 """Keys in the plain data of a subfederation's answer."""
 
 _PEAK = "memory/peak_bytes"
+_OF_THE_RUN_ABOVE = (
+    *("max_updates", "max_time", "target", "checkpoint_every", "checkpoint_s", "keep_best", "push_to_hub", "logger"),
+    "monitor",
+)
 
 
 def common(spec: Spec, within: Spec) -> Spec:
@@ -127,6 +135,63 @@ def check_contributions(
         )
         for each, ones in by_spec.items()
     )
+
+
+def members(options: Subfederations, clients: Sequence[ClientInfo]) -> list[ClientInfo]:
+    """Return the clients of a simulated run with ``clients`` in subfederations, or of the one whose own run it is.
+
+    A subfederation has the device of its widest client, for the run's choice of submodels, with a link of its own.
+    """
+    groups = [[clients[client - 1] for client in group] for group in options.members(len(clients))]
+    if options.number is not None:
+        return groups[options.number - 1]
+    found = []
+    for number, group in enumerate(groups, start=1):
+        widest = max((one.profile for one in group), key=lambda one: (one.memory_bytes, one.flops_per_s))
+        profile = Profile(
+            "subfederation",
+            widest.flops_per_s,
+            options.down_bytes_per_s or math.inf,
+            options.up_bytes_per_s or math.inf,
+            options.latency_s,
+            widest.memory_bytes,
+        )
+        num_samples = sum(one.num_samples for one in group)
+        found.append(ClientInfo(number, num_samples, profile, own_data=True, below=len(group)))
+    return found
+
+
+def below(experiment: Any, number: int) -> Any:
+    """Return the settings of a simulated subfederation's own run, which the run of ``experiment`` starts and ends."""
+    options = experiment.subfederations
+    num_clients = len(options.members(experiment.clients)[number - 1])
+    return replace(
+        experiment,
+        algorithm=algorithm_below(experiment.algorithm, num_clients, options.buffer_size),
+        subfederation=options.task,
+        subfederations=replace(options, number=number),
+        samples=type(experiment.samples)(),
+        progress="quiet",
+        **dict.fromkeys(_OF_THE_RUN_ABOVE),
+    )
+
+
+def problems_of(experiment: Any) -> Iterator[str]:
+    """Yield what the config of a run with simulated subfederations says that it cannot do."""
+    size = experiment.subfederations.size
+    if size > experiment.clients:
+        yield f"subfederations.size is {size}, more than there are clients: give at most {experiment.clients}"
+    if experiment.subfederation.is_on:
+        yield "subfederation and subfederations are both given: a simulated run has no server above, leave the first out"
+    refused = {
+        "resume": experiment.resume is not None,
+        "overlap": experiment.overlap,
+        "train.lr_schedule": experiment.train.lr_schedule != "constant",
+        "batch_clients: fast": experiment.batch_clients == "fast",
+    }
+    for name, is_on in refused.items():
+        if is_on:
+            yield f"subfederations.size is {size}, with which {name} does not work: leave it out"
 
 
 class TasksAbove:
@@ -239,6 +304,7 @@ class TaskBelow:
         sends: str,
         num_merges: int,
         most_samples: int,
+        journal: str = "",
     ) -> Update:
         """Return the answer to a task of the server above.
 
@@ -250,6 +316,7 @@ class TaskBelow:
             sends: what the server above merges, "values" or "delta".
             num_merges: number of merges of the task.
             most_samples: number of samples that the server above was told of.
+            journal: head of the journal of the subfederation's run.
         """
         contributions = self.contributions(num_merges)
         tensors = submodels.plan(assignment.spec).gather(values)
@@ -268,6 +335,7 @@ class TaskBelow:
             self.metrics(),
         )
         update.contributions = contributions
+        update.extra = {CONTRIBUTIONS: to_json(contributions), JOURNAL: journal}
         update.refusal = None if tensors.is_finite() else "non-finite"
         return update
 
@@ -294,6 +362,26 @@ def _chain(merge: Merge | None) -> Iterator[Merge]:
     while merge is not None:
         yield merge
         merge = getattr(merge, "inner", None)
+
+
+def algorithm_below(algorithm: Algorithm, num_clients: int, buffer_size: int | None = None) -> Algorithm:
+    """Return the method that trains the subfederations of a simulated run with ``algorithm``, so that its result is exact.
+
+    It has all clients in each merge, and no step of the server's own beyond their mean.
+
+    Args:
+        algorithm: the method above.
+        num_clients: number of clients below.
+        buffer_size: number of updates in a merge of a method with a buffer; None = one of each client.
+    """
+    plain = {"server_lr": 1.0, "lr": 1.0, "alpha": 1.0, "beta": 0.0}
+    merge, trigger = algorithm.merge, algorithm.trigger
+    names = {field.name for field in fields(cast(Any, merge))} if is_dataclass(merge) else set[str]()
+    merge = replace(cast(Any, merge), **{name: value for name, value in plain.items() if name in names})
+    if hasattr(trigger, "size"):
+        constant = {"at_work": None} if hasattr(trigger, "at_work") else {}
+        trigger = replace(cast(Any, trigger), size=buffer_size or num_clients, **constant)
+    return replace(algorithm, sample=Sample(), trigger=trigger, merge=merge)
 
 
 def problem_below(algorithm: Algorithm) -> str | None:
@@ -371,26 +459,31 @@ def with_contributions(update: Update, submodels: Submodels, spec: Spec, below: 
 
 
 def config_problems(
-    algorithm: Algorithm, merge: Merge, guard: Guard, is_below: bool, hides: Sequence[str]
+    algorithm: Algorithm, merge: Merge, takes: Mapping[str, int | None], is_below: bool, hides: Sequence[str]
 ) -> list[str]:
     """Return what a run's config says that subfederations cannot do, one line each.
 
     Args:
         algorithm: the method.
         merge: its merge, with the wrappers of the run's options.
-        guard: the run's guard.
+        takes: settings by which the run has subfederations among its clients, by name; None = that is not set.
         is_below: whether the run is a subfederation itself.
         hides: sections that are on by which the server hides single updates, or blurs their mean.
     """
     found = []
-    if guard.max_below is not None:
+    for setting, value in takes.items():
+        if value is None:
+            continue
         found += [
-            f"guard.max_below is {guard.max_below}, but {name} is on, for which a subfederation would be a single client: "
+            f"{setting} is {value}, but {name} is on, for which a subfederation would be a single client: "
             f"give {name} to each subfederation, which is nearer to the clients"
             for name in hides
         ]
         if not hides and (problem := problem_above(algorithm, merge)) is not None:
-            found.append(f"guard.max_below is {guard.max_below}, but {problem}: leave it out")
+            found.append(f"{setting} is {value}, but {problem}: leave it out")
+    if takes.get(SIMULATED) is not None and not found:
+        problem = problem_below(algorithm_below(algorithm, 1))
+        found += [] if problem is None else [problem]
     if is_below and (problem := problem_below(algorithm)) is not None:
         found.append(problem)
     return found

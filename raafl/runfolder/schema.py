@@ -22,6 +22,8 @@ CLIENT_LOGS: Final = "client-logs.jsonl"
 MODEL: Final = "model"
 CHECKPOINTS: Final = "checkpoints"
 RECEIVED: Final = "received"
+SUBFEDERATIONS: Final = "subfederations"
+"""Folder of the run folders of simulated subfederations: 1, 2 and so on."""
 SAMPLES: Final = "samples.csv"
 SAMPLE_IMAGES: Final = "samples"
 """Folder of small pictures of the test samples in samples.csv: 0.png, 1.png and so on."""
@@ -238,10 +240,10 @@ class Summary(TypedDict, total=False):
     `batched` tells which clients were trained together in one operation, `captured` how many tasks had steps that are
     CUDA graphs, and why others had none; `data_on_device` of how many tasks the data lay on the GPU, and why others' were
     sent. `trials` has the metric, virtual seconds, updates, share of the run's work and real seconds of trials of methods
-    before the run. `model` and `traceback` are files in the
-    folder; `model_copy` is the path of a model that could not be saved there. `best` has version, metric and value of
-    `checkpoints/best.ckpt`. `mirror` describes the copy in an object store, `hub` the upload to the Hugging Face hub.
-    `unwritten` has the number of rows that each file lacks.
+    before the run. `subfederations` has the number of simulated ones, and the updates and bytes below them. `model` and
+    `traceback` are files in the folder; `model_copy` is the path of a model that could not be saved there. `best` has
+    version, metric and value of `checkpoints/best.ckpt`. `mirror` describes the copy in an object store, `hub` the upload
+    to the Hugging Face hub. `unwritten` has the number of rows that each file lacks.
     """
 
     algorithm: str
@@ -276,6 +278,7 @@ class Summary(TypedDict, total=False):
     captured: dict[str, Any]
     data_on_device: dict[str, Any]
     trials: dict[str, Any]
+    subfederations: dict[str, int]
     weights_clipped: dict[str, int]
     axes: list[dict[str, Any]]
     rates_leave: Any

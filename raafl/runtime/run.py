@@ -384,7 +384,7 @@ def simulate(
     from raafl.runtime.simulation import Simulation
 
     experiment.check()
-    if experiment.subfederation.is_on:
+    if experiment.subfederation.is_on or experiment.subfederations.number is not None:
         raise BadInput(NO_SERVER_ABOVE)
     with opened(experiment.resume, "simulated") as saved, ExitStack() as stack:
         if saved is not None:
@@ -405,10 +405,17 @@ def simulate(
             take_on = cast("RankExecutor", executor).take_on  # `make_executor` returns this type for ranks
             transport.listen(lambda client, peer, connect: take_on(peer, connect), run.progress.warn)
         run.start()
+        below = None
+        if experiment.subfederations.size is not None:
+            from raafl.runtime.subfederations import RunsBelow
+
+            below = RunsBelow(run, executor, stack)
+            for note in below.notes:
+                run.progress.note(note)
         simulation = Simulation(
             parts.coordinator,
             parts.clients,
-            executor,
+            executor if below is None else below.executor,
             run.record,
             run.evaluator,
             hooks=run.hooks,
@@ -418,4 +425,7 @@ def simulate(
             saved.restore_clock(simulation.restore)
         reason = simulation.run()
         trained = {"batched": executor.report(), **executor.on_gpu()}
+        if below is not None:
+            run.saver.close()  # its thread fills the module that runs below save, too
+            trained["subfederations"] = below.finish(reason)
         return run.finish(reason, simulation.now, simulation.error, trained), run.folder

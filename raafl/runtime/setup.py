@@ -216,7 +216,12 @@ def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo
     except ValueError as error:  # a run folder's config is not validated as a whole
         raise BadInput(str(error)) from None
     pairs = zip(data.sizes, profiles, strict=True)
-    return [ClientInfo(i, size, profile) for i, (size, profile) in enumerate(pairs, start=1)]
+    clients = [ClientInfo(i, size, profile) for i, (size, profile) in enumerate(pairs, start=1)]
+    if experiment.subfederations.size is None:
+        return clients
+    from raafl.core.subfederation import members
+
+    return members(experiment.subfederations, clients)
 
 
 def build(
@@ -234,13 +239,30 @@ def build(
         raise BadInput(
             "overlap is true, but emulate delays each task as a whole, so that nothing overlaps: set emulate to false"
         )
+    if experiment.subfederations.number is not None:
+        from raafl.core.subfederation import below
+
+        experiment = below(experiment, experiment.subfederations.number)
     set_numerics(experiment.threads, experiment.fabric)
     data = load_data(experiment)
     module = make_model(experiment)
     submodels = proven(experiment, module, data)
-    state = GlobalState(submodels, submodels.state(module).to(experiment.server_device))
-    submodels.attach_base(state.values)
-    clients = client_infos(experiment, data)
+    values = submodels.state(module).to(experiment.server_device)
+    submodels.attach_base(values)
+    return assemble(experiment, data, module, GlobalState(submodels, values), pace, min_clients, count_lost)
+
+
+def assemble(
+    experiment: Experiment,
+    data: FederatedData,
+    module: LightningModule,
+    state: GlobalState,
+    pace: bool = False,
+    min_clients: int | None = None,
+    count_lost: bool = True,
+) -> ServerSetup:
+    """Build and check the coordinator of a run, on data and a model that are built already; see `build`."""
+    submodels, clients = state.submodels, client_infos(experiment, data)
     if min_clients is None:
         min_clients = max(sum(client.profile.available(0.0) for client in clients), 1)
     algorithm = _assemble(experiment, submodels)
@@ -248,12 +270,14 @@ def build(
     coordinator = coordinator_of(experiment, data, algorithm, state, limits, pace=pace)
     fleet = coordinator.fleet.of(clients)
     problems = list(dict.fromkeys(algorithm.merge.check(state) + algorithm.select.check(fleet)))
-    if experiment.guard.max_below is not None or experiment.subfederation.is_on:
-        from raafl.core.subfederation import config_problems
+    is_below, most_below = experiment.subfederation.is_on, experiment.guard.max_below
+    size = None if is_below else experiment.subfederations.size
+    if most_below is not None or is_below or size is not None:
+        from raafl.core.subfederation import SIMULATED, config_problems
 
         hides = [name for name in ("privacy", "secure_aggregation") if getattr(experiment, name).is_on]
-        is_below = experiment.subfederation.is_on
-        problems += config_problems(experiment.algorithm, algorithm.merge, experiment.guard, is_below, hides)
+        takes = {"guard.max_below": most_below, SIMULATED: size}
+        problems += config_problems(experiment.algorithm, algorithm.merge, takes, is_below, hides)
     if problems:
         raise BadInput(
             "\n".join(problems[:10] + ([f"... and {len(problems) - 10} more clients"] if len(problems) > 10 else []))
@@ -269,7 +293,7 @@ def _assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
     checked first. Secure aggregation leaves the last three out, since it merges only sums of updates. Raises BadInput
     if an option does not work with the algorithm.
     """
-    options = experiment.rounds, experiment.guard, experiment.privacy, experiment.clients
+    options = experiment.rounds, experiment.guard, experiment.privacy, experiment.num_members
     algorithm = with_options(experiment.algorithm, *options, experiment.seed)
     if experiment.secure_aggregation.is_on:
         return experiment.secured(algorithm)
@@ -284,7 +308,7 @@ def max_norm_ratio(experiment: Experiment) -> float | None:
 
 def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True) -> Limits:
     """Return the limits of the run that the coordinator observes, such as its number of updates."""
-    trigger, clients = experiment.algorithm.trigger, experiment.clients
+    trigger, clients = experiment.algorithm.trigger, experiment.num_members
     about_n = 1 if trigger.restart == "merge" else max(1, clients // int(getattr(trigger, "size", 1)))
     every = distance("eval_every", experiment.eval_every) or Distance(about_n, "versions")
     return Limits(

@@ -353,6 +353,9 @@ class Simulation(Driver):
         client, more_bytes = assignment.client, self._snapshots.more_bytes(assignment)
         free_s = max((one.uplink_free_s(client) for one in self._extensions), default=0.0)
         time = self._task_time(assignment, more_bytes, free_s)
+        compute_s = self.executor.compute_s(assignment, snapshot, self.now + time.down_s)
+        if compute_s is not None:
+            time = replace(time, compute_s=compute_s)
         self.record.assigned(assignment)
         down_bytes = self.coordinator.fleet.cost(assignment.spec, assignment.extra).down_bytes
         self.record.moved(down=down_bytes + more_bytes)

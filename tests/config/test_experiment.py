@@ -334,6 +334,7 @@ def test_what_the_fields_say_of_themselves():
         "rounds",
         "privacy",
         "subfederation",
+        "subfederations",
         "secure_aggregation",
         "compress",
         "samples",

@@ -34,7 +34,8 @@ def test_a_run_writes_what_the_schema_names(tmp_path):
         "tokens",
         "tokens_per_s",
         "trials",
-    }  # of a failure, of `batch_clients`, of a GPU, of language models, and of `auto`
+        "subfederations",
+    }  # of a failure, of `batch_clients`, of a GPU, of language models, of `auto` and of regions
     assert json.loads((folder / "summary.json").read_text()).keys() == summary.keys()
     rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert {name for row in rows for name in row} <= JournalRow.__annotations__.keys()

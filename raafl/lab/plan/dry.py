@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from raafl.core.algorithm import Algorithm, Merge, SelectContext, Trigger
 from raafl.core.coordinator import Coordinator
 from raafl.core.payload import Payload
 from raafl.core.state import GlobalState
+from raafl.core.subfederation import SIMULATED, below, config_problems
 from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.data.federated import FederatedData
 from raafl.devices.profiles import Profile
@@ -25,6 +27,7 @@ from raafl.runfolder.record import RunRecord
 from raafl.runtime.executors import Executor
 from raafl.runtime.setup import batch_size_of, client_infos, coordinator_of, limits_of, load_data, make_model, proven
 from raafl.runtime.simulation import Simulation
+from raafl.runtime.subfederations import Below, Shared, Subfederations
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels, skeleton
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.prove.narrow import num_values
@@ -94,6 +97,13 @@ class World:
         """
         fleet = self._coordinator(algorithm, None, real=False).fleet
         return fleet.of(self.clients)
+
+    def below(self, experiment: Experiment, number: int) -> World:
+        """Return the world of a subfederation's own run, on the same data and submodels."""
+        own = copy.copy(self)
+        own.experiment = below(experiment, number)
+        own.clients = client_infos(own.experiment, self.data)
+        return own
 
     def coordinator(self, algorithm: Algorithm, max_updates: int | None, *, real: bool = False) -> Coordinator:
         """Build the coordinator of a run with the experiment's clients and model.
@@ -182,6 +192,31 @@ class DryRun(Simulation):
         raise error
 
 
+class _DryBelow(Below, DryRun):
+    """Dry run of a subfederation."""
+
+    def _fingerprint(self, received: FlatTensors) -> str:
+        return ""
+
+    def _answer(self, assignment: Assignment, received: FlatTensors, num_merges: int) -> Update:
+        tensors = FlatTensors.zeros(self.coordinator.payload.layout(assignment.spec, "trained"), received.device)
+        return Update(assignment.id, assignment.client, assignment.incarnation, tensors, self._num_samples)
+
+
+def _of_subfederations(world: World, experiment: Experiment, executor: Untrained, *, real: bool) -> Executor:
+    """Return the executor of a dry run with subfederations, whose clients ``executor`` stands for."""
+    takes = {SIMULATED: experiment.subfederations.size}
+    if problems := config_problems(experiment.algorithm, experiment.algorithm.merge, takes, False, ()):
+        raise BadInput(problems[0])
+    found = []
+    for number in range(1, experiment.num_members + 1):
+        own = world.below(experiment, number)
+        coordinator = own.coordinator(own.experiment.algorithm, None, real=real)
+        shared = Shared(executor, number, experiment.num_members)
+        found.append(_DryBelow(number, coordinator, own.clients, shared, RunRecord(None), "values"))
+    return Subfederations(executor, found)
+
+
 def predict(
     world: World, algorithm: Algorithm, name: str = "", max_updates: int | None = None, machine: Profile | None = None
 ) -> Prediction:
@@ -221,7 +256,7 @@ def _gone_through(
 ) -> Prediction:
     coordinator = world.coordinator(algorithm, max_updates, real=real)
     record = RunRecord(None)
-    sizes = {client.id: client.num_samples for client in world.clients}
+    sizes = dict(enumerate(world.data.sizes, start=1))
     seconds = functools.cache(lambda client, work: coordinator.fleet.task_time(client, work).compute_s)
 
     def on_machine(task: Assignment) -> float:
@@ -231,7 +266,11 @@ def _gone_through(
         return float(seconds(client, Work(task.spec, task.region, task.num_epochs, task.num_steps, task.extra)))
 
     executor = Untrained(coordinator.payload, sizes, on_machine)
-    simulation = DryRun(coordinator, world.clients, executor, record, None)
+    trains: Executor = executor
+    if world.experiment.subfederations.size is not None:
+        own = replace(world.experiment, algorithm=algorithm)
+        trains = _of_subfederations(world, own, executor, real=real)
+    simulation = DryRun(coordinator, world.clients, trains, record, None)
     reason = simulation.run()
     summary = record.summary(
         algorithm=name,

@@ -47,6 +47,16 @@ class Executor(ABC):
         """Return the largest number of tasks like this one that one process trains together as one batch."""
         return 1
 
+    def compute_s(self, assignment: Assignment, snapshot: FlatTensors, received_s: float) -> float | None:
+        """Return the virtual seconds that a task's training takes; None = as the client's device profile predicts.
+
+        Args:
+            assignment: the task, which is submitted next.
+            snapshot: values that its client receives.
+            received_s: time at which it has received them.
+        """
+        return None
+
     @abstractmethod
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
         """Accept a task for training."""

@@ -74,6 +74,11 @@ def host(
     inbox = inbox or Inbox()
     if experiment.subfederation.is_on and observer is None:
         raise BadInput(NO_SERVER_ABOVE)
+    if (size := experiment.subfederations.size) is not None:
+        raise BadInput(
+            f"subfederations.size is {size}, but clients are real here: leave it out, and let each subfederation join by "
+            "`raafl join --subfederation FILE`"
+        )
     with (
         transport,
         # opened after the port is bound, since the port may be in use

@@ -1,0 +1,166 @@
+"""Simulated subfederations: equal to the flat federation where that is exact, deterministic, replayed level by level."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from raafl.algorithms import diloco, fed_avg, fed_buff, fed_prox, fed_raa, scaffold
+from raafl.core.options import Subfederation, Subfederations
+from raafl.core.subfederation import algorithm_below
+from raafl.data import Dirichlet
+from raafl.errors import BadInput
+from raafl.lab.plan.dry import World, predict
+from raafl.runfolder.checkpoint_reader import load
+from raafl.runfolder.events import read_run
+from raafl.runtime.replay import Replay
+from raafl.runtime.run import simulate
+from raafl.runtime.server.host import host
+from raafl.runtime.setup import build, make_executor
+from tests.core.test_subfederation import METHODS, PRIVATE, flat
+from tests.helpers.refusals import refuses
+from tests.helpers.small_runs import Finished, experiment, finish, unequal
+
+HALVES = Subfederations(size=3, latency_s=1.0)
+ALIKE = unequal((2e12,) * 3 + (1e12,) * 3, down_bytes_per_s=inf, up_bytes_per_s=inf)
+"""Devices so fast that a task lasts as long as its subfederation's link takes; the first is always a little earlier."""
+
+
+def regions(tmp_path, algorithm, **fields):
+    """Return a run of six clients in two subfederations of three, which merges three times."""
+    settings = {"partition": Dirichlet(0.5), "clients": 6, "max_updates": 6, "subfederations": HALVES, "devices": ALIKE}
+    return experiment(tmp_path / "run", algorithm, **{**settings, **fields})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_subfederations_equal_the_flat_federation(tmp_path, name):
+    above, _ = METHODS[name]
+    made = regions(tmp_path, above(2))
+    run = finish(made)
+    wanted = flat(tmp_path, above).coordinator.state.values
+    saved = load(run.folder).values
+    assert max(float((saved[key] - value).abs().max()) for key, value in wanted.items()) < 1e-6
+
+
+def replayed(made, folder):
+    """Return whether the replay of a run gives the recorded model, without a difference on the way."""
+    rows, summary = read_run(folder)
+    parts = build(made, pace=False, **next(iter(rows))["start"])
+    played = Replay(parts.coordinator, make_executor(parts, 1), folder)
+    played.run(rows)
+    assert played.first_difference is None
+    return parts.coordinator.state.values.model_digest() == summary["model_digest"]
+
+
+SLOW_LINK = Subfederations(size=3, merges=2, buffer_size=2, up_bytes_per_s=1e5, down_bytes_per_s=2e5, latency_s=0.05)
+
+
+def unequal_regions(tmp_path, **fields):
+    """Return a run of two subfederations of unequal clients, in which a task has two merges of two updates each."""
+    fields = {"devices": unequal((8e7, 5e7, 3e7, 8e7, 5e7, 3e7)), "subfederations": SLOW_LINK, **fields}
+    return regions(tmp_path, fed_buff(1), **fields)
+
+
+def test_each_level_replays_and_workers_change_no_bit(tmp_path):
+    made = unequal_regions(tmp_path)
+    run = finish(made)
+    assert replayed(made, run.folder)
+    for number in (1, 2):
+        below = replace(made, subfederations=replace(SLOW_LINK, number=number))
+        assert replayed(below, run.folder / "subfederations" / str(number))
+    again = finish(unequal_regions(tmp_path / "workers", workers=2))
+    assert again.digest == run.digest
+    assert [row["time_s"] for row in again.journal()] == [row["time_s"] for row in run.journal()]
+
+
+def test_a_task_lasts_as_long_as_below_and_the_slow_link(tmp_path):
+    run = finish(unequal_regions(tmp_path, max_updates=1))
+    (row,) = (row for row in run.rows() if row["outcome"] == "merged")
+    num_bytes = int(row["bytes_down"])
+    assert num_bytes == int(row["bytes_up"]) == 1810 * 4
+    below = Finished({}, run.folder / "subfederations" / row["client"]).events()
+    began = next(one["time_s"] for one in below if one["event"] == "received")
+    assert began == pytest.approx(0.05 + num_bytes / 2e5)
+    arrived = [one["time_s"] for one in below if one["event"] == "arrived"]
+    # two merges of two updates each: the task ends with the fourth update
+    assert float(row["arrived_s"]) == pytest.approx(arrived[3] + 0.05 + num_bytes / 1e5)
+    (update,) = (one for one in run.events("arrived") if one["client"] == int(row["client"]))
+    assert update["contributions"] == [[{}, 2.0, update["num_samples"], 6]] and update["journal"]
+
+
+def test_a_plan_predicts_the_same_times_and_bytes(tmp_path):
+    made = unequal_regions(tmp_path)
+    run, predicted = finish(made), predict(World(made), made.algorithm)
+    assert (predicted.time_s, predicted.updates) == (run.summary["time_s"], 6)
+    assert predicted.bytes_per_update == (run.summary["bytes_up"] + run.summary["bytes_down"]) / 6
+    assert "has nothing of layers.1 in common with" in predict(World(made), fed_raa()).problem
+    assert predict(World(made), scaffold()).problem.startswith("subfederations.size is 3, but")
+
+
+def test_clients_below_come_and_go_at_the_run_s_own_time(tmp_path):
+    devices = [replace(one, availability=((0.0, 2.0),), period_s=3.0) for one in ALIKE]
+    options = replace(HALVES, latency_s=1.25)
+    run = finish(regions(tmp_path, fed_avg(), devices=devices, subfederations=options, max_updates=4))
+    below = Finished({}, run.folder / "subfederations" / "1").events()
+    arrived = [one["time_s"] for one in below if one["event"] == "received"]
+    assert arrived[0] == pytest.approx(1.25) and run.summary["versions"] == 2
+
+
+test_wrong_subfederations_are_refused = refuses(
+    lambda **fields: experiment("unused", fields.pop("algorithm", fed_avg()), clients=6, **fields).check(),
+    (
+        {"subfederations": Subfederations(size=7)},
+        "subfederations.size is 7, more than there are clients: give at most 6",
+    ),
+    ({"subfederations": HALVES, "overlap": True}, "subfederations.size is 3, with which overlap does not work"),
+    ({"subfederations": HALVES, "resume": "runs/1"}, "with which resume does not work"),
+    ({"subfederations": HALVES, "subfederation": Subfederation(merges=1)}, "are both given"),
+    (
+        {"subfederations": HALVES, "algorithm": fed_avg(cohort=3)},
+        "cohort is 3, more than there are clients: give at most 2",
+    ),
+)
+test_wrong_options_are_refused = refuses(
+    Subfederations,
+    ({"size": 0}, "subfederations.size is 0: give a number above 0"),
+    ({"merges": 2}, "subfederations.merges is given without a size"),
+    ({"size": 2, "merges": 1, "seconds": 1.0}, "both given"),
+    ({"size": 2, "latency_s": -1.0}, "latency_s is -1.0: give seconds, 0 or more"),
+)
+test_methods_that_cannot_are_refused = refuses(
+    lambda algorithm, **fields: build(regions(Path("unused"), algorithm, **fields), pace=False),
+    ({"algorithm": "scaffold"}, "subfederations.size is 3, but"),
+    ({"algorithm": fed_avg(), "privacy": PRIVATE}, "subfederations.size is 3, but privacy is on"),
+)
+
+
+def test_real_clients_are_no_simulated_subfederations():
+    with pytest.raises(BadInput, match="is 3, but clients are real here"):
+        host(regions(Path("unused"), fed_avg()), "", None)
+    with pytest.raises(BadInput, match="nobody sends this run a task"):
+        simulate(regions(Path("unused"), fed_avg(), subfederations=replace(HALVES, number=1)))
+
+
+@pytest.mark.parametrize(
+    ("above", "below"),
+    [
+        (fed_avg(cohort=2), fed_avg()),
+        (fed_prox(0.1), fed_prox(0.1)),
+        (fed_buff(2, 0.5), fed_buff(5)),
+        (fed_buff(2, clients_at_work=3.0), fed_buff(5)),
+        (diloco(weights="samples"), diloco(1.0, 0.0, weights="samples")),
+    ],
+)
+def test_the_method_below_takes_all_clients_and_their_mean(above, below):
+    assert algorithm_below(above, 5) == below
+
+
+def test_a_buffer_below_may_be_smaller():
+    assert algorithm_below(fed_buff(2), 5, 3) == fed_buff(3)
+
+
+def test_the_last_subfederation_has_the_rest():
+    assert [list(one) for one in Subfederations(size=3).members(7)] == [[1, 2, 3], [4, 5, 6], [7]]

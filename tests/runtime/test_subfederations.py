@@ -94,7 +94,7 @@ def test_a_task_lasts_as_long_as_below_and_the_slow_link(tmp_path):
 def test_a_plan_predicts_the_same_times_and_bytes(tmp_path):
     made = unequal_regions(tmp_path)
     run, predicted = finish(made), predict(World(made), made.algorithm)
-    assert (predicted.time_s, predicted.updates) == (run.summary["time_s"], 6)
+    assert (predicted.problem, predicted.time_s, predicted.updates) == (None, run.summary["time_s"], 6)
     assert predicted.bytes_per_update == (run.summary["bytes_up"] + run.summary["bytes_down"]) / 6
     assert "has nothing of layers.1 in common with" in predict(World(made), fed_raa()).problem
     assert predict(World(made), scaffold()).problem.startswith("subfederations.size is 3, but")

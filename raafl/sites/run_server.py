@@ -36,7 +36,7 @@ from raafl.transport.tcp.loop import SocketLoop
 from raafl.watch.progress import plain
 from raafl.watch.state import follow
 
-_QUESTION_S, _PARTING_S, _CHECK_S = 30.0, 5.0, 120.0
+_QUESTION_S, _PARTING_S, _CHECK_S = 30.0, 5.0, 300.0
 _MAX_ANSWERING = 64  # questions at once
 _MAX_LISTED = 2000
 _MAX_RUNS = 10_000  # configs in the folder; further ones are not submitted

@@ -159,7 +159,7 @@ class Machine:
     def ask(self, *argv, by="operator"):
         where = ["--server", self.address, "--certs", f"at-{by}"]
         found = subprocess.run(
-            [*RAAFL, *argv, *where], cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=200
+            [*RAAFL, *argv, *where], cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=400
         )
         return found.returncode, found.stdout.strip() if found.returncode == 0 else found.stderr.strip()
 
@@ -200,7 +200,7 @@ def machine(folder):
                 process.kill()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.slow("starts a server, two runs, three clients of them, and most of these twice")
 @pytest.mark.long("tests/sites/test_run_server.py::test_a_client_is_led_to_the_run_that_it_asks_for")
 def test_two_runs_at_one_port_survive_their_processes(tmp_path):

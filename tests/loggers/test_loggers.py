@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import sys
 import threading
 import time
@@ -285,3 +286,27 @@ def test_a_config_keeps_what_it_says_and_nothing_is_imported_for_it(tmp_path):
     (tmp_path / "again.yaml").write_text(parsed.config_yaml)
     assert parse("simulate", ["--config", str(tmp_path / "again.yaml")]).experiment.logger == parsed.experiment.logger
     assert parse("simulate", ["--config", str(config), "--logger=csv"]).experiment.logger == "csv"
+
+
+def test_mlflow_gets_the_pictures_of_samples_with_the_tables(tmp_path):
+    """The logger stands for Lightning's; what it is told is MLflow's own interface of a client."""
+
+    class MLFlowLogger:
+        run_id = "run"
+
+        def __init__(self):
+            self.experiment, self.told = self, {}
+
+        def log_text(self, run, text, file):
+            self.told[file] = text
+
+        def log_artifacts(self, run, folder, where):
+            self.told[where] = sorted(path.name for path in Path(folder).iterdir())
+
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "3.png").write_bytes(b"a picture")
+    logger = MLFlowLogger()
+    tables = SimpleNamespace(all=lambda: {"samples": (("version", "text"), [[0, "a"]])})
+    loggers.finish(logger, tmp_path, {"model": None}, tables)
+    assert logger.told.pop("samples.csv").splitlines() == ["version,text", "0,a"]
+    assert json.loads(logger.told.pop("summary.json")) == {"model": None} and logger.told == {"samples": ["3.png"]}

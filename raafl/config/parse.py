@@ -184,7 +184,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
         SystemExit: `--help` or `--print_config` was given.
     """
     trusted = TRUST in argv
-    argv = expand_algorithm(expand_strict([item for item in argv if item != TRUST]))
+    argv = expand_algorithm(expand_short([item for item in argv if item != TRUST]))
     if config_yaml is None and (folder := _resumed(argv)) is not None:
         from raafl.config.trust import SENDS, is_trusted, of_folder
 
@@ -346,8 +346,15 @@ def _find_project_modules() -> None:
         sys.path.insert(0, here)
 
 
-def expand_strict(argv: Sequence[str]) -> list[str]:
-    """Replace the option `--strict` without a value by `--strict=true`; return the new arguments."""
+def expand_short(argv: Sequence[str]) -> list[str]:
+    """Write short forms out: `--strict` without a value as `--strict=true`, `--engine ray` as `--engine.name ray`."""
+    words = [
+        "--engine.name" if item == "--engine" and after.isalpha() else item for item, after in pairwise([*argv, ""])
+    ]
+    argv = [
+        f"--engine.name={value}" if name == "--engine" and value.isalpha() else item
+        for item, (name, _, value) in ((item, item.partition("=")) for item in words)
+    ]
     alone = [item == "--strict" and after.startswith("--") for item, after in pairwise([*argv, "--"])]
     return [f"{item}=true" if bare else item for item, bare in zip(argv, alone, strict=True)]
 
@@ -441,7 +448,7 @@ def check_plain(command: str, argv: Sequence[str], *, whole: bool = True) -> Non
     """
     if any(item in ("--help", "-h") for item in argv):
         make_parser(command, plain=True).parse_args(["--help"])
-    argv = expand_strict([item for item in argv if item != TRUST])
+    argv = expand_short([item for item in argv if item != TRUST])
     if any(name_of(item) in _PRINTS or name_of(item).endswith(".help") for item in argv):
         return
     if not argv and whole:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from raafl.config.argv import expand_algorithm
-from raafl.config.parse import config_first, load_experiment, make_parser, parse
+from raafl.config.parse import config_first, expand_short, load_experiment, make_parser, parse
 from raafl.errors import BadInput
 from raafl.runtime.setup import limits_of
 from tests.habits.source import ROOT
@@ -106,6 +106,19 @@ def test_the_kept_text_is_the_whole_config_and_loads_again(tmp_path):
 def test_json_is_an_option_beside_the_fields():
     assert parse("simulate", ["--config", str(QUICKSTART), "--json"]).as_json
     assert not parse("simulate", ["--config", str(QUICKSTART)]).as_json
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--engine", "ray"], ["--engine.name", "ray"]),
+        (["--engine=ray", "--strict"], ["--engine.name=ray", "--strict=true"]),
+        (["--engine", "{name: ray}"], ["--engine", "{name: ray}"]),
+        (["--engine.address", "auto", "--seed", "1"], ["--engine.address", "auto", "--seed", "1"]),
+    ],
+)
+def test_an_engine_may_be_given_by_its_name(options, wanted):
+    assert expand_short(options) == wanted
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,8 @@ def _moved(name: str, rules: int) -> str:
 
 def _file_of(name: str) -> str:
     """Return a result's comparison file, and the option that names its variant."""
+    if (ROOT / "benchmarks" / f"{name}.yaml").is_file():
+        return f"benchmarks/{name}.yaml"
     file, variant = paper_file(name)
     return file + (f" --variant {variant}" if variant else "")
 

@@ -19,7 +19,8 @@ from raafl.data.loaders import check_dataset, fetcher
 from raafl.data.readers import load_splits
 from raafl.errors import BadInput, at_least, briefly
 from raafl.lean_import import import_lightning, lightning_classes
-from raafl.local.prepare import check_tensors, given_class, uncompiled, with_methods, with_modes_of_training
+from raafl.local.missing_steps import given_class, with_methods
+from raafl.local.prepare import check_tensors, uncompiled, with_modes_of_training
 from raafl.submodel.cut.layers import copy_structure
 
 import_lightning()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.core.types import derive_seed
-from raafl.data.federated import ClientData, Sized
+from raafl.data.federated import Sized
 from raafl.errors import BadInput
 from raafl.local.record import Recorder
 from raafl.local.trainable import Buffers
@@ -277,26 +277,6 @@ def peak_bytes(device: torch.device, *, anew: bool = False) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@torch.no_grad()
-def measure(
-    module: nn.Module,
-    recorder: Recorder,
-    batches: Iterable[Sized],
-    device: torch.device,
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> dict[str, float]:
-    """Run the module's ``validation_step`` on all batches, in eval mode; return its metrics over all of them.
-
-    Numbers that the module logs or returns are averaged over samples. A torchmetrics ``Metric`` computes one value from
-    all batches. The hooks `on_validation_start`, `..._epoch_start`, `..._batch_start`, `..._batch_end`, `..._epoch_end`
-    and `..._end` are called if the module has them. If a metric is both logged and returned, the logged value counts.
-    Returned objects of other types are ignored.
-    """
-    begin(module, recorder)
-    step(module, recorder, enumerate(batches), device, context)
-    return end(module, recorder)
-
-
 def begin(module: nn.Module, recorder: Recorder) -> None:
     """Start an evaluation: switch the module to eval mode and call its start hooks."""
     from raafl.trainer_stand_in import stage
@@ -341,41 +321,6 @@ def end(module: nn.Module, recorder: Recorder) -> dict[str, float]:
     found = recorder.means()  # all at once, since a metric that is both logged and returned is reset by reading it
     returned = {name.removeprefix(_RETURNED): value for name, value in found.items() if name.startswith(_RETURNED)}
     return {**returned, **{name: value for name, value in found.items() if not name.startswith(_RETURNED)}}
-
-
-def measure_part(
-    module: nn.Module,
-    recorder: Recorder,
-    buffers: Buffers,
-    data: ClientData,
-    batches: Iterable[Sized],
-    device: torch.device,
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    on_batch: Iterable[str] = (),
-) -> dict[str, float]:
-    """Evaluate a submodel on a client's own test samples; return its metrics, named ``test/...``, and ``test/num_samples``.
-
-    The model stays the same: this function restores parameters and buffers that the evaluation changes; attributes are
-    restored before the next task.
-    """
-    trained = (p.detach() for p in module.parameters() if p.requires_grad)
-    before = [(tensor, tensor.clone()) for tensor in (*module.buffers(), *trained)]
-    try:
-        metrics = measure(module, recorder, _with_batch_statistics(module, batches, on_batch), device, context)
-    finally:
-        buffers.restore()
-        for tensor, old in before:
-            tensor.copy_(old)
-    return {**{TEST + name: value for name, value in metrics.items()}, TEST + "num_samples": float(data.num_samples)}
-
-
-def _with_batch_statistics(module: nn.Module, batches: Iterable[Sized], paths: Iterable[str]) -> Iterable[Sized]:
-    """Yield the batches with the batch norms at ``paths`` in training mode, except for batches of one sample."""
-    norms = [module.get_submodule(path) for path in paths]
-    for batch, num_samples in batches:
-        for norm in norms:
-            norm.train(num_samples > 1)
-        yield batch, num_samples
 
 
 def _call(module: object, hook: str, *args: object) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from raafl.core.options import FabricOptions
 from raafl.errors import USER_ERRORS, BadInput, briefly, format_error, installing, user_frame
 from raafl.lean_import import import_lightning
-from raafl.local.prepare import given_class, with_methods
+from raafl.local.missing_steps import given_class, with_methods
 from raafl.local.training_arguments import ACCUMULATED, check_arguments, fabric_of
 from raafl.rng import undisturbed
 from raafl.submodel.cut.layers import copy_structure

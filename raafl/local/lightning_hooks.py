@@ -17,8 +17,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raafl.errors import BadInput
-from raafl.module_hooks import BATCH_HOOKS, TASK_HOOKS, move_batch, overrides
-from raafl.submodel.nested_batch import to_device
 
 _SEE_GRADIENTS = {
     "on_before_zero_grad",
@@ -29,31 +27,6 @@ _SEE_GRADIENTS = {
 }
 """Hooks that may read gradients after a step, where Lightning still has them."""
 
-_NEVER = {
-    "configure_callbacks": "give raafl's own callbacks to the run",
-    "on_save_checkpoint": "keep what must be saved in buffers",
-    "on_load_checkpoint": "keep what must be saved in buffers",
-    "on_validation_model_zero_grad": "measuring has no gradients",
-    "on_validation_model_eval": "the model is measured in eval mode",
-    "on_validation_model_train": "the model is measured in eval mode",
-    "teardown": "undo in on_fit_end what a task must not leave behind",
-    "prepare_data": "let the data module fetch the data",
-}
-
-
-def uncalled(module: nn.Module, left_out: frozenset[str], method: str) -> list[str]:
-    """List the Lightning hooks that a module overrides but raafl never calls, one line of text each."""
-    kind = type(module).__name__
-    lines = [
-        f"{kind}.{name} is not called in a federated task: {remedy}"
-        for name, remedy in _NEVER.items()
-        if overrides(module, name)
-    ]
-    own = [name for name in TASK_HOOKS if name in left_out and overrides(module, name)]
-    return lines + [
-        f"{kind}.{name} is not called by {method}, which makes its steps in a way of its own" for name in own
-    ]
-
 
 def reads_index(module: nn.Module) -> bool:
     """Return whether a training step uses its argument for the batch index; True if that cannot be determined."""
@@ -62,25 +35,6 @@ def reads_index(module: nn.Module) -> bool:
         return True
     name = step.__code__.co_varnames[2]
     return any(one.argval == name for one in dis.get_instructions(step))
-
-
-class Transfer:
-    """Function object that moves batches to a device, by the module's own hooks if it overrides them.
-
-    Attributes:
-        is_own: whether the module overrides these hooks.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        """Store the module, and whether it overrides one of Lightning's batch transfer hooks."""
-        self._module = module
-        self.is_own = any(overrides(module, name) for name in BATCH_HOOKS)
-
-    def __call__(self, batch: object, device: torch.device) -> object:
-        """Return the batch on ``device``; the module's hooks are skipped if the batch has ``is_transferred``."""
-        if not self.is_own or getattr(batch, "is_transferred", False):
-            return to_device(batch, device)
-        return move_batch(self._module, batch, device, to_device)
 
 
 class TaskHooks:
@@ -97,12 +51,6 @@ class TaskHooks:
         self.overridden = overridden
         self.keeps_gradients = not overridden.isdisjoint(_SEE_GRADIENTS)
         self._wrapped: tuple[Optimizer, Any] | None = None
-
-    @classmethod
-    def of(cls, module: nn.Module, left_out: frozenset[str] = frozenset()) -> TaskHooks | None:
-        """Return an object that calls the hooks of ``module``; None if it overrides none."""
-        found = frozenset(name for name in TASK_HOOKS if name not in left_out and overrides(module, name))
-        return cls(module, found) if found else None
 
     def call(self, name: str, *args: object) -> Any:
         """Call the hook ``name`` if the module overrides it; return its result, or else None."""

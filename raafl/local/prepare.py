@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from raafl.errors import USER_ERRORS, BadInput, user_frame
+from raafl.errors import USER_ERRORS, BadInput
 from raafl.module_hooks import overrides
 from raafl.rng import seeded, undisturbed
 from raafl.submodel.cut.layers import computed_by, copy_structure, persistent_buffers
 from raafl.submodel.flat import is_finite
-from raafl.submodel.nested_batch import batch_tensors
 
 STEPS = ("training_step", "validation_step", "test_step")
-_GIVEN = "_raafl_given"
 
 
 def prepare(module: Any) -> Any:
@@ -42,17 +40,18 @@ def prepare(module: Any) -> Any:
             f"{kind}.automatic_optimization is False, but raafl calls backward and the optimizer's step itself: leave it True, "
             "return the loss from training_step, and give one optimizer"
         )
-    without = {name: _without_index(module, name) for name in STEPS if not _takes_index(module, name)}
-    if without:
-        with_methods(module, **without)
-    if not overrides(module, "validation_step"):
-        how = _as_test(module) if overrides(module, "test_step") else {"validation_step": _training_loss}
-        with_methods(module, **how)
+    without = [name for name in STEPS if not _takes_index(module, name)]
+    if without or not overrides(module, "validation_step"):
+        from raafl.local.missing_steps import complete
+
+        complete(module, without)
     from raafl.trainer_stand_in import attach
 
     attach(module)
     for hook, args in (("setup", ("fit",)), ("configure_model", ())):  # in the order of Lightning's Trainer
         if overrides(module, hook):
+            from raafl.local.explain import explained
+
             with explained(module, hook):
                 getattr(module, hook)(*args)
     _uncompile_parts(module)  # some models compile parts of themselves in `setup`
@@ -84,19 +83,6 @@ def uncompiled(module: object) -> Any:
     return inner if isinstance(inner, nn.Module) else module
 
 
-def with_methods(module: nn.Module, **methods: Any) -> object:
-    """Replace methods of one module, but not of its class; `given_class` still returns the class that it had."""
-    kind = type(module)
-    own = {"__module__": kind.__module__, _GIVEN: given_class(module), **methods}
-    module.__class__ = type(kind.__name__, (kind,), own)
-    return module
-
-
-def given_class(module: nn.Module) -> Any:
-    """Return the original class of a module that `with_methods` may have changed."""
-    return getattr(type(module), _GIVEN, type(module))
-
-
 def _takes_index(module: object, name: str) -> bool:
     """Check whether a step takes ``batch_idx``, by Lightning's rule: any second argument is the index."""
     if not overrides(module, name):
@@ -104,25 +90,6 @@ def _takes_index(module: object, name: str) -> bool:
     step = getattr(module, name)
     spec = inspect.getfullargspec(getattr(step, "__wrapped__", step))
     return "batch_idx" in spec.args or spec.varargs is not None or len(spec.args) > 2
-
-
-def _without_index(module: object, name: str) -> Callable[[Any, Any, int], Any]:
-    step = getattr(type(module), name)
-    return lambda self, batch, batch_idx: step(self, batch)
-
-
-def _as_test(module: object) -> dict[str, Any]:
-    """Return the module's test hooks under the names of the validation hooks, which evaluations call."""
-    kind = type(module)
-    hooks = [f"on_test_{when}" for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")]
-    found = {name: getattr(kind, name) for name in ("test_step", *hooks) if overrides(module, name)}
-    return {name.replace("test", "validation"): hook for name, hook in found.items()}
-
-
-def _training_loss(self: Any, batch: Any, batch_idx: int) -> dict[str, Any]:
-    answer = self.training_step(batch, batch_idx)
-    answer = answer["loss"] if isinstance(answer, Mapping) else answer
-    return {} if answer is None else {"loss": answer}
 
 
 def check_tensors(module: nn.Module) -> None:
@@ -276,72 +243,3 @@ def _after_a_step(module: nn.Module, batch: object) -> dict[str, Tensor]:
     seeded(0)
     loss_of(copy, batch)
     return {name: buffer.detach() for name, buffer in persistent_buffers(copy).items()}
-
-
-@contextmanager
-def explained(module: nn.Module, method: str, batch: object = None) -> Iterator[None]:
-    """Return a context that turns errors of the user's code into a `BadInput` with the layer, the shapes and the line of code.
-
-    `batch`: batch that the method receives; None = unknown.
-    """
-    entered: list[tuple[str, nn.Module, Any]] = []
-    handles = [handle for name, layer in module.named_modules() for handle in _watch(name, layer, entered)]
-    try:
-        yield
-    except BadInput:
-        raise
-    except USER_ERRORS as error:
-        raise BadInput(_line(module, method, batch, entered, error)) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _watch(name: str, layer: nn.Module, entered: list[tuple[str, nn.Module, Any]]) -> Iterator[Any]:
-    """Yield hooks that maintain ``entered``, the stack of layers whose forward is running, innermost last."""
-
-    def begin(layer: nn.Module, args: object) -> None:
-        entered.append((name, layer, args))
-
-    def end(layer: nn.Module, args: object, output: object) -> None:
-        entered.pop()
-
-    yield layer.register_forward_pre_hook(begin)
-    yield layer.register_forward_hook(end)
-
-
-def _line(
-    module: nn.Module, method: str, batch: object, entered: list[tuple[str, nn.Module, Any]], error: BaseException
-) -> str:
-    text = f"{type(module).__name__}.{method} fails"
-    if batch is not None:
-        text += f" on a batch of {shapes(batch)}"
-    if entered and entered[-1][1] is not module:
-        name, layer, args = entered[-1]
-        text += f", where {name}, {' '.join(repr(layer).split())[:120]}, is given {shapes(args)}"
-    reason = (str(error).splitlines() or [""])[0]
-    text += f": {type(error).__name__}: {reason}{user_frame(error)}"
-    return text + (": make the model's arguments and the data fit" if batch is not None else "")
-
-
-def shapes(value: object) -> str:
-    """Return the types and shapes of the tensors in ``value``, as in ``float32 (2, 64), int64 (2,)``."""
-    return ", ".join(_tensors(value)) or shown(value)
-
-
-def _tensors(value: object) -> Iterator[str]:
-    if isinstance(value, Tensor):
-        yield f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    elif isinstance(value, Mapping):
-        yield from (f"{key} {text}" for key, item in value.items() for text in _tensors(item))
-    elif isinstance(value, list | tuple):
-        yield from (text for item in value for text in _tensors(item))
-    else:
-        yield from (text for x in batch_tensors(value) for text in _tensors(x))
-
-
-def shown(value: object) -> str:
-    """Describe what a step has returned, for an error."""
-    if isinstance(value, Tensor):
-        return f"{'' if value.requires_grad else 'detached '}{shapes(value)}"
-    return "nothing" if value is None else type(value).__name__

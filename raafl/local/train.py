@@ -21,7 +21,7 @@ from raafl.core.types import Assignment, Update, derive_seed
 from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
 from raafl.local.context import ALONE, TaskContext
-from raafl.local.evaluate import LOSS, MAX_LOGGED, measure_part
+from raafl.local.evaluate import LOSS, MAX_LOGGED
 from raafl.local.gradients import ProximalTerm, backward_of
 from raafl.local.malloc import give_back
 from raafl.local.record import widened
@@ -251,6 +251,8 @@ class LocalTrainer:
                     raise Stopped
                 yield sized
                 context.progress.place = f"batch {index} of its test part"
+
+        from raafl.local.own_test import measure_part
 
         static = self.submodels.batch_norm == "static"  # with static batch norm a client has no running statistics
         norms = [mean.rpartition(".")[0] for mean, _ in statistics_of(built.module)] if static else []

@@ -12,16 +12,17 @@ from torch.optim import Optimizer
 from raafl.core.local import Local
 from raafl.core.payload import Payload
 from raafl.errors import BadInput
-from raafl.local.lightning_hooks import TaskHooks, Transfer
 from raafl.local.record import Recorder
-from raafl.module_hooks import Schedule, configure
+from raafl.module_hooks import BATCH_HOOKS, TASK_HOOKS, Schedule, configure, move_batch, overrides
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import counts_in_eval_mode
+from raafl.submodel.nested_batch import to_device
 from raafl.submodel.submodels import Shrunk
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
+    from raafl.local.lightning_hooks import TaskHooks
     from raafl.submodel.module_state import ModuleState
 
 
@@ -50,7 +51,7 @@ class TrainableSubmodel:
 
         self.trainer = attach(self.module)
         self.trainer.measure(self.recorder.latest.metrics)
-        self.hooks = TaskHooks.of(self.module, local.traits.leaves_out)
+        self.hooks = _hooks_of(self.module, local.traits.leaves_out)
         self.transfer = Transfer(self.module)
         self._configure()
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
@@ -188,3 +189,32 @@ class Buffers:
         """Use the original tensors of all buffers again; values of new tensors that have replaced them are lost."""
         for part, name, view in self._views:
             part._buffers[name] = view
+
+
+def _hooks_of(module: nn.Module, left_out: frozenset[str]) -> TaskHooks | None:
+    """Return an object that calls the hooks of ``module``; None if it overrides none."""
+    overridden = frozenset(name for name in TASK_HOOKS if name not in left_out and overrides(module, name))
+    if not overridden:
+        return None
+    from raafl.local.lightning_hooks import TaskHooks
+
+    return TaskHooks(module, overridden)
+
+
+class Transfer:
+    """Function object that moves batches to a device, by the module's own hooks if it overrides them.
+
+    Attributes:
+        is_own: whether the module overrides these hooks.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Store the module, and whether it overrides one of Lightning's batch transfer hooks."""
+        self._module = module
+        self.is_own = any(overrides(module, name) for name in BATCH_HOOKS)
+
+    def __call__(self, batch: object, device: torch.device) -> object:
+        """Return the batch on ``device``; the module's hooks are skipped if the batch has ``is_transferred``."""
+        if not self.is_own or getattr(batch, "is_transferred", False):
+            return to_device(batch, device)
+        return move_batch(self._module, batch, device, to_device)

@@ -20,11 +20,10 @@ from raafl.core.types import Warn
 from raafl.data.federated import FederatedData
 from raafl.errors import BadInput
 from raafl.local.evaluate import MAX_LOGGED, Evaluator
+from raafl.local.explain import explained, shown
 from raafl.local.gradients import check_optimizer
-from raafl.local.lightning_hooks import uncalled
-from raafl.local.prepare import explained, shown
 from raafl.local.record import Recorder
-from raafl.module_hooks import Schedule, begin, configure, move_batch
+from raafl.module_hooks import TASK_HOOKS, Schedule, begin, configure, move_batch, overrides
 from raafl.runfolder.schema import CLIENT
 from raafl.runtime.lifecycle.saved_form import SavedForm
 from raafl.runtime.setup import ServerSetup, data_notes
@@ -395,3 +394,29 @@ def _has_single(num_samples: int, batch_size: int, drop_last: bool, training: Tr
         return False
     is_last_single = num_samples % batch_size == 1 and not (drop_last and num_batches > 1)
     return num_samples == 1 or batch_size == 1 or is_last_single
+
+
+_NEVER = {
+    "configure_callbacks": "give raafl's own callbacks to the run",
+    "on_save_checkpoint": "keep what must be saved in buffers",
+    "on_load_checkpoint": "keep what must be saved in buffers",
+    "on_validation_model_zero_grad": "measuring has no gradients",
+    "on_validation_model_eval": "the model is measured in eval mode",
+    "on_validation_model_train": "the model is measured in eval mode",
+    "teardown": "undo in on_fit_end what a task must not leave behind",
+    "prepare_data": "let the data module fetch the data",
+}
+
+
+def uncalled(module: nn.Module, left_out: frozenset[str], method: str) -> list[str]:
+    """List the Lightning hooks that a module overrides but raafl never calls, one line of text each."""
+    kind = type(module).__name__
+    lines = [
+        f"{kind}.{name} is not called in a federated task: {remedy}"
+        for name, remedy in _NEVER.items()
+        if overrides(module, name)
+    ]
+    own = [name for name in TASK_HOOKS if name in left_out and overrides(module, name)]
+    return lines + [
+        f"{kind}.{name} is not called by {method}, which makes its steps in a way of its own" for name in own
+    ]

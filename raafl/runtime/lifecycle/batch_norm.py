@@ -14,7 +14,7 @@ from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import HookList, RunHooks
 from raafl.core.types import derive_seed
 from raafl.data.federated import FederatedData
-from raafl.local.prepare import explained
+from raafl.local.explain import explained
 from raafl.local.record import Recorder
 from raafl.module_hooks import begin, move_batch
 from raafl.rng import seed_everything

@@ -6,7 +6,8 @@ from lightning import LightningModule
 from torch import nn
 
 from raafl.errors import BadInput
-from raafl.local.prepare import given_class, prepare
+from raafl.local.missing_steps import given_class
+from raafl.local.prepare import prepare
 
 
 class Bare(LightningModule):

@@ -15,7 +15,8 @@ from raafl.core.options import Training
 from raafl.data.federated import FederatedData
 from raafl.data.partition import Iid
 from raafl.errors import BadInput
-from raafl.local.prepare import explained, shapes, start_observers
+from raafl.local.explain import explained, shapes
+from raafl.local.prepare import start_observers
 from raafl.runtime.first_look import try_single_samples, try_training
 from raafl.submodel import skeleton
 from tests.data.modules import Module

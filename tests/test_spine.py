@@ -51,7 +51,7 @@ ROOMS_OF_RUNS = {
     "--keep_best loss": ("best checkpoint",),
     "--logger csv": ("loggers",),
     "--monitor 127.0.0.1:0": ("monitoring",),
-    "--batch_clients 4": ("batches of clients",),
+    "--batch_clients 4": ("batches of clients", "masked loss"),
     "--workers 2": ("processes of a simulation", "sessions"),
     "--submodels.batch_norm static": ("static batch norm",),
 }
@@ -207,10 +207,12 @@ def test_a_run_loads_the_rooms_that_its_options_name(options, tmp_path):
 
 OF_PROCESSES = {
     "compression",
+    "configs of others",
     "devices in files",
     "other commands",
     "processes of a client",
     "sessions",
+    "subfederation",
     "tensors in files",
 }
 """Rooms of `raafl fit --local`: the server, its clients and the process that starts them. None of them is of sites."""

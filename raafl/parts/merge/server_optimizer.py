@@ -111,21 +111,22 @@ class ServerOptimizer(Merge):
 
     def _step(self, theta: Tensor, delta: Tensor, moments: Sequence[Tensor], where: Tensor | None) -> None:
         m, v = moments
-        if where is None and self.kind == "adam":  # the operations below in place: half the passes over memory
-            m.mul_(self.beta1).add_(delta, alpha=1 - self.beta1)
-            v.mul_(self.beta2).add_(delta.mul_(delta), alpha=1 - self.beta2)
-            theta.addcdiv_(m, torch.sqrt(v, out=delta).add_(self.tau), value=self.server_lr)
+        if where is not None:  # computed on copies, of which the elements that some update trained are taken
+            news = [tensor.clone() for tensor in (theta, m, v)]
+            self._step(news[0], delta, news[1:], None)
+            for old, new in zip((theta, m, v), news, strict=True):
+                torch.where(where, new, old, out=old)
             return
-        square = delta * delta
-        new_m = torch.add(m * self.beta1, delta, alpha=1 - self.beta1)
+        m.mul_(self.beta1).add_(delta, alpha=1 - self.beta1)
+        square = delta.mul_(delta)
         if self.kind == "adagrad":
-            new_v = v + square
-        elif self.kind == "yogi":  # v changes by at most (1 - beta2) Delta^2, while adam's v may fall by (1 - beta2) v
-            new_v = v - (1 - self.beta2) * square * torch.sign(v - square)
+            v.add_(square)
+        elif self.kind == "yogi":  # changes v by at most (1 - beta2) Delta^2, while adam's may fall by (1 - beta2) v
+            sign = torch.sub(v, square).sign_()
+            v.sub_(square.mul_(1 - self.beta2).mul_(sign))
         else:
-            new_v = torch.add(v * self.beta2, square, alpha=1 - self.beta2)
-        new_theta = torch.addcdiv(theta, new_m, new_v.sqrt().add_(self.tau), value=self.server_lr)
-        copy_where(((m, new_m), (v, new_v), (theta, new_theta)), where)
+            v.mul_(self.beta2).add_(square, alpha=1 - self.beta2)
+        theta.addcdiv_(m, torch.sqrt(v, out=delta).add_(self.tau), value=self.server_lr)
 
     def __str__(self) -> str:
         words = [f"server {self.kind}"]

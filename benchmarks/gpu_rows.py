@@ -37,6 +37,8 @@ WAYS: dict[str, tuple[str, Any]] = {
     "captured": ("auto", 1),
     "batched": ("auto", "auto"),
     "fast": ("auto", "fast"),
+    "batched, steps eager": ("off", "auto"),
+    "fast, steps eager": ("off", "fast"),
 }
 """What `fabric.capture` and `batch_clients` are in each way of training."""
 
@@ -166,6 +168,7 @@ def measured(
         "nvml %": sum(busy) / len(busy) if busy else None,
         "kernels %": None if watch.kernels_s is None else 100 * watch.kernels_s * watch.tasks_per_s,
         "captured": summary.get("captured", {}).get("captured"),
+        "batches_captured": summary.get("captured", {}).get("batches_captured"),
         "eager because": "; ".join(summary.get("captured", {}).get("eager", [])),
         "problem": watch.problem,
         "mean_cohort": summary.get("batched", {}).get("mean_cohort"),

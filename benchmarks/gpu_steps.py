@@ -251,7 +251,7 @@ def captured(where: Where) -> Cases:
 
 
 def small_clients(where: Where) -> Cases:
-    """Tasks per second and how busy the GPU is: an MLP and a CNN, 1, 100 and 1,000 clients, eager, captured, batched, fast."""
+    """Tasks per second and how busy the GPU is: an MLP and a CNN, 1, 100 and 1,000 clients, in each way."""
     from benchmarks import gpu_rows
 
     return gpu_rows.small_clients(where.device, where.folder, where.dry)
@@ -363,7 +363,7 @@ STEPS = {
         Step(staging, 60, timed=True),
         Step(merges, 60, timed=True),
         Step(submodels, 90, timed=True),
-        Step(small_clients, 500, timed=True),
+        Step(small_clients, 750, timed=True),
         Step(captured, 450, timed=True),
         Step(language, 200, timed=True),
         Step(fine_tuning, 400, timed=True),

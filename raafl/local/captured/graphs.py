@@ -22,9 +22,11 @@ from raafl.submodel.nested_batch import batch_tensors, mapped, tensors_in
 
 WARM_UPS = 2
 """Eager steps of each shape before its capture: the first makes the optimizer's state, the second finds it there."""
+PROOFS = 2
+"""Tasks in which each graph is used that are also trained eagerly, and compared."""
 MOST_GRAPHS = 32
 """Graphs of a process; beyond it the one that was used least recently goes."""
-_LEAST_REPLAYS = 3
+LEAST_REPLAYS = 3
 """Replays of a capture on average below which capturing anew costs more than it saves."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
 # neutral elements: -0.0 + x is x for every x, including -0.0
@@ -41,6 +43,7 @@ class Step:
     graph: torch.cuda.CUDAGraph | None = None
     state: dict[Any, list[str]] = field(default_factory=dict)  # by parameter: tensors of its state after the step
     logged: dict[str, tuple[str, float]] = field(default_factory=dict)  # by name: reduction, weight of one step
+    said: list[tuple[str, float, str]] = field(default_factory=list)  # the same, of a batch of clients
     proofs: int = 0  # tasks trained both ways with equal results
 
 
@@ -64,6 +67,52 @@ class Owner(Protocol):
         """Note that a graph was replayed."""
 
 
+class FixedState:
+    """State of an optimizer at fixed addresses, which graphs read and write.
+
+    `tensors`: tensors of the state, by parameter and name.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.tensors: dict[Any, dict[str, Tensor]] = {}
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Move the optimizer's tensors to the addresses that graphs use; its first tensors define these addresses."""
+        for parameter, state in optimizer.state.items():
+            own = self.tensors.setdefault(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = own[name] = self._bound(own.get(name), value)
+                elif value is not None:
+                    raise NotCapturable(f"the optimizer counts '{name}' in Python")
+
+    def _bound(self, own: Tensor | None, value: Tensor) -> Tensor:
+        if own is None:
+            return value.to(self._device)
+        return own if own is value else own.copy_(value)
+
+    def keep(self, optimizer: Optimizer) -> dict[Any, list[str]]:
+        """Copy the optimizer's state after a captured step to fixed addresses; return the names of the tensors."""
+        found = {}
+        for parameter, state in optimizer.state.items():
+            found[parameter] = [name for name, value in state.items() if isinstance(value, Tensor)]
+            for name in found[parameter]:
+                own = self.tensors.get(parameter, {}).get(name)
+                if own is None:
+                    raise NotCapturable("the optimizer makes its state later than in its first steps")
+                if state[name] is not own:
+                    own.copy_(state[name])
+        return found
+
+    def note_step(self, optimizer: Optimizer, names: Mapping[Any, list[str]]) -> None:
+        """Mark an optimizer as stepped after a replay; give it the state with these names if it has none."""
+        if not optimizer.state:
+            for parameter, own in names.items():
+                optimizer.state[parameter] = {name: self.tensors[parameter][name] for name in own}
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a rate that no step has used
+
+
 class StepGraphs:
     """Graphs of one submodel's module, and the memory at fixed addresses that they share.
 
@@ -82,8 +131,8 @@ class StepGraphs:
         self._steps: dict[Hashable, Step] = {}
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._sums: dict[str, Tensor] = {}
-        self._state: dict[Any, dict[str, Tensor]] = {}  # the optimizer's state, by parameter and name
-        self._static: dict[str, Any] = {}  # copies of the tensors of the method's hook, and of the anchors
+        self._state = FixedState(device)
+        self._static: dict[str, Any] = {}  # tensors of the method's hook, and anchors
         self._is_bound = False  # whether the optimizer's state lies in `_state`
         self._num_captures = self._num_replays = 0
 
@@ -112,9 +161,9 @@ class StepGraphs:
     def run(self, steps: CapturedSteps, batch: object) -> None:
         """Make one step with a batch: eagerly at first, then by its graph."""
         optimizer = steps.built.optimizer
-        weight, shape = steps.built.recorder.weight, _form(batch)
-        hooks = len(steps.built.module._forward_hooks)  # a masked loss adds a hook, so the graph differs
-        key = shape, weight, bool(optimizer.state), _options(optimizer), hooks
+        weight, shape = steps.built.recorder.weight, form_of(batch)
+        hooks = len(steps.built.module._forward_hooks)  # one more if logits are masked
+        key = shape, weight, bool(optimizer.state), options_of(optimizer), hooks
         step = self._steps.get(key)
         if step is None:
             inputs = [torch.empty_like(x, device=self._owner.device) for x in batch_tensors(batch)]
@@ -139,7 +188,7 @@ class StepGraphs:
         built, before = steps.built, generators()
         asked, changed = built.trainer.asked, set(built.state.changed())
         asked.clear()
-        with self._owner.beside(), _waits_refused(), _Watch():
+        with self._owner.beside(), waits_refused(), Watch():
             steps.step_eagerly(step.batch)
         step.warm_ups += 1
         self._is_bound = False
@@ -157,7 +206,7 @@ class StepGraphs:
     def _capture(self, steps: CapturedSteps, step: Step) -> None:
         """Record a step as a graph, without computing it and without changing Python objects."""
         self._num_captures += 1
-        if self._num_captures > MOST_GRAPHS and self._num_replays < _LEAST_REPLAYS * self._num_captures:
+        if self._num_captures > MOST_GRAPHS and self._num_replays < LEAST_REPLAYS * self._num_captures:
             raise NotCapturable("shapes of batches, or options of the optimizer, change too often")
         built = steps.built
         for name, (total, _) in built.recorder.sums.items():
@@ -175,44 +224,20 @@ class StepGraphs:
                 steps.step_eagerly(step.batch)
                 self._total.copy_(steps.total)  # type: ignore[arg-type]  # a tensor after a step
                 built.gather()
-                step.state = self._keep(built.optimizer)
+                step.state = self._state.keep(built.optimizer)
         finally:
             built.recorder.attach(built.module)
             steps.restore(counts)
         step.graph, step.logged = graph, logged.found
         self._is_bound = False
 
-    def _keep(self, optimizer: Optimizer) -> dict[Any, list[str]]:
-        """Copy the optimizer's state after a captured step to fixed addresses; return the names of the tensors."""
-        found = {}
-        for parameter, state in optimizer.state.items():
-            found[parameter] = [name for name, value in state.items() if isinstance(value, Tensor)]
-            for name in found[parameter]:
-                own = self._state.get(parameter, {}).get(name)
-                if own is None:
-                    raise NotCapturable("the optimizer makes its state later than in its first steps")
-                if state[name] is not own:
-                    own.copy_(state[name])
-        return found
-
     def _bind(self, built: TrainableSubmodel) -> None:
         """Move the optimizer's tensors to the addresses that graphs use; its first tensors define these addresses."""
         if self._is_bound:
             return
-        built.gather()  # copies the buffers that eager steps have replaced
-        for parameter, state in built.optimizer.state.items():
-            own = self._state.setdefault(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = own[name] = self._bound(own.get(name), value)
-                elif value is not None:
-                    raise NotCapturable(f"the optimizer counts '{name}' in Python")
+        built.gather()  # of buffers that eager steps have replaced
+        self._state.bind(built.optimizer)
         self._is_bound = True
-
-    def _bound(self, own: Tensor | None, value: Tensor) -> Tensor:
-        if own is None:
-            return value.to(self._owner.device)
-        return own if own is value else own.copy_(value)
 
     def _replay(self, steps: CapturedSteps, step: Step) -> None:
         """Make a step by replaying its graph, and update the counts in Python that the graph cannot change."""
@@ -227,10 +252,7 @@ class StepGraphs:
         graph.replay()
         owner.use(step)
         self._num_replays += 1
-        if not optimizer.state:
-            for parameter, names in step.state.items():
-                optimizer.state[parameter] = {name: self._state[parameter][name] for name in names}
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a rate that no step has used
+        self._state.note_step(optimizer, step.state)
         steps.count()
         steps.used[step] = None
 
@@ -238,7 +260,7 @@ class StepGraphs:
         """Train eagerly from now on, and release the graphs."""
         self.reason = reason
         self._steps.clear()
-        for memory in (self._sums, self._state, self._static):
+        for memory in (self._sums, self._state.tensors, self._static):
             memory.clear()
 
 
@@ -281,7 +303,7 @@ class _Logged:
             self.log(name, value, **kwargs)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that raises on what a graph would omit or freeze: tensors on the CPU, the user's own generators."""
 
     def __init__(self) -> None:
@@ -304,7 +326,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _waits_refused() -> Iterator[None]:
+def waits_refused() -> Iterator[None]:
     """Make waiting for the GPU raise an error within the ``with`` block, in the whole process."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -314,20 +336,20 @@ def _waits_refused() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _form(item: object) -> Hashable:
+def form_of(item: object) -> Hashable:
     """Return what a graph fixes about a batch: structure, shapes, dtypes, strides, and values that are not tensors."""
     if isinstance(item, Tensor):
         return item.shape, item.dtype, item.stride()
     if isinstance(item, Mapping):
-        return type(item), tuple((key, _form(value)) for key, value in item.items())
+        return type(item), tuple((key, form_of(value)) for key, value in item.items())
     if type(item) in (list, tuple):
-        return type(item), tuple(_form(value) for value in item)  # type: ignore[attr-defined]
+        return type(item), tuple(form_of(value) for value in item)  # type: ignore[attr-defined]
     if type(item) not in _PLAIN:
         raise NotCapturable(f"a batch holds an object of {type(item).__name__}")
     return type(item), item
 
 
-def _options(optimizer: Optimizer) -> Hashable:
+def options_of(optimizer: Optimizer) -> Hashable:
     """Return the options of an optimizer's parameter groups that a graph fixes: all but the learning rates."""
     fixed = [[(k, v) for k, v in group.items() if k not in _NOT_FIXED] for group in optimizer.param_groups]
     return repr(fixed)

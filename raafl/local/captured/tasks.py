@@ -16,7 +16,8 @@ from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import USER_ERRORS, format_error
 from raafl.local.captured import graphs as bounds
-from raafl.local.captured.graphs import CapturedSteps, Step, StepGraphs
+from raafl.local.captured.batches import BatchGraphs
+from raafl.local.captured.graphs import PROOFS, CapturedSteps, Step, StepGraphs
 from raafl.local.captured.limits import NotCapturable, problems
 from raafl.local.context import TaskContext
 from raafl.local.train import LocalTrainer, PreparedTask, Stopped, TaskSteps
@@ -25,8 +26,6 @@ from raafl.log import warn_once
 from raafl.rng import generators, same_generators
 from raafl.submodel import FlatTensors
 
-PROOFS = 2
-"""Tasks in which each graph is used that are also trained eagerly, and compared."""
 MOST_COMPARED = 64
 """Compared tasks beyond those that used graphs without, after which a run captures nothing more."""
 
@@ -50,6 +49,7 @@ class Capture:
         for problem in self._problems:
             self._say(problem)
         self.num_tasks = self.num_captured = self.num_compared = 0
+        self.num_batches = self.num_batches_captured = 0
 
     @property
     def stream(self) -> Any:
@@ -108,8 +108,7 @@ class Capture:
         except Stopped:
             raise
         except (NotCapturable, *USER_ERRORS) as error:
-            reason = str(error) if isinstance(error, NotCapturable) else format_error(error)
-            self._leave(graphs, reason)
+            self._leave(graphs, self.reason_of(error))
             return eagerly()  # raises the user's own error again, if it was one
         steps = made[0]
         self.num_captured += bool(steps.used)
@@ -131,6 +130,26 @@ class Capture:
         for step in steps.used:
             step.proofs += 1
         return plain
+
+    def of_batches(self, built: TrainableSubmodel, num: int) -> BatchGraphs | None:
+        """Return new graphs for batches of ``num`` clients in a submodel's module; None if no step of the run can be captured."""
+        return None if self._problems else BatchGraphs(self, built, num, self._trainer.local.masked)
+
+    def note_batch(self, graphs: BatchGraphs | None) -> None:
+        """Count a batch of clients, and record why its steps were not captured; ``graphs``: those that it has used."""
+        self.num_batches += 1
+        if graphs is not None:
+            self.num_batches_captured += bool(graphs.used)
+            self.note_reason(graphs)
+
+    def note_reason(self, graphs: BatchGraphs) -> None:
+        """Record why steps of batches of clients are not captured, if they are not."""
+        if graphs.reason is not None:
+            self._say(f"batches of clients: {graphs.reason}")
+
+    def reason_of(self, error: BaseException) -> str:
+        """Return the reason for which an error ends the capture of steps."""
+        return str(error) if isinstance(error, NotCapturable) else format_error(error)
 
     def _eager(self, graphs: StepGraphs, trainer: LocalTrainer, task: PreparedTask) -> TaskSteps:
         """Return eager steps whose optimizer is configured as for captured steps, so that both give the same bits."""
@@ -163,10 +182,15 @@ class Capture:
             "captured": self.num_captured,
             "compared": self.num_compared,
             "eager": list(self._reasons),
+            **(
+                {"batches": self.num_batches, "batches_captured": self.num_batches_captured} if self.num_batches else {}
+            ),
         }
 
     def release(self) -> None:
         """Release all graphs and their memory."""
         self._of.clear()
+        for step in self._used:  # those of batches of clients are captured again
+            step.graph = None
         self._used.clear()
         self._pool = None

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,22 @@ from raafl.core.masked_loss import CLASSES, HasLogits, logits_of
 from raafl.core.options import FabricOptions
 from raafl.core.payload import Payload
 from raafl.core.types import Update
+from raafl.errors import USER_ERRORS
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluate import LOSS, MAX_LOGGED
-from raafl.local.stacked.stacks import Known, Unstackable, outside, stack_of
+from raafl.local.stacked.stacks import Known, Unstackable, outside, same_bits, stack_of
 from raafl.local.stacked.steps import Member, Place, Steps
 from raafl.local.train import LocalTrainer, PreparedTask
 from raafl.local.trainable import TrainableSubmodel
 from raafl.rng import current, generators, same_generators, seed_everything, set_torch_state
 from raafl.submodel import FlatTensors, Layout, Spec
 from raafl.submodel.flat import is_merged, reals
+
+if TYPE_CHECKING:
+    from raafl.local.captured.batches import BatchGraphs
+
+MOST_SIZES = 8
+"""Pairs of a submodel and a number of clients whose graphs are kept on a GPU, with the memory of their values."""
 
 OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
@@ -147,6 +154,24 @@ class Trained:
             refusal=None if finite[place] or tensors.is_finite() else "non-finite",
         )
 
+    def difference(self, other: Trained) -> str:
+        """Describe the first difference of results of the same tasks, to the bit; empty if there is none."""
+        for dtype, numel in self._rows.layout.numel.items():
+            own, its = (rows.buffers[dtype][:, :numel].contiguous() for rows in (self._rows, other._rows))
+            if not torch.equal(own.view(torch.uint8), its.view(torch.uint8)):
+                return f"other values of {dtype}"
+        if not same_bits(self._losses, other._losses):
+            return "other losses"
+        own_logged, its_logged = self._logged.read(None), other._logged.read(None)
+        if own_logged.keys() != its_logged.keys():
+            return "other values are logged"
+        for name, (sums, counts) in own_logged.items():
+            if counts != its_logged[name][1] or not same_bits(
+                torch.as_tensor(sums), torch.as_tensor(its_logged[name][0])
+            ):
+                return f"other values of '{name}' are logged"
+        return "" if self._num_steps == other._num_steps else "other numbers of steps"
+
     @cached_property
     def _answers(
         self,
@@ -177,6 +202,9 @@ class CohortTrainer:
         self._trainer, self._max_built = trainer, max_built
         self._built: OrderedDict[Spec, tuple[TrainableSubmodel, list[Place]]] = OrderedDict()
         self._known: Known | None = None if fast else {}
+        # graphs that make steps on a GPU, by submodel and number of clients
+        self._graphs: OrderedDict[tuple[Spec, int], BatchGraphs] = OrderedDict()
+        self._num_settling = 0
 
     def refusal(self) -> str | None:
         """Explain why tasks of this run cannot be trained together; None = they can."""
@@ -186,7 +214,7 @@ class CohortTrainer:
     @property
     def num_known(self) -> int:
         """Number of operations for which one call for all clients was compared, bit by bit, with one call per client."""
-        return len(self._known or ())
+        return len(self._known or ()) + self._num_settling
 
     def num_bytes(self, spec: Spec) -> int:
         """Estimate the bytes of one client's values, gradients and optimizer state."""
@@ -202,12 +230,60 @@ class CohortTrainer:
             return self._train(tasks)
 
     def _train(self, tasks: Sequence[Member]) -> Trained:
-        trainer, device = self._trainer, self._trainer.fabric.device
         if tasks[0].data.owned:
             raise Unstackable(
                 "the data set has random generators of its own, which each task seeds anew, so clients cannot be trained "
                 "as one batch"
             )
+        capture, graphs = self._trainer.capture, self._graphs_of(tasks)
+        if graphs is None or graphs.reason is not None:
+            if capture is not None:
+                capture.note_batch(graphs)
+            return self._train_once(tasks, None)
+        before = graphs.num_eager
+        try:
+            trained = self._train_once(tasks, graphs)
+        except USER_ERRORS as error:
+            graphs.forget(capture.reason_of(error))
+            capture.note_batch(graphs)
+            return self._train_once(tasks, None)  # raises an error of the user's code again
+        unproven = graphs.unproven
+        self._num_settling += graphs.num_eager - before + len(unproven)
+        capture.note_batch(graphs)
+        if not unproven:
+            return trained
+        plain = self._train_once(tasks, None)
+        for step in unproven:
+            step.proofs += 1
+        if different := plain.difference(trained):
+            graphs.forget(f"captured steps give other results than eager ones: {different}")
+            capture.note_reason(graphs)
+        return plain
+
+    def _graphs_of(self, tasks: Sequence[Member]) -> BatchGraphs | None:
+        """Return the graphs for batches of as many clients as these; None = steps are not captured."""
+        capture, key = self._trainer.capture, (tasks[0].assignment.spec, len(tasks))
+        if capture is None:
+            return None
+        built, _ = self._get(key[0])
+        graphs = self._graphs.pop(key, None)
+        if graphs is None or graphs.built is not built:
+            graphs = capture.of_batches(built, len(tasks))
+        if graphs is not None:
+            self._graphs[key] = graphs
+            while len(self._graphs) > MOST_SIZES:
+                self._graphs.popitem(last=False)
+        return graphs
+
+    def fitting(self, num: int) -> int:
+        """Return the number of clients, up to ``num``, to train as one batch: one of few where each number has its own graphs."""
+        if self._trainer.capture is None:
+            return num
+        step = 1 << max(num.bit_length() - 2, 0)
+        return num // step * step
+
+    def _train_once(self, tasks: Sequence[Member], graphs: BatchGraphs | None) -> Trained:
+        trainer, device = self._trainer, self._trainer.fabric.device
         built, places = self._get(tasks[0].assignment.spec)
         built.state.restore()
         trainer.announce(built, tasks[0].assignment, tasks[0].data)
@@ -222,7 +298,7 @@ class CohortTrainer:
         with masked_together(built.module, classes) as masking:
             seed_everything(members[0].assignment.seed, trainer.fabric.device)
             before = generators(device)
-            steps = Steps(trainer, built, places, self._known, members, counts, masking.choose)
+            steps = Steps(trainer, built, places, self._known, members, counts, masking.choose, graphs)
             steps.run()
             if not same_generators(before, generators(device)):
                 raise Unstackable(

@@ -7,9 +7,9 @@ alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from raafl.module_hooks import backward, step, zero_grad
 from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.flat import TensorEntry
 from raafl.submodel.nested_batch import to_device
+
+if TYPE_CHECKING:
+    from raafl.local.captured.batches import BatchGraphs
 
 Place = tuple[dict[str, Any], str, str]
 """Where a tensor of a module is: the dictionary that holds it, its key there, its name in the layout."""
@@ -62,8 +65,11 @@ class Rows:
         }
         self._apart: dict[str, Tensor] = {}
 
-    def fill(self, received: Sequence[FlatTensors]) -> None:
-        """Copy the clients' values into their rows; values that several clients share are sent to a GPU once."""
+    def fill(self, received: Sequence[FlatTensors], apart: dict[str, Tensor]) -> None:
+        """Copy the clients' values into their rows; values that several clients share are sent to a GPU once.
+
+        `apart`: tensors of all clients that lie apart on a GPU, by name; missing ones are allocated and added.
+        """
         for dtype, buffer in self.buffers.items():
             num, sent = self.layout.numel[dtype], dict[int, Tensor]()
             if not buffer.is_cuda and all(
@@ -76,16 +82,17 @@ class Rows:
                 row.copy_(sent.get(id(values), values.buffers[dtype]))
                 sent[id(values)] = row
         if any(buffer.is_cuda for buffer in self.buffers.values()):
-            self._apart = {
-                entry.name: self._view(entry, self.buffers[entry.dtype]).contiguous() for entry in self.layout.entries
-            }
+            for entry in self.layout.entries:
+                view, own = self._view(entry, self.buffers[entry.dtype]), apart.get(entry.name)
+                apart[entry.name] = view.contiguous() if own is None else own.copy_(view)
+            self._apart = apart
 
     def settle(self) -> None:
         """Copy tensors that lie apart back into the rows."""
         for name, tensor in self._apart.items():
             entry = self.layout.by_name[name]
             self._view(entry, self.buffers[entry.dtype]).copy_(tensor)
-        self._apart.clear()
+        self._apart = {}
 
     def of(self, client: int) -> FlatTensors:
         """Return the values of one client, as views of its row of the matrix."""
@@ -132,19 +139,23 @@ class Steps:
         members: Sequence[Member],
         counts: Sequence[int],
         choose: Callable[[Sequence[int]], AbstractContextManager[None]],
+        graphs: BatchGraphs | None = None,
     ) -> None:
-        """Load the received values of all tasks, one row for each client."""
+        """Load the received values of all tasks, one row for each client.
+
+        `graphs`: CUDA graphs that make the steps, and the memory that they need; None = all steps are eager.
+        """
         self.trainer, self.built, self.places, self.known = trainer, built, places, known
-        self.members, self.counts, self.choose = members, counts, choose
+        self.members, self.counts, self.choose, self.graphs = members, counts, choose, graphs
         num, self.device = len(members), trainer.fabric.device
         self.rows = Rows(built.present.layout, num, self.device)
-        self.rows.fill([member.received for member in members])
+        self.rows.fill([member.received for member in members], {} if graphs is None else graphs.apart)
         self.losses = torch.zeros(num, dtype=torch.float64, device=self.device)
-        self.logged = Logged(num)
+        self.logged = Logged(num, {} if graphs is None else graphs.sums)
         self.seen: defaultdict[Any, set[int]] = defaultdict(set)
         self.states: list[Tensor | int] = [member.assignment.seed for member in members]
         self._indices: dict[tuple[int, ...], slice | Tensor] = {}
-        self._rates = _rates_of(trainer, built.optimizer)
+        self._rates = _rates_of(trainer, built.optimizer) if graphs is None else graphs.rates
         trains = {id(p): name for name, p in built.module.named_parameters()}
         self.groups = [(group, [trains[id(p)] for p in group["params"]]) for group in built.optimizer.param_groups]
         self.trained = [name for _, names in self.groups for name in names]
@@ -165,27 +176,41 @@ class Steps:
             if trainer.local.prox
             else []
         )
+        if graphs is not None:
+            self.losses, *self.anchors = graphs.fixed([self.losses, *self.anchors])
 
     def run(self) -> None:
         """Run all steps of all tasks in the batch."""
         self.logged.attach(self.built.module)
         optimizer: torch.optim.Optimizer | None = None
-        num = 0
+        num, graphs = 0, self.graphs
         for index, batch in enumerate(self._batches()):
             if optimizer is None or batch.num != num:
                 optimizer, num = self._optimizer(batch.num, optimizer), batch.num
-            self._gradients(optimizer, batch, index)
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            if self.anchors:
-                ProximalTerm(parameters, [a[:num] for a in self.anchors]).add_to_gradients(self.trainer.local.prox)
-            if (most := self.trainer.options.gradient_clip_val) is not None:
-                inside = [parameters[place].grad for place in self.in_order]
-                clip_(self.known, [gradient for gradient in inside if gradient is not None], most)
-            step(optimizer, self.trainer.fabric.strategy)
-            zero_grad(optimizer)
+                optimizer = optimizer if graphs is None else graphs.own(optimizer)
+            if graphs is None:
+                self.make_step(optimizer, batch, index)
+            else:
+                graphs.run(self, optimizer, batch, index)
             if self.built.schedulers:
                 self._schedule(optimizer, index + 1)
         self.rows.settle()
+        if graphs is not None:  # the next batch of clients is summed in the same memory
+            self.losses = self.losses.clone()
+            self.logged.copy_sums()
+
+    def make_step(self, optimizer: torch.optim.Optimizer, batch: Batch, index: int) -> None:
+        """Compute the gradients of a batch, and make the optimizer's step."""
+        self._gradients(optimizer, batch, index)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.anchors:
+            anchors = [anchor[: batch.num] for anchor in self.anchors]
+            ProximalTerm(parameters, anchors).add_to_gradients(self.trainer.local.prox)
+        if (most := self.trainer.options.gradient_clip_val) is not None:
+            inside = [parameters[place].grad for place in self.in_order]
+            clip_(self.known, [gradient for gradient in inside if gradient is not None], most)
+        step(optimizer, self.trainer.fabric.strategy)
+        zero_grad(optimizer)
 
     def places_of(self, clients: Sequence[int]) -> slice | Tensor:
         """Return the rows of these clients, ascending; a list of them is sent to a GPU once."""
@@ -381,8 +406,10 @@ class Logged:
             batch.
     """
 
-    def __init__(self, num: int) -> None:
+    def __init__(self, num: int, memory: dict[str, Tensor] | None = None) -> None:
         self._num, self.weight = num, 1.0
+        # memory of the sums, by name; sums that are not there yet are added
+        self._memory: dict[str, Tensor] = {} if memory is None else memory
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, list[float]] = {}
         self._step: list[tuple[str, Any, float, str]] = []
@@ -435,16 +462,53 @@ class Logged:
         for (name, _, weight, how), value in zip(self._said, values, strict=True):
             value = value.reshape(len(clients))
             value = value * weight if how == "mean" else value
-            if name not in self._sums:
-                start = torch.full((self._num,), _START[how], dtype=torch.float64, device=value.device)
-                self._sums[name], self._counts[name] = start, [0.0] * self._num
-            sums, counts = self._sums[name], self._counts[name]
+            self._begin(name, how, value.device)
+            sums = self._sums[name]
             if how in ("mean", "sum"):
                 sums[where] += value
             else:
                 sums[where] = (torch.minimum if how == "min" else torch.maximum)(sums[where], value)
+        self.count(clients, self.said)
+
+    @property
+    def said(self) -> list[tuple[str, float, str]]:
+        """Name, weight and reduction of each value that the last step has logged."""
+        return [(name, weight, how) for name, _, weight, how in self._said]
+
+    def _begin(self, name: str, how: str, device: torch.device) -> None:
+        if name in self._sums:
+            return
+        own = self._memory.get(name)
+        if own is None:
+            own = self._memory[name] = torch.empty(self._num, dtype=torch.float64, device=device)
+        self._sums[name], self._counts[name] = own.fill_(_START[how]), [0.0] * self._num
+
+    def begin(self, said: Iterable[tuple[str, float, str]]) -> bool:
+        """Set the sums of values to their start, where they are not begun; return whether all have their memory."""
+        for name, _, how in said:
+            if name not in self._memory:
+                return False
+            self._begin(name, how, self._memory[name].device)
+        return True
+
+    def count(self, clients: Sequence[int], said: Iterable[tuple[str, float, str]]) -> None:
+        """Add the weights of values that ``clients`` have logged in a step."""
+        for name, weight, how in said:
+            counts = self._counts[name]
             for client in clients:
                 counts[client] = counts[client] + weight if how == "mean" else 1.0
+
+    def counts(self) -> dict[str, list[float]]:
+        """Return a copy of the weights of all values, for `restore`."""
+        return {name: list(counts) for name, counts in self._counts.items()}
+
+    def restore(self, counts: dict[str, list[float]]) -> None:
+        """Set the weights of all values to those that `counts` has returned."""
+        self._counts = counts
+
+    def copy_sums(self) -> None:
+        """Copy the sums out of their memory."""
+        self._sums = {name: sums.clone() for name, sums in self._sums.items()}
 
     def hand(self, client: int, recorder: Recorder) -> None:
         """Copy the values that one client has logged into a recorder.

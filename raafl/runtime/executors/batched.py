@@ -51,6 +51,7 @@ _TRIAL_AHEAD = 0.05  # for a short run, trials may take at most this share of it
 _FIRST_S = 0.07  # extra seconds of the first trial, which also tests products for equal bits and warms up
 # number of batches whose clients took different branches, after which tasks of that kind are trained one by one
 _MOST_PARTED = 3
+_MOST_SETTLING = 5  # times that a batch is trained again for its time, until nothing in it is tried any more
 
 _MOST_ROUNDING = 0.05
 """Largest distance of a fast client's change from that of the client alone, over the latter's length: rounding grows in steps."""
@@ -209,7 +210,7 @@ class BatchedExecutor(Executor):
             self._train_fast(assignment_id, kind, context)
             return
         most = self._cap(kind[0])
-        members = self._due(kind, most if self.needed is None else min(most, self.needed))
+        members = self._due(kind, most)
         trial = standing.trials < len(_TRIALS) or self._is_worth_another(standing, len(members))
         if trial:
             members = members[: _TRIALS[min(standing.trials, 1)]]
@@ -241,11 +242,7 @@ class BatchedExecutor(Executor):
             self._num_cohorts += bool(rest)
             self._num_in_cohorts += len(rest)
             return
-        # this batch also tested products, which later ones need not, so time it again
-        if self._together.num_known > known:
-            begun = time.thread_time()
-            self._together.train(members)
-            seconds = time.thread_time() - begun
+        seconds = self._settled_s(members, seconds, known)
         self._tried_s += seconds
         standing.note(trained, seconds + asked_s, loop_s, len(members))
         is_enough = len(members) >= _TRIALS[-1] or not standing.gains  # without any gain a second trial would be wasted
@@ -261,7 +258,7 @@ class BatchedExecutor(Executor):
             members = [waiting[number] for number in self._recorded.get(assignment_id, ()) if number in waiting]
         else:
             most = self._cap(kind[0])
-            members = self._due(kind, most if self.needed is None else min(most, self.needed))
+            members = self._due(kind, most)
         if len(members) < _LEAST:
             self._not_tried = f"fewer than {_LEAST} tasks of the same submodel and length wait at a time"
             return
@@ -351,6 +348,7 @@ class BatchedExecutor(Executor):
     def _due(self, kind: Like, size: int) -> list[Member]:
         """Return up to ``size`` waiting tasks of a kind, in the order in which their results are needed."""
         waiting, order = self._waiting[kind], self._order[kind]
+        size = size if self.needed is None else min(size, self.needed)
         found: list[tuple[float, int]] = []
         while order and len(found) < size:
             entry = heapq.heappop(order)
@@ -358,7 +356,7 @@ class BatchedExecutor(Executor):
                 found.append(entry)
         for entry in found:  # put back, since they may not be trained now
             heapq.heappush(order, entry)
-        return [waiting[number] for _, number in found]
+        return [waiting[number] for _, number in found[: self._together.fitting(len(found))]]
 
     def _is_worth_another(self, standing: _Standing, size: int) -> bool:
         """Check whether a batch is at least twice the size of the timed one that was too slow, so worth a trial."""
@@ -376,6 +374,19 @@ class BatchedExecutor(Executor):
             return False
         together_s = standing.cohort_s / standing.size  # seconds for one task in the batch that was timed
         return (standing.task_s - together_s) * (len(self._waiting[kind]) - size) > together_s * size
+
+    def _settled_s(self, members: Sequence[Member], seconds: float, known: int) -> float:
+        """Return the seconds of a batch in which nothing is tried any more, such as products or captured steps.
+
+        `seconds`: time that the batch took; `known`: number of things tried before it.
+        """
+        for _ in range(_MOST_SETTLING):
+            if self._together.num_known == known:
+                break
+            known, begun = self._together.num_known, time.thread_time()
+            self._together.train(members)
+            seconds = time.thread_time() - begun
+        return seconds
 
     def _pays(self, standing: _Standing, size: int) -> bool:
         """Check whether a batch is faster than its tasks one by one; always true unless the size is `auto`."""

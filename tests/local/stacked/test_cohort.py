@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -167,6 +168,145 @@ def test_optimizers_have_the_form_of_eager_tasks_beside_captured_ones(emulated_c
     trained = CohortTrainer(bench.trainer).train(tasks)
     found = [trained.update(task.assignment.id).tensors.fingerprint() for task in tasks]
     assert found == [bench.trainer.run(*task).tensors.fingerprint() for task in tasks]
+
+
+def captured(make, **options):
+    """Return a bench whose trainer captures steps."""
+    bench = Bench.of(make, accelerator="cuda", **options)
+    bench.trainer.feed = Feed(bench.trainer.fabric.device, 0.25)
+    bench.trainer.capture = Capture(bench.trainer)
+    return bench
+
+
+def plain(make, **options):
+    """Return a bench like `captured`, whose steps are all eager, with optimizers in the same form."""
+    bench = captured(make, **options)
+    bench.trainer.capture._problems = ["this is the eager one"]
+    return bench
+
+
+class Logs(Net):
+    """Logs tensors in each way."""
+
+    def training_step(self, batch, index):
+        x, y = batch
+        scores = self(x)
+        loss = F.cross_entropy(scores, y)
+        self.log("accuracy", (scores.argmax(1) == y).float().mean())
+        self.log("largest", scores.max(), reduce_fx="max")
+        self.log_dict({"sum": scores.sum(), "other": loss}, reduce_fx="sum")
+        return loss
+
+
+CAPTURED = {
+    "momentum": (Net, {}),
+    "clipped, proximal": (Net, {"gradient_clip_val": 0.05, "local": Local(prox=0.5)}),
+    "logs": (Logs, {}),
+    "adam": (ELEMENTWISE[0], {}),
+    "rmsprop": (ELEMENTWISE[1], {}),
+    "groups": (Groups, {}),
+    "a schedule": (Scheduled, {}),
+    "batch norm": (Normed, {}),
+    "odd tensors": (Odd, {}),
+    "labels that are ignored": (Ignoring, {}),
+    "deltas": (Net, {"sends": "delta"}),
+}
+
+
+@pytest.mark.quick_cases("clipped, proximal", "logs", "adam", "a schedule")
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_batches_are_eager_ones_to_the_bit(emulated_cuda: Emulated, name):
+    """Warm-ups, captures and comparisons in three batches of clients, then one of other values and seeds that is graphs alone."""
+    make, options = CAPTURED[name]
+    bench, other = captured(make, **options), plain(make, **options)
+    together, eager = CohortTrainer(bench.trainer), CohortTrainer(other.trainer)
+    eager._known = together._known
+    for turn in range(4):
+        tasks = members(bench, sizes=(20, 20, 20), epochs=1)
+        seeds = [replace(task.assignment, seed=10 * turn + task.assignment.id) for task in tasks]
+        tasks = [task._replace(assignment=one) for task, one in zip(tasks, seeds, strict=True)]
+        trained = together.train(tasks)
+    expected = eager.train(tasks)
+    for task in tasks:
+        one, alone = (found.update(task.assignment.id) for found in (trained, expected))
+        assert not alone.difference(one)
+    counted = bench.trainer.capture.counted()
+    assert (counted["batches"], counted["batches_captured"], counted["eager"]) == (4, 4, [])
+    [graphs] = together._graphs.values()
+    assert graphs.num_eager == 3 and not graphs.unproven
+
+
+def test_clients_of_unequal_lengths_have_eager_steps_between_captured_ones(emulated_cuda: Emulated):
+    bench, other = captured(Logs), plain(Logs)
+    together = CohortTrainer(bench.trainer)
+    tasks = members(bench, sizes=(20, 22, 20), epochs=1)
+    for _ in range(3):
+        trained = together.train(tasks)
+    for task in tasks:
+        alone = other.trainer.run(*task)
+        alone.tensors = alone.tensors.clone()
+        assert not alone.difference(trained.update(task.assignment.id))
+    counted = bench.trainer.capture.counted()
+    assert (counted["batches_captured"], counted["eager"]) == (3, [])
+    [graphs] = together._graphs.values()
+    assert graphs.num_eager == 3 + 3  # a step of one client alone in each batch of clients
+
+
+NOT_CAPTURED = {
+    "batches of clients: clients draw random numbers of their own": (Dropping, {}),
+    "batches of clients: training_step uses the index of its batch": (Logging, {}),
+    "batches of clients: the optimizer is Adagrad, which has no form that can be captured": (ELEMENTWISE[2], {}),
+    "batches of clients: a masked loss has masks of each client's classes": (Net, {"local": Local(masked=True)}),
+}
+
+
+@pytest.mark.quick_cases(*list(NOT_CAPTURED)[:2])
+@pytest.mark.parametrize("reason", NOT_CAPTURED)
+def test_batches_that_no_graph_can_have_are_eager_and_say_why(emulated_cuda: Emulated, reason):
+    make, options = NOT_CAPTURED[reason]
+    bench, other = captured(make, **options), plain(make, **options)
+    together, tasks = CohortTrainer(bench.trainer), members(bench, sizes=(20, 20), epochs=1)
+    for _ in range(2):
+        trained = together.train(tasks)
+    for task in tasks:
+        alone = other.trainer.run(*task)
+        alone.tensors = alone.tensors.clone()
+        assert not alone.difference(trained.update(task.assignment.id))
+    counted = bench.trainer.capture.counted()
+    assert (counted["batches"], counted["batches_captured"]) == (2, 0)
+    [said] = counted["eager"]
+    assert said.startswith(reason) or reason.partition(": ")[2] in said
+
+
+def test_what_no_check_of_a_batch_sees_is_caught_by_the_comparison(emulated_cuda: Emulated):
+    """A step that moves its features by a number of Python's, which a graph freezes."""
+    numbers = itertools.count()
+
+    class Frozen(Net):
+        def training_step(self, batch, index):
+            x, y = batch
+            return F.cross_entropy(self(torch.roll(x, next(numbers) % 5, 1)), y)
+
+    bench = captured(Frozen)
+    together, tasks = CohortTrainer(bench.trainer), members(bench, sizes=(20, 20), epochs=1)
+    together.train(tasks)
+    assert bench.trainer.capture.counted()["eager"][0].startswith(
+        "batches of clients: captured steps give other results"
+    )
+
+
+def test_a_captured_step_of_a_batch_has_one_launch_and_waits_never(emulated_cuda: Emulated):
+    bench = captured(Logs)
+    together, tasks = CohortTrainer(bench.trainer), members(bench, sizes=(20, 20, 20), epochs=1, data=samples())
+    for _ in range(3):
+        together.train(tasks)
+    before = emulated_cuda.counts["waits"]
+    [graphs] = together._graphs.values()
+    replays = graphs._num_replays
+    together.train(tasks)
+    assert graphs._num_replays - replays == 4
+    assert emulated_cuda.counts["waits"] - before == len(tasks)  # for the values that each task brings, none for a step
+    assert [together.fitting(num) for num in (1, 2, 3, 5, 7, 100, 256)] == [1, 2, 3, 4, 6, 96, 256]
 
 
 def test_a_rate_that_falls_with_each_epoch_of_clients_of_one_length():

@@ -122,7 +122,7 @@ def add_replay_options(parser: ArgumentParser) -> None:
 
 
 _HERE = Path(__file__).parents[1]
-_FOLDERS = (_HERE / "configs", _HERE.parent / "configs")  # where configs lie in a wheel, and in a checkout
+_FOLDERS = (_HERE / "configs", _HERE.parent / "configs")  # folders of the configs in a wheel and in a checkout
 
 
 def folder() -> Path:

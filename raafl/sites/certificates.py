@@ -118,8 +118,8 @@ def to_pem(thing: x509.Certificate | x509.CertificateRevocationList | x509.Certi
 
 # Write and read the names of site and federation in a certificate, as a URI among its subject alternative names.
 #
-# A site is ``raafl://FEDERATION/site/SITE``, a server ``raafl://FEDERATION/server``. Certificates of another authority are taken
-# as well where they have such a URI.
+# A site is ``raafl://FEDERATION/site/SITE``, a server ``raafl://FEDERATION/server``. Certificates of another
+# authority are also accepted if they have such a URI.
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 _SITE = re.compile(rf"raafl://({_NAME})/site/({_NAME})")

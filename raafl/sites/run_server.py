@@ -210,9 +210,8 @@ class RunServer:
         for run in configs(self._folder):
             if run.asked is None:
                 stamp = stamp_of(run.config)
-                if (
-                    self._stamps.get(run.name) != stamp
-                ):  # it counts once it is the same for two looks: it may be half written
+                # a config counts once two looks in a row find it unchanged, since it may be half written
+                if self._stamps.get(run.name) != stamp:
                     self._stamps[run.name] = stamp
                     continue
                 run.ask_first()

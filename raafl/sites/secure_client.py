@@ -78,7 +78,7 @@ class SiteTerms:
     in_rounds: bool = False  # whether all members of a group train from the same version
     # whether all clients of one version and submodel receive the same values, so that they are compared
     names_start: bool = False
-    same_values: bool = False  # whether only members that received the same values are taken to hide this client
+    same_values: bool = False  # whether a sum hides this client only among members that received the same values
 
 
 class MaskedClient(Questions):

@@ -32,7 +32,7 @@ class Executor(ABC):
 
     note: Callable[[str], None] = staticmethod(lambda text: None)  # function that shows a line to the user
     warn: Callable[[str], None] = staticmethod(lambda text: None)  # function that shows a warning; called on any thread
-    # function that writes to the journal which tasks were trained as one batch whose products have bits of their own
+    # function that writes to the journal which tasks were trained as one batch, if this changes the last bits of results
     batch_trained: Callable[[Sequence[int]], None] = staticmethod(lambda assignments: None)
     # number of results after which the run ends if none is refused, so that more tasks are not trained in
     # advance; None = unknown

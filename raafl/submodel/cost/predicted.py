@@ -363,7 +363,7 @@ class _Run:
         self._optimise_again()
 
     def _configure(self) -> None:
-        if not self.trains:  # nothing trains, or the method updates by itself; optimizers refuse an empty list
+        if not self.trains:  # no parameter is trained, or only by the method; optimizers refuse an empty list
             self.optimizers: list[Optimizer] = [_no_optimiser()]
             return
         self.optimizers = _optimizers(self.module.configure_optimizers())

@@ -186,7 +186,7 @@ class ResumableConnection(Connection):
                 self._repeat()
 
     def _received(self, pair: TcpConnection, expect: Expect, left_s: float, finite: bool) -> Message:
-        # the deadline was for the message's beginning: the rest of a broken-off message has the timeout of one piece
+        # the deadline is for the start of a message; the rest of an interrupted one has the timeout of a single piece
         left_s = max(left_s, 1e-3 if pair.partial is None else pair.timeout_s)
         try:
             message = pair.recv(expect, left_s, finite=finite)

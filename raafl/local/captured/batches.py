@@ -22,11 +22,12 @@ from raafl.local.trainable import TrainableSubmodel
 
 if TYPE_CHECKING:
     from raafl.local.stacked.mode import Batch
-    from raafl.local.stacked.steps import Steps
 
 
 class BatchGraphs:
     """Graphs of the steps of a number of clients in one submodel's module, and the memory at fixed addresses that they share.
+
+    `steps` of its methods is a `raafl.local.stacked.steps.Steps`.
 
     Attributes:
         built: module of the submodel.
@@ -75,7 +76,7 @@ class BatchGraphs:
         self.used.clear()
         return self._optimizer
 
-    def run(self, steps: Steps, optimizer: Optimizer, batch: Batch, index: int) -> None:
+    def run(self, steps: Any, optimizer: Optimizer, batch: Batch, index: int) -> None:
         """Make one step of all clients: eagerly at first, then by its graph."""
         if batch.num != self._num or len(batch.kinds) > 1:
             self._eager(steps, optimizer, batch, index)
@@ -100,12 +101,12 @@ class BatchGraphs:
             steps.seen[kind].update(clients)
         self._replay(steps, optimizer, step)
 
-    def _eager(self, steps: Steps, optimizer: Optimizer, batch: Any, index: int) -> None:
+    def _eager(self, steps: Any, optimizer: Optimizer, batch: Any, index: int) -> None:
         steps.make_step(optimizer, batch, index)
         self._is_bound = False
         self.num_eager += 1
 
-    def _warm_up(self, steps: Steps, optimizer: Optimizer, step: Step, index: int, *, tries: bool) -> None:
+    def _warm_up(self, steps: Any, optimizer: Optimizer, step: Step, index: int, *, tries: bool) -> None:
         """Make a step eagerly where waiting for the GPU is an error.
 
         `tries`: whether it is the first of its shape, in which products are compared, which waits.
@@ -119,7 +120,7 @@ class BatchGraphs:
         if any(isinstance(state, Tensor) for state in steps.states):
             raise NotCapturable("clients draw random numbers of their own")
 
-    def _capture(self, steps: Steps, optimizer: Optimizer, step: Step, index: int) -> None:
+    def _capture(self, steps: Any, optimizer: Optimizer, step: Step, index: int) -> None:
         """Record a step as a graph; this computes nothing, and leaves Python's side as before it."""
         self._num_captures += 1
         if self._num_captures > bounds.MOST_GRAPHS and self._num_replays < bounds.LEAST_REPLAYS * self._num_captures:
@@ -146,7 +147,7 @@ class BatchGraphs:
             self._state.bind(optimizer)
             self._is_bound = True
 
-    def _replay(self, steps: Steps, optimizer: Optimizer, step: Step) -> None:
+    def _replay(self, steps: Any, optimizer: Optimizer, step: Step) -> None:
         """Make a step by its graph, and count on Python's side what it has done."""
         assert step.graph is not None
         self.rates.refresh(optimizer)

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from model_zoo.metrics import MacroF1, Perplexity
 from raafl.algorithms import ALGORITHMS
 from raafl.errors import TaskFailed
-from raafl.local.evaluate import Evaluator
 from raafl.runtime.executors import batched as cohorts_module
+from raafl.runtime.executors import ranks as ranks_module
 from raafl.runtime.executors.ranks import RankExecutor, Shared
 from raafl.runtime.run import simulate
 from tests.conformance import executors
@@ -174,7 +174,7 @@ SHARED = {Measured: True, Drawing: False, Counting: False, Worded: False, Ended:
 @pytest.mark.parametrize("make", SHARED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_evaluation_has_the_bits_of_one_process(monkeypatch, kind, make):
-    added, (add, measure) = [], (Evaluator.add, Shared.measure)
+    added, (add, measure) = [], (ranks_module.add, Shared.measure)
 
     def others_first(self):
         with self._changed:
@@ -182,7 +182,7 @@ def test_an_evaluation_has_the_bits_of_one_process(monkeypatch, kind, make):
         return measure(self)
 
     monkeypatch.setattr(Shared, "measure", others_first)
-    monkeypatch.setattr(Evaluator, "add", lambda self, noted: added.append(noted) or add(self, noted))
+    monkeypatch.setattr(ranks_module, "add", lambda own, noted: added.append(noted) or add(own, noted))
     data, bench = clients(), Bench.of(make)
     with kind(bench, data, 3) as executor:
         one, other = evaluator_of(bench), evaluator_of(bench)

@@ -19,6 +19,7 @@ from raafl.transport import Kind, Message, PeerLost, Refused
 from raafl.transport.tcp.handover import inherited_socket
 from raafl.transport.tcp.listener import Listener, TokenBucket, connect
 from tests.helpers.certificates import federation
+from tests.helpers.forked_command import wait_for
 from tests.helpers.refusals import refuses
 
 CONFIG = """
@@ -144,7 +145,7 @@ def test_a_client_is_led_to_the_run_that_it_asks_for(server):
         watched = set(server._loop._watches)
         with call(server, "two") as pair:
             pair.send(Message(Kind.CONFIG))
-            (theirs, peer), *_ = at_two
+            (theirs, peer), *_ = wait_for(lambda: at_two, "the connection")
             assert server._loop._watches.keys() <= watched, (
                 "a socket that is another process's would wake this one for ever"
             )

@@ -20,11 +20,11 @@ from benchmarks.common import Row, main
 from raafl.config.parse import parse
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import Assignment, derive_seed
-from raafl.local.failure import attempt
 from raafl.runfolder import journal
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import JournalRow
 from raafl.runtime.client.setup import ClientSetup
+from raafl.runtime.executors.base import attempt
 from raafl.runtime.setup import build
 from raafl.sites.receipts import SiteReceipts, receipt_of, retrain
 from raafl.submodel import FULL

@@ -10,7 +10,7 @@ from raafl.algorithms import fed_raa
 from raafl.compression.plan import Compress
 from raafl.core.algorithm import Training
 from raafl.core.types import OUT_OF_MEMORY
-from raafl.local.failure import is_out_of_memory
+from raafl.runtime.executors.base import is_out_of_memory
 from raafl.runtime.setup import load_data
 from tests.helpers.small_runs import equal_replay, experiment, finish
 

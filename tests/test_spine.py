@@ -58,7 +58,7 @@ ROOMS_OF_RUNS = {
 """Options of a run, and the rooms that they enter."""
 
 
-MOST_MODULES, MOST_LINES = 87, 17_800
+MOST_MODULES, MOST_LINES = 86, 17_710
 """What the spine may have: what a run does not need goes to a room, so that these numbers only fall."""
 
 
@@ -209,6 +209,7 @@ OF_PROCESSES = {
     "compression",
     "configs of others",
     "devices in files",
+    "failures",
     "other commands",
     "processes of a client",
     "sessions",

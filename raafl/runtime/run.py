@@ -15,7 +15,6 @@ from raafl.core.hooks import HookList, RunHooks
 from raafl.core.types import Assignment, Update, Warn
 from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
 from raafl.local.evaluate import MAX_LOGGED, Evaluator
-from raafl.local.failure import leave_traceback
 from raafl.rules import Rules
 from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.record import RunRecord
@@ -286,7 +285,11 @@ class Run:
         failures = (observer.failure for observer in self.observers)
         summary["finished"] = reason = next((failure for failure in failures if failure is not None), reason)
         failed = self.observer.error
-        traceback = None if failed is None else leave_traceback(self.folder, reason, failed)
+        traceback = None
+        if failed is not None:
+            from raafl.local.failure import leave_traceback
+
+            traceback = leave_traceback(self.folder, reason, failed)
         self.hooks.publish(told)
         if traceback is not None:
             summary["traceback"] = traceback

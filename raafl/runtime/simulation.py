@@ -34,9 +34,8 @@ from raafl.core.types import (
     Work,
 )
 from raafl.devices.profiles import TaskTime
-from raafl.errors import USER_ERRORS, BadInput, CodeFailed, TaskFailed
+from raafl.errors import USER_ERRORS, BadInput, TaskFailed
 from raafl.local.evaluate import Evaluator
-from raafl.local.failure import measuring, of_server
 from raafl.log import Notices
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver, snapshots_of
@@ -336,6 +335,8 @@ class Simulation(Driver):
         if isinstance(error, BadInput):
             raise error
         self._has_raised = True
+        from raafl.local.failure import of_server
+
         self.error = self.error or of_server(error, client)
 
     def _checkpoint(self) -> None:
@@ -391,10 +392,11 @@ class Simulation(Driver):
     def _measure(self, version: int, now: float) -> None:
         assert self.evaluator is not None
         try:
-            with measuring(version):
-                measured = self.executor.evaluate(self.evaluator, self.coordinator.state.values, version)
-        except CodeFailed as failed:
-            self.error = failed
+            measured = self.executor.evaluate(self.evaluator, self.coordinator.state.values, version)
+        except USER_ERRORS as error:
+            from raafl.local.failure import of_evaluation
+
+            self.error = of_evaluation(error, version)
             return
         self.hooks.on_values(version, measured, self.coordinator.state.values)
         if self._measured(version, now, measured) and self.coordinator.finished is None:

@@ -27,7 +27,6 @@ from raafl.atomic_file import atomic_file, state_folder
 from raafl.core.saving import assignment_from_json, assignment_to_json
 from raafl.core.types import Assignment
 from raafl.errors import BadInput, TaskFailed
-from raafl.local.failure import attempt
 from raafl.local.train import LocalTrainer
 from raafl.runfolder.append_file import AppendFile, complete_rows, to_json
 from raafl.runfolder.books import Books
@@ -37,6 +36,7 @@ from raafl.runfolder.schema import CONFIG, JournalRow
 from raafl.runfolder.seals import Signer, is_signed
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.client.worker import Client, ClientExtension, Work
+from raafl.runtime.executors.base import attempt
 from raafl.runtime.lifecycle.environment import conditions, differences
 from raafl.runtime.protocol import SignedHead
 from raafl.submodel import FlatTensors, Layout, SpecError

@@ -11,10 +11,10 @@ from raafl.data.federated import ClientData
 from raafl.errors import BadInput, GpuLost, InvalidPayload, TaskFailed
 from raafl.local.context import TaskContext
 from raafl.local.evaluate import peak_bytes
-from raafl.local.failure import attempt
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.client.worker import Arrival, Client, ClientExtension, Item, Work
 from raafl.runtime.early import begins_alike, expected_next
+from raafl.runtime.executors.base import attempt
 from raafl.submodel import FlatTensors
 
 

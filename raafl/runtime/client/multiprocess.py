@@ -32,8 +32,8 @@ from raafl.core.types import Assignment
 from raafl.errors import BadInput, RunFailed
 from raafl.local.client_group import ClientProcesses, ShardedProcesses, Shards, num_processes, problem
 from raafl.local.context import TaskContext
-from raafl.local.failure import attempt
 from raafl.local.train import Stopped
+from raafl.runtime.executors.base import attempt
 from raafl.runtime.identity import Difference, Identity, agree
 from raafl.runtime.protocol import Assign, Config, Hello, no_tensors
 from raafl.submodel import FlatTensors

@@ -22,10 +22,10 @@ from raafl.errors import InvalidPayload, RunFailed, TaskFailed
 from raafl.local.client_group import ClientProcesses
 from raafl.local.context import TaskContext
 from raafl.local.evaluate import PEAK, left_out, logged_not_finite, peak_bytes
-from raafl.local.failure import attempt
 from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.log import warn_once
+from raafl.runtime.executors.base import attempt
 from raafl.runtime.extensions import extension
 from raafl.runtime.identity import Identity
 from raafl.runtime.protocol import Answer, Assign, Failed, Hello, Reason, SignedHead, Welcome

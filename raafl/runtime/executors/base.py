@@ -6,17 +6,23 @@ changes nothing but the time. Every process computes with the same number of thr
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
-from raafl.core.types import Assignment, Update
+import torch
+
+from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
+from raafl.errors import USER_ERRORS, BadInput, TaskFailed
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluate import Evaluator
-from raafl.local.failure import attempt
-from raafl.local.train import LocalTrainer
-from raafl.submodel import FlatTensors, Spec
+from raafl.local.train import LocalTrainer, Stopped
+from raafl.submodel import FlatTensors, Layout, Spec
+
+# texts of a plain RuntimeError that mean out of memory
+_NO_MEMORY: Final = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
 
 Like = tuple[Spec, int | None, int | None]
 """Key that tasks share which can be trained together."""
@@ -163,3 +169,44 @@ def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "by_the_loop": list(reasons),
         **({"mode": "fast"} if any("mode" in one for one in found) else {}),
     }
+
+
+def attempt(
+    trainer: LocalTrainer, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext = ALONE
+) -> Update:
+    """Train a task and return its update. If memory runs out, free it, and return an empty update that says so.
+
+    Raises:
+        TaskFailed: the user's code, or a library that it calls, raised an error.
+        GpuLost: the GPU had an error from which it cannot recover.
+        BadInput: see `LocalTrainer.run`.
+        Stopped: see `LocalTrainer.run`.
+    """
+    try:
+        return trainer.run(assignment, received, data, context)
+    except (BadInput, Stopped, TaskFailed):
+        raise
+    except USER_ERRORS as error:
+        # the other processes of the client wait for this one, so one process alone cannot refuse the task
+        if context.process_group is not None:
+            context.process_group.failed()
+        if context.process_group is not None or not is_out_of_memory(error):
+            from raafl.local import failure
+
+            raise failure.of_task(trainer.fabric.device, assignment, context, error) from error
+        traceback.clear_frames(error.__traceback__)  # the frames hold the task's tensors
+    trainer.release()
+    return unanswered(assignment, OUT_OF_MEMORY)
+
+
+def unanswered(assignment: Assignment, refusal: str) -> Update:
+    """Return an empty update, which tells the server why the client has not done a task."""
+    nothing = FlatTensors.empty(Layout(()))
+    return Update(assignment.id, assignment.client, assignment.incarnation, nothing, 0, refusal=refusal)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Check whether ``error`` means that the memory of the machine or of a GPU ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)

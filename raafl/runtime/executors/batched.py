@@ -27,11 +27,10 @@ from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import USER_ERRORS, TaskFailed, format_error
 from raafl.local.context import ALONE, TaskContext
-from raafl.local.failure import attempt, is_out_of_memory
 from raafl.local.stacked import CohortTrainer, Member, Parted, Trained, Unstackable
 from raafl.local.train import LocalTrainer
 from raafl.rng import generators, same_generators
-from raafl.runtime.executors.base import Executor, Like, entries_of, kind_of
+from raafl.runtime.executors.base import Executor, Like, attempt, entries_of, is_out_of_memory, kind_of
 from raafl.submodel import FULL, FlatTensors, Spec
 
 MOST = 128

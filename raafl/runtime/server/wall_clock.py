@@ -22,7 +22,7 @@ from raafl.core.snapshots import Snapshots
 from raafl.core.types import ERROR, RESTART, Arrived, Assignment, Event, Joined, Lost, Stop, Timer
 from raafl.errors import USER_ERRORS, CodeFailed, TaskFailed, format_error
 from raafl.local.evaluate import Evaluator
-from raafl.local.failure import leave_traceback, measuring, of_server
+from raafl.local.failure import leave_traceback, of_evaluation, of_server
 from raafl.log import Notices
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver
@@ -484,13 +484,12 @@ class SnapshotEvaluator(threading.Thread):
                 version, at_s, snapshot = self._next
                 self._next = None
             try:
-                with measuring(version):
-                    metrics = self._evaluator(snapshot, version)
-                    # called here, so that its errors end the run and not only this thread
-                    self._on_values(version, metrics, snapshot)
-            except CodeFailed as failed:
+                metrics = self._evaluator(snapshot, version)
+                # called here, so that its errors end the run and not only this thread
+                self._on_values(version, metrics, snapshot)
+            except USER_ERRORS as error:
                 with self._changed:
-                    self.failure = failed
+                    self.failure = of_evaluation(error, version)
                 return
             with self._changed:  # not held during an evaluation, since the run's loop must never wait for one
                 self._done.append((version, at_s, metrics))

@@ -51,8 +51,8 @@ ROOMS_OF_RUNS = {
     "--keep_best loss": ("best checkpoint",),
     "--logger csv": ("loggers",),
     "--monitor 127.0.0.1:0": ("monitoring",),
-    "--batch_clients 4": ("batches of clients", "masked loss"),
-    "--workers 2": ("processes of a simulation", "sessions"),
+    "--batch_clients 4": ("Lightning's hooks", "batches of clients", "masked loss"),
+    "--workers 2": ("devices in files", "processes of a simulation", "sessions"),
     "--submodels.batch_norm static": ("static batch norm",),
 }
 """Options of a run, and the rooms that they enter."""

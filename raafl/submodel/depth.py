@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput, fraction, nearest
-from raafl.submodel.cut.layers import TORCHVISION, hugging_face, type_names
 from raafl.submodel.cut.shrink import StandIn
+from raafl.submodel.cut.sizes import TORCHVISION, hugging_face, type_names
 from raafl.submodel.declared import Stack, declarations, find_stacks, within
 from raafl.submodel.spec import Spec, SpecError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from raafl.submodel.cut.layers import resizes, type_names
+from raafl.submodel.cut.sizes import resizes, type_names
 from raafl.submodel.spec import Axis, Member
 
 _LORA = "peft.tuners.lora.layer.LoraLayer"

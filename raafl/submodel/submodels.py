@@ -19,7 +19,7 @@ from raafl.submodel.cut.layers import persistent_buffers, without_values
 from raafl.submodel.declared import Exit, Stack, absent, check_names, find_exits, find_stacks, stand_ins, within
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout, is_merged
-from raafl.submodel.spec import FULL, Axis, AxisTable, Runs, Spec, SpecError, declared_axes, without_overlaps
+from raafl.submodel.spec import FULL, Axis, AxisTable, Runs, Spec, SpecError
 
 if TYPE_CHECKING:
     from raafl.submodel.cost import Cost, Method
@@ -81,8 +81,8 @@ class Submodels:
     An axis is a group of tensor dimensions that shrink together. A module may declare its structure by methods that
     return plain data, without importing raafl:
 
-    - ``submodel_axes()``: axes and their tensor dimensions, see `declared_axes`. Without it, axes are found by
-      following a training step, see `discover_axes`.
+    - ``submodel_axes()``: axes and their tensor dimensions, see `declared_axes` in `raafl.submodel.find.discover`.
+      Without it, axes are found by following a training step, see `discover_axes`.
     - ``submodel_blocks()``: paths of lists whose blocks may be left out; the forward must loop over them.
     - ``submodel_exits()``: output heads after some blocks, see `find_exits`.
     - ``submodel_resize(counts)``: called on a small copy of any submodule with the number of kept units of each axis
@@ -150,10 +150,11 @@ class Submodels:
         shapes = {name: tuple(tensor.shape) for name, tensor in {**self._parameters, **self._buffers}.items()}
         for name, buffer in self.module.named_buffers():
             shapes.setdefault(name, tuple(buffer.shape))
+        from raafl.submodel.find.discover import declared_axes, discover_axes, without_overlaps
+
         declare = getattr(self.module, "submodel_axes", None)
         if declare is not None:
             return AxisTable(declared_axes(declare(), shapes, self.aliases), shapes)
-        from raafl.submodel.find.discover import discover_axes
 
         options = {"residual_width": self.residual_width, "only_ranks": self.only_ranks}
         found = discover_axes(self.module, self.example_batch, shapes, self.aliases, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from raafl.submodel.cut.layers import TORCHVISION, hugging_face, is_packaged, type_names
+from raafl.submodel.cut.sizes import TORCHVISION, hugging_face, is_packaged, type_names
 
 
 def test_names_of_types_of_transformers():

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raafl.errors import BadInput
-from raafl.submodel.cut.layers import adopt, copy_structure, produces, resize, resizes, select
-from raafl.submodel.cut.sizes import Sizes
+from raafl.submodel.cut.layers import copy_structure, select
+from raafl.submodel.cut.sizes import Sizes, adopt, produces, resize, resizes
 from raafl.submodel.declared import above
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.spec import Runs

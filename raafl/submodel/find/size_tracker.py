@@ -36,7 +36,7 @@ NUMBERS = frozenset({"mul", "rmul", "imul", "div", "truediv", "rtruediv", "itrue
 """Functions of torch that use a size as an ordinary number, not as a dimension; names without underscores."""
 
 ALONE = (nn.MultiheadAttention, nn.RNNBase)
-"""Layers whose sizes follow from their tensors by rules of their own (`raafl.submodel.cut.layers`)."""
+"""Layers whose sizes follow from their tensors by rules of their own (`raafl.submodel.cut.sizes`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from raafl.submodel.cut.layers import RESIZES
+from raafl.submodel.cut.sizes import RESIZES
 from raafl.submodel.depth import TAILS
 from raafl.submodel.find.discover import WHOLE_LAYERS
 from tests.habits.source import ROOT
@@ -22,7 +22,7 @@ def test_types_of_other_packages_are_named_in_tables_alone():
         for path in FOLDER.rglob("*.py")
         if re.search(r"modeling_\w+\.[A-Z]|\.vision_transformer\.[A-Z]|modeling_\{", path.read_text())
     }
-    assert named == {"depth.py", "layers.py"}
+    assert named == {"depth.py", "sizes.py"}
 
 
 @pytest.mark.parametrize("package", ["transformers", "torchvision"])

@@ -91,7 +91,9 @@ class Run:
                 parts, look, self.saved_form, self.first_metrics, is_new=saved is None
             )
             if saved is not None:
-                self._go_on(saved)
+                from raafl.runtime.lifecycle.resume import go_on
+
+                go_on(self, saved)
             else:
                 self._begin(config_yaml, self.first_metrics)
             self.record.figures.logged.expect(look.logged[:MAX_LOGGED])
@@ -117,7 +119,8 @@ class Run:
         # for a URL, the run writes to a local folder that is copied there
         return default_run_folder(name) if output is None or is_url(output) else Path(output)
 
-    def _figures(self) -> RunStatistics:
+    def figures(self) -> RunStatistics:
+        """Return new statistics of the run, as yet without a task."""
         fleet, tokens = self.parts.coordinator.fleet, self.parts.data.tokens_per_sample()
 
         def num_tokens(task: Assignment, update: Update) -> float:
@@ -135,64 +138,25 @@ class Run:
         self.folder = self._name_folder(None)  # chosen again, since another run may have taken the name meanwhile
         check_space(self.folder, state.values.num_bytes, experiment.keep_checkpoints)
         try:
-            self._writer = RunFolder(self.folder, config_yaml, self.progress.warn)
+            self.writer = RunFolder(self.folder, config_yaml, self.progress.warn)
         except OSError as error:
             raise BadInput(f"output is '{self.folder}', which cannot be created ({error}): name another") from error
-        self._writer.signer = self.signer
+        self.writer.signer = self.signer
         from raafl.config.own_runs import remember
 
         remember(config_yaml, self.folder)
-        self.progress.follow(self._writer)
-        self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
+        self.progress.follow(self.writer)
+        self.record = RunRecord(self.writer, experiment.targets(), figures=self.figures())
         self.record.due(0, 0.0, self.parts.coordinator.algorithm.merge.figures(state))
         self.record.evaluated(0, 0.0, metrics)
 
-    def _go_on(self, saved: SavedRun) -> None:
-        """Restore the state of a checkpoint; rows that the run wrote after it are marked as rolled back."""
-        from raafl.runfolder.books import check_books
-        from raafl.runtime.lifecycle import resume
-
-        coordinator, section = self.parts.coordinator, saved.section
-        resume.check_limits(saved, coordinator.limits)
-        try:
-            # checked now, since new seals would hide later changes to sealed files
-            altered = check_books(self.folder).findings
-            with resume.restoring(saved):
-                mended = resume.mend(saved)
-            self._writer = RunFolder.reopen(self.folder, self.progress.warn)
-            self._writer.signer = self.signer
-        except OSError as error:
-            raise BadInput(f"resume is '{self.folder}', where writing fails ({error}): make it writable") from error
-        self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
-        with resume.restoring(saved), self.norms.untouched(coordinator.state.values):
-            resume.resume(saved, mended, coordinator, self.record)
-            self.evaluator.revive(section.get("metrics", {}))  # checkpoints of earlier versions have no "metrics"
-        if altered:
-            self.progress.warn(f"the books of the run were altered before it was resumed: {'; '.join(altered[:5])}")
-        # sealed before any row is added: if killed in between, a finished run would seem to have an extra row
-        self._writer.seal(self._writer.sealed(), coordinator.state.version, [CONFIG], altered=altered)
-        if mended.num_missing:
-            self._writer.gap(mended.num_missing)
-            self.progress.warn(resume.missing(self.folder, mended.num_missing))
-        row: JournalRow = {
-            "time_s": section["clock"]["now"],
-            "event": "resumed",
-            "kept": self.record.num_events,
-            "last_id": coordinator.roster.last_id,
-            "version": coordinator.state.version,
-            "goals": self._goals().to_json(),
-            "restarted": saved.restarts,
-            "start": self._start(),
-        }
-        self._writer.event(row)
-        self.progress.follow(self._writer, self.folder)
-        self.progress.note(f"resumed from version {coordinator.state.version}; {mended.num_lost} later tasks are lost")
-
-    def _start(self) -> dict[str, Any]:
+    def limits(self) -> dict[str, Any]:
+        """Return the limits of the start that the journal has."""
         limits = self.parts.coordinator.limits
         return {"min_clients": limits.min_clients, "count_lost": limits.count_lost}
 
-    def _goals(self) -> Goals:
+    def goals(self) -> Goals:
+        """Return when the run ends."""
         from raafl.config.targets import Goals
 
         limits = self.parts.coordinator.limits
@@ -223,17 +187,17 @@ class Run:
             "event": "run",
             "runtime": self.runtime,
             "conditions": conditions(experiment, trains=self.runtime == "simulated"),
-            "start": self._start(),
+            "start": self.limits(),
             "title": title,
-            "goals": self._goals().to_json(),
+            "goals": self.goals().to_json(),
             "guard": {"max_norm_ratio": max_norm_ratio(experiment)},
         }
         if experiment.algorithm.chosen is not None:
             row["chosen"] = {name: value for name, value in experiment.algorithm.chosen.items() if name != TRIALS_S}
         if experiment.batch_clients == "fast" and self.runtime == "simulated":
             row["batches"] = "fast"
-        self._writer.event(row)
-        self._writer.seal(self._writer.sealed(), 0, [CONFIG])
+        self.writer.event(row)
+        self.writer.seal(self.writer.sealed(), 0, [CONFIG])
         self.record.restart_clock()
         self.hooks.start()
 
@@ -293,8 +257,8 @@ class Run:
         self.hooks.publish(told)
         if traceback is not None:
             summary["traceback"] = traceback
-        self._writer.finish(summary, self.saver.num_failed, self.progress.warnings)
-        self._writer.seal(self._writer.sealed(), coordinator.state.version, [], final=True)
+        self.writer.finish(summary, self.saver.num_failed, self.progress.warnings)
+        self.writer.seal(self.writer.sealed(), coordinator.state.version, [], final=True)
         self.hooks.written()
         return told
 
@@ -326,7 +290,7 @@ class Run:
         """Restore the terminal, end the checkpoint thread and write the remaining rows; needed whether or not the run failed."""
         self.progress.stop()
         self.saver.close()  # first, since the saver seals the files that it writes
-        self._writer.close()
+        self.writer.close()
         self.hooks.close()
         self._interrupt.__exit__(None, None, None)
 
@@ -391,12 +355,7 @@ def simulate(
         raise BadInput(NO_SERVER_ABOVE)
     with opened(experiment.resume, "simulated") as saved, ExitStack() as stack:
         if saved is not None:
-            from raafl.runfolder.events import JournalReader
-            from raafl.runtime.lifecycle.environment import same_mode
-
-            same_mode(
-                experiment, next(JournalReader(saved.folder).written(), JournalRow()), f"resume: '{saved.folder}'"
-            )
+            saved.check_mode(experiment)
         parts = build(experiment, pace=False)
         executor = make_executor(parts, experiment.workers, ranks=transport is not None)
         stack.callback(executor.close)

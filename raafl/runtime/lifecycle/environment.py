@@ -10,9 +10,7 @@ import torch
 
 from raafl._version import __version__
 from raafl.config.experiment import Experiment
-from raafl.errors import BadInput
 from raafl.local.numerics import precision_of, tf32
-from raafl.runfolder.schema import JournalRow
 
 
 def conditions(experiment: Experiment, *, trains: bool = True) -> dict[str, Any]:
@@ -59,17 +57,3 @@ def differences(recorded: dict[str, Any], here: dict[str, Any]) -> list[str]:
         for name, value in here.items()
         if recorded.get(name, value) != value
     ]
-
-
-def same_mode(experiment: Experiment, begun: JournalRow, what: str) -> None:
-    """Raise `BadInput` if a config batches clients in another mode than the simulated run that the journal records.
-
-    `begun`: first row of the journal.
-    """
-    recorded, given = begun.get("batches") == "fast", experiment.batch_clients == "fast"
-    if recorded != given and begun.get("runtime") == "simulated":
-        mode = "fast" if recorded else "another than fast"
-        raise BadInput(
-            f"batch_clients is {experiment.batch_clients}, but {what} was run with {mode}, which gives other bits: give "
-            f"{'fast' if recorded else 'the one in its config.yaml'}"
-        )

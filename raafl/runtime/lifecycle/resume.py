@@ -23,15 +23,17 @@ from raafl.errors import BadInput, RunFailed
 from raafl.runfolder import checkpoint_reader
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.append_file import read_table, write_table
+from raafl.runfolder.books import check_books
 from raafl.runfolder.events import JournalReader
-from raafl.runfolder.journal import FolderLock
+from raafl.runfolder.journal import FolderLock, RunFolder
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.schema import CLIENTS, JOURNAL, LOST_AT_RESTART, MERGED, METRICS, JournalRow
+from raafl.runfolder.schema import CLIENTS, CONFIG, JOURNAL, LOST_AT_RESTART, MERGED, METRICS, JournalRow
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout
 
 if TYPE_CHECKING:
     from raafl.config.experiment import Experiment
+    from raafl.runtime.run import Run
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class SavedRun:
     def restarts(self) -> bool:
         """Whether clients must join again after resuming, as in a run on the wall clock."""
         return bool(self.section["runtime"] != "simulated")
+
+    def check_mode(self, experiment: Experiment) -> None:
+        """Raise `BadInput` if a config batches clients in another mode than this run did."""
+        same_mode(experiment, next(JournalReader(self.folder).written(), JournalRow()), f"resume: '{self.folder}'")
 
     def values(self, layout: Layout) -> FlatTensors:
         """Return the values of the global model in the checkpoint as flat tensors, arranged as ``layout`` says."""
@@ -169,6 +175,20 @@ def check_limits(saved: SavedRun, limits: Limits) -> None:
         )
 
 
+def same_mode(experiment: Experiment, begun: JournalRow, what: str) -> None:
+    """Raise `BadInput` if a config batches clients in another mode than the simulated run that the journal records.
+
+    `begun`: first row of the journal.
+    """
+    recorded, given = begun.get("batches") == "fast", experiment.batch_clients == "fast"
+    if recorded != given and begun.get("runtime") == "simulated":
+        mode = "fast" if recorded else "another than fast"
+        raise BadInput(
+            f"batch_clients is {experiment.batch_clients}, but {what} was run with {mode}, which gives other bits: give "
+            f"{'fast' if recorded else 'the one in its config.yaml'}"
+        )
+
+
 def after_restart(experiment: Experiment) -> Experiment:
     """If torchrun has restarted the ranks, return ``experiment`` changed so that it resumes the previous attempt.
 
@@ -257,6 +277,45 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
     coordinator.algorithm.merge.on_rollback(coordinator.state, mended.merged)
     record.lose(mended.num_lost)
     coordinator.restart()
+
+
+def go_on(run: Run, saved: SavedRun) -> None:
+    """Restore the state of a checkpoint in a run; rows that it wrote after the checkpoint are marked as rolled back."""
+    coordinator, section = run.parts.coordinator, saved.section
+    check_limits(saved, coordinator.limits)
+    try:
+        # checked now, since new seals would hide later changes to sealed files
+        altered = check_books(run.folder).findings
+        with restoring(saved):
+            mended = mend(saved)
+        run.writer = RunFolder.reopen(run.folder, run.progress.warn)
+        run.writer.signer = run.signer
+    except OSError as error:
+        raise BadInput(f"resume is '{run.folder}', where writing fails ({error}): make it writable") from error
+    run.record = RunRecord(run.writer, run.parts.experiment.targets(), figures=run.figures())
+    with restoring(saved), run.norms.untouched(coordinator.state.values):
+        resume(saved, mended, coordinator, run.record)
+        run.evaluator.revive(section.get("metrics", {}))  # checkpoints of earlier versions have no "metrics"
+    if altered:
+        run.progress.warn(f"the books of the run were altered before it was resumed: {'; '.join(altered[:5])}")
+    # sealed before any row is added: if killed in between, a finished run would seem to have an extra row
+    run.writer.seal(run.writer.sealed(), coordinator.state.version, [CONFIG], altered=altered)
+    if mended.num_missing:
+        run.writer.gap(mended.num_missing)
+        run.progress.warn(missing(run.folder, mended.num_missing))
+    row: JournalRow = {
+        "time_s": section["clock"]["now"],
+        "event": "resumed",
+        "kept": run.record.num_events,
+        "last_id": coordinator.roster.last_id,
+        "version": coordinator.state.version,
+        "goals": run.goals().to_json(),
+        "restarted": saved.restarts,
+        "start": run.limits(),
+    }
+    run.writer.event(row)
+    run.progress.follow(run.writer, run.folder)
+    run.progress.note(f"resumed from version {coordinator.state.version}; {mended.num_lost} later tasks are lost")
 
 
 def missing(folder: Path, num_events: int) -> str:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from raafl.config.options import MODES, distance, seconds
-from raafl.core.options import CAPTURES, Training
+from raafl.core.options import CAPTURES, FabricOptions, Training
 from raafl.errors import BadInput, installing, nearest, parse_address
 from raafl.rules import CURRENT
 from raafl.sanitize import is_url
+from raafl.units import quantity
 
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
 TRANSPORTS = ("staged", "nccl")
@@ -138,8 +139,6 @@ def problems_of_parts(experiment: Any) -> Iterator[str]:
 def _gpu_problems(experiment: Any) -> Iterator[str]:
     import torch
 
-    from raafl.local.numerics import count_gpus
-
     accelerator, num_gpus = experiment.fabric.accelerator, torch.cuda.device_count()
     if (
         experiment.workers > 1
@@ -153,6 +152,37 @@ def _gpu_problems(experiment: Any) -> Iterator[str]:
     gpu = re.fullmatch(r"cuda(?::(\d{1,3}))?", experiment.server_device)
     if gpu and int(gpu[1] or 0) >= num_gpus:
         yield f"server_device is '{experiment.server_device}', but torch sees {count_gpus()} here: give cpu, or one that is there"
+
+
+def device_problem(options: FabricOptions) -> str | None:
+    """Explain, with a remedy, why the requested device is not available; None = it is."""
+    import torch
+
+    from raafl.local.numerics import device_type
+
+    kind, seen = device_type(options), f"torch sees {count_gpus()} here"
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if not {"cpu": True, "cuda": has_cuda, "mps": has_mps, "gpu": has_cuda or has_mps}.get(kind, True):
+        seen = "torch finds none here" if kind == "mps" else seen
+        return f"fabric.accelerator is '{kind}', but {seen}: give cpu, or auto for a GPU where there is one"
+    if options.device is None:
+        return None
+    if kind == "cpu":
+        remedy = "leave it out, or give fabric.accelerator cuda"
+        return f"fabric.device is {options.device}, the index of a GPU, but steps run on the CPU: {remedy}"
+    num_gpus = torch.cuda.device_count() if has_cuda else 1
+    if 0 <= options.device < num_gpus:
+        return None
+    there = "0" if num_gpus == 1 else f"0 to {num_gpus - 1}"
+    return f"fabric.device is {options.device}, but {seen}: give {there}, or leave it out"
+
+
+def count_gpus() -> str:
+    """Describe in words how many GPUs torch can use."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    return quantity(num_gpus, "GPU") if num_gpus else "no GPU"
 
 
 def _loggers(experiment: Any, *, importing: bool = False) -> None:

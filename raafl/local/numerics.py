@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raafl.units import quantity
-
 if TYPE_CHECKING:
     from raafl.core.options import FabricOptions
 
@@ -37,31 +35,6 @@ def device_type(options: FabricOptions) -> str:
     if options.accelerator != "auto":
         return options.accelerator
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def device_problem(options: FabricOptions) -> str | None:
-    """Explain, with a remedy, why the requested device is not available; None = it is."""
-    kind, seen = device_type(options), f"torch sees {count_gpus()} here"
-    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if not {"cpu": True, "cuda": has_cuda, "mps": has_mps, "gpu": has_cuda or has_mps}.get(kind, True):
-        seen = "torch finds none here" if kind == "mps" else seen
-        return f"fabric.accelerator is '{kind}', but {seen}: give cpu, or auto for a GPU where there is one"
-    if options.device is None:
-        return None
-    if kind == "cpu":
-        remedy = "leave it out, or give fabric.accelerator cuda"
-        return f"fabric.device is {options.device}, the index of a GPU, but steps run on the CPU: {remedy}"
-    num_gpus = torch.cuda.device_count() if has_cuda else 1
-    if 0 <= options.device < num_gpus:
-        return None
-    there = "0" if num_gpus == 1 else f"0 to {num_gpus - 1}"
-    return f"fabric.device is {options.device}, but {seen}: give {there}, or leave it out"
-
-
-def count_gpus() -> str:
-    """Describe in words how many GPUs torch can use."""
-    num_gpus = torch.cuda.device_count()
-    return quantity(num_gpus, "GPU") if num_gpus else "no GPU"
 
 
 def precision_of(options: FabricOptions) -> str:

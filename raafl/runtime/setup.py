@@ -24,7 +24,7 @@ from raafl.data.federated import ClientData, FederatedData
 from raafl.data.loaders import reading
 from raafl.devices.gpus import Place
 from raafl.errors import USER_ERRORS, BadInput, briefly, format_error
-from raafl.local.numerics import device_problem, set_numerics
+from raafl.local.numerics import set_numerics
 from raafl.local.prepare import call_own_train, prepare, start_observers
 from raafl.local.train import LocalTrainer
 from raafl.parts.protect.assembly import sound, with_options
@@ -410,6 +410,8 @@ def own_tests(experiment: Experiment, data: FederatedData) -> OwnTests:
 def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
     """Build the trainer that runs the tasks of an experiment."""
     algorithm = experiment.algorithm
+    from raafl.config.problems import device_problem
+
     if (problem := device_problem(options)) is not None:
         raise BadInput(problem)
     if not Rules(experiment.rules).captures_steps:

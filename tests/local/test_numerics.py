@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from raafl.local.numerics import device_problem, numerics_left, set_numerics, tf32
+from raafl.config.problems import device_problem
+from raafl.local.numerics import numerics_left, set_numerics, tf32
 from raafl.local.train import FabricOptions
 
 

@@ -33,7 +33,6 @@ from raafl.submodel import FlatTensors, Layout
 
 if TYPE_CHECKING:
     from raafl.config.experiment import Experiment
-    from raafl.runtime.run import Run
 
 
 @dataclass(frozen=True)
@@ -279,8 +278,8 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
     coordinator.restart()
 
 
-def go_on(run: Run, saved: SavedRun) -> None:
-    """Restore the state of a checkpoint in a run; rows that it wrote after the checkpoint are marked as rolled back."""
+def go_on(run: Any, saved: SavedRun) -> None:
+    """Restore a `raafl.runtime.run.Run` from a checkpoint; rows that it wrote after that are marked as rolled back."""
     coordinator, section = run.parts.coordinator, saved.section
     check_limits(saved, coordinator.limits)
     try:

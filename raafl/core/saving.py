@@ -38,11 +38,7 @@ _CPU = torch.device("cpu")
 
 
 def to_plain(value: object) -> object:
-    """Convert ``value`` to dicts, lists, numbers, text and tensors; tensors are copied to the CPU.
-
-    Raises:
-        TypeError: ``value`` holds an object of a type that cannot be converted.
-    """
+    """Convert ``value`` to dicts, lists, numbers, text and tensors; tensors are copied to the CPU."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -224,10 +220,7 @@ def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-    """Convert an event to a row of the journal.
-
-    For an update, the row has metadata and a digest of the tensors, not the tensors.
-    """
+    """Convert an event to a row of the journal, which has a digest of an update's tensors in their place."""
     match event:
         case Joined(client):
             return {"event": "joined", **client_to_json(client)}
@@ -284,12 +277,7 @@ def group_from_json(data: Mapping[str, Any]) -> SumGroup | None:
 
 
 def event_from_json(data: Mapping[str, Any]) -> Event:
-    """Restore an event from a row of the journal. `Arrived` cannot be restored, since the journal lacks its tensors.
-
-    Raises:
-        ValueError: the row holds no such event.
-        KeyError: a field is missing.
-    """
+    """Restore an event from a row of the journal, but not an `Arrived`, whose tensors the journal lacks."""
     match data["event"]:
         case "joined":
             return Joined(client_from_json(data))

@@ -38,7 +38,7 @@ def device_type(options: FabricOptions) -> str:
 
 
 def precision_of(options: FabricOptions) -> str:
-    """Return the precision in which this process computes. On a CPU, Lightning uses bf16 in place of 16-mixed."""
+    """Return the precision in which this process computes: on a CPU, Lightning uses bf16 in place of 16-mixed."""
     on_cpu = options.accelerator == "auto" and device_type(options) == "cpu"
     return "bf16-mixed" if on_cpu and options.precision == "16-mixed" else options.precision
 

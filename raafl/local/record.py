@@ -21,11 +21,7 @@ class Latest:
         self._epoch: dict[str, tuple[Any, float]] = {}
 
     def add(self, name: str, value: Any, weight: float, on_step: bool | None, on_epoch: bool | None) -> None:
-        """Record one logged value.
-
-        `on_step`: argument ``on_step`` of Lightning's `log`; None = Lightning's default.
-        `on_epoch`: argument ``on_epoch`` of Lightning's `log`; None = Lightning's default.
-        """
+        """Record one logged value; None of ``on_step`` and ``on_epoch`` is Lightning's default."""
         if not on_epoch:
             self._last[name] = value
             return
@@ -233,11 +229,7 @@ def widened(value: Tensor) -> Tensor:
 
 
 def logged_value(name: str, value: Any) -> Tensor | float:
-    """Convert a logged value to a form that can be added up.
-
-    Raises:
-        BadInput: the value is not a number.
-    """
+    """Convert a logged value to a form that can be added up."""
     if isinstance(value, Tensor):
         return widened(value)
     try:

@@ -111,7 +111,7 @@ class ClockExtension:
 
 
 class Simulation(Driver):
-    """Runtime on a virtual clock. It processes events in the order of (time, priority, sequence number)."""
+    """Runtime on a virtual clock, which processes events in the order of (time, priority, sequence number)."""
 
     def __init__(
         self,
@@ -372,13 +372,7 @@ class Simulation(Driver):
         self.push(at, ARRIVED, due)
 
     def _task_time(self, assignment: Assignment, more_bytes: int, up_from_s: float) -> TaskTime:
-        """Return how long each part of a task takes that is assigned now.
-
-        Args:
-            assignment: assignment of the task.
-            more_bytes: number of bytes sent to the client beyond the prediction.
-            up_from_s: time before which the client's uplink is not free.
-        """
+        """Return how long each part of a task takes that is assigned now; its client's uplink is free from ``up_from_s`` on."""
         fleet = self.coordinator.fleet
         client = self.coordinator.roster.clients[assignment.client]
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)

@@ -69,11 +69,7 @@ class Executor(ABC):
 
     @abstractmethod
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
-        """Return the trained update of a task; its tensors are valid until the next call of any method.
-
-        Raises:
-            TaskFailed: the user's code failed in the task.
-        """
+        """Return the trained update of a task; its tensors are valid until the next call of any method."""
 
     @abstractmethod
     def cancel(self, assignment_id: int) -> None:
@@ -84,10 +80,7 @@ class Executor(ABC):
         return evaluator(values, version)
 
     def counted(self) -> dict[str, Any]:
-        """Return statistics on how many tasks were trained as batches; empty if all are trained one by one.
-
-        `summed` combines the statistics of several processes.
-        """
+        """Return statistics on how many tasks were trained as batches; empty if all are trained one by one."""
         return {}
 
     def report(self) -> dict[str, Any]:
@@ -148,11 +141,7 @@ def entries_of(trainer: LocalTrainer) -> dict[str, Any]:
 
 
 def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the statistics of several processes on how many tasks were trained as batches.
-
-    Returns:
-        Entry for the run's summary; empty if no process has statistics.
-    """
+    """Combine the statistics of several processes on how many tasks were trained as batches."""
     found = [one for one in counts if one]
     if not found:
         return {}
@@ -174,14 +163,7 @@ def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def attempt(
     trainer: LocalTrainer, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext = ALONE
 ) -> Update:
-    """Train a task and return its update. If memory runs out, free it, and return an empty update that says so.
-
-    Raises:
-        TaskFailed: the user's code, or a library that it calls, raised an error.
-        GpuLost: the GPU had an error from which it cannot recover.
-        BadInput: see `LocalTrainer.run`.
-        Stopped: see `LocalTrainer.run`.
-    """
+    """Train a task and return its update; if memory runs out, free it, and return an empty update that says so."""
     try:
         return trainer.run(assignment, received, data, context)
     except (BadInput, Stopped, TaskFailed):

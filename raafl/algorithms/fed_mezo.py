@@ -75,7 +75,7 @@ from raafl.module_hooks import STEP_HOOKS
 from raafl.parts.merge.mean import CHUNK, chunks, zeros_like
 from raafl.parts.merge.wrapped import WrappedSelect
 from raafl.parts.trigger import all_or_each
-from raafl.submodel.batch_norm import statistics_of
+from raafl.submodel.cut.layers import statistics_of
 from raafl.submodel.flat import reals, wide_dtype
 
 

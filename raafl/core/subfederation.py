@@ -23,7 +23,6 @@ from raafl.core.state import GlobalState
 from raafl.core.types import NUM_TESTED, Assignment, ClientInfo, Contribution, Received, Settled, Update, Work
 from raafl.devices.profiles import Profile
 from raafl.submodel import FULL, FlatTensors, Spec, SpecError, Submodels
-from raafl.submodel.batch_norm import Pooling
 
 SIMULATED = "subfederations.size"
 """Setting by which a simulated run has subfederations."""
@@ -320,7 +319,7 @@ class TaskBelow:
         """
         contributions = self.contributions(num_merges)
         tensors = submodels.plan(assignment.spec).gather(values)
-        pooling = Pooling.of(submodels.module, submodels.batch_norm)
+        pooling = submodels.pooling()
         with nullcontext() if pooling is None else pooling.as_sent(tensors):
             if sends == "delta":
                 for dtype, buffer in tensors.buffers.items():

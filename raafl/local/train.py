@@ -29,7 +29,7 @@ from raafl.local.trainable import TrainableSubmodel
 from raafl.module_hooks import backward, step, step_scheduler, zero_grad
 from raafl.rng import RngStream, current, seed_everything
 from raafl.submodel import FlatTensors, Spec, Submodels
-from raafl.submodel.batch_norm import Pooling, statistics_of
+from raafl.submodel.cut.layers import statistics_of
 
 if TYPE_CHECKING:
     from raafl.local.client_group import Shards
@@ -98,7 +98,7 @@ class LocalTrainer:
         self._strategy = self.fabric.strategy
         self.shards: Shards | None = None
         self.payload = local.payload(submodels)
-        self._pooling = Pooling.of(submodels.module, submodels.batch_norm) if pools else None
+        self._pooling = submodels.pooling() if pools else None
         self._mixed = self.options.precision not in ("32-true", "32")
         self._built: OrderedDict[Spec, TrainableSubmodel] = OrderedDict()
         self._max_built = max_built

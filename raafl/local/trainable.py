@@ -15,7 +15,7 @@ from raafl.errors import BadInput
 from raafl.local.record import Recorder
 from raafl.module_hooks import BATCH_HOOKS, TASK_HOOKS, Schedule, configure, move_batch, overrides
 from raafl.submodel import FlatTensors, Spec, Submodels
-from raafl.submodel.batch_norm import counts_in_eval_mode
+from raafl.submodel.cut.layers import counts_in_eval_mode
 from raafl.submodel.nested_batch import to_device
 from raafl.submodel.submodels import Shrunk
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from raafl.submodel.batch_norm import collect_statistics
 from raafl.submodel.cost import Cost
 from raafl.submodel.declared import Exit, Stack
 from raafl.submodel.extract import CopyPlan
@@ -30,6 +29,7 @@ from raafl.submodel.spec import FULL, Axis, Member, Spec, SpecError
 from raafl.submodel.submodels import Shrunk, Submodels
 
 if TYPE_CHECKING:
+    from raafl.submodel.batch_norm import collect_statistics
     from raafl.submodel.cut.shrink import skeleton
     from raafl.submodel.depth import EarlyLogits, add_exits, depth_window, last_fraction
 
@@ -56,11 +56,16 @@ __all__ = [
     "skeleton",
 ]
 
-_OF_DEPTH = ("EarlyLogits", "add_exits", "depth_window", "last_fraction")
+_LATER = {
+    "collect_statistics": "raafl.submodel.batch_norm",
+    "skeleton": "raafl.submodel.cut.shrink",
+    **dict.fromkeys(("EarlyLogits", "add_exits", "depth_window", "last_fraction"), "raafl.submodel.depth"),
+}
 
 
 def __getattr__(name: str) -> object:
-    """Import the functions that cut modules at their first use."""
-    if name not in (*_OF_DEPTH, "skeleton"):
+    """Import what not every run uses at its first use."""
+    module = _LATER.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("raafl.submodel.depth" if name in _OF_DEPTH else "raafl.submodel.cut.shrink"), name)
+    return getattr(import_module(module), name)

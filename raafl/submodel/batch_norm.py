@@ -6,63 +6,22 @@ the model is trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from raafl.submodel.cut.layers import norms, statistics_of
 from raafl.submodel.flat import FlatTensors
-
-BatchNorm = Literal["merged", "static"]
-
-
-def _norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    for path, part in module.named_modules():
-        if isinstance(part, _BatchNorm) and part.running_mean is not None:
-            yield path, part
-
-
-def statistics_of(module: nn.Module) -> list[tuple[str, str]]:
-    """Return the names of running mean and running variance of each batch norm in ``module``."""
-    return [_statistics_at(path) for path, _ in _norms(module)]
-
-
-def counts_in_eval_mode(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return path and counter of batches of each batch norm in eval mode: torch adds to it as it changes the statistics."""
-    norms = [(path, norm) for path, norm in _norms(module) if not norm.training]
-    return [(path, norm.num_batches_tracked) for path, norm in norms if norm.num_batches_tracked is not None]
-
-
-def _statistics_at(path: str) -> tuple[str, str]:
-    return (f"{path}.running_mean", f"{path}.running_var") if path else ("running_mean", "running_var")
 
 
 def keep_static(module: nn.Module) -> None:
     """Make all batch norms of ``module`` use the statistics of each batch and leave their running statistics unchanged."""
-    for _, norm in _norms(module):
+    for _, norm in norms(module):
         norm.momentum = 0.0
-
-
-def still_buffers(
-    module: nn.Module, trains: Collection[str], buffers: Collection[str], *, static: bool, frozen: bool
-) -> set[str]:
-    """Return the names of the buffers that clients do not send back, since training does not change them.
-
-    These are running statistics that are static (see `keep_static`) or of a batch norm in eval mode, and the buffers of layers
-    whose parameters are all frozen.
-    """
-    paths = [path for path, norm in _norms(module) if static or not norm.training]
-    still = {name for path in paths for name in _statistics_at(path)}
-    if frozen:
-        own: dict[str, bool] = {}
-        for name, _ in module.named_parameters():
-            path = name.rpartition(".")[0]
-            own[path] = own.get(path, False) or name in trains
-        still |= {name for name in buffers if own.get(name.rpartition(".")[0]) is False}
-    return still
 
 
 @torch.no_grad()
@@ -76,12 +35,12 @@ def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[
         batches: batches of suitable data; more give better statistics.
         run: function that calls the model on a batch, such as ``lambda model, batch: model(batch[0])``.
     """
-    norms = [norm for _, norm in _norms(module) if norm.training or not module.training]
+    layers = [norm for _, norm in norms(module) if norm.training or not module.training]
     modes = [(part, part.training) for part in module.modules()]
-    momenta = [norm.momentum for norm in norms]
-    means = {n: _Mean(n) for n in norms if n.running_mean is not None and n.running_mean.dtype.itemsize == 2}
+    momenta = [norm.momentum for norm in layers]
+    means = {n: _Mean(n) for n in layers if n.running_mean is not None and n.running_mean.dtype.itemsize == 2}
     module.eval()
-    for norm in norms:
+    for norm in layers:
         norm.reset_running_stats()
         # None = a plain mean over batches, which torch computes in the buffers' dtype; `_Mean` replaces it for half precision
         norm.momentum = 1.0 if norm in means else None
@@ -94,7 +53,7 @@ def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[
     finally:
         for mean in means.values():
             mean.handle.remove()
-        for norm, momentum in zip(norms, momenta, strict=True):
+        for norm, momentum in zip(layers, momenta, strict=True):
             norm.momentum = momentum
         for part, training in modes:
             part.training = training
@@ -133,12 +92,6 @@ class Pooling:
         """Find the batch norms of ``module``, and its buffers of half precision."""
         self.pairs = statistics_of(module)
         self._half = {name for name, buffer in module.named_buffers() if buffer.dtype.itemsize == 2}
-
-    @classmethod
-    def of(cls, module: nn.Module, batch_norm: BatchNorm) -> Pooling | None:
-        """Return a `Pooling` for a model; None if the model has no running statistics to merge."""
-        pooling = cls(module) if batch_norm == "merged" else None
-        return pooling if pooling is not None and pooling.pairs else None
 
     def to_moments_(self, tensors: FlatTensors, half: bool | None = None) -> FlatTensors:
         """Convert the variances in ``tensors`` to second moments, in place.

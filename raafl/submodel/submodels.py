@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from raafl.errors import BadInput, nearest
 from raafl.rules import Rules
-from raafl.submodel.batch_norm import BatchNorm, keep_static, still_buffers
-from raafl.submodel.cut.layers import persistent_buffers, without_values
+from raafl.submodel.cut.layers import BatchNorm, persistent_buffers, statistics_of, still_buffers, without_values
 from raafl.submodel.declared import Exit, Stack, absent, check_names, find_exits, find_stacks, stand_ins, within
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.flat import FlatTensors, Layout, is_merged
 from raafl.submodel.spec import FULL, Axis, AxisTable, Runs, Spec, SpecError
 
 if TYPE_CHECKING:
+    from raafl.submodel.batch_norm import Pooling
     from raafl.submodel.cost import Cost, Method
     from raafl.submodel.find.discover import DiscoveredAxes
     from raafl.submodel.frozen import Bases, FrozenBase
@@ -433,8 +433,18 @@ class Submodels:
         )
         module = build(structure, present, rescale=rescale)
         if self.batch_norm == "static":
+            from raafl.submodel.batch_norm import keep_static
+
             keep_static(module)
         return Shrunk(module, present, present.prefix(self.layout(spec, "trained")))
+
+    def pooling(self) -> Pooling | None:
+        """Return the form in which running statistics are sent, so that merges are exact; None if there are none to merge."""
+        if self.batch_norm == "static" or not statistics_of(self.module):
+            return None
+        from raafl.submodel.batch_norm import Pooling
+
+        return Pooling(self.module)
 
     def state(self, module: nn.Module) -> FlatTensors:
         """Return a copy of the parameters and persistent buffers of ``module``, an instance of this model with values."""

@@ -18,7 +18,7 @@ def model():
 
 
 def pooling_of(submodels):
-    return Pooling.of(submodels.module, submodels.batch_norm)
+    return submodels.pooling()
 
 
 def test_floating_statistics_come_back_and_counts_do_not():

@@ -22,7 +22,6 @@ from raafl.core.types import HUGE_NORM, Update
 from raafl.parts.merge.mean import chunks
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.submodel import FULL, Spec, Submodels
-from raafl.submodel.batch_norm import Pooling
 from raafl.submodel.flat import reals
 
 
@@ -62,7 +61,7 @@ def sound(algorithm: Algorithm, submodels: Submodels, max_norm_ratio: float | No
 
 def pooled(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
     """Return ``algorithm`` with exact merging of batch norm's running statistics; unchanged if the model has none."""
-    pooling = Pooling.of(submodels.module, submodels.batch_norm)
+    pooling = submodels.pooling()
     if pooling is None:
         return algorithm
     from raafl.parts.merge.pooled import Pooled

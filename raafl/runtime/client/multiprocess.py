@@ -37,7 +37,7 @@ from raafl.runtime.executors.base import attempt
 from raafl.runtime.identity import Difference, Identity, agree
 from raafl.runtime.protocol import Assign, Config, Hello, no_tensors
 from raafl.submodel import FlatTensors
-from raafl.submodel.batch_norm import statistics_of
+from raafl.submodel.cut.layers import statistics_of
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.gloo import GlooConnection, cloned
 from raafl.transport.nccl import checked_group, identity, opened

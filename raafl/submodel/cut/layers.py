@@ -1,14 +1,15 @@
-"""Copy a module's structure with other tensors in place of its own."""
+"""Copy a module's structure with other tensors in place of its own, and name its batch norms' statistics."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from raafl.submodel.spec import Runs
 
@@ -109,3 +110,47 @@ def select(tensor: Tensor, selection: Mapping[int, Runs]) -> Tensor:
     for dim, runs in selection.items():
         tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
     return tensor
+
+
+BatchNorm = Literal["merged", "static"]
+
+
+def norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """Yield path and layer of each batch norm with running statistics."""
+    for path, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and part.running_mean is not None:
+            yield path, part
+
+
+def statistics_of(module: nn.Module) -> list[tuple[str, str]]:
+    """Return the names of running mean and running variance of each batch norm in ``module``."""
+    return [_statistics_at(path) for path, _ in norms(module)]
+
+
+def counts_in_eval_mode(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return path and counter of batches of each batch norm in eval mode: torch adds to it as it changes the statistics."""
+    fixed = [(path, norm) for path, norm in norms(module) if not norm.training]
+    return [(path, norm.num_batches_tracked) for path, norm in fixed if norm.num_batches_tracked is not None]
+
+
+def _statistics_at(path: str) -> tuple[str, str]:
+    return (f"{path}.running_mean", f"{path}.running_var") if path else ("running_mean", "running_var")
+
+
+def still_buffers(
+    module: nn.Module, trains: Collection[str], buffers: Collection[str], *, static: bool, frozen: bool
+) -> set[str]:
+    """Return the names of the buffers that clients do not send back, since training does not change them.
+
+    These are running statistics that are static (see `keep_static`) or of a batch norm in eval mode, and the buffers of layers
+    whose parameters are all frozen.
+    """
+    paths = [path for path, norm in norms(module) if static or not norm.training]
+    still = {name for path in paths for name in _statistics_at(path)}
+    if frozen:
+        own: dict[str, bool] = {}
+        for name, _ in module.named_parameters():
+            path = name.rpartition(".")[0]
+            own[path] = own.get(path, False) or name in trains
+        still |= {name for name in buffers if own.get(name.rpartition(".")[0]) is False}
+    return still

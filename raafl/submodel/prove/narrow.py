@@ -9,8 +9,7 @@ from torch import nn
 
 from raafl.errors import USER_ERRORS
 from raafl.submodel import lora
-from raafl.submodel.batch_norm import statistics_of
-from raafl.submodel.cut.layers import persistent_buffers, select, without_values
+from raafl.submodel.cut.layers import persistent_buffers, select, statistics_of, without_values
 from raafl.submodel.flat import FlatTensors, is_merged
 from raafl.submodel.isolated_run import draw_, noise_like
 from raafl.submodel.nested_batch import batch_tensors, mapped

@@ -18,7 +18,6 @@ from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.protect.assembly import pooled
 from raafl.parts.protect.robust import CoordinateWise, NormFilter
 from raafl.submodel import FULL, Spec, Submodels
-from raafl.submodel.batch_norm import Pooling
 from tests.helpers.coordinators import line_state
 from tests.helpers.merges import merge_all, take
 from tests.local.bench import Bench, Net, assignment
@@ -49,7 +48,7 @@ def state_of(mean=0.0, variance=1.0):
 
 
 def around(state, inner):
-    return Pooled(inner, Pooling.of(state.submodels.module, state.submodels.batch_norm))
+    return Pooled(inner, state.submodels.pooling())
 
 
 def give(state, merge, updates, apply=True):

@@ -136,7 +136,7 @@ def test_a_small_variance_beside_a_large_mean_is_kept_in_half_precision():
     module = Normed().to(torch.bfloat16)
     submodels = Submodels(module)
     state = GlobalState(submodels, submodels.state(module))
-    pooling = Pooling.of(module, "merged")
+    pooling = Pooling(module)
     merge = WideMerge(Pooled(Mean(), pooling), WideSubmodels(submodels))
     for client, variance in ((1, 0.5), (2, 1.5)):
         tensors = submodels.plan().gather(state.values)

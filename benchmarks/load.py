@@ -48,6 +48,8 @@ RATES = (125, 250, 500)
 """Updates a second of the paced phases."""
 LARGE = ((20, 3_333), (8, 333_333))
 """Clients and units of the model, 300 bytes each, of the phases with large updates: 1 MB and 100 MB."""
+_THINK_S = 20.0  # the longest wait of a client in a paced phase
+_SETTLED_PER_S = 500  # first answers of all clients that the server has surely taken in a second
 _AT_ONCE = 16  # clients that join at a time
 _TIMEOUT_S = 120.0
 _CONFIG = """\
@@ -304,7 +306,7 @@ class Stage:
         return told, took_s, after.user + after.system - before.user - before.system
 
     def phase(self, name: str, clients: int, seconds: float, think_s: float) -> Row:
-        """Let the clients work, after a second to settle; return the row of the phase.
+        """Let the clients work, first until each has answered once or so; return the row of the phase.
 
         Args:
             name: name of the phase.
@@ -312,7 +314,8 @@ class Stage:
             seconds: duration of the phase.
             think_s: wait of a client before an answer.
         """
-        self.ask(f"play 1 {think_s}")
+        if name != "idle":  # what they send at first is not yet what the server takes
+            self.ask(f"play {1.0 + think_s + clients / _SETTLED_PER_S} {think_s}")
         told, took_s, cpu_s = self.measured(f"play {seconds} {think_s}")
         return {
             "phase": name,
@@ -479,8 +482,8 @@ def _working(clients: int, seconds: float) -> list[Row]:
     with stage(clients) as on:
         on.join(clients)
         found = [on.phase("closed", clients, seconds, 0.0)]
-        found += [on.phase("paced", clients, seconds, clients / rate) for rate in RATES]
-        return [*found, on.storm(clients, clients / RATES[0])]
+        found += [on.phase("paced", clients, seconds, clients / rate) for rate in RATES if clients <= rate * _THINK_S]
+        return [*found, on.storm(clients, min(clients / RATES[0], _THINK_S))]
 
 
 def _large(clients: int, hidden: int, seconds: float) -> list[Row]:

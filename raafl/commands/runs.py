@@ -99,7 +99,7 @@ def serve_runs(own: Namespace, rest: Sequence[str]) -> int:
             service.ready(f"runs of {folder} at {server.address}")
             _attend(server, ended, service)
             _log.info(
-                f"{quantity(server.num_running, 'run')} go on without this process: start it again, or `raafl runs stop`"
+                f"without this process {quantity(server.num_running, 'run')} will go on: start it again, or `raafl runs stop`"
             )
     return 0
 

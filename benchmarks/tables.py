@@ -51,17 +51,18 @@ def markdown(table: Cells) -> str:
     return "\n".join([lines[0], "| " + " | ".join("---" for _ in table[0]) + " |", *lines[1:]])
 
 
-def written(result: dict[str, Any], source: str, also: str = "") -> str:
+def written(result: dict[str, Any], source: str, also: str = "", up: str = "../../") -> str:
     """Return a result as text for a page: its source, the table, and the rows that were not run.
 
     Args:
         result: a comparison's result.
         source: the file of the result, from the root.
         also: titles of columns, separated by commas, beside those that each page shows.
+        up: the way from the page's folder to the root.
     """
     seeds = max(len(row["seeds"]) for row in result["rows"])
     seeds_shown = f"Means over {seeds} seeds" if seeds > 1 else "One seed"
-    lines = [_measured(_file_of(result["name"]), result), f"{seeds_shown}; [all columns and seeds](../../{source})."]
+    lines = [_measured(_file_of(result["name"]), result), f"{seeds_shown}; [all columns and seeds]({up}{source})."]
     has_targets = any(row["time_to"] for row in result["rows"])
     lines += [*map(_wrapped, warnings(result)), *_since(result)] if has_targets or "best" in also else []
     missing = ""
@@ -243,8 +244,9 @@ def _corrected(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "rows": [row | {"difference": gaps[row["row"]]} for row in rows]}
 
 
-def renewed(text: str) -> str:
-    """Return a page with each of its tables made anew."""
+def renewed(text: str, page: Path = ROOT / "docs/results/any.md") -> str:
+    """Return the text of a page with each of its tables made anew; links in them start at the page's folder."""
+    up = "../" * (len(page.relative_to(ROOT).parts) - 1)
     named = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
     def anew(found: re.Match[str]) -> str:
@@ -253,7 +255,7 @@ def renewed(text: str) -> str:
         if "columns" in shown:
             text = chosen(result, shown)
         elif spec.startswith("also: ") or not spec:
-            text = written(result, shown["result"], spec[6:])
+            text = written(result, shown["result"], spec[6:], up)
         else:
             text = task_of(result, spec.removeprefix("task: "))
         return f"{found[1]}\n{text}\n\n{found[4]}"
@@ -268,11 +270,11 @@ def pages() -> list[Path]:
 
 def main() -> int:
     """Write the pages; with --check only name those that differ, and return 1 where any does."""
-    stale = [page for page in pages() if renewed(page.read_text()) != page.read_text()]
+    stale = [page for page in pages() if renewed(page.read_text(), page) != page.read_text()]
     for page in stale:
         print(f"{page.relative_to(ROOT)}: {'differs from its results' if '--check' in sys.argv else 'written'}")
         if "--check" not in sys.argv:
-            page.write_text(renewed(page.read_text()))
+            page.write_text(renewed(page.read_text(), page))
     return int(bool(stale) and "--check" in sys.argv)
 
 

@@ -244,9 +244,8 @@ def _corrected(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "rows": [row | {"difference": gaps[row["row"]]} for row in rows]}
 
 
-def renewed(text: str, page: Path = ROOT / "docs/results/any.md") -> str:
-    """Return the text of a page with each of its tables made anew; links in them start at the page's folder."""
-    up = "../" * (len(page.relative_to(ROOT).parts) - 1)
+def renewed(text: str, up: str = "../../") -> str:
+    """Return the text of a page with each of its tables made anew; ``up`` leads from the page's folder to the root."""
     named = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
     def anew(found: re.Match[str]) -> str:
@@ -268,13 +267,18 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def renewed_page(page: Path) -> str:
+    """Return the text of a page of this project with each of its tables made anew."""
+    return renewed(page.read_text(), "../" * (len(page.relative_to(ROOT).parts) - 1))
+
+
 def main() -> int:
     """Write the pages; with --check only name those that differ, and return 1 where any does."""
-    stale = [page for page in pages() if renewed(page.read_text(), page) != page.read_text()]
+    stale = [page for page in pages() if renewed_page(page) != page.read_text()]
     for page in stale:
         print(f"{page.relative_to(ROOT)}: {'differs from its results' if '--check' in sys.argv else 'written'}")
         if "--check" not in sys.argv:
-            page.write_text(renewed(page.read_text(), page))
+            page.write_text(renewed_page(page))
     return int(bool(stale) and "--check" in sys.argv)
 
 

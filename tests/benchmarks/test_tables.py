@@ -8,11 +8,11 @@ import yaml
 
 from benchmarks import tables
 from benchmarks.choices import unseen_rules
-from benchmarks.tables import chosen, markdown, pages, renewed, written
+from benchmarks.tables import chosen, markdown, pages, renewed, renewed_page, written
 
 
 def test_every_page_has_the_tables_of_its_results():
-    stale = [page.name for page in pages() if renewed(page.read_text(), page) != page.read_text()]
+    stale = [page.name for page in pages() if renewed_page(page) != page.read_text()]
     assert not stale, "run python -m benchmarks.tables"
 
 
@@ -67,7 +67,7 @@ def test_a_comparison_shows_few_columns_and_a_shown_difference_in_bold():
 
 
 def test_an_empty_place_is_filled_and_then_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.tables.written", lambda result, source, also: "table")
+    monkeypatch.setattr("benchmarks.tables.written", lambda result, source, also, up: "table")
     monkeypatch.setattr("benchmarks.tables.ROOT", tmp_path)
     (tmp_path / "r.json").write_text("{}")
     text = renewed("<!-- table: r.json -->\n<!-- end of table -->")
@@ -119,3 +119,18 @@ def test_rules_on_unseen_fleets_are_a_table_as_soon_as_a_result_has_them():
         "| auto | 2 | 1.15 | 1.30 |",
         "| always FedAvg | 2 | not reached | not reached |",
     ]
+
+
+def test_links_start_at_the_folder_of_their_page(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.tables.ROOT", tmp_path)
+    monkeypatch.setattr("benchmarks.tables.written", lambda result, source, also, up: f"[all]({up}{source})")
+    (tmp_path / "r.json").write_text("{}")
+    for name, link in (
+        ("README.md", "r.json"),
+        ("docs/page.md", "../r.json"),
+        ("docs/results/page.md", "../../r.json"),
+    ):
+        page = tmp_path / name
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text("<!-- table: r.json -->\n<!-- end of table -->")
+        assert f"[all]({link})" in renewed_page(page)

@@ -142,9 +142,9 @@ class Contrastive(Local):
 
 
 class _Steps(Hook):
-    """Hook that adds MOON's contrastive loss, on the inputs of the last linear layer in three models.
+    """Hook that adds MOON's contrastive loss.
 
-    They are the client's model, the received one and the client's previous one.
+    It compares the inputs of the last linear layer in the client's model, in the received one and in its previous one.
     """
 
     def __init__(self, task: Task, local: Contrastive) -> None:
@@ -169,7 +169,7 @@ class _Steps(Hook):
         return loss + self._local.mu * F.cross_entropy(sims / self._local.temperature, target)
 
     def close(self) -> None:
-        """Stop capturing the representation."""
+        """Remove the hooks that capture the inputs of the last linear layer."""
         self._capture.close()
 
 

@@ -434,7 +434,7 @@ class BestUnits(Select):
         return RateSelect(rates=self.rates, rate_of="width")
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the client's work, whose ``region`` is ``client.id``; raises `BadInput` if nothing fits its memory."""
+        """Return the client's work, with a region of its own; raises `BadInput` if no submodel fits its memory."""
         submodels, t = fleet.state.submodels, fleet.state.counts.get(client.id, 0)
         if not submodels.axes:
             return Work(region=client.id)

@@ -345,7 +345,7 @@ class ChainCheck:
     num_broken: int = 0  # number of rows with a wrong hash
 
     def __post_init__(self) -> None:
-        """Start a digest of the first rows, which have no hashes; the later rows' chain continues from it."""
+        """Start a digest of the rows before the first with a hash; the hash chain starts from this digest."""
         self._before = hashlib.sha256()
 
     def add(self, line: bytes) -> None:

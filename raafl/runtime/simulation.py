@@ -328,7 +328,7 @@ class Simulation(Driver):
                 extension.let_go(action.client)
 
     def _blame(self, client: int, error: Exception) -> None:
-        """Record the error as the method's; the client is not dismissed, since it is simulated in this process."""
+        """Record an error of the algorithm; the client, which this process simulates, is not dismissed."""
         self._take_raised(error, client)
 
     def _take_raised(self, error: BaseException, client: int | None) -> None:

@@ -237,7 +237,7 @@ def _call(fn: Callable[..., object], lists: Callable[..., object] | None, *views
 
 
 def _repeated(views: list[_Views]) -> list[_Views]:
-    """Join views that repeat at equal distances in both storages into one view with one more dimension.
+    """Join pairs of views that recur at equal distances in source and target into one pair with one more dimension.
 
     The blocks of a transformer give such views. One kernel then copies them all, instead of one kernel for each view.
     """

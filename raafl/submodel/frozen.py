@@ -87,7 +87,7 @@ class Bases:
     """
 
     def __init__(self, module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
-        """Read the available precisions of a module without values; ``frozen``: its frozen parameters by name."""
+        """Read from a module on the meta device in which precisions ``frozen``, its frozen parameters, can be sent."""
         self.names: tuple[str, ...] = tuple(getattr(module, "submodel_bases", ()))
         self._module, self._frozen = module, frozen
         self._own: FrozenBase | None = None

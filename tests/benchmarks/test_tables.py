@@ -127,8 +127,8 @@ def test_links_start_at_the_folder_of_their_page(tmp_path, monkeypatch):
     (tmp_path / "r.json").write_text("{}")
     for name, link in (
         ("README.md", "r.json"),
-        ("docs/page.md", "../r.json"),
-        ("docs/results/page.md", "../../r.json"),
+        ("docs/index.md", "../r.json"),
+        ("docs/results/auto.md", "../../r.json"),
     ):
         page = tmp_path / name
         page.parent.mkdir(parents=True, exist_ok=True)

@@ -265,7 +265,7 @@ class StepGraphs:
 
 
 class _Logged:
-    """Replacement of a recorder during capture: it adds what a step logs to sums at fixed addresses.
+    """Stand-in for a recorder while a CUDA graph is captured: adds what a step logs to sums at fixed addresses.
 
     Attributes:
         found: reduction and weight of each logged value, by name.

@@ -78,7 +78,7 @@ def first_window(client: int, num: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Size of one client's submodels: kept share of the units, number of blocks, and first blocks of its windows."""
+    """Size of one client's submodels: the share of units kept, and the windows of consecutive blocks that it trains."""
 
     width: float  # r_w, kept share of each axis
     num_blocks: int  # number of blocks that train

@@ -374,7 +374,7 @@ class GroupSums:
     def __init__(
         self, store: Any, rank: int, size: int, timeout_s: float, device: torch.device, devices: list[str]
     ) -> None:
-        """Create the process groups, together with the other processes."""
+        """Create torch's process groups; each process of the client must do so at the same time."""
         self._span, self._device = timedelta(seconds=timeout_s), device
         options = dist.ProcessGroupGloo._Options()
         options._timeout, options._threads = self._span, 1

@@ -70,7 +70,7 @@ class _Standing:
     task_s: float = 0.0  # seconds for one task trained alone, in the best trial
     cohort_s: float = 0.0  # seconds for a batch of `size` clients, in the best trial
     size: int = 0
-    parted: int = 0  # number of batches whose clients took different branches
+    parted: int = 0  # number of batches that failed, since the clients' code took different branches
 
     @property
     def is_slow(self) -> bool:
@@ -83,7 +83,7 @@ class _Standing:
         return self.cohort_s < self.size * self.task_s
 
     def note(self, trained: Trained, seconds: float, loop_s: float, size: int) -> None:
-        """Record the times of the same tasks as one batch and one by one; only the best speedup is kept."""
+        """Record how long the same tasks took batched and one by one; only the trial with the best speedup is kept."""
         self.trials += 1
         self.seen |= trained.seen.keys()
         if not self.size or seconds * self.size * self.task_s <= self.cohort_s * loop_s:

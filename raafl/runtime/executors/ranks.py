@@ -37,7 +37,7 @@ _PART_S = 10.0
 
 @dataclass(slots=True)
 class _Task:
-    """A task; `begun`: some process has taken it; `here`: this process has taken it, so its executor has the result."""
+    """A task that any process may take; `begun`: one has taken it; `here`: this process has, and has its result."""
 
     assignment: Assignment
     snapshot: FlatTensors

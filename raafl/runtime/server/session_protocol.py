@@ -367,8 +367,8 @@ class SessionProtocol:
         info, hello = yield from self._greet()
         self._num_samples, self._below = info.num_samples, info.below
         self.report(Joined(info))
-        # A result that was lost with the client's earlier connection is recorded as refused. It is counted for the
-        # earlier incarnation, since the client names its number, which may be that of the task about to be sent.
+        # A result that was lost with the client's earlier connection is recorded as refused, under the earlier
+        # incarnation: its task number comes from the client, and could be the number of the task that is sent next.
         if hello.unsent is not None:
             nothing = FlatTensors.empty(Layout(()))
             self.report(Arrived(Update(hello.unsent, self.client, self.incarnation - 1, nothing, 0, refusal="late")))

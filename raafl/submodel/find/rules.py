@@ -284,7 +284,7 @@ def _embedding(call: Call) -> list[Dims]:
 
 
 def _indexed(call: Call) -> list[int]:
-    """Record that the dimensions which index tensors select from cannot shrink; return their positions."""
+    """Mark each dimension that is indexed by a tensor as one that cannot shrink; return their positions."""
     place = 0
     found: list[int] = []
     for index in call["indices"]:

@@ -149,7 +149,7 @@ class SizeTracker(TorchFunctionMode):
         return answer
 
     def _origin(self, value: int | None, part: Part) -> Any:
-        """Return where the number ``value``, given as the size of ``part``, comes from; None = unknown."""
+        """Return the source of ``value``, a number that code passed as the size of ``part``; None = unknown."""
         origin = None if value is None else origin_of(value)
         if value is not None and value < 0 and part.stop is not None:  # a slice counted from the end
             return ("add", self._dims_of(part.tensor)[part.dim], origin)

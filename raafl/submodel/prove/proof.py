@@ -82,7 +82,7 @@ def _proven(begun: Callable[[], _Proof], module: nn.Module) -> dict[str, str] | 
 
 
 def _candidates(submodels: Submodels, module: nn.Module, batch: object) -> Iterator[tuple[Submodels, nn.Module, Any]]:
-    """Yield submodels, module and batch for the proof; later ones are used if a step on the earlier ones fails."""
+    """Yield what the proof may train: submodels, module, batch; the next is tried if a step on this one fails."""
     is_small = num_values(submodels) <= MOST_VALUES
     if num_values(submodels) > LARGE and (narrow := narrowed(submodels, module, batch)) is not None:
         if not is_small:

@@ -81,7 +81,7 @@ class Submodels:
     An axis is a group of tensor dimensions that shrink together. A module may declare its structure by methods that
     return plain data, without importing raafl:
 
-    - ``submodel_axes()``: axes and their tensor dimensions, see `declared_axes` in `raafl.submodel.find.discover`.
+    - ``submodel_axes()``: axes and their tensor dimensions, see `raafl.submodel.find.declared_axes`.
       Without it, axes are found by following a training step, see `discover_axes`.
     - ``submodel_blocks()``: paths of lists whose blocks may be left out; the forward must loop over them.
     - ``submodel_exits()``: output heads after some blocks, see `find_exits`.
@@ -150,11 +150,13 @@ class Submodels:
         shapes = {name: tuple(tensor.shape) for name, tensor in {**self._parameters, **self._buffers}.items()}
         for name, buffer in self.module.named_buffers():
             shapes.setdefault(name, tuple(buffer.shape))
-        from raafl.submodel.find.discover import declared_axes, discover_axes, without_overlaps
+        from raafl.submodel.find.declared_axes import declared_axes, without_overlaps
 
         declare = getattr(self.module, "submodel_axes", None)
         if declare is not None:
             return AxisTable(declared_axes(declare(), shapes, self.aliases), shapes)
+
+        from raafl.submodel.find.discover import discover_axes
 
         options = {"residual_width": self.residual_width, "only_ranks": self.only_ranks}
         found = discover_axes(self.module, self.example_batch, shapes, self.aliases, **options)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from raafl.submodel import Axis, Member, Spec, SpecError, Submodels
-from raafl.submodel.find.discover import declared_axes, without_overlaps
+from raafl.submodel.find.declared_axes import declared_axes, without_overlaps
 from raafl.submodel.spec import AxisTable
 from tests.helpers.refusals import refuses
 from tests.submodel.models import FusedAttention, Tied

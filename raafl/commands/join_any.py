@@ -190,20 +190,19 @@ class Clients:
 
 def most_memory(child: Child) -> int:
     """Return the most bytes of memory that a running process has taken so far; 0 if that is not known."""
-    running = child.process is not None and child.process.returncode is None
-    return 1024 * (_kib(f"/proc/{child.process.pid}/status", "VmHWM") or 0) if running and child.process else 0
+    if child.process is None or child.process.returncode is not None:
+        return 0
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{child.process.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):  # not there once the process has ended
+                return 1024 * int(line.split()[1])
+    return 0
 
 
 def free_memory() -> float:
-    """Return the bytes of memory that are free on this machine; infinite if that is not known."""
-    free = _kib("/proc/meminfo", "MemAvailable")
-    return float("inf") if free is None else 1024.0 * free
+    """Return the bytes of memory that another client may take; infinite if that is not known."""
+    from raafl.devices.measure import free_on_machine
 
-
-def _kib(file: str, name: str) -> int | None:
-    """Return a number from a file of Linux's /proc, in KiB; None if it is not there, as of a process that has ended."""
     with contextlib.suppress(OSError):
-        for line in Path(file).read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1])
-    return None
+        return free_on_machine()
+    return float("inf")

@@ -140,6 +140,11 @@ def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Mem
     return min(rooms, key=lambda room: room.num_bytes)
 
 
+def free_on_machine() -> float:
+    """Return how many bytes of memory new processes may take: what the machine has, or their control groups leave."""
+    return min(_system_available_bytes(), _cgroup_left_bytes())
+
+
 def _own_limits() -> Iterator[MemoryRoom]:
     """Yield how many bytes this process may still allocate under each of its resource limits."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)

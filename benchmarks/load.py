@@ -337,36 +337,39 @@ class Stage:
     def join(self, clients: int) -> Row:
         """Let all clients join; return the row of the phase."""
         before = self.server.memory_info().rss
-        told, took_s, cpu_s = self.measured(f"join 1 {clients}")
+        row, _ = self.arrival("join", f"join 1 {clients}", clients)
         state = self.state()
         return {
-            "phase": "join",
-            "clients": clients,
-            "seconds": took_s,
-            "joins_per_s": clients / took_s,
-            "join_cpu_ms": cpu_s / clients * 1e3,
-            "clients_cpu_share": told["cpu_s"] / took_s,
+            **row,
             "bytes_a_session": round((state["server_rss_bytes"] - before) / clients),
             **state,
         }
 
-    def storm(self, clients: int, think_s: float) -> Row:
-        """Break all connections and let all clients return, then work; return the row, with the tasks that the server lost."""
-        told, took_s, cpu_s = self.measured("storm")
-        after = self.phase("storm", clients, 5.0, think_s)
-        with (self.run / "clients.csv").open(newline="") as file:
-            lost = sum(row["outcome"].startswith(("lost", "refused")) for row in csv.DictReader(file))
-        return {
-            "phase": "storm",
+    def arrival(self, name: str, line: str, clients: int) -> tuple[Row, dict[str, Any]]:
+        """Tell the players to let all clients come; return the row of the phase, and their reply."""
+        told, took_s, cpu_s = self.measured(line)
+        row = {
+            "phase": name,
             "clients": clients,
             "seconds": took_s,
             "joins_per_s": clients / took_s,
             "join_cpu_ms": cpu_s / clients * 1e3,
+            "clients_cpu_share": told["cpu_s"] / took_s,
+        }
+        return row, told
+
+    def storm(self, clients: int, think_s: float) -> Row:
+        """Break all connections and let all clients return, then work; return the row, with the tasks that the server lost."""
+        row, told = self.arrival("storm", "storm", clients)
+        after = self.phase("storm", clients, 5.0, think_s)
+        with (self.run / "clients.csv").open(newline="") as file:
+            lost = sum(row["outcome"].startswith(("lost", "refused")) for row in csv.DictReader(file))
+        return {
+            **row,
             "resumed": told.get("resumed", 0),
             "joined_anew": told.get("joined", 0),
             "tasks_lost": lost,
             "updates_per_s": after["updates_per_s"],
-            "clients_cpu_share": told["cpu_s"] / took_s,
             **self.state(),
         }
 

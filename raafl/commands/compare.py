@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.config.argv import options_of
 from raafl.errors import BadInput, RunFailed, at_least
-from raafl.lab.compare.comparison import Comparison, read
+from raafl.lab.compare.comparison import Comparison, folder_of, read
 from raafl.lab.compare.grid import Grid, is_grid, read_grid
 from raafl.units import quantity
 
@@ -45,7 +45,7 @@ def run(comparison: Comparison, options: Namespace) -> str:
     if options.rows:
         left_out = [label for label in comparison.rows if label not in options.rows]
         comparison = comparison.only(options.rows)
-    folder: Path = options.output or Path("comparisons") / comparison.name
+    folder = folder_of(comparison.name, options.output)
     if options.plan:
         return _forecast(comparison, as_json=options.json)
     if options.verify is not None:
@@ -217,7 +217,7 @@ def run_file(options: Namespace) -> str:
         )
     if options.rows:
         grid = grid.only(options.rows)
-    folder: Path = options.output or Path("comparisons") / grid.name
+    folder = folder_of(grid.name, options.output)
     if options.verify is not None:
         return _verify_grid(grid, folder, options)
     runner = Runner(root_of(folder), options.jobs, options.any_code, _tell, options.ranks, _cluster(options))

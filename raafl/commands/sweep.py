@@ -10,7 +10,8 @@ from pathlib import Path
 import yaml
 
 from raafl.commands.compare import options_in, run, with_common
-from raafl.lab.compare.sweep import best_of, folder_of, read_sweep
+from raafl.lab.compare.comparison import folder_of
+from raafl.lab.compare.sweep import best_of, read_sweep
 
 
 def sweep(argv: Sequence[str]) -> str:
@@ -26,7 +27,7 @@ def sweep(argv: Sequence[str]) -> str:
     if options.wandb:
         return yaml.safe_dump(found.wandb(), sort_keys=False, width=1000).rstrip()
     comparison = found.comparison()
-    options.rows, options.output = None, folder_of(comparison, options.output)
+    options.rows, options.output = None, folder_of(comparison.name, options.output, "sweeps")
     shown = run(comparison, options)
     if options.json or options.plan or options.verify is not None:
         return shown

@@ -41,6 +41,14 @@ _SENT: dict[str, Any] = {"must_match": True, "sent_to_clients": True}
 """Marks of a field that clients have like the server, and are sent where they have no config."""
 _SHOWN: dict[str, Any] = {"group": "shown", "may_change": True}
 """Marks of a field of what is measured, kept and shown, which a resumed run may change."""
+_HELD: dict[str, Any] = {
+    "group": "computed",
+    "may_change": True,
+    "keyword": False,
+    "used_by_replay": False,
+    "least": 0,
+}
+"""Marks of a bound on the payloads that a server holds in memory."""
 
 
 @dataclass
@@ -298,22 +306,14 @@ class Experiment:
         "largest payload (the tensors of a task or an update) that `raafl serve` holds in memory, in bytes; longer ones lie in "
         "files of the run folder, which the system takes from memory when it is short; null = all in memory",
         "BYTES",
-        group="computed",
-        may_change=True,
-        keyword=False,
-        used_by_replay=False,
-        least=0,
+        **_HELD,
     )
     payload_memory_total_bytes: int = option(
         1 << 30,
         "bytes of all payloads together that `raafl serve` holds in memory, at least `payload_memory_bytes`; others are in "
         "files of the run folder, too, whatever their size",
         "BYTES",
-        group="computed",
-        may_change=True,
-        keyword=False,
-        used_by_replay=False,
-        least=0,
+        **_HELD,
     )
     rules: int = option(
         CURRENT,

@@ -339,9 +339,8 @@ class RunServer:
             raise BadInput(f"run '{run.name}' exists: give another --name")
         if len(self._runs) >= _MAX_RUNS:
             raise BadInput(f"the server has {_MAX_RUNS:,} runs: move old ones out of its folder")
-        run.ask_first(
-            site, question.min_clients
-        )  # first, since nobody may take the config for one of the server's owner
+        # first, since nobody may take the config for one that the server's owner has put there
+        run.ask_first(site, question.min_clients)
         write(run.config, question.config.encode())
         _log.info("run '%s': submitted by '%s'", run.name, site)
         return Answer(runs=[_row(run)])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raafl.errors import BadInput, at_least
 from raafl.lab.compare import report
-from raafl.lab.compare.comparison import Comparison, Options, of_fields, read
+from raafl.lab.compare.comparison import Comparison, Options, folder_of, of_fields, read
 from raafl.lab.compare.runs import Run, Runner, check_distinct, resolve
 from raafl.lab.compare.search import Trial, check_space, run_studies, run_trials, trials_of
 from raafl.log import console
@@ -98,9 +98,8 @@ def compare(
         given = read(Path(comparison), variant)
     else:
         raise BadInput(f"comparison is {comparison!r:.80}: give a file, or a mapping with config, rows and seeds")
-    folder = Path("comparisons") / given.name if output is None else Path(output)
     with console():
-        return run_comparison(given, folder, jobs=jobs, draws=draws)
+        return run_comparison(given, folder_of(given.name, output), jobs=jobs, draws=draws)
 
 
 def _tell(line: str) -> None:

@@ -106,6 +106,11 @@ class Search:
     storage: str | None = None
     target: float | None = None
 
+    @property
+    def trial_options(self) -> Options:
+        """Options that all trials have, beside the settings that they try."""
+        return *self.options, "--partition.validation_share", str(self.validation_share)
+
     def settings(self, label: str) -> list[Options]:
         """Return the settings that the row ``label`` tries, as command-line options."""
         grid = self.rows.get(label, self.grid)
@@ -461,6 +466,11 @@ def check_names(given: Mapping[str, Any], kind: type, prefix: str) -> None:
     for name in given:
         if name not in names:
             raise BadInput(f"{prefix}{name} is unknown: {nearest(str(name), names)}")
+
+
+def folder_of(name: str, output: str | Path | None, kind: str = "comparisons") -> Path:
+    """Return the folder of a comparison, a grid or a sweep: ``output``, by default ``kind``/``name``."""
+    return Path(kind) / name if output is None else Path(output)
 
 
 def check_folder_name(name: str) -> None:

@@ -44,7 +44,7 @@ def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
         BadInput: an option is wrong, two trials of a row have the same settings, or trials that are to be halved have no
             budget.
     """
-    extra = (*search.options, "--partition.validation_share", str(search.validation_share))
+    extra = search.trial_options
     trials = {
         label: [
             Trial(
@@ -314,7 +314,7 @@ def _resolved(config: str, label: str, options: Options, seeds: tuple[int, ...])
 
 
 def _runs(comparison: Comparison, search: Search, label: str, settings: Options) -> list[Run]:
-    extra = (*search.options, "--partition.validation_share", str(search.validation_share), *settings)
+    extra = (*search.trial_options, *settings)
     return _resolved(comparison.config, f"{label} (search)", comparison.options_of(label, extra), search.seeds)
 
 

@@ -17,6 +17,7 @@ from raafl.lab.compare.comparison import (
     Range,
     Search,
     check_fields,
+    folder_of,
     mapping,
     read_mapping,
     seeds_of,
@@ -108,18 +109,11 @@ class Sweep:
 
     def wandb(self) -> dict[str, Any]:
         """Return the sweep as W&B has it, whose agents start `raafl simulate`."""
-        self.comparison()
+        search = self.comparison().search
+        assert search is not None
         every = () if self.eval_every is None else ("--eval_every", self.eval_every)
-        stops = () if self.target is None else ("--target", self._target)
-        fixed = [*self.options, *every, *stops, "--seed", str(self.trial_seeds[0])]
-        fixed += [
-            "--partition.validation_share",
-            str(self.validation_share),
-            "--logger",
-            "wandb",
-            "--progress",
-            "plain",
-        ]
+        fixed = [*self.options, *every, *search.trial_options, "--seed", str(search.seeds[0])]
+        fixed += ["--logger", "wandb", "--progress", "plain"]
         by_time = {"name": f"time_to/{self._target}", "goal": "minimize"}
         by_value = {"name": self.metric, "goal": "maximize" if self.maximize else "minimize"}
         return {
@@ -192,12 +186,7 @@ def sweep(
     at_least("jobs", jobs, 1)
     found = read_sweep(spec if isinstance(spec, Mapping) else Path(spec)).comparison()
     with console():
-        return run_comparison(found, folder_of(found, output), jobs=jobs, draws=draws)
-
-
-def folder_of(comparison: Comparison, output: str | Path | None) -> Path:
-    """Return the folder of a sweep."""
-    return Path("sweeps") / comparison.name if output is None else Path(output)
+        return run_comparison(found, folder_of(found.name, output, "sweeps"), jobs=jobs, draws=draws)
 
 
 def best_of(result: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from raafl.local.captured import graphs as bounds
-from raafl.local.captured.graphs import PROOFS, FixedState, Owner, Step, Watch, form_of, options_of, waits_refused
+from raafl.local.captured.graphs import PROOFS, Graphs, Owner, Step, Watch, form_of, options_of, waits_refused
 from raafl.local.captured.limits import NotCapturable, Rates, problems_of_built
 from raafl.local.trainable import TrainableSubmodel
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from raafl.local.stacked.mode import Batch
 
 
-class BatchGraphs:
+class BatchGraphs(Graphs):
     """Graphs of the steps of a number of clients in one submodel's module, and the memory at fixed addresses that they share.
 
     `steps` of its methods is a `raafl.local.stacked.steps.Steps`.
@@ -40,7 +40,8 @@ class BatchGraphs:
     """
 
     def __init__(self, owner: Owner, built: TrainableSubmodel, num: int, masked: bool) -> None:
-        self._owner, self.built, self._num = owner, built, num
+        super().__init__(owner)
+        self.built, self._num = built, num
         found = problems_of_built(built) + ["a masked loss has masks of each client's classes"] * masked
         self.reason: str | None = found[0] if found else None
         self.rates = Rates(len(built.optimizer.param_groups), owner.device)
@@ -49,11 +50,8 @@ class BatchGraphs:
         self.used: dict[Step, None] = {}
         self.num_eager = 0
         self._fixed: list[Tensor] = []
-        self._state, self._is_bound = FixedState(owner.device), False
         self._optimizer: Optimizer | None = None
-        self._steps: dict[Hashable, Step] = {}
         self._warm_ups: dict[Hashable, int] = {}  # by shape of a batch
-        self._num_captures = self._num_replays = 0
 
     def fixed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy tensors to where the graphs read them, the same number each time; return these copies."""
@@ -122,16 +120,12 @@ class BatchGraphs:
 
     def _capture(self, steps: Any, optimizer: Optimizer, step: Step, index: int) -> None:
         """Record a step as a graph; this computes nothing, and leaves Python's side as before it."""
-        self._num_captures += 1
-        if self._num_captures > bounds.MOST_GRAPHS and self._num_replays < bounds.LEAST_REPLAYS * self._num_captures:
-            raise NotCapturable("shapes of batches, or options of the optimizer, change too often")
+        self._count_capture()
         self._bind(optimizer)
         logged, graph, is_first = steps.logged, torch.cuda.CUDAGraph(), not optimizer.state
         logged.begin(step.said)
         counts = logged.counts()
-        with torch.cuda.graph(
-            graph, pool=self._owner.pool, stream=self._owner.stream, capture_error_mode="thread_local"
-        ):
+        with self._recording(graph):
             steps.make_step(optimizer, step.batch, index)
             step.state = self._state.keep(optimizer)
         if logged.said != step.said:
@@ -149,15 +143,11 @@ class BatchGraphs:
 
     def _replay(self, steps: Any, optimizer: Optimizer, step: Step) -> None:
         """Make a step by its graph, and count on Python's side what it has done."""
-        assert step.graph is not None
         self.rates.refresh(optimizer)
         self._bind(optimizer)
         steps.logged.begin(step.said)
         steps.logged.count(range(self._num), step.said)
-        step.graph.replay()
-        self._owner.use(step)
-        self._num_replays += 1
-        self._state.note_step(optimizer, step.state)
+        self._launch(step, optimizer)
         self.used[step] = None
 
     @property

@@ -113,7 +113,36 @@ class FixedState:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a rate that no step has used
 
 
-class StepGraphs:
+class Graphs:
+    """What graphs of one client's steps have in common with those of a batch of clients."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner, self._state = owner, FixedState(owner.device)
+        self._steps: dict[Hashable, Step] = {}
+        self._is_bound = False  # whether the optimizer's state lies in `_state`
+        self._num_captures = self._num_replays = 0
+
+    def _count_capture(self) -> None:
+        """Count a capture; raise `NotCapturable` if graphs are replayed too seldom to be worth more captures."""
+        self._num_captures += 1
+        if self._num_captures > MOST_GRAPHS and self._num_replays < LEAST_REPLAYS * self._num_captures:
+            raise NotCapturable("shapes of batches, or options of the optimizer, change too often")
+
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        """Return a context whose operations are recorded into ``graph``."""
+        owner = self._owner
+        return torch.cuda.graph(graph, pool=owner.pool, stream=owner.stream, capture_error_mode="thread_local")
+
+    def _launch(self, step: Step, optimizer: Optimizer) -> None:
+        """Replay a step's graph, and mark the optimizer as stepped."""
+        assert step.graph is not None
+        step.graph.replay()
+        self._owner.use(step)
+        self._num_replays += 1
+        self._state.note_step(optimizer, step.state)
+
+
+class StepGraphs(Graphs):
     """Graphs of one submodel's module, and the memory at fixed addresses that they share.
 
     Attributes:
@@ -123,18 +152,15 @@ class StepGraphs:
     """
 
     def __init__(self, owner: Owner, built: TrainableSubmodel, waits: bool) -> None:
-        self._owner, self.waits, device = owner, waits, owner.device
+        super().__init__(owner)
+        self.waits, device = waits, owner.device
         has_form = not problems_of_optimizer(built.optimizer)
         self.rates = Rates(len(built.optimizer.param_groups), device) if has_form else None
         found = problems_of_built(built)
         self.reason: str | None = found[0] if found else None
-        self._steps: dict[Hashable, Step] = {}
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._sums: dict[str, Tensor] = {}
-        self._state = FixedState(device)
         self._static: dict[str, Any] = {}  # tensors of the method's hook, and anchors
-        self._is_bound = False  # whether the optimizer's state lies in `_state`
-        self._num_captures = self._num_replays = 0
 
     def begin(self, steps: CapturedSteps) -> None:
         """Move what a task brings, and its steps read, to addresses that stay."""
@@ -205,9 +231,7 @@ class StepGraphs:
 
     def _capture(self, steps: CapturedSteps, step: Step) -> None:
         """Record a step as a graph, without computing it and without changing Python objects."""
-        self._num_captures += 1
-        if self._num_captures > MOST_GRAPHS and self._num_replays < LEAST_REPLAYS * self._num_captures:
-            raise NotCapturable("shapes of batches, or options of the optimizer, change too often")
+        self._count_capture()
         built = steps.built
         for name, (total, _) in built.recorder.sums.items():
             if not isinstance(total, Tensor):
@@ -218,9 +242,7 @@ class StepGraphs:
         attach_log(built.module, logged.log, logged.log_dict)
         counts = steps.counts(self._total)
         try:
-            with torch.cuda.graph(
-                graph, pool=self._owner.pool, stream=self._owner.stream, capture_error_mode="thread_local"
-            ):
+            with self._recording(graph):
                 steps.step_eagerly(step.batch)
                 self._total.copy_(steps.total)  # type: ignore[arg-type]  # a tensor after a step
                 built.gather()
@@ -241,18 +263,14 @@ class StepGraphs:
 
     def _replay(self, steps: CapturedSteps, step: Step) -> None:
         """Make a step by replaying its graph, and update the counts in Python that the graph cannot change."""
-        built, owner = steps.built, self._owner
-        optimizer, graph = built.optimizer, step.graph
-        assert graph is not None and self.rates is not None
-        self.rates.refresh(optimizer)
+        built = steps.built
+        assert self.rates is not None
+        self.rates.refresh(built.optimizer)
         self._bind(built)
         for name, (how, weight) in step.logged.items():
             built.recorder.carry(name, how, self._sums[name], _START[how], weight)
         steps.sum_in(self._total)
-        graph.replay()
-        owner.use(step)
-        self._num_replays += 1
-        self._state.note_step(optimizer, step.state)
+        self._launch(step, built.optimizer)
         steps.count()
         steps.used[step] = None
 

@@ -185,6 +185,14 @@ def plain(make, **options):
     return bench
 
 
+def assert_as_alone(bench, tasks, trained):
+    """Each client of a batch has the update of its task trained alone."""
+    for task in tasks:
+        alone = bench.trainer.run(*task)
+        alone.tensors = alone.tensors.clone()
+        assert not alone.difference(trained.update(task.assignment.id))
+
+
 class Logs(Net):
     """Logs tensors in each way."""
 
@@ -242,10 +250,7 @@ def test_clients_of_unequal_lengths_have_eager_steps_between_captured_ones(emula
     tasks = members(bench, sizes=(20, 22, 20), epochs=1)
     for _ in range(3):
         trained = together.train(tasks)
-    for task in tasks:
-        alone = other.trainer.run(*task)
-        alone.tensors = alone.tensors.clone()
-        assert not alone.difference(trained.update(task.assignment.id))
+    assert_as_alone(other, tasks, trained)
     counted = bench.trainer.capture.counted()
     assert (counted["batches_captured"], counted["eager"]) == (3, [])
     [graphs] = together._graphs.values()
@@ -268,10 +273,7 @@ def test_batches_that_no_graph_can_have_are_eager_and_say_why(emulated_cuda: Emu
     together, tasks = CohortTrainer(bench.trainer), members(bench, sizes=(20, 20), epochs=1)
     for _ in range(2):
         trained = together.train(tasks)
-    for task in tasks:
-        alone = other.trainer.run(*task)
-        alone.tensors = alone.tensors.clone()
-        assert not alone.difference(trained.update(task.assignment.id))
+    assert_as_alone(other, tasks, trained)
     counted = bench.trainer.capture.counted()
     assert (counted["batches"], counted["batches_captured"]) == (2, 0)
     [said] = counted["eager"]

@@ -182,6 +182,22 @@ def test_what_is_cancelled_is_forgotten_or_was_in_vain(small):
     assert made.report()["in_vain"] == 2
 
 
+def last(monkeypatch, together_s):
+    """Let a task trained alone last a second of CPU time, and a batch ``together_s``."""
+    clock = [0.0]
+
+    def lasting(seconds, function):
+        def call(*args):
+            clock[0] += seconds
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(batched.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(batched, "attempt", lasting(1.0, batched.attempt))
+    monkeypatch.setattr(batched.CohortTrainer, "train", lasting(together_s, batched.CohortTrainer.train))
+
+
 @pytest.mark.parametrize(
     ("together_s", "first_s", "trial_s", "share", "says"),
     [
@@ -200,37 +216,15 @@ def test_auto_leaves_to_the_loop_what_is_not_faster_together_or_dear_to_try(
     monkeypatch.setattr(batched, "_TRIALS", (4, 4))
     monkeypatch.setattr(batched, "_FIRST_S", first_s)
     monkeypatch.setattr(batched, "_TRIAL_S", trial_s)
-    clock, alone, together = [0.0], batched.attempt, batched.CohortTrainer.train
-
-    def lasting(seconds, function):
-        def call(*args):
-            clock[0] += seconds
-            return function(*args)
-
-        return call
-
-    monkeypatch.setattr(batched.time, "thread_time", lambda: clock[0])
-    monkeypatch.setattr(batched, "attempt", lasting(1.0, alone))
-    monkeypatch.setattr(batched.CohortTrainer, "train", lasting(together_s, together))
+    last(monkeypatch, together_s)
     report, notes = alike(Net, tasks_of(Net, 20), most="auto")
     assert report["share"] == share and [note.partition(": ")[2][: len(says)] for note in notes] == [says] * bool(says)
 
 
 def test_auto_tries_once_what_gains_nothing(monkeypatch):
-    clock, alone, together = [0.0], batched.attempt, batched.CohortTrainer.train
-
-    def lasting(seconds, function):
-        def call(*args):
-            clock[0] += seconds
-            return function(*args)
-
-        return call
-
     monkeypatch.setattr(batched, "_TRIALS", (4, 8))
     monkeypatch.setattr(batched, "_TRIAL_S", 100.0)
-    monkeypatch.setattr(batched.time, "thread_time", lambda: clock[0])
-    monkeypatch.setattr(batched, "attempt", lasting(1.0, alone))
-    monkeypatch.setattr(batched.CohortTrainer, "train", lasting(4.0, together))  # as long as four alone
+    last(monkeypatch, 4.0)  # as long as four alone
     _, notes = alike(Net, tasks_of(Net, 20), most="auto")
     assert notes == [
         "clients are trained one after the other: 4 clients are not faster together than one after the other"

@@ -214,7 +214,7 @@ class UsagePolicy(nn.Module):
 
 @dataclass
 class _Decide:
-    is_beside_axes: ClassVar = True  # the axes are those of the model without its gates
+    is_beside_axes: ClassVar = True  # axes are found in the model without its gates, which belong to none
     policy: UsagePolicy
     features: Callable[[Tensor], Tensor]
 
@@ -225,7 +225,7 @@ class _Decide:
 
 @dataclass
 class _GateUnits:
-    is_beside_axes: ClassVar = True  # the axes are those of the model without its gates
+    is_beside_axes: ClassVar = True  # axes are found in the model without its gates, which belong to none
     policy: UsagePolicy
     batch_dim: int
     dim: int
@@ -236,7 +236,7 @@ class _GateUnits:
 
 @dataclass
 class _GateSublayer:
-    is_beside_axes: ClassVar = True  # the axes are those of the model without its gates
+    is_beside_axes: ClassVar = True  # axes are found in the model without its gates, which belong to none
     policy: UsagePolicy
     gate: int
     batch_dim: int

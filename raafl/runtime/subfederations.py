@@ -120,7 +120,7 @@ class Subfederations(Executor):
     """Executor of a run all of whose clients are subfederations, by their numbers."""
 
     def __init__(self, inner: Executor, below: Sequence[Below]) -> None:
-        """Have ``below`` do the tasks; ``inner`` trains those of their clients."""
+        """Store the regions, ``below``, which do the tasks, and ``inner``, which trains the tasks of the clients in regions."""
         self._inner, self.below = inner, {one.number: one for one in below}
         self._answers: dict[int, Update | CodeFailed] = {}
 

@@ -92,8 +92,8 @@ class _Watch:
 
     The socket stays registered when nobody waits any more: to register one anew for each message costs two system calls.
 
-    `has_fired`: whether those who wait were woken and the loop, which sees the same bytes once more before they are read, has not
-    reported the socket since.
+    `has_fired`: whether the waiters were woken and the loop has not reported the socket again since. It reports unread bytes once
+    more before they are read, and that report wakes nobody.
     """
 
     __slots__ = ("has_fired", "sock", "waiting")

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class _Methods(Mapping[str, "Callable[..., Algorithm]"]):
-    """Mapping of each method's name to its factory, whose module is imported when the factory is looked up."""
+    """Mapping from the name of each method to its factory; a look-up imports the method's module."""
 
     def __init__(self) -> None:
         """Collect the names of this folder's modules, without importing any."""
@@ -82,7 +82,7 @@ class _Methods(Mapping[str, "Callable[..., Algorithm]"]):
 
 
 class _Package(ModuleType):
-    """Class of this package, by which the name of a method as an attribute is its factory, not its module."""
+    """Class of this package module; it makes the attribute `raafl.algorithms.fed_avg` the factory, not the submodule."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         # on import of a submodule Python sets it as the package's attribute, which would replace the factory of that name

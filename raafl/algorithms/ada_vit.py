@@ -147,13 +147,13 @@ class UsagePolicy(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Compute the gates (0 or 1 for each unit and sublayer) of ``features``, shape (batch, width), in the same dtype."""
-        # float32: noise and sigmoid would lose a gate's gradient in half precision
+        # float32: in half precision the noise and the sigmoid would round a gate's gradient to 0
         logits = self.linear(features).float()
         if self.training:
             uniform = torch.rand_like(logits).clamp_(1e-7, 1 - 1e-7)
-            noise = uniform.log() - (-uniform).log1p()  # logistic: the difference of two Gumbel variables
+            noise = uniform.log() - (-uniform).log1p()  # logistic noise: the difference of two Gumbel variables
             soft = torch.sigmoid((logits + noise) / self.temperature)
-            # the value is that of the hard gate, the gradient that of the soft gate
+            # straight-through: the forward pass uses the hard gate, the backward pass the gradient of the soft gate
             gates = (soft > 0.5).float() + (soft - soft.detach())
             self.used.append(gates)
         else:
@@ -214,7 +214,7 @@ class UsagePolicy(nn.Module):
 
 @dataclass
 class _Decide:
-    is_beside_axes: ClassVar = True  # axes are found in the model without its gates, which belong to none
+    is_beside_axes: ClassVar = True  # the search for axes ignores gates, since a gate belongs to no axis
     policy: UsagePolicy
     features: Callable[[Tensor], Tensor]
 
@@ -225,7 +225,7 @@ class _Decide:
 
 @dataclass
 class _GateUnits:
-    is_beside_axes: ClassVar = True  # axes are found in the model without its gates, which belong to none
+    is_beside_axes: ClassVar = True  # the search for axes ignores gates, since a gate belongs to no axis
     policy: UsagePolicy
     batch_dim: int
     dim: int
@@ -236,7 +236,7 @@ class _GateUnits:
 
 @dataclass
 class _GateSublayer:
-    is_beside_axes: ClassVar = True  # axes are found in the model without its gates, which belong to none
+    is_beside_axes: ClassVar = True  # the search for axes ignores gates, since a gate belongs to no axis
     policy: UsagePolicy
     gate: int
     batch_dim: int
@@ -296,7 +296,7 @@ class Adaptive(Local):
 
         A model with LoRA adapters is returned unchanged.
         """
-        if _has_lora(module):  # with LoRA the only axes are ranks, which are neither heads nor hidden units
+        if _has_lora(module):  # LoRA's only axes are ranks, and gates need axes of heads or hidden units
             return module
         axes = list(Submodels(module).axes.values())
         blocks = [(path, part) for path, part in module.named_modules() if any(a.name == f"{path}.heads" for a in axes)]
@@ -315,7 +315,8 @@ class Adaptive(Local):
         gated = [(axis, layer, member) for axis, layer, member in readers if layer is not None and member is not None]
         if not gated:
             return
-        # gates for heads of the first attention that exposes them to hooks; any other attention is gated as a whole
+        # the first attention layer that calls a linear output layer gets a gate for each head; other attentions get one
+        # gate each
         exposed = next((axis for axis, layer, _ in gated if axis not in ffn and isinstance(layer, nn.Linear)), None)
         heads = 0 if exposed is None else exposed.size
         inner = [layer for _, layer, _ in gated if isinstance(layer, nn.MultiheadAttention)]
@@ -394,9 +395,9 @@ def _weights(axis: Axis, dim: int) -> list[Member]:
 
 
 def _reader(block: nn.Module, path: str, axis: Axis) -> tuple[Any, Member | None]:
-    """Return the layer in ``block`` whose inputs are all units of the axis, and its weight; (None, None) if none is.
+    """Return the layer in ``block`` that takes all units of ``axis`` as inputs, and its weight; (None, None) if there is none.
 
-    The layer is linear, or an `nn.MultiheadAttention` whose output projection has the units as inputs.
+    The layer is a `nn.Linear`, or an `nn.MultiheadAttention` whose output projection takes the units as inputs.
     """
     for member in _weights(axis, 1):
         where = member.name.removeprefix(f"{path}.").rpartition(".")[0]
@@ -412,7 +413,7 @@ def _reader(block: nn.Module, path: str, axis: Axis) -> tuple[Any, Member | None
 
 
 def _width(layer: Any) -> int:
-    """Return the output width of a block's last layer, which equals the width of the block's input."""
+    """Return the number of output features of a block's last layer, which is also the block's number of input features."""
     return int(layer.embed_dim if isinstance(layer, nn.MultiheadAttention) else layer.weight.shape[0])
 
 
@@ -443,7 +444,7 @@ def usage_loss(policies: list[UsagePolicy], heads: float, blocks: float) -> Tens
 
 
 class _UsageLoss(Hook):
-    """Hook that adds the usage loss to the module's loss, to pull the used shares of the model to their targets."""
+    """Training hook that adds AdaViT's usage loss, a penalty on the distance from the target shares of heads and sublayers."""
 
     def __init__(self, task: Task, local: Adaptive) -> None:
         super().__init__(task)
@@ -451,7 +452,7 @@ class _UsageLoss(Hook):
         must_train(task, [policy.linear.weight for policy in self.policies], "ada_vit", NAME)
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the module's loss plus a penalty for using more or fewer heads and sublayers than intended."""
+        """Return the module's loss plus the penalty for using more or fewer heads and sublayers than the targets."""
         for policy in self.policies:
             policy.clear()
         loss = super().loss(batch, index)
@@ -459,7 +460,7 @@ class _UsageLoss(Hook):
         return loss if usage is None else loss + self.local.weight * usage
 
     def close(self) -> None:
-        """Delete the gates that this task has recorded."""
+        """Delete the gate values that this task has recorded."""
         for policy in self.policies:
             policy.clear()
 

@@ -64,7 +64,8 @@ class RegularisedMutual(Regularised, MutualTraining):
     @property
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
-        return replace(super().traits, captures=None)  # no CUDA graphs: all exits repeat the same draws
+        # no CUDA graphs: each exit must draw the same random numbers again, which a captured graph cannot do
+        return replace(super().traits, captures=None)
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that adds up the losses of all exits and corrects gradients by FedDyn's regulariser."""

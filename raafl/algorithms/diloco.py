@@ -227,16 +227,16 @@ def count_of(steps: float, optimizer: torch.optim.Optimizer, device: torch.devic
 
 
 class _Carried(Hook):
-    """Hook that sets the optimizer's state before the first step, and sends the change of that state."""
+    """Training hook that loads Adam's state from the client's previous task, and sends back how the task changed it."""
 
     def __init__(self, task: Task) -> None:
-        """Load the received moments into the optimizer; raises `BadInput` unless it is Adam or AdamW."""
+        """Load the received moments into the optimizer; raise `BadInput` unless it is Adam or AdamW."""
         super().__init__(task)
         optimizer = adam_of(task)
         self._start = min(value_of(task.down[STEPS]["steps"], 1.0), MOST_STEPS)
         for name, parameter in self._carried():
             first, second = (task.down[moment][name].to(parameter.device, copy=True) for moment in MOMENTS)
-            # compression can make a second moment slightly negative
+            # lossy compression can make a second moment slightly negative, of which Adam would take the square root
             optimizer.state[parameter] = {
                 "step": count_of(self._start, optimizer, parameter.device),
                 MOMENTS[0]: first,
@@ -248,7 +248,7 @@ class _Carried(Hook):
         return [(name, parameter) for name, parameter in named if name in self.task.down[MOMENTS[0]]]
 
     def finish(self) -> dict[str, Any]:
-        """Add the optimizer's number of steps and the change of its moments to the update."""
+        """Write the optimizer's step count and the changes of its moments into the update's bundles."""
         steps = []
         for name, parameter in self._carried():
             state: Mapping[str, Tensor] = self.task.optimizer.state[parameter]
@@ -256,7 +256,8 @@ class _Carried(Hook):
             for moment in MOMENTS:
                 change = state[moment] - self.task.down[moment][name].to(state[moment].device)
                 self.task.up[moment][name].copy_(change)
-        steps = [torch.stack(steps).max()] if steps and steps[0].is_cuda else steps  # so that a GPU is waited for once
+        # reduce on the GPU first, so that the host waits for one value only
+        steps = [torch.stack(steps).max()] if steps and steps[0].is_cuda else steps
         self.task.up[STEPS]["steps"].fill_(max([0.0, *(float(step) - self._start for step in steps)]))
         return {}
 
@@ -368,7 +369,8 @@ class HeLoCo(Nesterov):
             weight = sums.weight if count is None else count[name]
             where = weight > 0 if isinstance(weight, Tensor) else None
             delta = sums.total[name] / (weight.clamp_min(_TINY) if isinstance(weight, Tensor) else weight)
-            if name not in state.submodels.parameter_names:  # running statistics take the mean delta, without momentum
+            # running statistics, such as batch norm's means, take the mean delta without momentum
+            if name not in state.submodels.parameter_names:
                 theta.add_(delta)
                 continue
             m = memory.momentum(state)[name]
@@ -417,13 +419,15 @@ class SpeedMemory(MergeMemory):
     """State of `BySpeed`: seconds that one local step takes on each client that is present."""
 
     key = "by_speed"
-    # seconds of one step in its latest submodel, for each client with a finished task, by client id
+    # measured seconds of one local step in the client's latest submodel, by client id; only clients with a finished
+    # task
     measured: dict[int, float] = field(default_factory=dict)
-    # predicted seconds of one step for each client without a finished task, by client id
+    # predicted seconds of one local step, by client id; only clients that have finished no task yet
     predicted: dict[int, float] = field(default_factory=dict)
-    # measured divided by predicted time of a client's latest task, by client id
+    # measured divided by predicted seconds of the client's latest task, by client id
     ratio: dict[int, float] = field(default_factory=dict)
-    latest: float = 1.0  # newest ratio of any client, by which predicted seconds are corrected
+    # ratio of the task that finished last, whoever did it; it corrects predictions for clients without a ratio
+    latest: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -487,7 +491,7 @@ class BySpeed(WrappedSelect):
         ]
 
     def _record(self, client: ClientInfo, work: Work, fleet: SelectContext) -> float:
-        """Record and return the client's seconds for one local step, excluding a task's fixed costs."""
+        """Store and return a client's seconds for one local step, without the fixed costs of a task."""
         one_s, two_s = (fleet.task_time(client, replace(work, num_steps=num)).compute_s for num in (1, 2))
         step_s, memory = two_s - one_s, fleet.state.memory.of(SpeedMemory)
         ratio = memory.ratio.get(client.id)
@@ -504,12 +508,13 @@ class BySpeed(WrappedSelect):
 
 
 def _set(table: Table, client: int, step_s: float, fleet: SelectContext) -> None:
-    """Set a client's seconds in the table, and update the table's cached minimum."""
+    """Store a client's seconds per step in ``table``, and keep the cached minimum of that table correct."""
     _table(table, fleet)[client] = step_s
     least = fleet.cache.get(f"least {table}")
     if least is not None and step_s < least[1]:
         fleet.cache[f"least {table}"] = (client, step_s)
-    elif least is not None and least[0] == client:  # this client was the fastest, and may no longer be
+    # the client had the least seconds so far, and perhaps has not any more
+    elif least is not None and least[0] == client:
         del fleet.cache[f"least {table}"]
 
 
@@ -519,7 +524,10 @@ def _forget(table: Table, client: int, fleet: SelectContext) -> None:
 
 
 def _least_s(table: Table, fleet: SelectContext) -> float:
-    """Return the least seconds in a table, which are cached, since a fleet may be large; inf for an empty table."""
+    """Return the least seconds per step in ``table``; infinite if it is empty.
+
+    The minimum is cached, since a search over a large fleet for each task would be slow.
+    """
     found, key = _table(table, fleet), f"least {table}"
     if found and key not in fleet.cache:
         client = min(found, key=found.__getitem__)
@@ -528,7 +536,7 @@ def _least_s(table: Table, fleet: SelectContext) -> float:
 
 
 def _fastest_s(fleet: SelectContext) -> float:
-    """Return the seconds of a step on the fastest client that is present."""
+    """Return the seconds of one local step on the fastest present client, measured or predicted."""
     return min(_least_s("measured", fleet), _least_s("predicted", fleet) * fleet.state.memory.of(SpeedMemory).latest)
 
 

@@ -152,7 +152,8 @@ class CompassMemory(MergeMemory):
     def from_plain(cls, data: Any) -> Self:
         """Restore the state of FedCompass from the result of `to_plain`."""
         groups = {number: Group(**group) for number, group in data["groups"].items()}
-        # earlier versions of raafl stored a list of assignments, submodels, start versions and copies
+        # checkpoints of earlier versions of raafl have a list "waiting" of (assignment, submodel, start version,
+        # tensors)
         copies = {task: (version, tensors) for task, _, version, tensors in data.get("waiting", ())}
         return super().from_plain({"copies": copies, **data, "groups": groups})
 
@@ -178,7 +179,7 @@ class CompassMemory(MergeMemory):
         return self.steps[client]
 
     def _choose(self, client: int, now: float, pace: Pace) -> None:
-        """Assign a client to the group in which it makes the most steps, or to a new group."""
+        """Put an idle client into the existing group in which it makes the most steps, or into a new group."""
         number, steps = self._joined(client, now, pace)
         if number is None:
             number, steps = self.num_groups, self._founded(client, now, pace)
@@ -189,10 +190,10 @@ class CompassMemory(MergeMemory):
         self.group[client], self.steps[client], self.planned_s[client] = number, steps, now
 
     def _joined(self, client: int, now: float, pace: Pace) -> tuple[int | None, int]:
-        """Return the group that an idle client should join, and its number of steps; (None, -1) if none fits.
+        """Find the existing group that an idle client should join; return it and the client's steps, or (None, -1) if none fits.
 
-        It is the group in which the client makes the most steps until the group's expected time; the number of steps
-        must lie between `min_steps` and `max_steps`.
+        It is the group in which the client makes the most steps until the group's expected arrival, among those in
+        which its number of steps lies between `min_steps` and `max_steps`.
         """
         best, most = None, -1
         for number, group in self.groups.items():
@@ -202,9 +203,9 @@ class CompassMemory(MergeMemory):
         return best, most
 
     def _founded(self, client: int, now: float, pace: Pace) -> int:
-        """Return the number of steps for a client that starts a new group.
+        """Compute the number of steps for a client that starts a new group.
 
-        It is chosen so that the client arrives together with the fastest client of another group's next round.
+        The client should arrive together with the fastest client of another group, after that one's next task.
         """
         most = -1
         for group in self.groups.values():
@@ -287,7 +288,7 @@ class CompassMemory(MergeMemory):
             return
         group = self.groups[number]
         self.late.clear()
-        # the group exists until its absent clients have reported late, but no further client joins it
+        # the group stays until its missing clients have reported late, but its time of 0 keeps others from joining it
         group.expected_s = group.latest_s = 0.0
         for client in sorted(group.reported, key=self.speed.__getitem__):
             del self.group[client]
@@ -394,7 +395,8 @@ class GroupDeltas(Deltas):
         due = set(memory.due(state.now_s))
         chosen = [item for item in state.waiting if item.update.assignment in due]
         if chosen:
-            # divided by the K updates that cover an element: K alpha / N times their mean is alpha / N times their sum
+            # Deltas averages over the K clients that trained an element, so its rate is K alpha / N to step by alpha /
+            # N times the sum
             step = Deltas(self.server_lr * len(chosen) / state.num_clients, self.staleness)
             for item in chosen:
                 version, tensors = memory.copies.pop(item.update.assignment)

@@ -97,7 +97,7 @@ class LinearTerm(Hook):
     """Hook for FedDyn's linear term: it subtracts the client's stored gradient from the gradient of each step."""
 
     def __init__(self, task: Task, *others: Any) -> None:
-        """Store the received gradient of the linear term; ``others`` are passed to the next base class."""
+        """Take the received gradient of FedDyn's linear term from the task; pass ``others`` to the next base class."""
         super().__init__(task, *others)
         self.linear = task.down[GRADIENT]
 
@@ -123,7 +123,8 @@ class Corrected(WithVariates):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Correct the client's stored gradient by the change of its model, and add that model to the mean."""
-        # in a round the global values are still theta^{t-1}, which all its clients received
+        # no merge has happened since the round began, so these values are theta^{t-1}, which all clients of the round
+        # received
         change, received = update.tensors.clone(), state.submodels.plan(spec).gather(state.values)
         for dtype, buffer in change.buffers.items():
             buffer.sub_(received.buffers[dtype])
@@ -143,7 +144,7 @@ class Corrected(WithVariates):
         covered, h = (FlatTensors.zeros(whole, state.values.device) for _ in range(2))
         for item in state.waiting:
             plan_of(state, item.spec).cover_(covered)
-        # after super().apply, which adds this round's g_k to their mean h: the order of Algorithm 1
+        # after super().apply, which has added this round's g_k to their mean h: the order of Algorithm 1
         self.variates.mean_(state, Spec(), h)
         for name in covered.layout.by_name:
             state.values[name].sub_(torch.where(covered[name] > 0, h[name], 0.0), alpha=1 / self.alpha)

@@ -128,7 +128,7 @@ PASSES = 3
 
 @dataclass
 class _SumsMemory(MergeMemory):
-    """Running sums of a merge for each element: the clients' weighted changes, and the weights."""
+    """Merge state: for each element the weighted sum of the clients' changes, and the sum of their weights."""
 
     key = "zeroth_order"
     sum: FlatTensors
@@ -156,7 +156,7 @@ class Expected(OneValue[dict[int, int]]):
 
 
 def _step_seed(seed: int, step: int) -> int:
-    """Return the seed of the random perturbation z_t in step t of a task."""
+    """Derive the seed of z_t, the random perturbation in step t of a task."""
     return derive_seed(seed, "perturbation", step)
 
 
@@ -182,14 +182,17 @@ def add_noise_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
 
 
 def _noise(piece: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw normal float32 noise on the CPU, shaped like a flat tensor; for a meta tensor return one without values."""
+    """Draw standard normal float32 noise for a flat tensor, always on the CPU, so that all devices get the same.
+
+    The result lies on the tensor's device; for a meta tensor it has a shape, but no values.
+    """
     if piece.is_meta:
         return torch.randn_like(piece, dtype=torch.float32)
     return torch.randn(piece.numel(), generator=generator).to(piece.device)
 
 
 def _replay_(tensors: Sequence[Tensor], seed: int, scalars: Sequence[float], lr: float, epsilon: float) -> None:
-    """Repeat all steps of a client's task on ``tensors``, in place, from its seed and scalars."""
+    """Replay a client's whole task on ``tensors``, in place, from the task's seed and the scalar g of each step."""
     for step, scalar in enumerate(scalars):
         add_noise_(tensors, _step_seed(seed, step), epsilon, -2 * epsilon, epsilon - lr * scalar)
 
@@ -206,7 +209,7 @@ def _num_perturbed(submodels: Submodels, spec: Spec) -> int:
 
 
 def _perturbed(spec: Spec, trained: Sequence[str] | None) -> Spec:
-    """Return ``spec`` with the tensors that the task perturbs marked as trained; the assigned spec marks none."""
+    """Mark the parameters that a task perturbs as trained in ``spec``; the spec that the client was sent marks none."""
     return replace(spec, trained=None if trained is None else tuple(trained))
 
 
@@ -223,7 +226,8 @@ class Steps(Hook):
         spec = _perturbed(task.assignment.spec, task.assignment.extra.get("trained"))
         parameters = [task.module.get_parameter(name).detach() for name in parameters_of(task.submodels, spec)]
         self._parameters = [reals(tensor) for tensor in parameters]
-        # steps run in the wide dtype in which the server replays them; half-precision parameters get them rounded
+        # step in the wide dtype, as the server does when it replays the task; half-precision parameters get the rounded
+        # result
         self._wide = [tensor.to(wide_dtype(tensor.dtype)) for tensor in self._parameters]
         task.module.eval()
 
@@ -242,7 +246,8 @@ class Steps(Hook):
             self._move(seed, -2 * self.epsilon)
             is_above = False
             minus = value_of(self.task.loss(batch, index), 0.0)
-        except SkippedBatch:  # a skipped batch is a step with g = 0, which the server replays, too
+        # a skipped batch counts as a step with g = 0, so that the server's replay has the same number of steps
+        except SkippedBatch:
             if is_above:
                 self._move(seed, -2 * self.epsilon)
             self._move(seed, self.epsilon)
@@ -378,7 +383,7 @@ class ForwardOnly(WrappedSelect):
 
 
 def _num_batches(client: ClientInfo, work: Work, fleet: SelectContext) -> int:
-    """Return the number of batches that a client trains on in a task."""
+    """Compute the number of batches that a client's task has."""
     epochs, steps = work.num_epochs, work.num_steps
     if epochs is None and steps is None:
         epochs, steps = fleet.training.num_epochs, fleet.training.num_steps
@@ -424,7 +429,7 @@ class Rebuilt(Merge):
             return "bad-scalars"
         if not scalars or len(scalars) < update.num_steps:
             return "missing-scalars"
-        # limits the server's work: each scalar costs it three passes over the submodel
+        # each scalar costs the server three passes over the submodel, so their number is limited
         if len(scalars) > state.memory.of(Expected).value.get(update.client, math.inf):
             return "surplus-scalars"
         return None if all(map(math.isfinite, scalars)) else "non-finite"
@@ -436,7 +441,7 @@ class Rebuilt(Merge):
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Rebuild the client's trained values from its scalars, and add their change to the sums."""
         task = state.memory.pop(ReceivedTask)
-        assert task is not None  # `ForwardOnly` has recorded it
+        assert task is not None  # `ForwardOnly` has recorded it when it assigned the task
         perturbed = _perturbed(spec, task.trained)
         plan, memory = state.submodels.plan(perturbed), self._memory(state)
         before = plan.gather(state.values)

@@ -54,7 +54,7 @@ DONE = "done"
 
 @dataclass
 class _NovaMemory(SumMemory):
-    """State of a merge: the sum of the updates, and for each of them its amount of local work ||a_i||_1."""
+    """Merge state: the weighted sum of the updates, and for each update its amount of local work, the L1 norm of a_i."""
 
     key = "fed_nova"
     done: list[float] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Counted(Local):
 
 
 class _Steps(Hook):
-    """Hook that measures local work by also applying the optimizer's rule to a scalar with constant gradient 1."""
+    """Training hook that measures a client's local work: it steps an extra scalar with gradient 1 by the optimizer's rule."""
 
     def __init__(self, task: Task, prox: float) -> None:
         super().__init__(task)
@@ -117,12 +117,12 @@ class _Steps(Hook):
         self._num = 0
 
     def stepped(self) -> None:
-        """Apply the optimizer's step to the extra scalar, too.
+        """Step the extra scalar once, with the learning rate, momentum and proximal term of the optimizer.
 
-        The distance that the scalar moves measures the amount of local work, including momentum and proximal term.
+        The distance that the scalar moves is the amount of local work a_i.
         """
-        # The scalar uses the options of the first parameter group. They are read at each step, since
-        # schedules change them.
+        # options are read at each step, since learning rate schedules change them; the first parameter group stands for
+        # all
         options = self.task.optimizer.param_groups[0]
         lr, rho = float(options["lr"]), float(options.get("momentum", 0.0))
         gradient = 1.0 - self._prox * self._moved
@@ -172,12 +172,13 @@ class Normalised(Merge):
         """Move the model by the mean of the updates per unit of work, times the mean amount of work of the clients."""
         memory = state.memory.of(_NovaMemory)
         sums = Accumulator(state, memory)
-        # tau_eff depends on amounts of work that clients report; without the limit one client could determine the step size
+        # clients report their own amounts of work: without this limit one client could make the step tau_eff
+        # arbitrarily large
         most = LIMIT * median_low(memory.done)
         covered, work = sums.cover(), sums.cover([min(done, most) for done in memory.done], "mixed")
         for is_parameter, flats in trained_pieces(state, sums.total, covered, work):
             for theta, total, weight, steps in chunks(*flats):
-                # running statistics are averaged without tau_eff, since they are no sum of steps
+                # running statistics are averaged without tau_eff, since they do not grow with the number of steps
                 tau_eff = steps / weight if is_parameter else 1.0
                 theta.copy_(torch.where(weight > 0, theta + total / weight * tau_eff, theta))
         sums.clear()

@@ -87,10 +87,10 @@ def fed_per(
 
 @dataclass(frozen=True)
 class _WithHead(Local):
-    """Ordinary local training of a model; its last linear layer is the head."""
+    """Ordinary local training of a model whose last linear layer is its personal head."""
 
     def trial(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Return a context that raises `BadInput` at its end unless the module used its last linear layer."""
+        """Return a context for a trial step, which raises `BadInput` at its end unless the step used the last linear layer."""
         return requiring_layer(module, field="layers")
 
 

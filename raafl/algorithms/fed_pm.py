@@ -129,7 +129,7 @@ WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 def _weights_of(layer: nn.Module) -> list[str]:
-    """Return the names of a layer's own parameters that FedPM masks: trainable weights of the kinds in `WEIGHTS`."""
+    """List the parameters of one layer that FedPM masks: its trainable weights of the kinds in `WEIGHTS`."""
     names = [name for kind, names in WEIGHTS.items() if isinstance(layer, kind) for name in names]
     if isinstance(layer, nn.RNNBase):
         # torch has no public list of a recurrent layer's weights
@@ -147,7 +147,7 @@ def scale(shape: tuple[int, ...]) -> float:
 
 
 def _scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
-    """Return the absolute value sigma of each masked tensor in a submodel, by name; the whole model has the same."""
+    """Map each masked tensor of a submodel to sigma, the absolute value of its weights, computed from its whole shape."""
     whole, names = submodels.layout().by_name, submodels.parameter_names
     return {entry.name: scale(whole[entry.name].shape) for entry in layout.entries if entry.name in names}
 
@@ -156,7 +156,7 @@ def _scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
 
 
 class _ScoreTraining(Hook):
-    """Hook for FedPM's local training (Isik et al. 2023, Algorithm 1), which trains mask scores instead of weights.
+    """Training hook of FedPM (Isik et al. 2023, Algorithm 1): it trains scores of masks over frozen weights.
 
     During a task the module's parameters store the scores, and each forward pass uses randomly masked weights instead.
     At the end the hook draws the mask of zeros and ones that the client sends. The layers use the weights under this
@@ -164,7 +164,7 @@ class _ScoreTraining(Hook):
     """
 
     def __init__(self, task: Task, floor: float, lr_factor: float | None) -> None:
-        """Convert the received probabilities p to scores ``s = log(p / (1 - p))``, in place."""
+        """Convert each received probability p in place to the score ``log(p / (1 - p))``."""
         super().__init__(task)
         plain = isinstance(task.optimizer, torch.optim.SGD)
         self._lr_factor = lr_factor or (SGD_LR_FACTOR if plain else LR_FACTOR)
@@ -172,7 +172,7 @@ class _ScoreTraining(Hook):
         self._generator = torch.Generator().manual_seed(derive_seed(task.assignment.seed, "masks"))
         self._scales = _scales_of(task.submodels, task.submodels.layout(task.assignment.spec, "trained"))
         for layer in task.module.modules():
-            _uncover(layer)  # remove masked weights that the last task has left for evaluation
+            _uncover(layer)  # remove the masked weights with which the last task's model was evaluated
         names = {id(parameter): name for name, parameter in task.module.named_parameters()}
         self._places = [
             (layer, attribute, names[id(parameter)])
@@ -196,7 +196,7 @@ class _ScoreTraining(Hook):
         return masked
 
     def _uniform(self, like: Tensor) -> Tensor:
-        if like.is_meta:  # on the meta device the task only predicts costs
+        if like.is_meta:  # on the meta device a task only predicts costs, and there a generator cannot draw
             return torch.rand_like(like)
         return torch.rand(like.shape, generator=self._generator).to(like.device)
 
@@ -215,7 +215,7 @@ class _ScoreTraining(Hook):
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
-        """Draw the mask to send and prepare the module for evaluation; return whether scores have diverged."""
+        """Draw the mask that the client sends, and apply it to the module for evaluation; report scores that are not finite."""
         finite = all(bool(torch.isfinite(score).all()) for score in self._scores.values())
         weights = {}
         for name, score in self._scores.items():
@@ -226,13 +226,13 @@ class _ScoreTraining(Hook):
         return {} if finite else {DIVERGED: True}
 
     def close(self) -> None:
-        """Restore the module if the task did not finish."""
+        """Put the scores back as the module's parameters if the task was cut short."""
         if not self._done:
             self._uncover()
 
     def _cover(self, weights: Mapping[str, Tensor]) -> None:
         for layer, attribute, name in self._places:
-            # an entry in `__dict__` takes precedence over the parameter of that name
+            # `nn.Module` looks an attribute up in `__dict__` first, and so finds the masked weight before the parameter
             layer.__dict__[attribute] = weights[name]
             if isinstance(layer, nn.RNNBase):
                 flat = [layer.__dict__.get(n, layer._parameters.get(n)) for n in layer._flat_weights_names]
@@ -368,11 +368,11 @@ def _check_floor(floor: float) -> None:
 
 @dataclass
 class _CountsMemory(MergeMemory):
-    """Number of ones in the masks of clients since the last reset."""
+    """Merge state: for each weight, the number of masks received since the last reset, and how many of them use it."""
 
     key = "probabilistic_masks"
-    ones: FlatTensors  # number of received masks that use a weight, for each element
-    all: FlatTensors  # number of received masks for each element
+    ones: FlatTensors  # number of received masks with a one, for each element
+    all: FlatTensors  # number of received masks, for each element
     merges: int = 0  # number of merges since the start of the run
 
 

@@ -195,7 +195,7 @@ class ImportanceAware(Local):
 
 
 class _LargestElements(Hook):
-    """Hook that zeroes all small elements in each step, by a threshold that is set at the start of the task."""
+    """Training hook that masks all parameters below a threshold, which it sets once, at the start of the task."""
 
     def __init__(self, task: Task, rate: float) -> None:
         super().__init__(task)
@@ -203,7 +203,7 @@ class _LargestElements(Hook):
         self.tau = threshold(list(self.parameters.values()), rate) if self.parameters else 0.0
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the batch's loss for the model in which parameters below the threshold are masked."""
+        """Return the batch's loss with the parameters below the threshold masked."""
         if self.tau == 0:
             return self.task.loss(batch, index)
         masked = {name: Important.apply(parameter, self.tau) for name, parameter in self.parameters.items()}
@@ -213,7 +213,7 @@ class _LargestElements(Hook):
 
 @dataclass
 class _ChangedMemory(MergeMemory):
-    """Running sums of a merge for each element: its changes, and the number of updates that changed it."""
+    """Merge state: for each element the sum of the clients' changes, and the number of updates that changed it."""
 
     key = "fiarse"
     sum: FlatTensors

@@ -88,7 +88,7 @@ def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
     for name, axis in axes.items():
         if not isinstance(axis, Axis):
             continue
-        # one generator for each axis, so that an axis is partitioned alike whatever other axes the model has
+        # one generator for each axis, so that an axis's partition does not depend on which other axes the model has
         order = random.Random(derive_seed(seed, round, name)).sample(range(axis.size), axis.size)
         for part, positions in zip(parts, shared_fragments({name: axis}, [1.0] * shares), strict=True):
             part[name] = [order[i] for i in positions.indices(name) or range(axis.size)]

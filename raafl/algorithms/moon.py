@@ -142,9 +142,10 @@ class Contrastive(Local):
 
 
 class _Steps(Hook):
-    """Hook that adds MOON's contrastive loss.
+    """Training hook that adds MOON's contrastive loss.
 
-    It compares the inputs of the last linear layer in the client's model, in the received one and in its previous one.
+    The loss compares what the last linear layer receives in the model that trains, in the received global model, and in
+    the client's model after its previous task.
     """
 
     def __init__(self, task: Task, local: Contrastive) -> None:
@@ -153,7 +154,7 @@ class _Steps(Hook):
         self.received, self.last = task.received, task.down[LAST]
 
     def _representation(self, values: FlatTensors, batch: object, index: int) -> Tensor:
-        # no gradients: z of these models is only a reference for z of the trained one
+        # no gradients: the other models' representations are constants of the contrastive loss
         with with_parameters(self.task.module, values), torch.no_grad():
             self.task.loss(batch, index)
         return self._capture.seen
@@ -164,12 +165,12 @@ class _Steps(Hook):
         loss, z = super().loss(batch, index), self._capture.seen
         z, *others = (reals(inputs).flatten(1) for inputs in (z, *others))
         sims = torch.stack([F.cosine_similarity(z, other, dim=1) for other in others], dim=1)
-        # l_con is a cross entropy over two classes; the target is class 0, the received model
+        # l_con is a cross entropy over two classes, received model (0) and previous model (1); the target is class 0
         target = torch.zeros(len(z), dtype=torch.long, device=z.device)
         return loss + self._local.mu * F.cross_entropy(sims / self._local.temperature, target)
 
     def close(self) -> None:
-        """Remove the hooks that capture the inputs of the last linear layer."""
+        """Remove the hook that captures the inputs of the last linear layer."""
         self._capture.close()
 
 

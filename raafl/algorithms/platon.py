@@ -149,8 +149,8 @@ class PlatonMemory(OneValue[dict[int, Scores]]):
     value: dict[int, Scores] = field(default_factory=dict)
 
 
-_MOST = 1e150  # largest accepted score, so that a product of two scores stays finite
-_BYTES = 12  # bytes of a number with six digits in JSON, with comma
+_MOST = 1e150  # largest accepted score: the product of two scores must stay finite in float64
+_BYTES = 12  # bytes of a six-digit number and a comma in JSON
 
 
 def cubic(t: int, initial: float, final: float, warm_up: int, rounds: int) -> float:
@@ -181,7 +181,7 @@ def group_of(axis: Axis, groups: int) -> list[int]:
 
 
 def _kept_groups(axis: Axis, spec: Spec, groups: int) -> list[int]:
-    """Return for each kept unit of an axis, in order, the index of its group of units."""
+    """List the group to which each kept unit of ``axis`` belongs, by group index, in the order of the units."""
     units = spec.indices(axis.name)
     groups_of_units = group_of(axis, groups)
     return groups_of_units if units is None else [groups_of_units[unit] for unit in units]
@@ -263,9 +263,10 @@ class Sensitivity(Local):
 
 
 def _members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member, int]]:
-    """Yield each axis that can be pruned, each tensor dimension on it, and the axis's number of kept units.
+    """Yield (axis, member, kept units) for each tensor dimension on a prunable axis.
 
-    A dimension's offset is that in the submodel's tensors, which lack the dropped units.
+    A member's offset is where the axis begins in the submodel's tensor, which lacks the dropped units of the axes
+    before it.
     """
     num_kept = {axis.name: len(spec.indices(axis.name) or range(axis.size)) for axis in submodels.axes.values()}
     dropped: dict[tuple[str, int], list[tuple[int, int]]] = {}
@@ -290,14 +291,14 @@ class MeasuredSensitivity(Hook):
     """
 
     def __init__(self, task: Task, local: Sensitivity) -> None:
-        """Load the scores from the assignment, or start from 0 without them."""
+        """Load the scores that the server sent with the assignment; they start at 0 if it sent none."""
         super().__init__(task)
         self.local = local
         self.importance: dict[str, Tensor] = {}
         self.uncertainty: dict[str, Tensor] = {}
         spec = task.submodels.normal(task.assignment.spec)
         parameters = dict(task.module.named_parameters())
-        # by axis: for each kept unit the position of its group among the groups that the client has
+        # by axis: for each kept unit the position of its group in the client's list of groups
         self._positions: dict[str, list[int]] = {}
         self._members: dict[str, tuple[nn.Parameter, list[tuple[str, Member, int]]]] = {}
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
@@ -326,7 +327,7 @@ class MeasuredSensitivity(Hook):
             if parameter.grad is None:
                 continue
             worth = (reals(parameter) * reals(parameter.grad)).abs_()
-            # in half precision a sum over a unit's many weights would stall
+            # sum in float32 at least: in half precision, small terms added to a large sum would be lost
             sums = torch.promote_types(worth.dtype, torch.float32)
             for name, member, size in members:
                 part = worth.narrow(member.dim, member.offset, member.unit * size)
@@ -469,7 +470,7 @@ class BestUnits(Select):
         return sent
 
     def _fits(self, client: ClientInfo, fleet: SelectContext) -> float:
-        """Return the largest share of each axis that fits the client's memory."""
+        """Find the largest share of all axes whose submodel fits the client's memory; cached by client."""
         if client.id not in fleet.cache:
             axes, budget = fleet.state.submodels.axes, Budget(client.profile.memory_bytes)
             fleet.cache[client.id] = largest_rate(

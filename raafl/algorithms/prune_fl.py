@@ -105,7 +105,8 @@ def prune_fl(
 Unit = tuple[str, int]
 """Name of the axis, and index of the unit on it."""
 
-_BATCH = 2  # batch size for costs: FLOPs per sample do not depend on it, but batch norm needs more than one sample
+# batch size of predicted costs: FLOPs per sample do not depend on it, and batch norm needs more than one sample
+_BATCH = 2
 
 
 def check_settings(every: int, prunable: float) -> None:
@@ -159,7 +160,7 @@ class ChosenMean(Mean):
         names = [name for name in state.submodels.parameter_names if name in state.values]
         before = {name: state.values[name].clone() for name in names}
         super().apply(state)
-        # float32: squares of small half-precision changes would underflow
+        # float32: squares of small half-precision changes would round to 0
         squares = {name: (state.values[name] - old).float().square() for name, old in before.items()}
         values = {name: state.values[name] for name in names}
         last = state.memory.find(Choice)
@@ -221,7 +222,7 @@ def choose(
     gain = sum(float(square.sum()) for name, square in squares.items() if name not in on_axes)
     gain += sum(gains[unit] for unit in stay)
     time = fixed_time + sum(times[name] for name, _ in stay)
-    # a stable sort: among units of equal worth the first wins, on every machine
+    # a stable sort breaks ties by position, so that every machine chooses the same units
     order = sorted(gains, key=worth, reverse=True)
     for unit in order:
         if unit not in stay:
@@ -297,7 +298,7 @@ class Pruned(Select):
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Delete the cached submodels of a lost client."""
-        fleet.cache.pop(client.id, None)  # the share that `RateSelect` has cached
+        fleet.cache.pop(client.id, None)  # entry of `RateSelect`
         fleet.cache.pop(("pruned", client.id), None)
 
     def __str__(self) -> str:

@@ -107,7 +107,7 @@ LEAST, MOST = 2, 8
 
 
 def _round(x: Tensor) -> Tensor:
-    """Round x to whole numbers, with a gradient of 1 (straight-through)."""
+    """Round each element of x to an integer; the gradient passes through unchanged (straight-through estimator)."""
     return x.detach().round() + (x - x.detach())
 
 
@@ -135,15 +135,15 @@ def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: Tensor 
 
 
 def _damped(x: Tensor, factor: Tensor | float) -> Tensor:
-    """Return x unchanged, with its gradient multiplied by ``factor``."""
+    """Return x unchanged, but multiply its gradient by ``factor``."""
     return x.detach() + (x - x.detach()) * factor
 
 
 class _Layer:
-    """Mixin of the quantised layers, each of which also inherits from a layer class of torch."""
+    """Base of the quantised layer classes, which also inherit from the torch layer that they replace."""
 
-    fixed_bits: int | None  # bit width of weight and input; None = it is learned
-    sees_first: bool  # whether the next input initialises unknown step sizes
+    fixed_bits: int | None  # bit width of weight and inputs; None = learned
+    sees_first: bool  # whether the next forward pass initialises step sizes that are still 0
     weight: Any
     weight_step: Tensor
     weight_bits: Tensor
@@ -151,13 +151,14 @@ class _Layer:
     input_bits: Tensor
 
     def _values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the quantised input and weight."""
+        """Return the quantised input and the quantised weight of a forward pass."""
         if self.sees_first:  # not only in training mode: the flag is set for one step of a task
             self.sees_first = False
             for kind, values in (("input", x), ("weight", self.weight)):  # a weight may start at 0, as LoRA's B does
                 if bool((getattr(self, f"{kind}_step") == 0).all()):
                     self.set_steps(kind, values.detach())
-        # outputs of a ReLU, and pixels, need no levels below 0; weights always use them
+        # inputs without negative values, such as outputs of a ReLU, use all levels for positive ones; weights are
+        # always signed
         signed = (x.detach() < 0).any()
         return self._quantised("input", x, signed), self._quantised("weight", self.weight, torch.ones_like(signed))
 
@@ -170,7 +171,7 @@ class _Layer:
             bits = _round(learned.clamp(LEAST, MOST))
             half, step = 2.0 ** (bits - 1), steps.index_select(0, (bits.detach() - LEAST).long().view(1)).view(())
         low, high = torch.where(signed, -half, torch.zeros_like(half)), torch.where(signed, half - 1, 2 * half - 1)
-        # n of the paper LSQ: the number of the layer's weights, or of the input's features in one sample
+        # n in the gradient scale of LSQ (Esser et al.): the number of weights, or of input features of one sample
         num_values = x.numel() if kind == "weight" else x[0].numel()
         return quantise(x, step, low, high, torch.rsqrt(num_values * high.detach()))
 
@@ -178,8 +179,8 @@ class _Layer:
     def set_steps(self, kind: str, x: Tensor) -> None:
         """Set the step size for each possible bit width b to its initial value ``2 mean |x| / sqrt(2^(b-1) - 1)``."""
         widths = range(LEAST, MOST + 1) if self.fixed_bits is None else [self.fixed_bits]
-        # through `.data`: all parameters share one storage, and a write that autograd sees would invalidate the running
-        # forward pass
+        # write to `.data`: all parameters share one storage, and autograd would find the forward pass's saved tensors
+        # modified
         steps = getattr(self, f"{kind}_step").data
         for i, bits in enumerate(widths):
             steps[i] = 2 * x.abs().mean() / math.sqrt(2 ** (bits - 1) - 1)
@@ -219,13 +220,13 @@ CLASSES: dict[type[nn.Module], Any] = {
     nn.Conv1d: QuantisedConv1d,
     nn.Conv2d: QuantisedConv2d,
 }
-# register `forward` as a wrapper, so that the search for axes applies the rules of the plain layer
+# axes are found by rules for each layer's original `forward`; `__wrapped__` leads the search to it
 for _plain, _own in CLASSES.items():
     _own.forward.__wrapped__ = _plain.forward
 
 
 def _keeps_to_layers(layer: nn.Module, args: object) -> None:
-    """Do nothing; a registered hook makes torch's encoder layer call its sublayers in eval mode, not a fused kernel."""
+    """Do nothing; a registered hook stops torch's encoder layer from replacing its sublayers by one fused kernel in eval mode."""
 
 
 # ---- the local part ----
@@ -260,7 +261,8 @@ class Quantised(Local):
     @property
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
-        # gradients of step sizes depend on their tensor's size, so that those of a submodel rightly differ
+        # a step size's gradient is scaled by its tensor's size, so in a smaller tensor it rightly differs from the
+        # whole model's
         return replace(super().traits, proven_as_trained=False)
 
     def prepare(self, module: nn.Module) -> nn.Module:
@@ -340,7 +342,7 @@ def mean_bits(layers: list[Any]) -> Tensor | None:
 
 
 class _Quantising(Hook):
-    """Hook that initialises unknown step sizes from the first batch, and adds the loss on the mean number of bits."""
+    """Training hook of Q-ViT: it initialises step sizes on the first batch, and adds the loss on the mean bit width."""
 
     def __init__(self, task: Task, local: Quantised) -> None:
         super().__init__(task)
@@ -348,7 +350,7 @@ class _Quantising(Hook):
         must_train(task, [layer.input_step for layer in self.layers], "q_vit", "input_step")
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the module's loss plus the loss on the mean number of bits."""
+        """Return the module's loss plus the loss on the mean bit width."""
         for layer in self.layers if index == 0 else ():
             layer.sees_first = True
         loss = super().loss(batch, index)
@@ -356,7 +358,7 @@ class _Quantising(Hook):
         return loss if mean is None else loss + self.local.weight * (mean / self.local.bits - 1).square()
 
     def update(self) -> None:
-        """Make the optimizer's step, then clamp the learned bit widths to bounds beyond which gradients vanish."""
+        """Make the optimizer's step, then clamp the learned bit widths to their allowed range, outside which gradients are 0."""
         super().update()
         with torch.no_grad():
             for layer in self.layers:
@@ -365,6 +367,6 @@ class _Quantising(Hook):
                     layer.input_bits.clamp_(LEAST, MOST)
 
     def close(self) -> None:
-        """Clear the layers' flags, so that the next task does not initialise the step sizes again."""
+        """Reset the flags, so that the forward passes of evaluation do not initialise step sizes."""
         for layer in self.layers:
             layer.sees_first = False

@@ -139,7 +139,7 @@ def regions_of(regions: Regions, cohort: int | None, submodel: Select | None) ->
 Value = TypeVar("Value")
 
 
-# No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
+# no slots: dataclass would create the class a second time, and jsonargparse could not resolve its short name
 @dataclass(frozen=True)
 class Regions(Select):
     """Rule that gives each client some of the model's K regions, different ones in each round (RA-Fed, section 6.2).
@@ -294,7 +294,7 @@ class Regions(Select):
     # ---- number of regions of a client ----
 
     def _most(self, client: ClientInfo, fleet: SelectContext) -> int:
-        """Return the largest number of regions that fits the client's memory."""
+        """Find the largest number of regions that fits a client's memory; 0 if not even one does."""
         key = ("most", client.profile.memory_bytes)
         if key not in fleet.cache:
             sizes = range(self.regions, 0, -1)
@@ -303,7 +303,7 @@ class Regions(Select):
         return int(fleet.cache[key])
 
     def _widest(self, submodels: Submodels, number: int) -> Spec:
-        """Return the largest submodel of ``number`` regions; sizes of regions may differ by one unit of an axis."""
+        """Return a submodel at least as large as any with ``number`` regions, whose sizes may differ by one unit of an axis."""
         axes = submodels.axes
         parts = shared_fragments(axes, [1.0] * self.regions)
         widths = {}
@@ -321,7 +321,7 @@ class Regions(Select):
         return int(fleet.cache["places"][client.id])
 
     def _takes(self, round: int, fleet: SelectContext) -> list[int]:
-        """Return the number of regions m_n of each present client, by id; all rounds have the same numbers."""
+        """List the number of regions m_n that each present client trains, in order of client ids; only MIX-Arb draws it anew."""
         present = [fleet.clients[n] for n in sorted(fleet.clients)]
         most = [self._most(client, fleet) for client in present]
         if self.mask != "MIX-Arb":
@@ -332,18 +332,18 @@ class Regions(Select):
         return [2 if i in large else 1 for i in range(len(most))]
 
     def _schedule(self, takes: Sequence[int], leaves_out: bool) -> RegionCoverage:
-        """Return which regions each client trains in the rounds that leave regions out, or in the other rounds.
+        """Build the rule that gives clients their regions: of the rounds that leave regions out, or of all others.
 
-        Raises `BadInput` if no schedule satisfies the settings.
+        Raises `BadInput` if the settings allow no such assignment.
         """
         trained = self.regions if self.every > 1 and not leaves_out else self.trained
         within = tuple(min(take, trained or self.regions) for take in takes)
         return RegionCoverage(within, self.regions, trained, self.coverage, self.rest, self.hold)
 
     def _keeps_half(self, fleet: SelectContext) -> bool:
-        """Check whether in MIX-Arb the same half of the clients must get two regions in all rounds.
+        """Check whether MIX-Arb must give two regions to the same half of the clients in all rounds.
 
-        This is so with `hold`, and with a limit on rests if one region for each client cannot reach the coverage.
+        It must with `hold`, and with a limit on rests if one region for each client cannot reach the coverage.
         """
         if self.hold:
             return True
@@ -365,7 +365,7 @@ class Regions(Select):
         takes = self._takes(0 if self._keeps_half(fleet) else round, fleet)
         if self.mask != "MIX-Arb" or self.rest is None or self._keeps_half(fleet):
             return self._schedule(takes, leaves_out).taken(round, fleet.seed)
-        # a schedule of one region per client satisfies coverage and rest; the half's second regions only add to it
+        # one region for each client already satisfies coverage and rest, so the second regions can be drawn freely
         single = self._schedule([1] * len(takes), leaves_out).taken(round, fleet.seed)
         return topped_up(single, takes, random.Random(derive_seed(fleet.seed, "second", round)))
 
@@ -381,10 +381,10 @@ class Regions(Select):
 
 
 def _of_round(fleet: SelectContext, name: str, round: int, draw: Callable[[], Value]) -> Value:
-    """Return the value that ``draw`` makes once for each round; it is cached under ``name``."""
+    """Return the value that ``draw`` makes for ``round``, cached under ``name``, so that all clients of a round share it."""
     rounds: dict[int, Value] = fleet.cache.setdefault(name, {})
     if round not in rounds:
-        if len(rounds) >= 64:  # asynchronous clients are in different rounds, so one entry does not suffice
+        if len(rounds) >= 64:  # asynchronous clients are in different rounds, so several rounds are cached
             rounds.clear()
         rounds[round] = draw()
     return rounds[round]

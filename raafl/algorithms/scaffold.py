@@ -116,7 +116,7 @@ class Controlled(Local):
     @property
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
-        # only option 2 supports several processes for a client, since option 1 computes another gradient in each step
+        # option 1 takes a second gradient in each step, which the processes of one client do not average
         return replace(
             super().traits,
             uses_gradients=True,
@@ -143,19 +143,20 @@ _READ = ("_mean", "_correction")
 
 
 class _Steps(Hook):
-    """Hook that adds the correction c - c_i to each gradient, and sums the gradients that make up the new c_i."""
+    """Training hook that adds the correction c - c_i to each gradient, and averages the gradients of which the new c_i consists."""
 
     def __init__(self, task: Task, option: int) -> None:
         super().__init__(task)
         self._option, self._num_gradients, up = option, 0, task.up[CLIENT]
         c, self._variate = (task.down[name].to(up.device) for name in (SERVER, CLIENT))
         self._named = [(n, p) for n, p in task.module.named_parameters() if n in up and p.requires_grad]
-        # gradients are summed in the bundle that is sent; in float32 if that is half precision, where a long sum would stall
+        # sum in the bundle that is sent, without a copy; in float32 if the bundle is half precision, where a long sum
+        # loses terms
         self._mean = {n: up[n] if up[n].dtype.itemsize > 2 else up[n].float() for n, _ in self._named}
         self._correction = {name: c[name] - self._variate[name] for name, _ in self._named}
 
     def loss(self, batch: object, index: int) -> torch.Tensor:
-        """Return the loss of a batch; for option 1, first sum the batch's gradient at the received model x."""
+        """Return the loss of a batch; with option 1, first add the batch's gradient at the received model x to the sum."""
         if self._option == 1:
             with with_parameters(self.task.module, self.task.received):
                 loss = self.task.loss(batch, index)
@@ -164,17 +165,17 @@ class _Steps(Hook):
         return super().loss(batch, index)
 
     def stepped(self) -> None:
-        """For option 2, count one more summed gradient."""
+        """With option 2, count the step's gradient, which `update` has added to the sum."""
         self._num_gradients += self._option == 2
 
     def _add(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Add the parameters' gradients to their sums; None counts as 0."""
+        """Add one gradient for each parameter to the running sums; None counts as 0."""
         for (name, _), gradient in zip(self._named, gradients, strict=True):
             if gradient is not None:
                 self._mean[name].add_(gradient)
 
     def update(self) -> None:
-        """Add the correction to the gradient, for option 2 after summing the gradient, then step the optimizer."""
+        """Correct the gradient by c - c_i and step the optimizer; with option 2, add the uncorrected gradient to the sum first."""
         if self._option == 2:
             # sum before the correction, which is not part of the gradient g_i(y)
             self._add([p.grad for _, p in self._named])
@@ -184,7 +185,7 @@ class _Steps(Hook):
         super().update()
 
     def finish(self) -> dict[str, Any]:
-        """Add the change of the client's control variate to the update."""
+        """Write the change of the client's control variate, the mean gradient minus c_i, into the update."""
         for name, _ in self._named:
             self.task.up[CLIENT][name].copy_(
                 self._mean[name].div_(max(self._num_gradients, 1)).sub_(self._variate[name])

@@ -145,7 +145,10 @@ class Fragments:
 
 
 def _runs(sizes: Sequence[int], num: int) -> list[int]:
-    """Divide consecutive layers into ``num`` non-empty fragments of about equal size; return each layer's fragment."""
+    """Divide consecutive layers into ``num`` non-empty fragments of about equal size.
+
+    ``sizes`` are the layers' sizes; the result has the fragment's number of each layer.
+    """
     total, before, turns = sum(sizes), 0, [-1]
     for index, size in enumerate(sizes):
         middle = (2 * before + size) * num // (2 * total)
@@ -155,7 +158,7 @@ def _runs(sizes: Sequence[int], num: int) -> list[int]:
 
 
 def _layer(name: str) -> str:
-    """Return the path of a tensor's layer: the block of a stack that has the tensor, else the module that owns it."""
+    """Return the path of the layer that owns a tensor: the numbered block around it, else its module."""
     parts = name.split(".")
     member = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
     return ".".join(parts[: member + 1])
@@ -163,7 +166,7 @@ def _layer(name: str) -> str:
 
 @dataclass
 class _TurnMemory(OneValue[dict[int, int]]):
-    """The fragment that each present client sends with its latest task, by client id."""
+    """State of the select part: the fragment that each present client sends with its latest task, by client id."""
 
     key = "fragment_turns"
     value: dict[int, int] = field(default_factory=dict)
@@ -413,7 +416,8 @@ class Replica(Local):
     @property
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
-        # without a proximal term, the first tau steps need only the client's own parameters
+        # without a proximal term the first tau steps need nothing from the server, so they can start before the values
+        # arrive
         ahead = 0 if self.prox else self.sync_delay
         return replace(super().traits, resident=True, steps_ahead=ahead, captures=())
 
@@ -437,10 +441,10 @@ class ReplicaWithMoments(Replica):
 
 
 class _Streaming(Hook):
-    """Hook that loads the client's own copy of the model, and mixes in the received fragment after tau steps."""
+    """Training hook that loads the client's own replica of the model, and mixes in the received fragment after tau steps."""
 
     def __init__(self, task: Task, local: Replica) -> None:
-        """Load the client's own copy of the model; if it is missing or not finite, train from the received values."""
+        """Load the replica and the optimizer's moments; if they are missing or not finite, train from the received values."""
         super().__init__(task)
         self._local, self._keeps = local, MOMENTS[0] in local.down
         optimizer = adam_of(task) if self._keeps else None
@@ -466,7 +470,7 @@ class _Streaming(Hook):
 
     @torch.no_grad()
     def _mix(self) -> None:
-        """Set the fragment to ``alpha`` times the client's values plus ``1 - alpha`` times the received ones."""
+        """Set the fragment to ``alpha`` times the client's own values plus ``1 - alpha`` times the received ones."""
         self._waits = False
         received = self._local.travels(self.task.submodels, self.task.arrived().extra, "sent")
         for name, tensor in self._named:
@@ -474,14 +478,14 @@ class _Streaming(Hook):
                 tensor.lerp_(self.task.received[name].to(tensor.device), 1.0 - self._local.alpha)
 
     def stepped(self) -> None:
-        """After ``sync_delay`` steps, mix in the fragment that the server has sent."""
+        """Count the step; after ``sync_delay`` of them, mix in the fragment that the server has sent."""
         self._made += 1
         if self._waits and self._made >= self._local.sync_delay:
             self._mix()
 
     def finish(self) -> dict[str, Any]:
-        """Store the client's copy of the model and the optimizer's moments for the client's next task."""
-        if self._waits:  # the task had fewer steps than ``sync_delay``
+        """Write the replica and the optimizer's moments into the update, from which the client's next task continues."""
+        if self._waits:  # the task had fewer steps than ``sync_delay``, so the fragment is not mixed in yet
             self._mix()
         up = self.task.up
         up[STEPS]["steps"].fill_(self._start + self._made)

@@ -226,7 +226,7 @@ def workload(interval_s: float, report: TimeReport) -> Workload:
 
 
 def _trained_share(submodels: Submodels, spec: Spec) -> float:
-    """Return how many parameters ``spec`` trains, as a share of those that the whole model trains."""
+    """Return the parameters that ``spec`` trains as a share of those that the whole model trains."""
     return _num_trained(submodels, spec) / _num_trained(submodels, FULL)
 
 
@@ -361,9 +361,9 @@ class Timely(Select):
         return work
 
     def _trained(self, client: ClientInfo, target: Workload, fleet: SelectContext) -> Work:
-        """Return work on as many of the last layers as limits allow; at least on the last layer.
+        """Return work on as many of the model's last layers as all limits allow, at least on the last one.
 
-        The limits are the share alpha_c and memory and, with ``layers: time``, the interval T_k.
+        The limits are the share alpha_c, the memory and, with ``layers: time``, the interval T_k.
         """
         memory = fleet.state.memory.of(TimelyMemory)
         tolerance = SLACK + (self.slack if memory.slack is None else memory.slack)
@@ -384,7 +384,7 @@ class Timely(Select):
         return self._work(target.num_units, spec, fleet)
 
     def _submodels(self, fleet: SelectContext) -> list[tuple[float, Spec]]:
-        """Return the submodels that a client may get, largest first, each with the least alpha_c that permits it."""
+        """List the submodels that clients may get, largest first, each with the least alpha_c that permits it; cached."""
         submodels = fleet.state.submodels
         if "submodels" not in fleet.cache:
             if self.cut == "layers":

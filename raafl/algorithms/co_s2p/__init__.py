@@ -204,7 +204,10 @@ def co_s2p(
 
 
 def _instead(asked: RollingWindows, submodel: Select | None) -> Select:
-    """Return ``submodel`` or, if it is None, ``asked``; raises `BadInput` if settings of both are given."""
+    """Return the user's own ``submodel`` rule if there is one, else ``asked``, Co-S2P's rolling windows.
+
+    Raises `BadInput` if the user gives both an own rule and settings of the windows.
+    """
     if submodel is None:
         return asked
     usual = RollingWindows(list(RATES), segments=asked.segments, distils=asked.distils)
@@ -273,7 +276,7 @@ class MaskedAndDistilled(TrainsExits):
     @property
     def traits(self) -> Traits:
         """What this training can do, needs, and leaves out."""
-        # OPTIMIZER_HOOKS are left out: scores have their own optimizer, whose gradients the loss scaler does not unscale
+        # OPTIMIZER_HOOKS: Lightning would not unscale the gradients of the scores' own optimizer
         return replace(super().traits, uses_gradients=True, leaves_out=frozenset(OPTIMIZER_HOOKS))
 
     def hook(self, task: Task) -> Hook:
@@ -311,7 +314,10 @@ class MaskedAndDistilled(TrainsExits):
         )
 
     def _more(self, submodels: Submodels, spec: Spec, batch_size: int, axes: Sequence[str]) -> _More:
-        """Predict the hook's extra costs: FLOPs, moved bytes and padding FLOPs per sample, and bytes of peak memory."""
+        """Predict what Co-S2P's training costs beyond ordinary training: FLOPs, bytes moved, padding FLOPs, peak memory.
+
+        Returns FLOPs per sample, bytes of peak memory, moved bytes per sample and padding FLOPs per sample.
+        """
         if submodels.example_batch is None:
             return 0.0, 0, 0.0, 0.0
         extra = {"masks": axes, "rate": 0.5} if axes else {}
@@ -341,7 +347,7 @@ class MaskedAndDistilled(TrainsExits):
 
 
 def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, extra: Mapping[str, Any]) -> Ledger:
-    """Trace a task's forward and backward pass on the meta device; return the ledger of its costs."""
+    """Trace one training step of ``spec`` with the method ``local`` on the meta device, and return the ledger of its costs."""
     module: Any = submodels.shrink(spec, device="meta").module
     batch = meta_batch(submodels.example_batch, batch_size)
     settle(module)
@@ -402,7 +408,10 @@ class LeadingDraws(RollingWindows):
     def _kept(
         self, submodels: Submodels, stop: int, width: float, scores: Mapping[str, list[float]], seed: int
     ) -> dict[str, list[int]]:
-        """Return the kept units of each axis before block ``stop`` or outside all blocks; drawn by scores if any."""
+        """Return the indices of the units that a submodel keeps, by axis, for all axes below block ``stop`` or outside blocks.
+
+        An axis with mask scores gets segments drawn at random by their scores, the other axes as in the paper.
+        """
         units = super()._kept(submodels, stop, width, scores, seed)
         for name, cut in self._cuts(submodels).items():
             if name in units and name in scores and self._is_trained(cut):

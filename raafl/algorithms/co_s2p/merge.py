@@ -39,7 +39,7 @@ def importance(update: Tensor, drift: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass
 class _ImportanceMemory(MergeMemory):
-    """Running sums of a merge for each element of the model: weighted differences, and weights."""
+    """Merge state: for each element of the model the sum of weighted client changes, and the sum of the weights."""
 
     key = "importance"
     sum: FlatTensors
@@ -48,17 +48,17 @@ class _ImportanceMemory(MergeMemory):
 
 @dataclass
 class _MostStartBytes(OneValue[int]):
-    """Largest size so far, in bytes, of the stored copies of the models from which late clients started."""
+    """Merge state: the largest number of bytes that stored start models of late clients have taken so far."""
 
     key = "most_start_bytes"
     value: int = 0
 
 
-_SUMS = ("sum", "weight")  # names of the storage in `GlobalState.scratch`
+_SUMS = ("sum", "weight")  # keys of reusable buffers in `GlobalState.scratch`
 
 
 def _zeros(state: GlobalState, name: str) -> FlatTensors:
-    """Return zeros of the model's size, in the storage that an earlier merge left under ``name``, if there is any."""
+    """Return a zeroed buffer with the model's shapes; reuse the one under ``name`` in `GlobalState.scratch` if there is one."""
     flat: FlatTensors | None = state.scratch.pop(name, None)
     return zeros_like(state.values) if flat is None else flat
 
@@ -108,7 +108,8 @@ class ImportanceMerge(Merge):
         table = _table(state.submodels, self.segments)
         places, plan = table.places(state.submodels, spec), state.submodels.plan(spec)
         scores = importance(table.norms(update.tensors, places), *self._norms(state, update.client, spec, table))
-        scores[table.num_scored :] = 1.0  # running statistics have no importance: all updates weigh the same
+        # running statistics, such as batch norm's means, have no importance: all clients' values weigh the same
+        scores[table.num_scored :] = 1.0
         weighted, weight = FlatTensors.empty(plan.layout), FlatTensors.empty(plan.layout)
         for name, tensor in update.tensors.items():
             factor = _shaped(scores, places[name], tensor)
@@ -119,7 +120,10 @@ class ImportanceMerge(Merge):
             plan.add_(total, values.to(state.values.device))
 
     def _norms(self, state: GlobalState, client: int, spec: Spec, table: _Table) -> tuple[Tensor, Tensor]:
-        """Return ||theta_now - theta_start|| and ||theta_now|| of each segment that the client trains."""
+        """Compute each segment's L2 norms of the change of the global model since the client's task began, and of the model.
+
+        Only elements that the client trains count; each result has shape (segments,).
+        """
         places = table.places(state.submodels, spec)
         now = state.submodels.plan(spec).gather(state.values)
         weights = table.norms(now, places)
@@ -176,10 +180,10 @@ elements are in the same."""
 
 
 class _Table:
-    """Consecutive numbers of all trained segments, over axes and tensors.
+    """Numbering of all segments of the trained tensors: each segment of each axis gets one number.
 
-    `num`: number of segments.
-    `num_scored`: number of segments that hold parameters; the segment after them holds all running statistics.
+    `num`: number of segments. `num_scored`: number of segments of parameters; the last number is for running
+    statistics.
     """
 
     def __init__(self, submodels: Submodels, number: int) -> None:
@@ -208,7 +212,7 @@ class _Table:
             for i, (start, stop) in enumerate(pairwise(bounds)):
                 ids[member.offset + start * member.unit : member.offset + stop * member.unit] = self._firsts[axis] + i
         if bool((ids < 0).any()):
-            # rows that are on no axis form one more segment
+            # rows of this tensor that belong to no axis share one more segment
             ids[ids < 0] = self.num
             self.num += 1
         return dim, ids
@@ -237,7 +241,7 @@ class _Table:
 
 
 def _shaped(scores: Tensor, place: Place, tensor: Tensor) -> Tensor:
-    """Return the score of each element of ``tensor``, in a shape that broadcasts to the shape of ``tensor``."""
+    """Look up the segment score of each element of ``tensor``; the result has a shape that broadcasts to the tensor's."""
     dim, ids = place
     factors = scores[ids].to(tensor.device, tensor.dtype)
     return factors.reshape([1] * tensor.dim()) if dim is None else factors.view(-1, *[1] * (tensor.dim() - dim - 1))
@@ -259,7 +263,7 @@ def _table(submodels: Submodels, number: int) -> _Table:
 
 @dataclass
 class _PublishedMemory(MergeMemory):
-    """Running sums of a merge for each element of the model: weighted differences, and weights."""
+    """Merge state of the published variant: the sum of weighted client changes for each element, and the sum of weights."""
 
     key = "published"
     sum: FlatTensors
@@ -311,7 +315,7 @@ class PublishedMerge(Merge):
 
 
 def _drift(state: GlobalState, client: int, spec: Spec) -> float:
-    """Return the L1 norm of the global model's change since the client started, over the client's submodel."""
+    """Compute the L1 norm of the change of the global model since a client's task began, over the client's submodel."""
     task = state.memory.of(AtWork).starts.get(client)
     if task is None or task.start is None:
         return 0.0
@@ -320,7 +324,7 @@ def _drift(state: GlobalState, client: int, spec: Spec) -> float:
 
 
 def _forget_absent(state: GlobalState, spec: Spec, present: FlatTensors, total: FlatTensors, gamma: float) -> None:
-    """Subtract ``gamma * theta`` from ``total`` in the submodel's rows, at the columns that the submodel lacks."""
+    """Subtract ``gamma * theta`` from ``total`` at matrix entries whose row the submodel has and whose column it lacks."""
     for name, dims in state.submodels.selections(state.submodels.normal(spec)).items():
         if 1 not in dims or name not in present:
             continue

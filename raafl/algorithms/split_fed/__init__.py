@@ -175,7 +175,8 @@ class Split(Local):
                 raise BadInput(f"cut is '{self.cut}', where the model cannot be cut: {reason or f'use one of {paths}'}")
             return cut
         best: dict[frozenset[str], Cut] = {}
-        for cut in cuts:  # among cuts with the same layers the one that sends the fewest bytes; among equals the last
+        # of the cuts between the same layers keep the one that sends the fewest bytes, and of equal ones the last
+        for cut in cuts:
             if cut.lower not in best or cut.sample_bytes <= best[cut.lower].sample_bytes:
                 best[cut.lower] = cut
         places = list(best.values())
@@ -291,7 +292,7 @@ class Split(Local):
 
 
 def _leaf_bytes(half: Half) -> float:
-    """Return the bytes per sample that the server's half needs from a batch besides the activation, such as labels."""
+    """Compute the bytes per sample that the server's half needs besides the activation, such as those of labels."""
     flat = tree_flatten(half.example_batch)[0]
     num_bytes: int = sum(flat[i].nbytes for i in half.cut.leaves)
     return num_bytes / max(_num_samples(half), 1)

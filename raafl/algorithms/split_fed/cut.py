@@ -57,14 +57,17 @@ class Call:
 
 @dataclass(slots=True)
 class _Value:
-    """A tensor storage, with the numbers of the operations that created it (`came`), used it first and used it last."""
+    """Record of one tensor storage in a traced step: where it came from, and which operations used it.
+
+    `came`, `first`, `last`: numbers of the operations that created it, used it first and used it last.
+    """
 
     came: int
     first: int = -1
     last: int = -1
-    name: str = ""  # name of the parameter or buffer; empty = an intermediate value
-    learned: bool = False  # whether the value was computed from parameters
-    leaves: frozenset[int] = frozenset()  # indices of the batch's tensors from which the value was computed
+    name: str = ""  # name of the parameter or buffer; "" for an intermediate result
+    learned: bool = False  # whether it was computed from parameters
+    leaves: frozenset[int] = frozenset()  # positions in the flattened batch of the tensors from which it was computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
     """Tracer of a training step: it records calls of modules, and which tensors are computed from which."""
 
     def __init__(self, submodels: Submodels, batch: object) -> None:
-        """Copy the module to the meta device, for `run` to trace its step on ``batch``, which is on the meta device."""
+        """Copy the module to the meta device; `run` then traces its training step on ``batch``, a batch of meta tensors."""
         super().__init__()
         self.rules = submodels.rules
         self.module: Any = copy_structure(submodels.module, {}).to("meta")
@@ -129,7 +132,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         self._stack: list[int] = []
         self._now = 0
         self._values: dict[int, _Value] = {}
-        self._held: list[Any] = []  # keeps storages alive, since the key of a freed one could be reused
+        self._held: list[Any] = []  # keeps all storages alive: a new storage could get the key of a freed one
         state = set(submodels.layout().by_name)
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if name in state:
@@ -170,7 +173,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Run one operation and record its inputs and outputs."""
+        """Run one operation of the traced step, and record which storages it reads and writes."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._now += 1
         operands = [self._value(tensor) for tensor in tensors_in((args, kwargs or {}))]
@@ -205,18 +208,19 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         activation: Tensor = tree_flatten(call.output)[0][index]
         storage, now = self._value(activation), call.end
         if activation.numel() * activation.itemsize != activation.untyped_storage().nbytes():
-            return None  # a view of a larger value, other parts of which may be used as well
+            return None  # a view: the layers above may read other parts of the same storage
         lower = self._lower(now)
         inside = [(skipped.start, skipped.end) for skipped in (*self.skipped_calls(call, lower), call)]
         leaves: frozenset[int] = frozenset()
         for value in self._values.values():
             if value.name:
-                if 0 <= value.first <= now < value.last:  # a parameter or buffer used on both sides
+                if 0 <= value.first <= now < value.last:  # a parameter or buffer that both halves use
                     return None
             elif value.came <= now < value.last and value is not storage:
                 if value.learned or any(start < value.came <= end for start, end in inside):
                     return None
-                leaves |= value.leaves  # the value depends only on the batch, so the server can recompute it
+                # computed from the batch alone, so the server can compute it again from these tensors
+                leaves |= value.leaves
         trained = {name for name, p in submodels.module.named_parameters() if p.requires_grad}
         if not trained & lower or not trained - lower:
             return None
@@ -276,7 +280,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
 
 
 def _activation(output: object) -> int | None:
-    """Return the index of the one tensor in ``output`` that requires a gradient; None if there is not exactly one."""
+    """Return the position in a module's output of the only tensor that requires a gradient; None unless there is exactly one."""
     flat = tree_flatten(output)[0]
     places = [i for i, item in enumerate(flat) if isinstance(item, Tensor) and item.requires_grad]
     return places[0] if len(places) == 1 else None
@@ -308,7 +312,7 @@ def trace_step(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
         raise ValueError("the model has no training_step: define one that returns the loss")
     sizes: Sequence[Any] = [item.shape for item in flat] if shapes is None else shapes
     failure: Exception | None = None
-    # new tensors go to the meta device first, then to the CPU: some steps create masks or indices and read their values
+    # try "meta", then "cpu", for tensors that the step itself creates: some steps read values of their masks or indices
     for default in ("meta", "cpu"):
         leaves = [torch.empty(size, dtype=item.dtype, device="meta") for size, item in zip(sizes, flat, strict=True)]
         try:
@@ -352,7 +356,7 @@ class Reached(BaseException):
     """Signal that the client's half has reached the cut. It is no `Exception`, since the user's code might catch that."""
 
     def __init__(self, output: object) -> None:
-        """Store ``output``, the output of the module at the cut."""
+        """Carry ``output``, the output of the module at the cut, to the caller."""
         self.output = output
 
 
@@ -416,7 +420,7 @@ class Half(Submodels):
         return Shrunk(module, present, present.prefix(self.layout(FULL, "trained")))
 
     def _step(self, module: nn.Module, step: Any, batch: object, index: int) -> object:
-        """Run a training step of this half on the meta device; return a tensor from which backward can start."""
+        """Run one training step of this half alone, on the meta device; return the tensor whose backward pass trains it."""
         if self.side == "lower":
             return activation_in(run_to_cut(module, self.cut.path, lambda: step(batch, index))).sum()
         outline = self.outline(shapes_of(batch))
@@ -425,12 +429,12 @@ class Half(Submodels):
             return step(batch, index)
 
     def _predicted(self, spec: Spec, batch_size: int, method: Method | None = None) -> Cost:
-        # cached now, since one step cannot be traced inside the trace of another
+        # trace the outline now: within the trace of a step no other step can be traced
         self.outline(shapes_of(meta_batch(self.example_batch, batch_size)))
         return super()._predicted(spec, batch_size, method)
 
     def with_own_step(self, module: nn.Module) -> nn.Module:
-        """Return the module with a training step that runs this half alone."""
+        """Replace the module's training step by one that runs only this half, and return the module."""
         module.__dict__["training_step"] = partial(self._step, module, module.training_step)
         return module
 
@@ -540,6 +544,6 @@ def with_received_activation(module: nn.Module, outline: Outline, activation: Te
 
 
 def _given(outputs: list[Any]) -> Callable[..., Any]:
-    """Return a forward method that returns the next of ``outputs`` at each call."""
+    """Make a forward method that returns the next element of ``outputs`` at each call, without computing anything."""
     remaining = iter(outputs)
     return lambda *args, **kwargs: next(remaining)

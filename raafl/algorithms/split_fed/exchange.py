@@ -38,7 +38,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @contextmanager
 def _no_skips() -> Iterator[None]:
-    """Raise `BadInput` if a training step returns None, since the server waits for its half of the batch."""
+    """Return a context that raises `BadInput` if the training step skips a batch, for which the server would wait forever."""
     try:
         yield
     except SkippedBatch:
@@ -57,7 +57,7 @@ class Received:
         batch: the batch: tensors that the client has sent, and zeros in place of all others.
     """
 
-    is_transferred: ClassVar[bool] = True  # the client's hooks have moved the batch already
+    is_transferred: ClassVar[bool] = True  # the client's batch transfer hooks have run already
 
     outline: Outline
     activation: Tensor
@@ -65,7 +65,7 @@ class Received:
 
     def loss(self, task: Task, index: int) -> Tensor:
         """Compute the loss of the server's half; its backward pass ends at the activation."""
-        # clone: autograd forbids in-place changes of a leaf tensor, which the next layers may make
+        # clone: the next layer may change its input in place, which autograd forbids for a leaf tensor
         with _no_skips(), with_received_activation(task.module, self.outline, self.activation.clone()):
             return task.loss(self.batch, index)
 
@@ -148,7 +148,7 @@ class BothHook(LowerHook):
     _received: Received
 
     def __init__(self, task: Task, half: Half) -> None:
-        """Create the server's random stream; ``half`` is the server's half of the model."""
+        """Create the random stream of the server's half; ``half`` is the server's half of the model."""
         super().__init__(task, half)
         self._draws = task.draws(server_seed(task.assignment.seed))
 
@@ -215,7 +215,7 @@ class Batches:
     test = None
 
     def __init__(self, half: Half, assignment: Assignment, link: ServerLink) -> None:
-        """Wait for the first batch of the assignment; ``half`` is the server's half of the model."""
+        """Read the exchange's settings from the assignment, and receive its first batch; ``half`` is the server's half."""
         terms = assignment.extra[KEY]
         self.num_samples: int = terms["num_samples"]
         self._batch_size: int = terms["batch_size"]
@@ -233,7 +233,7 @@ class Batches:
 
     @property
     def _due(self) -> int:
-        """Return the number of samples in the expected batch."""
+        """Number of samples that the next batch must have: the last batch of an epoch can be smaller."""
         return min(self._batch_size, self.num_samples - self._index % self._per_epoch * self._batch_size)
 
     def batches(self, *_: object, **__: object) -> Iterator[tuple[Received, int]]:
@@ -255,7 +255,7 @@ class Batches:
         return receive(self._half, self._shapes, tensors["activation"], leaves, self._link.draws)
 
     def _expect(self, meta: Mapping[str, Any]) -> Layout:
-        """Return the layout of the next batch; raises `InvalidPayload` if the client describes another batch."""
+        """Check a client's description of its next batch; return the layout, or raise `InvalidPayload` for another batch."""
         if meta.get("batch") != self._index:
             raise InvalidPayload("bad-json", f"expected batch {self._index}, got {str(meta.get('batch'))[:40]}")
         if meta["sends"] != self._sends:
@@ -278,7 +278,7 @@ class Batches:
         return Layout.pack([("activation", outline.shape, dtype), *sent])
 
     def _checked_shapes(self, described: object) -> Shapes:
-        """Return the shapes of the batch's tensors; raises `InvalidPayload` if the next batch cannot have them."""
+        """Check the tensor shapes that a client describes for its next batch; raise `InvalidPayload` if they are impossible."""
         examples = shapes_of(self._half.example_batch)
         samples, due = examples[0][0] if examples[0] else 1, self._due
         if not isinstance(described, list) or len(described) != len(examples):

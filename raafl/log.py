@@ -44,14 +44,14 @@ class Console(logging.Handler):
 
 
 class _JsonConsole(logging.Handler):
-    """Logging handler that prints each record on standard error as one line of JSON in ASCII.
+    """Logging handler that prints each record to standard error as a line of JSON, in ASCII.
 
     Fields: time (ISO 8601, UTC), level, logger, message; also rank under torchrun, client if a client logged the
     record, and exception if there was one.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record; do nothing if standard error is closed."""
+        """Print a record as a line of JSON, unless standard error is closed."""
         row = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -163,7 +163,7 @@ class Notices:
             sys.stderr.flush()
 
     def _say(self, text: str, show: Callable[[], None], level: int = logging.INFO) -> None:
-        """Log ``text``; the console calls ``show`` to print it."""
+        """Log ``text``, with the function ``show`` by which the console prints it."""
         _run_log.log(level, text, extra={"show": show})
 
     def abandon(self) -> None:

@@ -165,7 +165,7 @@ def step(optimizer: Optimizer, strategy: Any) -> None:
 
 
 def _adds_nothing(strategy: Any) -> bool:
-    """Check whether a strategy of Fabric and its precision add nothing to torch: one device, full precision."""
+    """Check whether a Fabric strategy changes nothing in a training step: one device, full precision."""
     kinds: Any = type(strategy), type(strategy.precision)
     return bool(kinds == _plain_kinds())
 
@@ -190,7 +190,7 @@ def zero_grad(optimizer: Optimizer) -> None:
 
 
 def _is_watched(optimizer: Optimizer) -> bool:
-    """Check whether a profiler runs, or hooks are registered for the optimizer's step."""
+    """Check whether a profiler or a registered hook observes the optimizer's steps."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -201,10 +201,10 @@ def _is_watched(optimizer: Optimizer) -> bool:
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    """Check whether ``optimizer.step`` requires a closure, as that of LBFGS does."""
+    """Check whether ``optimizer.step`` requires a closure, as LBFGS does."""
     try:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
-    except (TypeError, ValueError):  # a step that is no Python function
+    except (TypeError, ValueError):  # a step written in C has no signature
         return False
     return closure is not None and closure.default is inspect.Parameter.empty
 

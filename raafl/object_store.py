@@ -14,7 +14,7 @@ _WITH_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 
 
 def _whole_url(url: str, field: str) -> str:
-    """Return a URL with its scheme in lower case and without a final slash.
+    """Normalize a URL: its scheme in lower case, without a final slash.
 
     Raises:
         BadInput: the URL lacks scheme, bucket or folder, as after expanding an empty shell variable.
@@ -38,7 +38,7 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, field: str = "output") -> None:
-        """Find the file system for ``url``; nothing is sent to it.
+        """Find the file system for ``url`` without a request to it.
 
         Raises:
             BadInput: the URL lacks a part, no file system has its scheme, or a package is not installed.
@@ -48,7 +48,7 @@ class ObjectStore:
         self.url = _whole_url(url, field)
         try:
             self._files, self._root = url_to_fs(self.url)
-        except Exception as error:  # each file system checks its URL in its own way
+        except Exception as error:  # each file system raises errors of its own for a wrong URL
             raise BadInput(
                 f"{field} is '{sanitize_text(url, 200)}', which cannot be used ({sanitize_text(error, 200)}): install the "
                 "package for this kind of store, such as s3fs, gcsfs or adlfs, or name a folder"
@@ -117,7 +117,7 @@ class ObjectStore:
 
     @contextmanager
     def _whole(self, name: str) -> Iterator[str]:
-        """Yield the path to write to; for a local folder it is temporary, and renamed after the ``with`` block."""
+        """Yield the path to write to, which for a local folder is a temporary file, renamed when the ``with`` block ends."""
         path = f"{self._root}/{name}"
         from fsspec.implementations.local import LocalFileSystem
 

@@ -36,7 +36,7 @@ def load_yaml(text: str) -> Any:
 
     try:
         return yaml.load(text, Loader)
-    except (ValueError, RecursionError) as error:  # for example of a date with a month 13
+    except (ValueError, RecursionError) as error:  # PyYAML raises these for values such as a date in month 13
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from None
 
 

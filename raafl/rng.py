@@ -153,19 +153,19 @@ class RngStream:
         return not same_generators(self._first, self._own)
 
     def __enter__(self) -> None:
-        """Replace the global random state by this stream's."""
+        """Save the global random state, and set that of this stream."""
         self._in_use.acquire()
         try:
             self._outer = self._states()
             if self._own is not None:
                 self._set(self._own)
             self._inside = True
-        except BaseException:  # release the lock if a device has failed, so that other threads do not wait forever
+        except BaseException:  # a GPU that failed raises here; without a release other threads would wait forever
             self._in_use.release()
             raise
 
     def __exit__(self, *_: object) -> None:
-        """Store this stream's random state, and restore the previous global one."""
+        """Save this stream's random state, and restore the global one."""
         self._inside = False
         try:
             self._own = self._states()

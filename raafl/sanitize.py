@@ -15,7 +15,7 @@ MOST = 200
 URL: Final = re.compile(r"([a-z0-9+.-]*)://(.*)", re.S | re.I)
 """Pattern of a URL: scheme and rest."""
 LARGEST = 2**63 - 1
-_MAX_VALUES, _MAX_DEPTH = 100_000, 24  # limits for YAML from others
+_MAX_VALUES, _MAX_DEPTH = 100_000, 24  # limits of YAML from other people: number of values, depth of nesting
 
 
 def is_url(text: object) -> bool:
@@ -78,7 +78,7 @@ def load_untrusted_yaml(text: str) -> dict[str, Any]:
             num += len(found)
             if any(type(one) is int and abs(one) > LARGEST for one in found):
                 raise ValueError("it has a number of more than 64 bits")
-            if num > _MAX_VALUES:  # a small text may stand for very many, by aliases of aliases
+            if num > _MAX_VALUES:  # a short text can expand to very many values by aliases of aliases
                 raise ValueError(f"it has more than {_MAX_VALUES:,} values")
         level = below
     if level:

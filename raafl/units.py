@@ -21,7 +21,7 @@ def size(num_bytes: float) -> str:
     if math.isinf(num_bytes):
         return "no limit"
     for unit, name in _SIZES:
-        if num_bytes >= 0.9995 * unit:  # below it three digits would round up to 1000 of the smaller unit
+        if num_bytes >= 0.9995 * unit:  # a size just below the unit would round up to 1000 of the smaller unit
             return f"{num_bytes / unit:.3g} {name}"
     return f"{num_bytes:.0f} B"
 

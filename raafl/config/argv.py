@@ -33,7 +33,7 @@ def own_options(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace,
     def refuse(message: str) -> NoReturn:
         raise BadInput(f"{message}: {parser.prog} --help lists the options")
 
-    vars(parser)["error"] = refuse  # argparse's own `error` would end the process
+    vars(parser)["error"] = refuse  # argparse's own `error` prints and ends the process
     try:
         return parser.parse_known_args(list(argv))
     except ArgumentError as error:
@@ -122,7 +122,7 @@ def add_replay_options(parser: ArgumentParser) -> None:
 
 
 _HERE = Path(__file__).parents[1]
-_FOLDERS = (_HERE / "configs", _HERE.parent / "configs")  # folders of the configs in a wheel and in a checkout
+_FOLDERS = (_HERE / "configs", _HERE.parent / "configs")  # shipped configs in a wheel, in a checkout
 
 
 def folder() -> Path:

@@ -50,7 +50,7 @@ def with_class_path(config: Any) -> Any:
 
 
 def _of_trainer(config: dict[Any, Any]) -> dict[Any, Any]:
-    """Replace ``trainer`` in a config, a path of a function or a class_path, by the model and data of that Trainer."""
+    """Replace a config's ``trainer``, the path of a function or a class_path, by ``model`` and ``data`` made from it."""
     given = config["trainer"]
     spec = {"class_path": given} if isinstance(given, str) else given
     path = spec.get("class_path") if isinstance(spec, dict) and set(spec) <= {"class_path", "init_args"} else None
@@ -75,7 +75,7 @@ class Check(ABC):
     """Type checker for the values of a config; subclasses decide which error to raise."""
 
     def __init__(self) -> None:
-        """Read the declared types of the fields of `Experiment`."""
+        """Create a checker with the declared types of all fields of `Experiment`."""
         self.hints = field_types()
 
     @abstractmethod
@@ -204,7 +204,7 @@ class Check(ABC):
         return self.scalar(value, hint, parameter)
 
     def _tried(self, value: object, hint: object, where: str, parameter: str) -> bool:
-        """Check whether a value fits one type of a union, without an error for a plain value where an object is due."""
+        """Check whether a value fits one member of a union type; a plain value fits no class or record."""
         if (kind_of(hint) or dataclasses.is_dataclass(hint)) and not isinstance(value, dict):
             return False
         return self.fits(value, hint, where, parameter)

@@ -391,7 +391,7 @@ class Experiment:
             return replace(one, memory_bytes=most) if one.memory_bytes == math.inf else one
 
         dealt = assign(devices, self.clients)
-        # clients share equal profiles, so each is converted once
+        # clients share profiles, so each distinct profile is limited only once
         made = {number: limited(one) for number, one in {id(one): one for one in dealt}.items()}
         return [made[id(one)] for one in dealt]
 

@@ -102,7 +102,7 @@ def _spec(entry: object) -> LoggerSpec:
 
 
 def _check(spec: LoggerSpec) -> None:
-    """Raise `BadInput` if a logger's class is missing or does not take its arguments; the logger is not built."""
+    """Raise `BadInput` if a logger's class is missing or does not accept its arguments; the logger is not created."""
     if spec.instance is not None:
         return
     cls = _find(spec)
@@ -134,7 +134,7 @@ def _find(spec: LoggerSpec) -> type[Any]:
             f"logger is {spec.class_path}, which cannot be imported ({error}): give {', '.join(SHORT_NAMES)}, "
             "or the path of a Lightning logger's class"
         ) from None
-    # the pytorch_lightning package has its own base class, in lightning_fabric
+    # the package pytorch_lightning has a base class of its own
     twin = sys.modules.get("lightning_fabric.loggers.logger")
     bases = (Logger,) if twin is None else (Logger, twin.Logger)
     if not (isinstance(cls, type) and issubclass(cls, bases)):
@@ -157,7 +157,8 @@ def maker(
 
     def make() -> object:
         ranks: Any = importlib.import_module("lightning.pytorch.utilities.rank_zero")
-        ranks.rank_zero_only.rank = 0  # this process is the coordinator, whatever rank a cluster's environment gives it
+        # this process logs for the run, whatever rank a cluster's environment variables give it
+        ranks.rank_zero_only.rank = 0
         if spec.instance is not None:
             return _opened(spec.instance, before or {}, warn, note)
         cls = _find(spec)
@@ -167,9 +168,9 @@ def maker(
         if args.get("save_dir") == str(folder / FOLDER):
             (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         if spec.name == "WandbLogger":
-            # Lightning's option to upload checkpoints, which raafl does not write for it: see raafl.loggers.loggers
+            # log_model would upload Lightning's checkpoints, of which raafl writes none: see raafl.loggers.loggers
             args.pop("log_model", None)
-        if spec.name == "MLFlowLogger":  # MLflow refuses to store in plain files unless this is set
+        if spec.name == "MLFlowLogger":  # MLflow refuses a store of plain files unless this is set
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         return _opened(cls(**args), {}, warn, note)
 
@@ -177,7 +178,7 @@ def maker(
 
 
 def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None], note: Callable[[str], None]) -> object:
-    """Return a logger ready for use; a W&B run is created or resumed, offline without API key or reachable server."""
+    """Return the logger ready for use; a W&B logger starts or resumes its run, offline if it has no key or server."""
     init = getattr(logger, "_wandb_init", None)
     if not isinstance(init, dict) or getattr(logger, "_experiment", None) is not None:
         return logger
@@ -192,7 +193,7 @@ def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None],
     if not chosen and not _has_wandb_key(url):
         note(f"wandb: there is no API key, so it logs offline; {later}, after wandb login")
         init["mode"] = chosen = "offline"
-    elif not chosen and not _answers(url):  # wandb would retry for long, then write to stdout
+    elif not chosen and not _answers(url):  # wandb would retry for minutes, then print to stdout
         warn(f"logger WandbLogger: {url} does not answer, so it logs offline; {later}")
         init["mode"] = chosen = "offline"
     try:
@@ -207,7 +208,7 @@ def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None],
 
 
 def _defaults(spec: LoggerSpec, cls: type[Any], folder: Path) -> dict[str, Any]:
-    """Return arguments that the config leaves out and that follow from the run, such as its folder and name."""
+    """Return arguments for a logger that the config omits, such as the run's folder and name."""
     takes = inspect.signature(cls).parameters
     args: dict[str, Any] = {"save_dir": str(folder / FOLDER)} if "save_dir" in takes else {}
     if spec.name in ("CSVLogger", "TensorBoardLogger"):
@@ -220,7 +221,7 @@ def _defaults(spec: LoggerSpec, cls: type[Any], folder: Path) -> dict[str, Any]:
 
 
 def _answers(url: str) -> bool:
-    """Check whether a web server answers quickly at ``url``, since the logger's library would retry for minutes."""
+    """Check whether a web server answers at ``url`` within seconds."""
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S):
             return True

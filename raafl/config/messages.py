@@ -95,7 +95,7 @@ def yaml_line(file: str, field: str) -> int | None:
 
 
 def _pairs(node: object) -> dict[str, tuple[Any, Any]]:
-    """Return the pairs of key and value nodes of a YAML mapping, or of all mappings in a list, by the key's text."""
+    """Map each key of a YAML mapping, or of all mappings in a YAML list, to its pair of key node and value node."""
     if isinstance(node, yaml.SequenceNode):
         return {name: pair for entry in node.value for name, pair in _pairs(entry).items()}
     return {key.value: (key, value) for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
@@ -140,7 +140,7 @@ class ErrorCollector(Check):
                 self.problems.append(f"{wrong}{place(wrong.field)}")
 
     def _section(self, name: str, value: object) -> None:
-        if value is None and name in MADE:  # null means the same as leaving the section out
+        if value is None and name in MADE:  # null for one of these sections means that it is left out
             return None
         self._given.add(name)
         if name == "json":
@@ -149,7 +149,7 @@ class ErrorCollector(Check):
             raise Wrong(unknown(f"unknown field {name}", f"{name}", [*ABOUT, "config", "json"]), f"{name}")
         if name in MADE:
             return self.check_object(name, value, name)
-        if name != "logger":  # the logger field has a check of its own
+        if name != "logger":  # the logger field is checked by code of its own
             self.value(value, self.hints[name], name, name)
 
     def missing(self) -> None:
@@ -167,7 +167,7 @@ class ErrorCollector(Check):
                     for one in parameters
                     if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in given
                 ]
-            if not self.problems:  # first each part is checked alone, then all of them together
+            if not self.problems:  # the model and the data are built together only if each of them is valid alone
                 try:
                     self.arguments(given, self._target(kind, path, kind), kind, path)
                 except Wrong as wrong:
@@ -224,7 +224,7 @@ class ErrorCollector(Check):
             self._made[where] = (path, _merged(kept, arguments))
 
     def _target(self, kind: str, path: object, where: str) -> object:
-        """Import the class or function that a class_path names; raise unless it makes an object of the right kind."""
+        """Import the class or function that a class_path names; raise `Wrong` unless it creates an object of that kind."""
         base, example = _EXAMPLES[kind]
         home = example.rpartition(".")[0]
         if not isinstance(path, str) or "." not in path:
@@ -246,7 +246,7 @@ class ErrorCollector(Check):
         if not inspect.isclass(target):
             with suppress(Exception):
                 made = get_type_hints(target).get("return")
-        # jsonargparse accepts a function only with a return annotation
+        # jsonargparse takes a function only if its return annotation is declared
         if made in (target, None) and not inspect.isclass(target):
             if not callable(target):
                 raise Wrong(f"{where} is {path}, which is no class or function: give one, such as {example}", where)
@@ -261,13 +261,14 @@ class ErrorCollector(Check):
         parser = parser_of(factory)
         found = {action.dest.split(".")[1]: Any for action in parser._actions if action.dest.startswith("of.")}
         hints: dict[str, Any] = {}
-        with suppress(Exception):  # annotations may use names that a user's module imports only for type checkers
+        # annotations may use names that a user's module imports only for type checkers, and so cannot be resolved
+        with suppress(Exception):
             hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
         typed = {a.dest[3:]: t for a in parser._actions if (t := getattr(a, "_typehint", None)) is not None}
         return {name: hints.get(name, typed.get(name, Any)) for name in found}
 
     def _tried(self, value: object, hint: object, where: str, parameter: str) -> bool:
-        """Check whether a value fits one type of a union; an object may be given by its bare class path."""
+        """Check whether a value fits one member of a union type; for a class, its bare class path fits, too."""
         spec = {"class_path": value} if kind_of(hint) and isinstance(value, str) and "." in value else value
         return super()._tried(spec, hint, where, parameter)
 
@@ -295,11 +296,11 @@ class ErrorCollector(Check):
         """Check arguments; create a nested object, so that its constructor checks the values; see `Check.arguments`."""
         super().arguments(given, factory, where, owner)
         if where in MADE or where in SECTIONS:
-            return  # jsonargparse constructs these last, and passes on their error messages
+            return  # jsonargparse constructs these last, and its messages are passed on
         parser = parser_of(factory)
         try:
             namespace = parser.parse_object({"of": given})
-        except Exception:  # a required argument is missing, which is reported elsewhere
+        except Exception:  # missing required arguments are reported elsewhere
             return
         try:
             parser.instantiate(namespace)
@@ -338,7 +339,7 @@ class PlainErrors(ErrorCollector):
             super().missing()
 
 
-@lru_cache(maxsize=64)  # building a message asks for the same few up to ten times, 10 ms each
+@lru_cache(maxsize=64)  # one message asks for the same few parsers up to ten times, 10 ms each
 def parser_of(factory: Any) -> ArgumentParser:
     """Return a parser with one field, ``of``, whose values are objects that ``factory`` (a class or function) creates."""
     from jsonargparse import ArgumentParser
@@ -350,7 +351,7 @@ def parser_of(factory: Any) -> ArgumentParser:
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``new`` into ``old`` recursively; a mapping merged into a class name becomes that class's arguments."""
+    """Merge two configs recursively; where ``old`` names a class by a string, a mapping in ``new`` gives its arguments."""
     old = {
         n: {"class_path": x, "init_args": {}} if isinstance(x, str) and isinstance(new.get(n), dict) else x
         for n, x in old.items()
@@ -360,7 +361,7 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nested(name: str, text: str) -> dict[str, Any]:
-    """Convert a dotted option to nested dicts; its value is parsed as YAML only if it is a list or mapping."""
+    """Convert a dotted option to nested dicts; its value stays text unless it is a YAML list or mapping."""
     value: Any = text
     with suppress(yaml.YAMLError):
         loaded = yaml.safe_load(text)
@@ -389,7 +390,7 @@ def describe_type(hint: object) -> list[str]:
 
 
 def _imported(path: str) -> Any:
-    """Import the object at a dotted path if jsonargparse's allow list permits it."""
+    """Import the object at a dotted path; raises an error unless jsonargparse's allow list has the path."""
     from jsonargparse import _util
 
     return _util.import_object(path)
@@ -405,7 +406,7 @@ def _no_module(name: str) -> str:
 
 
 def _public(module_name: str) -> list[str]:
-    """Return a module's public names: its ``__all__``, or its classes, functions and lazily loaded names."""
+    """List a module's public names: its ``__all__``, or else its own classes, functions and lazily loaded names."""
     module = sys.modules.get(module_name)
     if module is None:
         return []

@@ -40,7 +40,7 @@ def remember(config_yaml: str, run_folder: Path) -> None:
 
 
 def _class_paths(value: Any) -> Iterator[Any]:
-    """Yield each value of a `class_path` field in a config, at any depth."""
+    """Yield the value of each `class_path` field in a config, at any depth."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from (inner,) if name == "class_path" else _class_paths(inner)
@@ -51,7 +51,7 @@ def _class_paths(value: Any) -> Iterator[Any]:
 
 def record_run(config_yaml: str, run_folder: Path) -> None:
     """Record that this user has run a config in this working folder; do nothing if the record cannot be written."""
-    with suppress(OSError, RuntimeError):  # the folder may be read-only, or the user may have no home
+    with suppress(OSError, RuntimeError):  # the folder may be read-only, or the user may have no home folder
         note = _note(config_yaml)
         note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         note.write_text(json.dumps({"run": str(run_folder.absolute()), "working_folder": str(Path.cwd())}) + "\n")

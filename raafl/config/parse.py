@@ -57,8 +57,8 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
     parts = {} if plain else _part_types()
     jsonargparse.set_parsing_settings(
         subclasses_enabled=[parts[name] for name in ("Algorithm", "Partition") if name in parts],
-        instantiate_subclass_spec_in_any=False,  # values without a declared type stay plain data
-        # raafl checks imports itself: no config may name os.system, subprocess, pickle and the like
+        instantiate_subclass_spec_in_any=False,  # without a declared type, a value stays plain data
+        # empty, since raafl checks imports itself: no config may name os.system, subprocess, pickle and the like
         import_path_denylist=[],
     )
     parser = jsonargparse.ArgumentParser(
@@ -76,7 +76,7 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
     for package in packages[1:]:
         hints["model"] |= Callable[[], sys.modules[package].LightningModule]
         hints["data"] |= Callable[[], sys.modules[package].LightningDataModule]
-    # loggers are built later, by the server alone
+    # plain data, since only the server creates the loggers, later
     hints["logger"] = str | dict[str, Any] | list[str | dict[str, Any]] | None
     groups = {group: parser.add_argument_group(title) if title else parser for group, title in GROUPS.items()}
     for field in sorted(fields(Experiment), key=lambda field: [*GROUPS].index(ABOUT[field.name].group)):
@@ -85,20 +85,20 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
         options["type"] = _as_it_is if plain and field.name in MADE else hints[field.name]
         if about.metavar is not None:
             options["metavar"] = about.metavar
-        if field.name == "clients":  # None = the number of devices, see `_count_clients`
+        if field.name == "clients":  # None becomes the number of devices, see `_count_clients`
             options["type"] = int | None
         elif field.name == "partition":
             options["default"] = None if plain else {"class_path": "raafl.data.Iid"}
         elif field.default is not MISSING:
             options["default"] = field.default
-        elif field.name not in SECTIONS:  # sections have defaults of their own
+        elif field.name not in SECTIONS:  # the fields of a section have their own defaults
             options["required"] = not plain
         groups[about.group].add_argument(f"--{field.name}", **options)
     return parser
 
 
 def _own_options(command: str) -> str:
-    """Return the help text for a command's options that are not fields of the config."""
+    """Return help text about the options of a command that are not fields of the config."""
     if command not in ("serve", "join"):
         return _LOCAL if command == "fit" else ""
     from raafl.config.remote_options import JOIN, SERVE
@@ -108,26 +108,27 @@ def _own_options(command: str) -> str:
 
 @cache
 def _parser_mode() -> str:
-    """Register a YAML loader that expands short names of algorithms, and return its name for jsonargparse."""
+    """Register a YAML loader in which methods have short names, and return the loader's name for jsonargparse."""
     import jsonargparse
     import yaml
 
     load = jsonargparse.get_loader("yaml")
 
     def load_config(text: str, path: str = "") -> Any:
-        return with_class_path(load(text)) if path else load(text)  # without a path, the text is the value of an option
+        # text without a path is the value of an option, and no config file
+        return with_class_path(load(text)) if path else load(text)
 
     jsonargparse.set_loader("raafl", load_config, exceptions=(yaml.YAMLError,))
     return "raafl"
 
 
 def _as_it_is(value: object) -> object:
-    """Return the value unchanged; used as an option's type, since for `Any` jsonargparse would import class paths."""
+    """Return the value unchanged: as an option's type, unlike `Any`, this keeps jsonargparse from importing class paths."""
     return value
 
 
 def _part_types() -> dict[str, Any]:
-    """Import the types of those config fields that name a class."""
+    """Import the types of the fields that name a class, and return them by name."""
     from raafl.lean_import import import_lightning
 
     import_lightning()
@@ -141,7 +142,7 @@ def _part_types() -> dict[str, Any]:
 
 
 def _formatter() -> type[Any]:
-    """Return jsonargparse's help formatter, without types and class paths that help texts already name."""
+    """Return jsonargparse's help formatter, changed to omit types and class paths that help texts already contain."""
     import argparse
 
     import jsonargparse
@@ -189,7 +190,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
         from raafl.config.trust import SENDS, is_trusted, of_folder
 
         trusted = is_trusted(folder, asked=trusted)
-        # an untrusted config must not choose where this user's model is uploaded
+        # an untrusted config must not choose a hub to which this user's model is uploaded
         config_yaml = of_folder(folder, trusted=trusted, without=() if trusted else SENDS)
     argv = _with_recorded_rules(argv)
     if not argv and config_yaml is None:
@@ -212,8 +213,7 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
         except BadInput:
             if _packages() == known:
                 raise
-            # a class named in the config imported another Lightning package, so parse again with a parser that knows
-            # that package
+            # a class in the config imported the other Lightning package, so parse again with a parser for both packages
             namespace, text, made = _read(make_parser(command, _packages()), config_first(argv), hidden)
     made_fields = {field.name: made[field.name] for field in fields(Experiment)}
     if str(getattr(namespace.model, "class_path", "")).startswith(OF_TRAINER):
@@ -234,16 +234,16 @@ def _packages() -> tuple[str, ...]:
 
 
 def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[Namespace, str, Namespace]:
-    """Parse ``argv``; return the namespace, its YAML text, and a namespace with the objects that it describes."""
+    """Parse ``argv``; return the namespace, its YAML text, and the namespace with its objects instantiated."""
     from argparse import ArgumentError
 
     try:
         namespace = parser.parse_args(argv)
-        # a section given as one value, as in `train: 5`
+        # a section given as a single value, as in `train: 5`
         if single := [name for name in SECTIONS if not hasattr(namespace[name], "as_dict")]:
             raise ValueError(f"{single[0]} is a single value: give its fields (see --help)")
         _count_clients(namespace)
-        # the text includes nulls; validation is skipped because the values were just checked
+        # nulls are kept in the text; the values were validated above
         text = str(parser.dump(namespace, skip_unset=False, skip_validation=True))
     except (ArgumentError, ValueError, TypeError) as error:
         raise BadInput(_explained(f"the config is refused: {error}", parser, argv, hidden)) from error
@@ -260,19 +260,19 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
             raise BadInput(_explained(_failed(error, namespace), parser, argv, hidden)) from error
         if not isinstance(error, ArgumentError | ValueError | TypeError):
             raise
-        # the message of a part's constructor, possibly inside jsonargparse's message
+        # raised by a constructor, perhaps wrapped in a message of jsonargparse
         raise BadInput(_explained(str(error), parser, argv, hidden)) from error
 
 
 def _explained(text: str, parser: ArgumentParser, argv: Sequence[str], hidden: str | None) -> str:
-    """Rewrite an error message of jsonargparse or of raafl's code as one that names field and remedy."""
+    """Rewrite an error message of jsonargparse or raafl so that it names field and remedy."""
     from raafl.config.messages import explain
 
     return explain(text, parser, argv, hidden)
 
 
 def _count_clients(namespace: Namespace) -> None:
-    """Set a missing number of clients: one for each device or, without devices, the default."""
+    """Set the number of clients if it is missing: the number of devices or, without devices, the default."""
     if namespace.clients is not None:
         return
     namespace.clients = next(field.default for field in fields(Experiment) if field.name == "clients")
@@ -287,7 +287,7 @@ def _count_clients(namespace: Namespace) -> None:
 
 
 def _failed(error: BaseException, namespace: Namespace) -> str:
-    """Return an error message, which names a part of the config if the user's code of that part raised the error."""
+    """Return an error message, with the section of the config whose user code raised the error."""
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     for name in MADE:
         path = str(getattr(namespace[name], "class_path", None))
@@ -312,7 +312,7 @@ def load_run(folder: Path, *overrides: str, trusted: bool, for_replay: bool = Fa
 
 
 def _names_own(argv: Sequence[str]) -> bool:
-    """Check whether options name a class outside raafl, or a config file, which may name one."""
+    """Check whether options name a class outside raafl, or a config file, which may contain one."""
     from raafl.config.trust import paths
 
     known = set(paths())
@@ -340,7 +340,7 @@ def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment
 
 
 def _find_project_modules() -> None:
-    """Add the current folder to the import path, so that class paths can name modules in it, as with `python -m`."""
+    """Add the current folder to the import path, as `python -m` does, so that class paths can name modules in it."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -360,7 +360,7 @@ def expand_short(argv: Sequence[str]) -> list[str]:
 
 
 def _resumed(argv: Sequence[str]) -> Path | None:
-    """Return the run folder that `--resume RUN` names; None without this option, or if a config is given, too."""
+    """Return the run folder of `--resume RUN`; None without this option, or if `--config` is given, too."""
     named = values(argv, "--resume")
     if not named or values(argv, "--config"):
         return None
@@ -371,7 +371,7 @@ def _resumed(argv: Sequence[str]) -> Path | None:
 
 
 def _with_recorded_rules(argv: list[str]) -> list[str]:
-    """Add the rules version of the resumed run if the user gives a config as well, which may lack it."""
+    """Add the resumed run's rules version to the options if these name another config, which may lack that version."""
     resumed = values(argv, "--resume")[-1:]
     if not resumed or not values(argv, "--config") or values(argv, "--rules"):
         return argv
@@ -409,7 +409,7 @@ def config_first(argv: Sequence[str]) -> list[str]:
 
 
 def _check_config(file: str) -> None:
-    """Raise `BadInput` unless ``file`` is YAML with a mapping of fields."""
+    """Raise `BadInput` unless ``file`` is a YAML file with a mapping of fields."""
     path = Path(file)
     if path.is_dir():
         raise BadInput(f"config is '{file}', which is a folder: {_other_configs(path / 'x')}")
@@ -469,9 +469,9 @@ def _refused(parser: ArgumentParser, argv: Sequence[str], whole: bool) -> list[s
 
 
 def _made(parser: ArgumentParser, argv: Sequence[str]) -> Namespace | None:
-    """Parse the plain fields and create their records; return None if the parser rejects any of them.
+    """Parse the plain fields and create their dataclasses; None if the parser rejects a value.
 
-    Raises BadInput if a record rejects its values.
+    Raises BadInput if a dataclass rejects its values.
     """
     from argparse import ArgumentError
 
@@ -485,7 +485,7 @@ def _made(parser: ArgumentParser, argv: Sequence[str]) -> Namespace | None:
 
 
 def _without_parts(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` without options for model, data, algorithm and partition."""
+    """Return the options without those of model, data, algorithm and partition."""
     kept: list[str] = []
     items = list(argv)
     while items:
@@ -499,9 +499,9 @@ def _without_parts(argv: Sequence[str]) -> list[str]:
 
 def _out_of_range(namespace: Namespace, whole: bool) -> list[str]:
     experiment = Experiment(**{field.name: namespace[field.name] for field in fields(Experiment)})
-    if not whole:  # the run folder belongs to the server, which may have created it already
+    if not whole:  # on a client these are unset: the server may have created that run folder already
         experiment.output = experiment.resume = None
     try:
         return list(dict.fromkeys(experiment.plain_problems(needs_end=whole)))
-    except TypeError:  # a value of the wrong type, which the full parser reports
+    except TypeError:  # a value has a wrong type, which the full parser reports
         return []

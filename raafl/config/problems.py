@@ -44,7 +44,8 @@ def plain_problems(experiment: Any, *, needs_end: bool = True) -> Iterator[str]:
         yield f"rules is {experiment.rules}: give at most {CURRENT}, or use the later version of raafl that made this config"
     if experiment.train.num_epochs is None and experiment.train.num_steps is None:
         yield "train.num_epochs and train.num_steps are both null: give one of them"
-    needs_end = needs_end and not experiment.subfederation.is_on  # a subfederation is ended by the server above
+    # a subfederation ends when the server above it ends it
+    needs_end = needs_end and not experiment.subfederation.is_on
     if needs_end and experiment.max_updates is None and experiment.max_time is None and experiment.target is None:
         yield "max_updates, max_time and target are all null: give at least one, or the run would never end"
     if experiment.progress not in MODES:
@@ -234,7 +235,7 @@ def _output(experiment: Any) -> None:
 
 
 def _refused(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
-    """Run the checks, and yield the lines of the errors that they raise."""
+    """Call each check, and yield the lines of the messages of the errors raised."""
     for check in checks:
         try:
             check()

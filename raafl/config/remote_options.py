@@ -59,7 +59,7 @@ def parser(command: str) -> ArgumentParser:
         found.add_argument("--runs")
         found.add_argument("--operators", default="operator")
         found.add_argument("--max_runs")
-        # set for the processes of one of several runs
+        # internal options, which a server for many runs gives to each run's process
         found.add_argument("--keep", help=SUPPRESS)
         found.add_argument("--submitted", help=SUPPRESS)
     else:
@@ -121,14 +121,14 @@ def options_below(own: Namespace, rest: Sequence[str]) -> list[str]:
     options = [f"--config={own.subfederation}", *rest]
     try:
         config = read_yaml(Path(own.subfederation), "subfederation")
-    except (OSError, BadInput):  # the code that parses the config reports this error
+    except (OSError, BadInput):  # reported later by the code that parses the config
         return options
     is_given = names_section(rest, "--subfederation") or (isinstance(config, dict) and config.get("subfederation"))
     return options if is_given else [*options, "--subfederation.merges=1"]
 
 
 def _check_below(own: Namespace) -> None:
-    """Check the options of `join` that concern the clients of a subfederation."""
+    """Raise `BadInput` for `join` options about clients of a subfederation that lack or contradict `--subfederation`."""
     if own.subfederation is None:
         defaults = {"address": "127.0.0.1:0", "min_clients": None, "certs": None, "sites": None}
         given = [name for name, default in defaults.items() if getattr(own, f"below_{name}") != default]
@@ -143,7 +143,7 @@ def _check_below(own: Namespace) -> None:
 
 
 def _check_any(own: Namespace) -> None:
-    """Check the options of `join` that are about the runs of a server for many."""
+    """Raise `BadInput` for `join` options that contradict `--any`, or that need it."""
     if not own.any:
         if own.at_once != 1 or own.idle_s is not None:
             raise BadInput("--at_once and --idle_s are about the runs that --any takes: give --any, too")

@@ -56,14 +56,14 @@ def for_clients(config_yaml: str) -> str:
 
 
 def _without_null(value: object) -> object:
-    """Return a section without null fields, so that versions of raafl that lack such a field get the same digest."""
+    """Remove null fields at any depth, so that a raafl version without such a field computes the same digest."""
     if isinstance(value, dict):
         return {name: _without_null(item) for name, item in value.items() if item is not None}
     return [_without_null(item) for item in value] if isinstance(value, list) else value
 
 
 def _without_unset(value: Any, made_by: Callable[..., Any] | None = None) -> Any:
-    """Return a section without fields whose default is null, so that versions lacking them compute the same digest.
+    """Remove arguments that are null by default, so that a raafl version without them computes the same digest.
 
     `made_by`: class or function whose arguments the fields are; None = unknown, and all fields are kept.
     """
@@ -81,7 +81,7 @@ def _without_unset(value: Any, made_by: Callable[..., Any] | None = None) -> Any
 
 
 def _imported(path: object) -> Callable[..., Any] | None:
-    """Return the class or function at a dotted path, without importing anything; None if its module is not imported."""
+    """Return the class or function at a dotted path; None if its module is not imported yet."""
     module, _, name = str(path).rpartition(".")
     return getattr(sys.modules.get(module), name, None)
 

@@ -49,7 +49,7 @@ def direction(metric: str) -> Direction | None:
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", metric).lower()
     if words.rpartition("_")[2] in _OF_A_METRIC:
         return None
-    # names like mIoU are also matched without splitting them at capitals
+    # a name like mIoU would be split at its capitals, so the whole name is searched, too
     whole = re.sub(r"[^A-Za-z0-9]+", "_", metric).lower()
     found = [match.lastgroup for match in _KNOWN.finditer(words)] or [
         match.lastgroup for match in _KNOWN.finditer(whole)
@@ -131,7 +131,7 @@ class Target:
         return value <= self.value if self.at_most else value >= self.value
 
     def __str__(self) -> str:
-        """Return METRIC=VALUE, or METRIC<=VALUE or METRIC>=VALUE if the metric's name does not imply the direction."""
+        """Format the target as METRIC=VALUE, or with <= or >= if the metric's name does not imply the direction."""
         sign = {None: "=", "min": "<=", "max": ">="}[self.mode]
         return f"{self.metric}{sign}{self.value:g}"
 

@@ -180,7 +180,7 @@ def is_trusted(folder: Path, *, asked: bool) -> bool:
 
 
 def _check_names(tree: Mapping[str, Any]) -> None:
-    """Raise `UntrustedValue` if the config names an object that is not raafl's own."""
+    """Raise `UntrustedValue` if the config names a class or function that is not raafl's."""
     check = _Check(on_this_machine=True)
     for name, value in tree.items():
         check.section(name, value)
@@ -190,7 +190,7 @@ def _check_names(tree: Mapping[str, Any]) -> None:
 def imports_only(paths: Sequence[str]) -> Iterator[None]:
     """Return a context in which jsonargparse can import only these paths: a protection in addition to checking the config."""
     import jsonargparse
-    from jsonargparse import _common  # private: the public setter cannot relax a setting that it has tightened
+    from jsonargparse import _common  # private, because the public setter cannot widen the allow list again
 
     before = dict(_common.parsing_settings)
     try:
@@ -208,16 +208,16 @@ def _tree(text: str) -> dict[str, Any]:
 
 
 class _Check(Check):
-    """Check of an untrusted config: it raises `UntrustedValue` for all but plain values and raafl's own objects."""
+    """Check of an untrusted config, which raises `UntrustedValue` for all but plain values and raafl's own classes."""
 
     def __init__(self, *, on_this_machine: bool) -> None:
-        """Store whether the config may name files and folders of this machine, and objects passed from Python."""
+        """Create a check, for a config of this machine or for one from another machine, which may name no files here."""
         super().__init__()
         self._local = on_this_machine
 
     def section(self, name: object, value: object) -> None:
         """Check one top-level field of an untrusted config."""
-        if name == "json":  # a command-line option that is also written into configs
+        if name == "json":  # a command-line option, which configs contain, too
             return self.value(value, bool, name, name)
         if name not in self.hints:
             raise UntrustedValue(f"the field {name!r:.60} does not exist in raafl")
@@ -231,7 +231,7 @@ class _Check(Check):
         return self.value(value, self.hints[name], name, f"Experiment.{name}")
 
     def check_object(self, kind: str, value: object, where: str) -> None:
-        """Check a value that names a class or function: the registry must have it. Its arguments are checked, too."""
+        """Check a section that names a class or function, which the registry must contain, and its arguments."""
         spec = {"class_path": value} if isinstance(value, str) else value
         if not isinstance(spec, dict) or not {"class_path"} <= set(spec) <= {"class_path", "init_args"}:
             _refuse(where, value, "which is no class_path with init_args")
@@ -243,19 +243,19 @@ class _Check(Check):
         self.arguments(spec.get("init_args"), factory, where, known[path].name)
 
     def refuse(self, where: str, value: object, hint: object) -> NoReturn:
-        """Raise an error for a value of the wrong type."""
+        """Raise `UntrustedValue` for a value whose type is not the declared one."""
         _refuse(where, value, "which is no plain value of the type that belongs there")
 
     def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
-        """Raise an error for an argument that the class or function does not accept."""
+        """Raise `UntrustedValue` for an argument that the class or function does not have."""
         _refuse(f"{where}.{sanitize_text(name, 60)}", value, f"which {owner} does not take")
 
     def key(self, key: object) -> bool:
-        """Check whether a mapping may have ``key``; class_path would make a parser create an object."""
+        """Check whether a mapping may have ``key``; "class_path" is refused, since parsers create an object for it."""
         return isinstance(key, str) and _is(_WORD, key) and key != "class_path"
 
     def scalar(self, value: object, hint: object, parameter: str) -> bool:
-        """Check whether a value is plain data of the declared type."""
+        """Check whether a value is plain data of its declared type."""
         if hint in (None, type(None)):
             return value is None
         if hint is bool:
@@ -270,7 +270,7 @@ class _Check(Check):
         return False
 
     def free(self, value: object, parameter: str) -> bool:
-        """Check whether a value whose type is not declared is plain data."""
+        """Check whether a value without a declared type is plain data."""
         if parameter.endswith(".architecture"):
             return isinstance(value, dict) and self._architecture(value)
         return self._local and all(_is_plain(one) for one in _leaves(value))
@@ -293,14 +293,14 @@ class _Check(Check):
         if not isinstance(value, str):
             return isinstance(value, bool | int | float | None)
         if name.endswith("_implementation"):
-            return value in ("eager", "sdpa")  # other values may name a kernel on the hub, which is code
+            return value in ("eager", "sdpa")  # other values may name a kernel on the Hugging Face Hub, which is code
         if name == "model_type" and value in _WITH_KERNELS:
             return False
         known = self._local or name in _ARCHITECTURE_TEXTS
         return known and _is(_WORD, value) and not value.startswith("timm")
 
     def loggers(self, value: object, where: str) -> None:
-        """Check a config's loggers: only short names are allowed, and no argument that sets where to write."""
+        """Check the loggers of an untrusted config: only short names, and no argument that says where to write."""
         if value is None:
             return
         from raafl.config.loggers import SHORT_NAMES
@@ -326,7 +326,7 @@ def _table(value: object, where: str) -> Mapping[Any, Any]:
 
 
 def _leaves(value: object) -> Iterator[Any]:
-    """Yield every leaf value nested in ``value``, including names of fields."""
+    """Yield all scalar values and keys that are nested in ``value``."""
     if isinstance(value, dict | list):
         for item in inside(value):
             yield from _leaves(item)
@@ -350,8 +350,8 @@ def _refuse(where: str, value: object, why: str) -> NoReturn:
     raise UntrustedValue(f"{where} is {shown if len(shown) <= 80 else shown[:77] + '...'}, {why}")
 
 
-# List the names that an untrusted config may use; each names one of raafl's own objects. Allowing every name that
-# starts with "raafl." would be unsafe, since raafl's modules have other modules as attributes
+# List the names that an untrusted config may use, one for each class or function of raafl. All names that start with
+# "raafl." would be unsafe, since raafl's modules have other modules as attributes
 # (`raafl.runtime.supervisor.subprocess`).
 
 DATA: Final = (
@@ -415,7 +415,7 @@ def paths() -> list[str]:
 def _entries(
     homes: Mapping[str, str], package: str, also_in: Iterable[str], names: Iterable[str] | None = None
 ) -> dict[str, Entry]:
-    """Return registry entries for ``homes``: each object under its own module, and under re-exporting packages."""
+    """Return registry entries by path: for each name, the path in its own module and in the packages that re-export it."""
     found: dict[str, Entry] = {}
     for name in homes if names is None else names:
         home = homes[name] if not package or homes[name].startswith(package) else f"{package}.{homes[name]}"

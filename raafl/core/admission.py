@@ -116,19 +116,19 @@ class Admission:
         """
         self.refused[problem] += 1
         if assignment is not None and problem == "wrong-client":
-            assignment = None  # the client that was assigned this task may still answer it
+            assignment = None  # the task stays open: the client to which it was assigned may still send its update
         if assignment is not None:
             self.roster.release(assignment, back=True)
         self.settle(assignment, update.client, f"refused:{problem}", 0, update)
         if assignment is None or problem in DAMAGED or (problem == LATE and self.above is not None):
-            return  # a task ended by the server above is not the client's fault
+            return  # damage and tasks ended by the server above are not the client's fault
         client = self.roster.clients[assignment.client]
         if error is not None:
             self.turn_away(client, error, now)
             return
         if problem == OUT_OF_MEMORY:
             self._narrow(assignment)
-        excused = problem in DIVERGED and is_ruined(self.state)  # the model is non-finite: honest clients fail, too
+        excused = problem in DIVERGED and is_ruined(self.state)  # a non-finite model makes honest updates non-finite
         until = self.backoff.refuse(client.id, now, excused=excused)
         client = self.roster.clients[client.id]
         if until is not None:
@@ -161,7 +161,7 @@ class Admission:
         return None
 
     def _max_samples(self, client: ClientInfo) -> int | None:
-        """Return the largest number of samples that a client with its own data may count as; None = no limit."""
+        """Return the largest number of training samples that a client with own data may report; None = no limit."""
         if not client.own_data or self.limits.max_weight is None:
             return None
         return max(int(self.limits.max_weight * self.roster.middle * client.stands_for), 1)
@@ -173,7 +173,7 @@ class Admission:
 
     def clip(self, client: ClientInfo, assignment: Assignment, update: Update) -> None:
         """Limit the steps and samples that a client reports, for training and for its own test, to plausible numbers."""
-        # an epoch has at most one step for each sample
+        # a task cannot have more steps than samples times epochs
         steps = self.fleet.training.nominal_samples(assignment, client.num_samples, 1) * client.stands_for
         update.num_steps = min(update.num_steps, max(steps, 1))
         most = self._max_samples(client)
@@ -201,7 +201,7 @@ class Admission:
             self._actions.append(Fail(f"failed: {why}"))
 
     def _is_hopeless(self) -> bool:
-        """Check whether no client can be expected to send a valid update any more."""
+        """Check whether the run cannot go on because every client has been refused too often."""
         known = [client for client, num in self.roster.joins.items() if num]
         if len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.backoff.is_bad, known)):
             return True
@@ -216,13 +216,13 @@ class Admission:
         if client is not None:
             if event.reason != RESTART:
                 self.count_unanswered(event.client, now, always=event.counts)
-            # keep only the reason's code: free text from clients would create a new outcome each time
+            # keep only the code before the colon: the free text after it would make each loss an outcome of its own
             kind = event.reason.partition(":")[0]
             self.drop(event.client, kind if kind in LOSSES else "other")
         return True
 
     def _narrow(self, assignment: Assignment) -> None:
-        """After a task ran out of memory, lower the client's assumed memory below the task's predicted need."""
+        """Lower a client's assumed memory below the predicted need of a task that ran out of memory there."""
         client = self.roster.clients[assignment.client]
         needed = self.fleet.cost(assignment.spec, assignment.extra).peak_bytes
         self.roster.said_bytes.setdefault(client.id, client.profile.memory_bytes)
@@ -255,7 +255,7 @@ class Admission:
             return self._selected(self._with_memory(client, self.roster.said_bytes.pop(client.id)))
 
     def _selected(self, client: ClientInfo) -> Work:
-        """Choose a client's work, and the precision of the frozen base that the client holds."""
+        """Select a client's submodel, number of steps, and precision of the frozen base parameters."""
         work = self.algorithm.select(client, self.fleet)
         if self.above is not None:
             work = self.above.within(work)
@@ -279,7 +279,7 @@ class Admission:
         try:
             self.algorithm.select.on_loss(gone, self.fleet)
         except Exception:
-            if reason != ERROR:  # with ERROR the selector may not know the client, or fail on the same data again
+            if reason != ERROR:  # after ERROR the selector may lack the client, or fail again
                 raise
         for assignment in unanswered:
             self.settle(assignment, client, f"lost:{reason}", 0, None)

@@ -49,7 +49,7 @@ from raafl.rules import Rules
 if TYPE_CHECKING:
     from raafl.core.subfederation import TasksAbove
 
-TIME_UP = 0  # id of the timer that ends the run; a suspended client's timer has minus the client's id
+TIME_UP = 0  # id of the timer that ends the run; the timer that readmits a suspended client has minus the client's id
 
 
 class Coordinator:
@@ -71,7 +71,7 @@ class Coordinator:
         overlap: bool = False,
         rules: Rules | None = None,
     ) -> None:
-        """Start without clients.
+        """Create the coordinator of a run that no client has joined yet.
 
         Args:
             algorithm: parts of the method, with merge and trigger wrapped in the run's options.
@@ -93,8 +93,8 @@ class Coordinator:
         self.algorithm, self.state, self.limits, self.seed, self.pace = algorithm, state, limits, seed, pace
         self.roster = Roster()
         self.merged = self.evaluated = 0
-        self.samples_merged = 0  # number of training samples behind all merged updates
-        self.spacings = 0  # number of multiples of `limits.eval_every` that had passed at the last merge
+        self.samples_merged = 0  # sum of the training samples of all merged updates
+        self.spacings = 0  # number of multiples of `limits.eval_every` that were passed by the last merge
         self.opened_s, self.started, self.wake = 0.0, False, (0, -1.0)
         self.is_merging = False
         self.finished: str | None = None
@@ -185,7 +185,7 @@ class Coordinator:
             self._actions.append(adjusted)
 
     def _take(self, update: Update, assignment: Assignment, now: float) -> str | None:
-        """Pass a valid update to the method's parts, before it is recorded; return why one refuses it, else None."""
+        """Pass a valid update to the method's select and merge; return the reason for which one refuses it, else None."""
         client, cut = self.roster.clients[assignment.client], assignment.spec.without_base
         staleness = self.state.version - assignment.version
         update.tensors, update.bundles = self.payload.split(update.tensors, assignment.spec, "trained")
@@ -222,9 +222,9 @@ class Coordinator:
     # ---- merging and assigning ----
 
     def _go_on(self, now: float) -> bool:
-        """Start the run, merge and assign work if due.
+        """Start the run once enough clients have joined, merge if due, and assign work; return whether to repeat that.
 
-        Return whether to call this again: only clients without work were found, and none is training.
+        It is repeated if every client that was asked was dismissed without work, and no client is training.
         """
         if not self.started:
             there = len(self.roster.clients)
@@ -237,7 +237,7 @@ class Coordinator:
         return self.finished is None and self._hand_out(now) and not self.roster.num_out
 
     def _merge_if_due(self, now: float) -> None:
-        """Merge until the trigger is no longer due; one merge may use only some of the waiting updates."""
+        """Merge as often as the trigger is due, since one merge may use only some of the waiting updates."""
         trigger, memory = self.algorithm.trigger, self.state.memory
         while self.state.waiting and self.finished is None:
             there, arrived_s = len(self.roster.clients), ArrivalTimes(self.state.waiting)
@@ -259,12 +259,12 @@ class Coordinator:
             self._actions.append(SetTimer(*self.wake))
 
     def _merge(self, ids: Collection[int] | None = None) -> None:
-        """Merge waiting updates into the next version; ``ids``: assignments whose updates to merge, None = all."""
+        """Merge the waiting updates of the assignments ``ids`` (None = all) into the next version of the model."""
         state = self.state
         due = [item for item in state.waiting if ids is None or item.update.assignment in ids]
         left = [item for item in state.waiting if not (ids is None or item.update.assignment in ids)]
         state.waiting[:] = due
-        self.is_merging = True  # stays True if the method raises here: the model may then be merged only in part
+        self.is_merging = True  # not reset if the method raises: the global model may then contain half a merge
         self.algorithm.merge.apply(state)
         self.is_merging = False
         state.waiting[:] = left
@@ -274,7 +274,7 @@ class Coordinator:
             assignment = item.assignment
             assert assignment is not None
             state.counts[assignment.region] = state.counts.get(assignment.region, 0) + 1
-            # staleness is computed here, since other updates may have been merged since this one arrived
+            # staleness is counted up to this merge, since other merges may have come after the update's arrival
             self.admission.settle(assignment, assignment.client, "merged", before - assignment.version, item.update)
             self.samples_merged += self.fleet.samples(item.update.num_samples, assignment)
             self.roster.readmit(assignment.client)
@@ -295,17 +295,17 @@ class Coordinator:
             self._actions.append(Checkpoint(version))
 
     def _is_evaluation_due(self, now: float) -> bool:
-        """Check whether the last merge is the first one at or after a multiple of `limits.eval_every`."""
+        """Check whether the last merge has reached or passed the next multiple of `limits.eval_every`."""
         every, unit = self.limits.eval_every, self.limits.eval_unit
         if unit == "versions":
             return self.state.version % every == 0
-        # 0.6 / 0.2 is slightly below 3 in floating point, so a small tolerance is added before rounding down
+        # rounding may put a quotient just below a whole number (0.6 / 0.2 < 3), hence the small tolerance
         passed = math.floor((now if unit == "seconds" else self.samples_merged) / every * (1 + 1e-12))
         due, self.spacings = passed > self.spacings, passed
         return due
 
     def _hand_out(self, now: float) -> bool:
-        """Draw idle clients and assign work to as many as may work at once; return whether a client was dismissed."""
+        """Assign work to sampled idle clients, as many as may work at once; return whether a client was dismissed."""
         sample, rolling = self.algorithm.sample, self.algorithm.trigger.restart == "arrival"
         waits_above = self.above is not None and self.above.waits
         if len(self.roster.idle) and not waits_above and (rolling or not self.state.waiting):
@@ -319,7 +319,7 @@ class Coordinator:
             try:
                 work = self.admission.work_for(client)
                 pace_s = self._pace_s(client, work, now)
-            except BadInput as error:  # this client has no possible work; the other clients go on
+            except BadInput as error:  # no work fits this client, so it is dismissed; the other clients go on
                 self.admission.drop(client.id, "unfit")
                 self._actions.append(Dismiss(client.id, client.incarnation, str(error)))
                 dismissed = True
@@ -336,7 +336,7 @@ class Coordinator:
             self._actions.append(Evaluate(self.state.version))
 
     def _finish(self, reason: str) -> None:
-        """End the run: merge or settle the waiting updates, then evaluate and save once more."""
+        """End the run: merge or discard the waiting updates, evaluate the model and write a last checkpoint."""
         folds = self.algorithm.trigger.folds_rest and reason in ENDS
         if self.state.waiting and folds and self.algorithm.merge.ends_run(self.state) is None:
             self._merge()
@@ -381,7 +381,7 @@ class Coordinator:
         self._actions.append(Assign(assignment))
 
     def _pace_s(self, client: ClientInfo, work: Work, now: float) -> float:
-        """Return the seconds that an emulated device would take for a task, its least duration; 0 = no emulation."""
+        """Return the least duration of a client's task in seconds, at which its emulated device would finish; 0 = none."""
         if not self.pace:
             return 0.0
         predicted, task = self.fleet.task_time(client, work), self.roster.tasks[client.id]

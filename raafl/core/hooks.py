@@ -17,7 +17,7 @@ class RunHooks:
     The thread that drives the run calls them, so they must return quickly.
     """
 
-    failure: str | None = None  # reason that ends the run as failed, once set; None = the run goes on
+    failure: str | None = None  # reason for which this observer ends the run as failed; None = it goes on
     error: BaseException | None = None  # exception that made this observer or the run fail
 
     def begin(self, run: Any, saved: object = None) -> None:
@@ -90,7 +90,7 @@ class HookList(RunHooks):
     """Observer that passes each call on to a list of observers, in order."""
 
     def __init__(self, *hooks: RunHooks) -> None:
-        """Combine ``hooks`` into one hook, which calls each of them in order."""
+        """Create a hook that calls all ``hooks`` in order."""
         self._hooks = hooks
 
     def begin(self, run: Any, saved: object = None) -> None:

@@ -65,29 +65,29 @@ def output_layer(submodels: Submodels) -> str | None:
 
 
 def _on_meta(submodels: Submodels, ask: Callable[[Any, Any], str | None]) -> tuple[str | None] | None:
-    """Call ``ask`` with the whole model and a batch, both on the meta device; return None if that raises."""
+    """Call ``ask`` with the whole model and a batch, both without values (meta device); None if the call raises."""
     if submodels.example_batch is None:
         return None
-    for device in ("meta", "cpu"):  # default device of tensors that the user's code creates without naming one
+    for device in ("meta", "cpu"):  # default device for tensors that the user's code creates
         try:
             with torch.device(device), torch.enable_grad():
                 module = submodels.shrink(FULL, device="meta").module
                 settle(module)
                 return (ask(module, meta_batch(submodels.example_batch, 2)),)
-        except Exception:  # the user's code may raise anything when tensors have no values
+        except Exception:  # without values the user's code may raise any error
             continue
     return None
 
 
 def _why_unused(module: nn.Module, batch: object) -> str | None:
-    """Return why a training step's loss does not depend on the logits that the forward pass returns, else None."""
+    """Return the reason why the training step's loss ignores the logits of the forward pass; None if it uses them."""
     found: list[Tensor | None] = []
 
     def cut(_: object, args: object, output: Tensor | HasLogits) -> object:
         logits = logits_of(output)
         found.append(None if logits is None else logits.detach().requires_grad_())
         if logits is None or isinstance(output, Tensor):
-            return found[-1]  # None leaves the layer's output unchanged
+            return found[-1]  # returning None from a hook leaves the layer's output as it is
         output.logits = found[-1]
         return output
 
@@ -104,13 +104,13 @@ def _why_unused(module: nn.Module, batch: object) -> str | None:
 
 
 def _layer_of(module: nn.Module, batch: object) -> str | None:
-    """Return the path of the linear layer that computes all logits, and only logits, in the step; else None."""
+    """Return the path of the linear layer whose output is the model's logits; None if there is no single such layer."""
     given: list[tuple[str, Tensor]] = []
     logits: list[Tensor | None] = []
     for path, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             layer.register_forward_hook(lambda _, args, output, path=path: given.append((path, output)))
-    # runs after the hooks of the layers
+    # the model's hook runs after those of its layers
     module.register_forward_hook(lambda _, args, output: logits.append(logits_of(output)))
     loss_of(module, batch)
     makers = {next((path for path, output in given if output is one), None) for one in logits}
@@ -145,7 +145,7 @@ def masked(module: nn.Module, classes: Set[int] | None, masks: dict[int, Tensor]
 
 
 def _absent(num: int, classes: Set[int], left: list[int]) -> Tensor:
-    """Return the mask of classes without samples, and list the others in ``left``; no mask if labels are invalid."""
+    """Return a mask of the classes without samples, `(num,)`, and put the others in ``left``; all False if labels are invalid."""
     absent = torch.zeros(num, dtype=torch.bool)
     if min(classes) >= 0 and max(classes) < num and len(classes) < num:
         left[:] = sorted(classes)
@@ -160,7 +160,8 @@ def _masked(output: Tensor | HasLogits, classes: Set[int], left: list[int], mask
     num = logits.shape[1]
     if num not in masks:
         masks[num] = _absent(num, classes, left).to(logits.device)
-    if not left and not logits.is_cuda:  # on a GPU each task does the same, so that one graph serves all
+    # on a GPU an empty mask is applied, too, so that all tasks can replay one captured graph
+    if not left and not logits.is_cuda:
         return output
     zeroed = logits.masked_fill(masks[num], 0.0)
     if isinstance(output, Tensor):

@@ -60,7 +60,7 @@ class Training:
     lr_final: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the learning-rate schedule.
+        """Check the fields of the learning-rate schedule.
 
         Raises:
             BadInput: a field is out of range, or the schedule's length is missing or given twice.
@@ -69,7 +69,7 @@ class Training:
             raise BadInput(f"train.lr_schedule is '{self.lr_schedule}': give {', '.join(get_args(LrShape))}")
         if not 0 <= self.lr_warmup < 1:
             raise BadInput(f"train.lr_warmup is {self.lr_warmup}: give a number from 0 to below 1")
-        # for "step" the factor is raised to a power, which must not overflow
+        # a "step" schedule raises the factor to a power, so factors above 1 could overflow
         most = 1 if self.lr_schedule == "step" else _LARGEST
         if not 0 <= self.lr_final <= most:
             raise BadInput(f"train.lr_final is {self.lr_final}: give a number from 0 to {most}")
@@ -471,7 +471,7 @@ class FabricOptions:
     shard: bool = False
 
     def __post_init__(self) -> None:
-        """Convert a bool in ``capture`` to "on" or "off", since YAML reads these words as true and false."""
+        """Convert True and False in ``capture`` to "on" and "off", which YAML reads as bools."""
         if isinstance(self.capture, bool):
             object.__setattr__(self, "capture", "on" if self.capture else "off")
 

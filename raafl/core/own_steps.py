@@ -54,7 +54,7 @@ def followed_cost(
     key = (type(local), repr(local), json.dumps(depends, sort_keys=True, default=repr))
     try:
         cost = submodels.method_cost(spec, batch_size, OwnSteps(local, submodels, extra), key)
-    except USER_ERRORS:  # for example a hook that reads a missing attribute
+    except USER_ERRORS:  # a hook may fail without real values, for example on a missing attribute
         return estimate
     return replace(
         cost, down_bytes=estimate.down_bytes, up_bytes=estimate.up_bytes, num_exchanges=estimate.num_exchanges
@@ -68,7 +68,7 @@ class OwnSteps:
     """
 
     def __init__(self, local: Stepwise, submodels: Submodels, extra: Mapping[str, Any]) -> None:
-        """Store the method's ``local`` part, and ``extra``, the method's settings of the task."""
+        """Store the method's local part and its settings for the task, from which each step's hook is created."""
         self._local, self._submodels, self._extra = local, submodels, extra
         self.rescale = local.rescale
 
@@ -78,22 +78,22 @@ class OwnSteps:
 
 
 class _NoServer:
-    """Stand-in for the connection to the server: it answers each question with zeros."""
+    """Stand-in for the connection to the server, which answers a hook's questions with zeros."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
-        """Pack the tensors that the client would send to the server, and return zeros as the server's answer."""
+        """Return zeros as the server's answer, after packing the client's tensors as for sending."""
         FlatTensors.from_named(tensors)
         return FlatTensors.zeros(answer, self._device)
 
 
 class _OwnTask:
-    """A task as a method's hook sees it, but on tensors without values: it serves to predict costs.
+    """Task without tensor values, on which a method's hook runs so that its costs are predicted.
 
-    `received_and_sent`: tensors that the task has received or will send.
-    `answer_bytes`: bytes of the trained values, which are sent together with bundles.
+    `received_and_sent`: tensors that the task has received or will send; `answer_bytes`: size of the trained values,
+    which are sent together with bundles.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class _OwnTask:
     def steps(
         self, optimizer: Optimizer, backward: Callable[[Tensor], None], update: Callable[[], None]
     ) -> MethodSteps:
-        """Return the task's hook; see `MethodTask.steps`."""
+        """Create the method's hook for this task, with the given optimizer and functions for backward pass and update."""
         task = self._task
         task.optimizer, task.backward, task.update = optimizer, backward, update
         return self._local.hook(task)

@@ -58,9 +58,10 @@ class Payload:
         own: OwnLayout = lambda name, spec: None,
         travels: Travels | None = None,
     ) -> None:
-        """Define the layouts of a run's payload.
+        """Create the layouts of a run's payloads.
 
-        `travels`: names of the values that are sent for a task of a resident payload; None = all values and bundles.
+        `travels`: names of the values that are sent if the client keeps the payload between tasks (a resident payload);
+        None = all values and bundles.
         """
         self.submodels, self.up_as, self._own, self._travels = submodels, up_as, own, travels
         self._bundles: dict[Way, tuple[str, ...]] = {"sent": down, "trained": up}
@@ -174,7 +175,7 @@ def _name(bundle: str, tensor: str) -> str:
 
 
 def _next(flat: FlatTensors, layout: Layout, ends: dict[torch.dtype, int]) -> FlatTensors:
-    """Return the next tensors of ``flat``, after the offsets ``ends``, in ``layout``; advance the offsets."""
+    """Return the part of ``flat`` that starts at the offsets ``ends`` and has ``layout``; advance the offsets."""
     buffers: dict[Any, torch.Tensor] = {}
     for dtype, numel in layout.numel.items():
         buffers[dtype] = flat.buffers[dtype][ends[dtype] : ends[dtype] + numel]

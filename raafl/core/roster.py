@@ -122,8 +122,8 @@ class Roster:
         self.late: set[int] = set()
         self.last_id = 0
         self.idle = IdlePool()
-        self.drawn: OrderedDict[int, None] = OrderedDict()  # sampled clients of a large fleet, any of which may leave
-        self.busy: dict[int, int] = {}  # by client: id of the assignment that it works on
+        self.drawn: OrderedDict[int, None] = OrderedDict()  # sampled clients in order; a dict, so that one can leave
+        self.busy: dict[int, int] = {}  # by client: id of the assignment on which it works
         self.sending: dict[int, int] = {}
         self.tasks: Counter[int] = Counter()
         self.joins: Counter[int] = Counter()

@@ -81,7 +81,7 @@ def from_plain(data: object, device: torch.device = _CPU) -> Any:
 
 
 def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
-    """Return the coordinator's mutable mappings, under the names by which they are saved."""
+    """Map names in the checkpoint to the coordinator's mutable dicts, which a checkpoint stores and restores."""
     roster, backoff = coordinator.roster, coordinator.admission.backoff
     return {
         "counts": coordinator.state.counts,
@@ -99,7 +99,7 @@ def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
 
 
 def _counters(coordinator: Coordinator) -> dict[str, Any]:
-    """Map the names of plain attributes that are saved to the objects that own them."""
+    """Map the names of the coordinator's counters, which a checkpoint stores, to the objects that have them."""
     names = dict.fromkeys(("merged", "evaluated", "samples_merged", "spacings", "opened_s", "started"), coordinator)
     return {"version": coordinator.state, "last_id": coordinator.roster, **names}
 
@@ -132,9 +132,9 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     """Load the result of `save` into a new coordinator, in place; the model's values are restored separately."""
     roster, state = coordinator.roster, coordinator.state
     for name, owner in _counters(coordinator).items():
-        setattr(owner, name, data.get(name, getattr(owner, name)))  # checkpoints of earlier versions have no "spacings"
+        setattr(owner, name, data.get(name, getattr(owner, name)))  # "spacings" is missing in older checkpoints
     for name, book in _books(coordinator).items():
-        book.update(dict(data.get(name, ())))  # checkpoints of earlier versions have no "sending"
+        book.update(dict(data.get(name, ())))  # a checkpoint of an earlier version may lack a dict, such as "sending"
     device = state.values.device
     state.memory.load(from_plain(data["memory"], device))
     state.clients.values.update(from_plain(data["client_state"], device))
@@ -157,7 +157,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
 
 
 def _waiting_to_plain(item: PendingUpdate) -> list[Any]:
-    """Convert a waiting update to plain data, without its tensors, which the merge has already copied."""
+    """Convert a waiting update to plain data without tensors, which the merge stores itself."""
     assert item.assignment is not None
     without = ("tensors", "extra", "bundles", "refusal", "group", "contributions", "journal")
     data = {one.name: getattr(item.update, one.name) for one in fields(item.update) if one.name not in without}
@@ -190,9 +190,9 @@ _ADDED = {one.name: one.default for one in fields(Profile) if one.name not in _F
 
 @lru_cache(maxsize=1024)
 def _profile_to_json(profile: Profile) -> dict[str, Any]:
-    """Convert a device profile to fields of a journal row; the result is cached, so it must not be changed."""
+    """Convert a device profile to fields of a journal row, as a cached dict that callers must not change."""
     values = {one.name: getattr(profile, one.name) for one in fields(profile)}
-    # leave out fields at their default, which most devices have, to keep rows short
+    # fields at their defaults are left out to keep rows short
     for name, default in _ADDED.items():
         if values[name] == default:
             del values[name]
@@ -256,7 +256,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def _below_to_json(update: Update) -> dict[str, Any]:
-    """Convert a subfederation's account of its update to fields of a journal row; empty for other clients."""
+    """Convert what an update reports about the clients of a subfederation to fields of a journal row; {} for others."""
     if not update.contributions:
         return {}
     from raafl.core.subfederation import to_json
@@ -265,7 +265,7 @@ def _below_to_json(update: Update) -> dict[str, Any]:
 
 
 def _group_to_json(group: SumGroup | None) -> dict[str, Any]:
-    """Convert a group of secure aggregation to fields of the journal row; empty without a group."""
+    """Convert an update's group of secure aggregation to fields of a journal row; {} without a group."""
     if group is None:
         return {}
     return {"group": list(group.members), "scale": group.scale, **({"masked": True} if group.masked else {})}

@@ -132,7 +132,7 @@ class SelectContext:
         if spec.base is None and (bases := self.state.submodels.bases.names):
             spec = replace(spec, base=bases[-1])
         own = type(self.local)
-        # the method defines only the closed-form `cost`
+        # the method overrides `cost`, and not the simpler `estimate`
         is_own = own.cost is not Local.cost and own.estimate is Local.estimate
         predict = self.local.cost if self.rules.follows_methods or is_own else self.local.estimate
         cost = predict(self.state.submodels, spec, self.batch_size, extra)
@@ -141,7 +141,7 @@ class SelectContext:
             cost = replace(cost, launches=None)
         elif self.captured and cost.launches is not None:
             cost = replace(cost, launches=cost.launches.captured())
-        # while an update is being sent, its copy is in memory beside the next task
+        # with overlap, the update being sent takes memory beside the next task
         return replace(cost, peak_bytes=cost.peak_bytes + cost.up_bytes) if self.overlap else cost
 
     def choose_base(self, client: ClientInfo, spec: Spec, extra: Mapping[str, Any] | None = None) -> Spec:
@@ -237,7 +237,7 @@ class SelectContext:
         """
         samples, ahead = self.samples(client.num_samples, work), self.local.traits.steps_ahead
         early = min(self.samples(client.num_samples, Work(num_steps=ahead)), samples)
-        # a forward pass is counted as a third of a training step, as in `time_on`
+        # forward passes without backward are counted as a third of a training step, as in `time_on`
         return early / (samples + self.tested(client, work.extra) / 3)
 
     def problems(self, ask: Callable[[ClientInfo], object]) -> list[str]:
@@ -275,7 +275,7 @@ class Select(Part, ABC):
 
     @abstractmethod
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the work for an idle ``client``; raises `BadInput` if none fits it."""
+        """Select the submodel and number of steps for an idle client; raises `BadInput` if no submodel fits it."""
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Update ``fleet.cache`` when ``client`` joins, rejoins, or reports another device profile."""

@@ -22,10 +22,10 @@ class Snapshots:
     since allocating costs more than copying.
     """
 
-    remembers = False  # whether a transfer depends on the client's earlier tasks, as with delta compression
+    remembers = False  # whether the values sent depend on the client's earlier tasks, as with delta compression
 
     def __init__(self, coordinator: Coordinator, storage: PayloadRoom | None = None) -> None:
-        """Store the coordinator's parts; ``storage`` allocates the copies, None = in memory."""
+        """Create an empty store of copies of the global model; ``storage`` allocates their memory, None = in RAM."""
         self._storage = storage or FlatTensors.empty
         self._state, self._payload, self._merge = coordinator.state, coordinator.payload, coordinator.algorithm.merge
         self._version = -1
@@ -54,7 +54,7 @@ class Snapshots:
         return current
 
     def _own(self, assignment: Assignment) -> FlatTensors:
-        """Copy the values for one client, if the method sends different values to each client."""
+        """Return a copy for one client only, for methods that send each client values of its own."""
         spec = assignment.spec
         out = self._room(self._payload.layout(spec, "sent"))
         values, bundles = self._payload.split(out, spec, "sent")
@@ -64,12 +64,12 @@ class Snapshots:
         return out
 
     def _room(self, layout: Layout) -> FlatTensors:
-        """Return storage for a snapshot, reusing a freed one of the same layout if there is one."""
+        """Return memory for a snapshot, which is that of a released one with the same layout if there is one."""
         free = self._free.get(layout)
         return free.pop() if free else self._storage(layout, self._state.values.device)
 
     def _gather(self, spec: Spec, out: FlatTensors) -> None:
-        """Copy a submodel's values into ``out``; without values in the state, as when planning a run, do nothing."""
+        """Copy a submodel's values from the global model into ``out``; do nothing if the model has no values (plans)."""
         if self._state.values.device.type != "meta":
             self._state.submodels.plan(spec, "sent").gather(self._state.values, out)
 
@@ -95,7 +95,7 @@ class Snapshots:
 
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
         """Replace the tensors of ``update`` by those that the server receives."""
-        if update.refusal != OUT_OF_MEMORY:  # after running out of memory the client has sent no tensors
+        if update.refusal != OUT_OF_MEMORY:  # a client that ran out of memory has sent no tensors
             update.tensors = update.tensors.to(self._state.values.device)
 
     def refused(self, assignment: Assignment) -> None:
@@ -104,7 +104,7 @@ class Snapshots:
     def _recycle(self, snapshot: FlatTensors) -> None:
         if self._users[id(snapshot)] == 0:
             del self._users[id(snapshot)]
-            # the layout that was freed last is last, so that those of rare submodels go first
+            # moved to the end, so that layouts that were not used for longest are dropped first
             self._free[snapshot.layout] = [*self._free.pop(snapshot.layout, ()), snapshot]
             if len(self._free) > _MOST_FREE:
                 del self._free[next(iter(self._free))]

@@ -145,7 +145,7 @@ class ClientState:
     """
 
     def __init__(self, storage: PayloadRoom | None = None) -> None:
-        """Store ``storage``, which allocates values that are not in a folder; None = in memory."""
+        """Create an empty store; ``storage`` allocates tensors that are not in files, None = in RAM."""
         self._zeros: Callable[[Layout, torch.device | str], FlatTensors]
         self._zeros = FlatTensors.zeros if storage is None else storage.zeros
         self.values: dict[str, dict[int, FlatTensors]] = {}
@@ -211,7 +211,7 @@ class ClientState:
         If ``folder`` is given, entries that a checkpoint restored to memory are first moved to files there.
         """
         kept = self.values.setdefault(name, {})
-        # checking one entry is enough: either all or none were restored from a checkpoint
+        # one entry shows whether values come from a checkpoint, and not from files: all or none do
         if folder is not None:
             from raafl.submodel.tensor_files import is_in_files, release, zeros_in
 
@@ -226,9 +226,9 @@ class ClientState:
 class PendingUpdate:
     """An accepted update that waits for a merge."""
 
-    # update of the client; its tensors may be overwritten later, so a merge copies or sums what it needs
+    # client's update; its tensors may be overwritten after `take`, so a merge copies or sums them there
     update: Update
-    spec: Spec  # submodel of the update, without the frozen base
+    spec: Spec  # submodel of the update, frozen base excluded
     staleness: int  # number of merges from the update's assignment to its arrival
     # task of the update; None = a merge has already combined updates of several clients into this one
     assignment: Assignment | None = None

@@ -212,7 +212,7 @@ class TasksAbove:
         roster: Roster,
         drop_waiting: Callable[[], None],
     ) -> None:
-        """Store the arguments; ``drop_waiting`` settles waiting updates as unused."""
+        """Create the upper server's view of this federation; ``drop_waiting`` discards the updates that wait for a merge."""
         self.options, self._algorithm, self._state, self._roster = options, algorithm, state, roster
         self._drop_waiting = drop_waiting
         self.waits, self.num_merges, self.spec, self._begun_s = True, 0, FULL, 0.0
@@ -222,7 +222,8 @@ class TasksAbove:
         state, roster = self._state, self._roster
         late = [item.update.client for item in state.waiting]
         if late:
-            self._algorithm.merge.apply(state)  # empties its sums; the values are overwritten below
+            # only to empty the merge's sums: the model's values are overwritten below
+            self._algorithm.merge.apply(state)
         self._drop_waiting()
         for client in late:
             roster.readmit(client)
@@ -357,7 +358,7 @@ def problem_above(algorithm: Algorithm, merge: Merge) -> str | None:
 
 
 def _chain(merge: Merge | None) -> Iterator[Merge]:
-    """Yield a merge, then the merge that it wraps, and so on."""
+    """Yield a merge and all merges nested in it, from the outermost to the innermost."""
     while merge is not None:
         yield merge
         merge = getattr(merge, "inner", None)

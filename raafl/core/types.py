@@ -31,7 +31,7 @@ class Part:
     __slots__ = ()
 
     def __init_subclass__(cls, **more: object) -> None:
-        """Raise `BadInput` for a public method whose name looks like a misspelled hook."""
+        """Check a new subclass: raise `BadInput` for a method whose name is nearly that of a hook."""
         super().__init_subclass__(**more)
         bases = [base for base in cls.__mro__[1:] if issubclass(base, Part) and base is not Part]
         known = {name for base in bases for name in vars(base) if not name.startswith("_")}
@@ -228,7 +228,7 @@ class Update:
     work: Mapping[str, Any] = field(default_factory=dict)
     contributions: tuple[Contribution, ...] = ()
     journal: str = ""
-    # reason set by the transport if the content must not be merged (non-finite, wrong layout)
+    # reason for which the transport found the content unfit to merge (non-finite, wrong layout)
     refusal: str | None = None
 
     def limit_samples(self, most: int) -> None:

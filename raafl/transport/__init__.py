@@ -16,7 +16,7 @@ from raafl.transport.transport import Admit, ConnectOptions, Transport
 
 
 def _tcp(meeting: ConnectOptions) -> Transport:
-    # imported only here, so that ranks of torchrun import no TLS
+    # imported here, since ranks of torchrun need no TLS
     from raafl.transport.tcp.transport import TcpTransport
 
     return TcpTransport(meeting)

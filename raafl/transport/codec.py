@@ -87,8 +87,8 @@ class Message:
     """One message, sent or received."""
 
     kind: Kind  # type of the message
-    assignment: int = 0  # id of the task that the message belongs to; 0 = none
-    # number of times that the client had joined before; identifies messages of an earlier connection
+    assignment: int = 0  # id of the task to which the message belongs; 0 = none
+    # number of times that the client had joined before, by which messages of an earlier connection are recognized
     incarnation: int = 0
     meta: dict[str, Any] = field(default_factory=dict)  # a JSON object with string keys and finite numbers
     # tensors of the message; in a received message, the storage that `Expect` returned
@@ -105,7 +105,7 @@ class Refused(Exception):
     """
 
     def __init__(self, reason: str, detail: str = "", message: Message | None = None) -> None:
-        detail = sanitize_text(detail, _MAX_DETAIL)  # most of this text comes from the peer
+        detail = sanitize_text(detail, _MAX_DETAIL)  # sanitized, since most of this text comes from the peer
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail
@@ -119,7 +119,7 @@ class Expect(Protocol):
     """
 
     def __call__(self, kind: Kind, assignment: int, meta: dict[str, Any], /) -> FlatTensors | None:
-        """Return a buffer for a message's tensors, of the declared dtypes and lengths; None if it has no tensors."""
+        """Return a buffer for the tensors of a message that declares them; None if it has none."""
         ...
 
 
@@ -201,7 +201,7 @@ def encode_head(message: Message) -> bytes:
 
 @lru_cache(maxsize=256)
 def _encode_plain(kind: Kind, assignment: int, incarnation: int) -> bytes:
-    """Encode a message without content, such as the heartbeats of all clients."""
+    """Encode a message without content, such as a heartbeat, once for all clients."""
     return _encode_head(Message(kind, assignment, incarnation))
 
 
@@ -267,7 +267,7 @@ def decode_body(header: Header, data: bytes | memoryview) -> Body:
     text = bytes(data)
     if len(text) != header.json_bytes:
         raise Refused("bad-length", f"JSON of {len(text)} bytes, header says {header.json_bytes}")
-    # the text was read all the same, so that the peer can be told why it is refused
+    # checked after reading, so that the stream stays in step and the peer gets the reason
     if header.kind is Kind.HELLO and len(text) > MAX_HELLO_BYTES:
         raise Refused("bad-length", f"HELLO of {len(text)} bytes, at most {MAX_HELLO_BYTES}")
     if xxhash.xxh3_64_intdigest(text) != header.json_checksum:
@@ -333,7 +333,7 @@ def _parse(text: bytes) -> object:
     try:
         section = _DECODER.decode(text.decode())
         if _SURROGATE.search(text):
-            _ENCODER.encode(section).encode()  # fails on an unpaired surrogate, which could not be written to a log
+            _ENCODER.encode(section).encode()  # raises for an unpaired surrogate, which could not be written to a log
     except (ValueError, RecursionError) as error:
         raise Refused("bad-json", str(error)[:200]) from None
     return section
@@ -369,7 +369,7 @@ def _finite_float(text: str) -> float:
     return value
 
 
-# created once: json.dumps and json.loads create a new one at each call with options
+# created once: json.dumps and json.loads with options create a new one at each call
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False)
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite_float)
 

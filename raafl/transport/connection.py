@@ -100,7 +100,7 @@ class Connection(ABC):
         """
 
     def __enter__(self) -> Self:
-        """Return this connection, which is closed at the end of the ``with`` block."""
+        """Return this connection, which the ``with`` block closes at its end."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -107,7 +107,7 @@ class Frames:
             cut = (piece for piece, _ in pieces)
             hosts = cut if staging is None else staging.outgoing(cut)
             for host, (_, ends) in zip(hosts, places, strict=True):
-                # a chunk is complete and the next one begins
+                # the parts so far end a chunk
                 if len(parts) > 1 and not isinstance(parts[-1], memoryview):
                     yield parts
                     parts = []
@@ -118,7 +118,7 @@ class Frames:
                     parts.append(checksum.footer())
                     index += 1
                     checksum = Checksum(index)
-                if staging is not None:  # this slot of the staging buffer will be reused
+                if staging is not None:  # this buffer of the ring will be reused, so send what it contains first
                     yield parts
                     parts = []
         yield parts
@@ -165,7 +165,7 @@ class Frames:
         return (yield from self._rest(self.partial, finite))
 
     def _rest(self, partial: Partial, finite: bool) -> Generator[memoryview, None, Message]:
-        """Receive the remaining chunks of a message and return the message."""
+        """Receive the chunks of a message that are still missing, and return the message."""
         yield from self._receive_payload(partial, finite)
         self.in_step, self.partial = True, None
         header, meta = partial.header, partial.body.meta
@@ -174,7 +174,7 @@ class Frames:
         return codec.finish(header, meta, partial.target)
 
     def _receive_payload(self, partial: Partial, finite: bool) -> Iterator[memoryview]:
-        """Receive the missing chunks into the target, and store the first problem found in ``partial``."""
+        """Receive the missing chunks of a payload into its target, and store the first problem found in ``partial``."""
         checksum, footer, problem = Checksum(partial.num_chunks), bytearray(FOOTER_BYTES), partial.problem
         with self.staging.ring("recv", partial.target) as staging:
             for piece, ends in _chunked(partial.target, partial.num_chunks):
@@ -182,7 +182,7 @@ class Frames:
                 view = codec.memory(host)
                 yield view
                 if staging is not None:
-                    # start the copy to the GPU first, so that it overlaps with the checks of the values
+                    # the copy to the GPU starts first, so that it overlaps with the checks of the values
                     staging.land(host, piece)
                 checksum.update(view)
                 problem = problem or problem_of(host, finite)
@@ -195,8 +195,8 @@ class Frames:
                 checksum = Checksum(partial.num_chunks)
 
     def _drain(self, header: Header, body: Body | None) -> Iterator[memoryview]:
-        """Read and discard a refused payload, so that the stream stays in step; skip one that is too large."""
-        # checked first, since a peer may declare more chunks than can be counted
+        """Read and discard a refused payload, so that the stream stays in step; a payload over the limit is not read."""
+        # the limit comes first, since a peer may declare more chunks than can be counted
         if header.payload_bytes > self.drain_bytes:
             return
         num_chunks = 1
@@ -219,7 +219,7 @@ def count_chunks(buffers: tuple[tuple[torch.dtype, int], ...]) -> int:
 
 
 def _ends(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[bool]:
-    """Yield for each piece of a payload whether it is the last piece of its chunk."""
+    """Yield for each piece of a payload whether it is the last one of its chunk."""
     filled, left = 0, codec.num_payload_bytes(buffers)
     for num_bytes in piece_sizes(buffers, PIECE_BYTES):
         filled, left = filled + num_bytes, left - num_bytes
@@ -229,10 +229,10 @@ def _ends(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[bool]:
 
 
 def _chunked(tensors: FlatTensors, first: int) -> Iterator[tuple[Tensor, bool]]:
-    """Yield a payload's pieces from chunk ``first`` on, each with whether it is the last piece of its chunk."""
+    """Yield the pieces of a payload from chunk ``first`` on, each with whether it ends its chunk."""
     buffers = codec.declared(tensors)
     pieces = chain.from_iterable(
-        # small payloads are frequent, and a split costs as much as their checksum
+        # split only large tensors: for small ones, which are frequent, a split costs as much as the checksum
         torch.split(tensors.buffers[dtype].detach(), PIECE_BYTES // dtype.itemsize)
         if numel * dtype.itemsize > PIECE_BYTES
         else (tensors.buffers[dtype],)
@@ -303,12 +303,12 @@ class Staging:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate `NUM_STAGED` buffers of `CHUNK_BYTES` each and, if ``device`` is a GPU, a CUDA stream for copies."""
+        """Allocate the ring of `NUM_STAGED` host buffers of `CHUNK_BYTES` each and, for a GPU, a CUDA stream for the copies."""
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
         memory = torch.empty(NUM_STAGED * CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._stream is not None)
         self._slots = torch.split(memory, CHUNK_BYTES)
-        self._copied: list[Any] = [None] * NUM_STAGED  # event after the last copy from or to each buffer
+        self._copied: list[Any] = [None] * NUM_STAGED  # per buffer: CUDA event after the last copy from or to it
         self._next = 0
 
     @contextmanager
@@ -318,7 +318,7 @@ class Staging:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
             yield self
-        finally:  # also after an error, since the next user of the memory does not know this stream
+        finally:  # also after an error: the next user of the buffers does not wait for this stream
             for index in range(NUM_STAGED):
                 self._wait(index)
 
@@ -357,7 +357,7 @@ class Staging:
         self._copy(piece, slot, slot)
 
     def _copy(self, target: Tensor, source: Tensor, slot: Tensor) -> None:
-        # copied as bytes: copying as bools would change invalid values
+        # as bytes, since a copy of bools would change invalid values
         target, source, cuda = byte_view(target), byte_view(source), torch.cuda
         if self._stream is None:
             target.copy_(source)

@@ -40,10 +40,11 @@ from raafl.transport.frames import (
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-dist: Any = _distributed  # most of it has no type annotations
+dist: Any = _distributed  # untyped: most of torch.distributed has no annotations
 
 FIRST_BYTES = 64 << 10
-# Tags of a message's first transfer and of its further ones; nothing is sent with the third, on which a receive waits in vain.
+# Tags of a message's first transfer and of its other ones. Nothing is ever sent with the third: a receive with it times
+# out.
 _FIRST, _REST, _NEVER = 0, 1, 2
 _POKE_S = 0.001
 
@@ -52,7 +53,7 @@ class GlooConnection(Connection):
     """Connection over Gloo; CUDA tensors pass through a pinned buffer of 24 MiB for each direction."""
 
     def __init__(self, group: Any, rank: int, timeout_s: float) -> None:
-        """Wrap a two-rank ProcessGroupGloo; use `connect` to make a connection."""
+        """Create a connection over a Gloo process group of two ranks; callers use `connect`."""
         self.timeout_s, self.drain_bytes = timeout_s, DRAIN_BYTES
         self._group: Any = group
         self._peer = 1 - rank
@@ -123,7 +124,7 @@ class GlooConnection(Connection):
             self.received_bytes = HEADER_BYTES
             header = codec.decode_header(self._in_memory[:HEADER_BYTES])
             self.received_bytes = header.frame_bytes
-            # clear the old header, which must not pass for a new one if the next message is cut short
+            # cleared, so that a message that is cut short does not leave the previous header in place
             self._in_memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
             refused = None
             try:
@@ -137,19 +138,19 @@ class GlooConnection(Connection):
 
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
-        with self._closing:  # of two threads that close at the same time, only one gets the group
-            # set first: a thread woken by the end of the group reads it to tell that this end closed
+        with self._closing:  # two threads may close at once, and only one may get the group
+            # before the group ends: a thread that this wakes reads it to learn that this end closed
             self.closed = True
             group, self._group, self._posted = self._group, None, None
         if group is None:
             return
-        # Gloo's abort does not wake a waiting thread; a receive that times out does, by failing all pending operations
+        # Gloo's abort does not wake a waiting thread, but a receive that times out makes all pending operations fail
         with suppress(RuntimeError):
             group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _NEVER).wait(_span(_POKE_S))
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Close the connection if the ``with`` block raises."""
+        """Close the connection if the ``with`` block raises an error."""
         try:
             yield
         except BaseException:
@@ -157,7 +158,7 @@ class GlooConnection(Connection):
             raise
 
     def _start(self, what: str, tensor: Tensor, tag: int) -> object:
-        group = self._group  # read once: `close` may set it to None in another thread at any time
+        group = self._group  # read once, since `close` in another thread may set it to None at any time
         if group is None:
             raise PeerLost("closed-here")
         try:
@@ -179,7 +180,7 @@ class GlooConnection(Connection):
         return _translate(error, f"nothing from the peer within {timeout_s:g} s")
 
     def _post_next(self) -> None:
-        # a peer may leave right after its last message; the error is kept for the next receive
+        # a peer may leave after its last message; the next receive reports the error
         try:
             if not self.closed:
                 self._posted = self._start("recv", self._in, _FIRST)
@@ -187,7 +188,7 @@ class GlooConnection(Connection):
             self._ended = error
 
     def _fill(self, head: bytes, tensors: FlatTensors | None, payload_bytes: int) -> int:
-        """Copy a short frame into the sending buffer; return its length in bytes."""
+        """Copy a short message into the sending buffer, and return its length in bytes."""
         end = len(head)
         self._out_memory[:end] = head
         if tensors is None or not payload_bytes:
@@ -247,7 +248,7 @@ class GlooConnection(Connection):
         return codec.memory(whole)
 
     def _recv_payload(self, target: FlatTensors, finite: bool) -> tuple[str, str] | None:
-        """Receive the payload into ``target``; return reason and description of its first problem, else None."""
+        """Receive a payload into ``target``; return reason and description of its first problem, None if it has none."""
         footer = torch.empty(FOOTER_BYTES, dtype=torch.uint8)
         checksum, problem = Checksum(), None
         todo = itertools.chain(chunks(target), [footer])
@@ -266,7 +267,7 @@ class GlooConnection(Connection):
                 work, host, chunk = in_flight.popleft()
                 self._wait(work, self.timeout_s)
                 if staging is not None and chunk is not footer:
-                    # start the copy to the GPU first, so that it overlaps with the checks of the values
+                    # the copy to the GPU starts first, so that it overlaps with the checks of the values
                     staging.land(host, chunk)
                 if chunk is not footer:
                     checksum.update(codec.memory(host))
@@ -275,7 +276,7 @@ class GlooConnection(Connection):
         return problem if bytes(codec.memory(footer)) == checksum.footer() else ("bad-checksum", "payload")
 
     def _drain(self, header: Header, body: Body | None) -> None:
-        """Read and discard a refused payload; close the connection if the payload is too long for that."""
+        """Read and discard a refused payload, or close the connection if the payload is over the limit."""
         if body is None or header.payload_bytes > self.drain_bytes:
             self.close()
             return
@@ -298,7 +299,7 @@ def cloned(store: Store) -> Store:
 
 
 def _span(seconds: float) -> timedelta:
-    # Gloo counts in milliseconds and takes 0 to mean no timeout
+    # Gloo counts milliseconds, and 0 would mean no timeout
     return timedelta(milliseconds=min(max(1, round(seconds * 1000)), 10**12))
 
 

@@ -40,9 +40,9 @@ _POLL_S = 0.0005
 _log = logging.getLogger(__name__)
 
 WATCHDOG = {
-    # errors and timeouts are handled by the session, which waits for each transfer
+    # off, since the session waits for each transfer and handles errors and timeouts itself
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a hanging watchdog thread must not end the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # off, since a watchdog thread that hangs would end the process
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 """Settings of torch's watchdog, unless the user has set them: by default it would end the whole server process."""
@@ -57,7 +57,7 @@ def identity(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
     gpu: Any = torch.cuda.get_device_properties(device)
-    boot = Path("/proc/sys/kernel/random/boot_id")  # this id is the same in all containers of a machine
+    boot = Path("/proc/sys/kernel/random/boot_id")  # an id of the machine's last boot, equal in all its containers
     machine = boot.read_text().strip() if boot.is_file() else socket.gethostname()
     return f"cuda:{machine}/{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
 
@@ -98,7 +98,7 @@ def connect(
         problem = nccl_problem(*((mine, theirs) if server else (theirs, mine)))
         if problem is None:
             own = dist.PrefixStore(f"{prefix}/nccl", cloned(store))
-            # half of the time for which the peer waits in `_told` below
+            # half the time for which the peer waits in `_told`, so that the peer gets the answer
             group, mine = opened(partial(_joined, own, 0 if server else 1, device, timeout_s / 2), timeout_s / 2)
             problem = _told(pair, mine, timeout_s) or mine  # both ends use NCCL, or neither does
     except BaseException:
@@ -115,7 +115,7 @@ def connect(
 
 
 def _told(pair: GlooConnection, mine: str, timeout_s: float) -> str:
-    """Send this end's error message ("" = no error) to the peer, and return the peer's."""
+    """Exchange error messages ("" = no error) with the peer: send this end's, return the peer's."""
     pair.send(codec.Message(codec.Kind.HELLO, meta={"nccl": mine}))
     return str(pair.recv(lambda kind, assignment, meta: None, timeout_s).meta.get("nccl"))
 
@@ -137,7 +137,7 @@ def opened(make: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
             return
         try:
             found.set_result(group)
-        except InvalidStateError:  # the caller has given up meanwhile
+        except InvalidStateError:  # the caller has stopped waiting
             group.abort()
 
     threading.Thread(target=run, name="nccl", daemon=True).start()
@@ -145,7 +145,7 @@ def opened(make: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
         return found.result(timeout_s), ""
     except TimeoutError:
         return (None, f"nothing came of it within {timeout_s:g} s") if found.cancel() else (found.result(), "")
-    except Exception as error:  # whatever the error is, staging is used instead
+    except Exception as error:  # after any error host memory is used instead of NCCL
         return None, str(error).partition("\n")[0]
 
 
@@ -173,11 +173,11 @@ def checked_group(store: Store, rank: int, size: int, timeout_s: float, check: C
 
 
 def _joined(store: Store, rank: int, device: torch.device, timeout_s: float) -> Any:
-    """Make a NCCL group of two ranks and test it with one number each way; raises `RuntimeError` or `PeerTimeout`."""
+    """Create an NCCL group of two ranks, and test it by one number each way; raises `RuntimeError` or `PeerTimeout`."""
     cuda: Any = torch.cuda
 
     def check(group: Any) -> None:
-        # a stream of its own, as for payloads: other GPU work must not wait for the peer
+        # on a separate stream, as for payloads: other GPU work must not wait for the peer
         with cuda.stream(cuda.Stream(device)):
             words = torch.tensor([rank, -1], device=device)
             for sender in (0, 1):
@@ -191,12 +191,12 @@ def _joined(store: Store, rank: int, device: torch.device, timeout_s: float) -> 
 
 
 def _buffers(tensors: FlatTensors) -> list[Tensor]:
-    """List a payload's buffers, one for each dtype; each is sent as one NCCL message."""
+    """Return the payload's buffers, one for each dtype, which NCCL sends as one message each."""
     return [tensors.buffers[dtype].detach() for dtype, _ in codec.declared(tensors)]
 
 
 def _sum(buffers: list[Tensor]) -> int:
-    """Return a checksum of the buffers: the sum of their words, weighted by position; waits for the GPU once."""
+    """Return a checksum of GPU buffers, which weights each buffer's sum of words by its position."""
     total = sum((place * sum_of_bits(buffer) for place, buffer in enumerate(buffers, 1)), torch.tensor(0))
     return int(total) % 2**64
 
@@ -213,7 +213,7 @@ class NcclConnection(GlooConnection):
     """
 
     def __init__(self, control: GlooConnection, group: Any, device: torch.device) -> None:
-        """Take over ``control``, not to be used directly afterwards, and a two-rank ProcessGroupNCCL."""
+        """Create a connection that sends tensors by the NCCL ``group``, and all else over ``control``, which it replaces."""
         self.__dict__.update(control.__dict__)
         self._device, self._nccl = device, group
         cuda: Any = torch.cuda
@@ -221,7 +221,7 @@ class NcclConnection(GlooConnection):
 
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
-        # abort NCCL first: only that ends a GPU kernel waiting for the peer
+        # first NCCL, since only that ends a GPU kernel that waits for the peer
         nccl, self._nccl = getattr(self, "_nccl", None), None
         if nccl is not None:
             nccl.abort()
@@ -229,7 +229,7 @@ class NcclConnection(GlooConnection):
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Close the connection if the ``with`` block raises; report an NCCL error as a lost peer."""
+        """Close the connection if the ``with`` block raises, and report an error of NCCL as `PeerLost`."""
         with super()._ending():
             try:
                 yield
@@ -238,7 +238,7 @@ class NcclConnection(GlooConnection):
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Run the ``with`` block on the connection's CUDA stream, after all work that is already queued on the GPU."""
+        """Run the ``with`` block on the connection's CUDA stream, after all work that is queued on the current stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
@@ -246,7 +246,7 @@ class NcclConnection(GlooConnection):
     def _send_payload(self, tensors: FlatTensors, timeout_s: float) -> None:
         with self._apart():
             held = [buffer.to(self._device) for buffer in _buffers(tensors)]
-            # computed before sending: queued behind the sends it would wait for the peer without a deadline
+            # before the sends: queued after them, it would wait for the peer without a deadline
             footer = torch.frombuffer(bytearray(struct.pack("<Q", _sum(held))), dtype=torch.uint8)
             for buffer in held:
                 self._nccl.send([codec.byte_view(buffer)], self._peer, 0).wait()
@@ -274,7 +274,7 @@ class NcclConnection(GlooConnection):
             self._received([torch.empty(numel, dtype=dtype, device=self._device) for dtype, numel in body.buffers])
 
     def _received(self, buffers: list[Tensor]) -> int:
-        """Receive into the buffers; return the sender's checksum, sent over Gloo, which also detects a dead peer."""
+        """Receive the buffers over NCCL; return the checksum, which comes over Gloo, since Gloo notices a dead peer."""
         for buffer in buffers:
             self._nccl.recv([codec.byte_view(buffer)], self._peer, 0).wait()
         footer = torch.empty(FOOTER_BYTES, dtype=torch.uint8)
@@ -285,7 +285,7 @@ class NcclConnection(GlooConnection):
 
 
 def _synchronize(device: torch.device, timeout_s: float) -> None:
-    """Wait for this thread's CUDA stream to finish, at most ``timeout_s``."""
+    """Wait until the current CUDA stream is done; raises `PeerTimeout` after ``timeout_s``."""
     event: Any = torch.cuda.Event
     done, deadline = event(), time.monotonic() + timeout_s
     done.record(torch.cuda.current_stream(device))

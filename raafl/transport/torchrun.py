@@ -28,10 +28,10 @@ from raafl.transport.transport import Admit, ConnectOptions, Transport
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-dist: Any = _distributed  # most of it has no type annotations
+dist: Any = _distributed  # untyped: most of torch.distributed has no annotations
 
 _LET_GO, _READY, _BEAT, _HERE = "let-go", "ready", "beat", "here"
-_LONGEST_S = 0.1  # longest time between two checks for a client, in seconds
+_LONGEST_S = 0.1  # longest pause in seconds between two checks for a client
 _SLACK_S = 5.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -42,7 +42,7 @@ class TorchrunTransport(Transport):
     def __init__(
         self, rank: int, num_clients: int, store: Store, wait_s: float, *, local: bool, nccl: bool = False
     ) -> None:
-        """Store the settings, and the key-value store that all ranks share; `__enter__` starts the heartbeat."""
+        """Create the transport of one rank, over a key-value store that all ranks share."""
         self.client, self.store, self.local, self._nccl = rank, store, local, nccl
         self._num_clients, self._wait_s = num_clients, wait_s
         self._prepared, self._let_go = threading.Event(), set[int | None]()
@@ -73,13 +73,13 @@ class TorchrunTransport(Transport):
                 f"clients): start {clients + 1} ranks, or use --clients {max(world_size - 1, 1)}"
             )
         local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-        # a job that torchrun restarted finds the store as the previous attempt left it
+        # after a restart by torchrun the store still has the keys of the previous attempt
         prefix = f"raafl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         store = dist.PrefixStore(prefix, _store(rank, world_size, meeting.wait_s))
         return cls(rank, clients, store, meeting.wait_s, local=local, nccl=meeting.nccl)
 
     def __enter__(self) -> Self:
-        """Announce that rank 0 is alive until it listens, since it may first evaluate a large model."""
+        """Start a thread that tells the clients that rank 0 is alive, since it may evaluate a large model before it listens."""
         self._beats.start()
         return self
 
@@ -96,9 +96,9 @@ class TorchrunTransport(Transport):
         self._beats.join()
 
     def _beat(self) -> None:
-        """Announce repeatedly that rank 0 is alive."""
+        """Announce in the shared store that rank 0 is alive, until it listens."""
         number = 0
-        with suppress(RuntimeError):  # the store may disappear with the process that hosts it
+        with suppress(RuntimeError):  # the store may vanish with the process that has it
             while not self._prepared.is_set():
                 number += 1
                 self.store.set(_BEAT, str(number))
@@ -107,7 +107,7 @@ class TorchrunTransport(Transport):
     def connect(self, device: torch.device | str = "cpu") -> Connection:
         """Wait until rank 0 is listening, then connect to it; raise `PeerTimeout` after ``wait_s``."""
         self._await_server()
-        with suppress(RuntimeError):  # `_meet` reports the error
+        with suppress(RuntimeError):  # an error is reported by `_meet`
             self.store.set(f"{_HERE}/{self.client}", "1")
         return self._meet(self.client, device)
 
@@ -121,7 +121,7 @@ class TorchrunTransport(Transport):
     def _await_client(self, client: int) -> None:
         """Wait until a client's process is about to connect; raises `PeerLost` or `PeerTimeout` if it does not.
 
-        A process group that is created earlier would wait for the other rank in C++, which nothing can interrupt.
+        Without that wait, creating the process group would wait for the client in C++, which cannot be interrupted.
         """
         wait_s, deadline = 0.01, time.monotonic() + self._wait_s
         try:
@@ -157,7 +157,7 @@ class TorchrunTransport(Transport):
 
     def let_go(self) -> str | None:
         """Return the stored reason why this client must stop, or None; see `Transport.let_go`."""
-        with suppress(RuntimeError):  # the store may disappear with the process that hosts it
+        with suppress(RuntimeError):  # the store may vanish with the process that has it
             for key in (_LET_GO, f"{_LET_GO}/{self.client}"):
                 if self.store.check([key]):
                     return sanitize_text(self.store.get(key).decode(errors="replace"))
@@ -177,7 +177,7 @@ def _store(rank: int, world_size: int, wait_s: float) -> Store:
         except BaseException as error:
             found.set_exception(error)
 
-    # in a thread, since the store's timeout does not apply to a port whose listener stays silent
+    # in a thread, since the store's timeout does not cover a port that accepts and stays silent
     threading.Thread(target=open_store, daemon=True).start()
     try:
         return found.result(wait_s + _SLACK_S)

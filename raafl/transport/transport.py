@@ -75,7 +75,7 @@ class Transport(ABC):
     loop: SocketLoop | None = None
 
     def __enter__(self) -> Self:
-        """On the server, bind the address and announce the server to clients; clients are admitted later."""
+        """On the server, bind the address and announce it to clients, which are admitted only after `listen`."""
         return self
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Transport(ABC):
         """
 
     def __exit__(self, *_: object) -> None:
-        """On the server, stop admitting clients and end the transport's threads; open connections stay open."""
+        """On the server, stop admitting clients and end the threads of the transport; connections stay open."""
         return
 
     def announce(self, client: int | None, reason: str) -> None:

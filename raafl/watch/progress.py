@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 _PERIOD_S = {"live": 0.25, "plain": 2.0, "quiet": float("inf")}
 _EVALUATION_PERIOD_S = {"live": 0.0, "plain": 1.0, "quiet": float("inf")}
-_UNCHANGED_S = 60.0  # seconds before a line without any change is printed again
-_LONGEST_S = 10.0  # longest time in seconds without a progress line, even if evaluations are printed all the time
-_CELL_LINES = 30  # lines of text that a notebook's cell keeps below the live table
+_UNCHANGED_S = 60.0  # seconds after which an unchanged status line is printed again
+_LONGEST_S = 10.0  # longest time in seconds without a status line, even if each evaluation prints a line
+_CELL_LINES = 30  # lines of log text that a notebook cell keeps below the live table
 
 
 class Progress(Notices):
@@ -54,7 +54,7 @@ class Progress(Notices):
     `verbose`: whether to pass a line for each task to `note`.
     """
 
-    # function that returns a snapshot of the run; called if `update` gets no snapshot
+    # function that returns a snapshot of the run if `update` gets none
     source: Callable[[], ProgressState] | None = None
     _state: RunState | None = None
 
@@ -150,7 +150,7 @@ class Progress(Notices):
             self._say(line := evaluation(state, self._width), partial(self._line, line))
 
     def _is_news(self, state: ProgressState, now: float) -> bool:
-        """Check whether a status line is due: the run has begun, and the last line differs or is old enough."""
+        """Check whether to print a status line: the run has begun, and the last line differs or is old."""
         working = state.num_working if state.num_working is not None else sum(bool(one.doing) for one in state.clients)
         begun = state.version or state.num_updates or working
         said, self._said = self._said, (state.version, state.num_updates, working, state.num_there)
@@ -164,7 +164,7 @@ class Progress(Notices):
         if self._live is not None:
             self._guard(lambda live: live.console.print(text, markup=False, highlight=False), self._live)
         else:
-            # warnings are not wrapped, so that a search in the output finds them
+            # warnings stay on one line, so that a search of the output finds them
             self._line(text, wrap=not text.startswith("warning: "))
 
     def _print_warning(self, text: str) -> None:
@@ -213,7 +213,7 @@ def _stamp() -> str:
 
 
 def _is_same(file: TextIO, other: TextIO | None) -> bool:
-    """Check whether two streams write to the same file or pipe, as after ``2>&1``."""
+    """Check whether two streams go to the same file or pipe, as after ``2>&1``."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if other is not None and file is not other:
             return os.path.samestat(os.fstat(file.fileno()), os.fstat(other.fileno()))
@@ -227,12 +227,12 @@ def _is_terminal(file: TextIO | None) -> bool:
 
 
 def _make_live(file: TextIO) -> Live:
-    # rich takes 0.1 s to import, which only a watched run pays.
+    # importing rich takes 0.1 s, which only a watched run pays
     from rich.console import Console
     from rich.live import Live
 
-    # No refresh thread: what is drawn changes only when update() is called. A stream that does not go to this terminal
-    # is left alone, so that a redirected standard output or error keeps its own content.
+    # No refresh thread: the table changes only when update() is called. Standard output or error that goes to a file is
+    # left alone, so that the table is not written into it.
     return Live(
         console=Console(file=file, force_terminal=True),
         auto_refresh=False,
@@ -348,7 +348,7 @@ def plain(state: ProgressState) -> dict[str, Any]:
 
 
 def _metrics(state: ProgressState) -> list[str]:
-    """Format the global model's metrics, except the shares of LoRA ranks, which only reports show."""
+    """Format the global model's metrics, without the shares of LoRA ranks, which only reports show."""
     return [f"{name} {value:.4g}" for name, value in state.metrics.items() if not name.startswith("rank_energy/")]
 
 
@@ -383,7 +383,7 @@ def _more(num: int) -> list[str]:
 
 
 def _rates(state: ProgressState) -> list[tuple[int, str]]:
-    """Return the run's rates as pairs (priority, text); if space is short, higher numbers are left out first."""
+    """Format the run's rates as pairs (priority, text), where the highest priority numbers are omitted first."""
     if state.updates_per_s is None or state.bytes_per_s is None:
         return []
     rates = [(1, f"{state.updates_per_s:.3g} updates/s"), (4, f"{size(state.bytes_per_s)}/s")]

@@ -18,9 +18,9 @@ from raafl.sanitize import sanitize_text
 
 MAX_CLIENTS = 16
 """Largest number of clients that a view shows at a time."""
-_MAX_SPECS = 8  # largest number of submodels per client whose task times are stored
-_SHOWN_SPEC, _SHOWN_DEVICE = 48, 24  # characters
-_MOST_BLOCKS = 1000  # largest number of listed blocks of a stack
+_MAX_SPECS = 8  # number of submodels of one client whose task durations are kept
+_SHOWN_SPEC, _SHOWN_DEVICE = 48, 24  # longest shown text, in characters
+_MOST_BLOCKS = 1000  # number of blocks of a stack that are listed
 
 
 @dataclass(slots=True)
@@ -39,11 +39,11 @@ class _Client:
     device: str = ""
     task: _Task | None = None
     num_merged: int = 0
-    # seconds of the latest task on each submodel, by its spec; newest last
+    # duration in seconds of the latest task on each submodel, by the submodel's spec; newest last
     lasted_s: dict[str, float] = field(default_factory=dict)
 
     def due_s(self) -> float | None:
-        """Predict when the client's task ends, from the duration of an earlier one, preferably with equal submodel."""
+        """Predict when the client's task ends: at the duration of an earlier task, if possible of the same submodel."""
         if self.task is None:
             return None
         guess = self.lasted_s.get(spec_in_words(self.task.spec)) if len(self.lasted_s) > 1 else None
@@ -62,12 +62,12 @@ class RunState:
     `say`: function called with a line of text for each event.
     """
 
-    # function that returns three numbers of a simulation: its processes; the share of its tasks that are trained
-    # in one operation with other clients' tasks; and the mean number of clients in such an operation
+    # function that returns three numbers of a simulation: its processes, the share of its tasks that are trained in
+    # batches of clients, and the mean number of clients in a batch
     how: Callable[[], tuple[int | None, float | None, float | None]] | None = None
 
     def __init__(self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Store ``say`` and ``clock``, which measures the seconds since the last journal row of a wall-clock run."""
+        """Create the state of a run without rows; ``say`` prints events as lines, ``clock`` measures real time in seconds."""
         self.say, self._clock = say, clock
         self.title = self.runtime = ""
         self.goals = Goals()
@@ -78,7 +78,7 @@ class RunState:
         self._there: set[int] = set()
         self._working: dict[int, _Client] = {}
         self._evaluations: deque[dict[str, float]] = deque(maxlen=EVALUATIONS)
-        self._measured: dict[str, Any] = {}  # metrics of the last evaluation
+        self._measured: dict[str, Any] = {}  # metrics of the latest evaluation
         self._reached: set[Target] = set()
         self._version = self._updates = 0
         self._marks, self._trainings = Marks(), Trainings()
@@ -127,7 +127,7 @@ class RunState:
             row.get("pace_s", 0.0),
         )
         self._working.pop(number, None)
-        self._working[number] = client  # inserted at the end: clients are ordered by the start of their tasks
+        self._working[number] = client  # re-inserted at the end: clients are ordered by the start of their tasks
         if self.say is not None:
             self._tell(f"client {number} trains {spec_in_words(row.get('spec'))} of version {client.task.version}")
 
@@ -216,7 +216,8 @@ class RunState:
         now_s, summary, is_simulated = self.now_s(), self.summary or {}, self.runtime == "simulated"
         updates = int(summary.get("updates_merged", self._updates))
         down, up = summary.get("bytes_down", self._bytes[0]), summary.get("bytes_up", self._bytes[1])
-        marks = self._marks if self.summary is None else Marks()  # rates of an ended run are means over the whole run
+        # of an ended run the rates are means over the whole run
+        marks = self._marks if self.summary is None else Marks()
         updates_per_s, bytes_per_s = marks.rates(Mark(now_s, updates, down + up))
         found = etas(self.goals, now_s, updates, updates_per_s, self._evaluations, self._reached)
         found = found if self.summary is None else ()
@@ -306,7 +307,7 @@ def spec_in_words(data: object, most: int | None = None) -> str:
     try:
         text = _in_words(data) if isinstance(data, dict) else str(data or "")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        text = "what cannot be read"  # the journal was altered
+        text = "what cannot be read"  # the journal was altered by hand
     return text if most is None or len(text) <= most else text[: most - 1] + "…"
 
 
@@ -333,7 +334,7 @@ def _number(value: object) -> float | None:
 
 
 def _as_float(value: object) -> float | None:
-    """Convert a table cell to a float, which may be NaN or infinite; None if it is not a number."""
+    """Convert a table cell to a float; None if it is no number."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -347,7 +348,7 @@ MERGES = 20
 EVALUATIONS = 10
 """Number of latest evaluations from which a metric is extrapolated and a simulation's speed computed."""
 
-_SECONDS = 10  # seconds over which a simulation's rate of training tasks is measured
+_SECONDS = 10  # seconds over which a simulation's number of trainings per second is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,12 +475,12 @@ class ClientProgress:
     """Progress of one client of a run."""
 
     client: int
-    doing: str = ""  # description of the submodel that it is training; empty if it is idle
+    doing: str = ""  # description of the submodel that it trains; empty if idle
     num_tasks: int = 0  # number of its merged tasks
     device: str = ""
     there: bool = True  # whether the client is connected
     version: int | None = None  # version of the global model from which it trains
-    behind: int = 0  # number of versions of the global model made since then
+    behind: int = 0  # number of later versions of the global model
     since_s: float | None = None  # seconds since its task began
     due_in_s: float | None = None  # predicted seconds until its task ends, negative if it is late
 

@@ -34,7 +34,7 @@ class TcpConnection(Connection):
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float, *, min_bytes_per_s: float = MIN_BYTES_PER_S) -> None:
-        """Wrap a connected socket.
+        """Create a connection over a connected socket.
 
         Args:
             sock: connected; an `ssl.SSLSocket` after its handshake; none of the peer's messages has been read.
@@ -47,8 +47,8 @@ class TcpConnection(Connection):
         self._stream = self._socket
         self.why_closed = PeerLost("closed-here")
         self._frames = Frames(self._stream)
-        # One thread may send while another receives, since the two halves of the frames share nothing. The lock is held
-        # only briefly, to count the threads inside, so that closing never waits for the peer.
+        # One thread may send while another receives, since the two directions share nothing. The lock only guards the
+        # number of threads that use the connection, so that closing never waits for the peer.
         self._lock, self._num_inside, self._open = threading.Lock(), 0, True
         self._has_unread = False
 
@@ -157,8 +157,9 @@ class TcpConnection(Connection):
                 self._open = False
                 hang_up(self._socket.sock)
                 return
-            # a thread is still polling the descriptor: wake that thread, and let the last one to leave close it
-            with suppress(OSError):  # the peer may have closed already
+            # another thread still polls this descriptor: wake it, so that the last thread to leave closes the
+            # descriptor
+            with suppress(OSError):  # the peer may have closed the connection already
                 shut(self._socket.sock, socket.SHUT_RDWR)
 
     def cut(self, reason: str, detail: str) -> None:
@@ -171,7 +172,7 @@ class TcpConnection(Connection):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Count the threads in the ``with`` block; close the connection on errors that leave the stream out of step."""
+        """Count the threads in the ``with`` block, and close the connection after an error within a message."""
         with self._lock:
             if self._has_ended():
                 raise self.why_closed
@@ -197,7 +198,7 @@ def _stream(sock: socket.socket, budget: TimeBudget) -> SocketStream:
     if not hasattr(sock, "getpeercert"):
         return SocketStream(sock, budget)
     from raafl.transport.tcp.tls import (
-        TlsStream,  # imported here, since local workers and ranks of torchrun use no TLS
+        TlsStream,  # local workers and ranks of torchrun need no TLS
     )
 
     return TlsStream(sock, budget)  # type: ignore[arg-type]

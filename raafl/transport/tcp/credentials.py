@@ -86,7 +86,7 @@ class Credentials(ABC):
 class LocalToken(Credentials):
     """Random token shared by the processes that one command started on this machine; accepted on the loopback interface only."""
 
-    token: bytes = field(repr=False)  # the 32 bytes of the token
+    token: bytes = field(repr=False)  # 32 random bytes
 
     @classmethod
     def from_environment(cls) -> LocalToken | None:
@@ -125,7 +125,7 @@ class _ServerToken(ServerLogin):
                 raise Refused("wrong-token", "the server was started by another command")
             return None, 0
 
-        yield from ()  # makes this a generator, though there is nothing to wait for
+        yield from ()  # never yields, but makes this function a generator
         return check
 
 

@@ -95,7 +95,7 @@ def asked_run(stream: SocketStream) -> Waits[bytes | None]:
         first = stream.sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
         first = b""
-    if first != MAGIC[:1]:  # of TLS it is 0x16; whoever sends anything else fails in the handshake
+    if first != MAGIC[:1]:  # a TLS handshake begins with 0x16, and fails by itself for any other byte
         return None
     head = bytearray(_PREAMBLE.size)
     yield from stream.reading_into(memoryview(head))

@@ -34,17 +34,7 @@ from raafl.transport.tcp.loop import SocketLoop
 from raafl.transport.tcp.stream import SocketStream, TimeBudget, Waits, draining, hang_up, shut
 from raafl.transport.tcp.tls import TlsStream
 
-# Authenticate both sides of a new connection: by TLS or a token, the client's id, and the server's answer in words.
-#
-# ========= ====== =======================================================================================================
-# message   from   content; numbers are little-endian
-# ========= ====== =======================================================================================================
-# HELLO     client magic (4), version (2), zero (2), client id (4), token (32; zeros where TLS has proven the site)
-# ANSWER    server magic (4), version (2), length (2), text: empty = let in, else REASON: DETAIL
-# ========= ====== =======================================================================================================
-#
-# Over TLS both messages are encrypted, and a peer without a certificate gets nothing but a TLS alert. A token is sent in the
-# clear: it is of one run on one machine, to a socket that its parent process has bound before.
+# Authenticate both ends of a new connection: by TLS or a token, the client's id, and the server's answer in words.
 
 MAGIC, VERSION = b"RAJN", 2
 MAX_TEXT_BYTES = 1000
@@ -59,7 +49,7 @@ class Peer:
     """A client that wants to connect, with what the server knows about it so far."""
 
     client: int  # id that the client asks for
-    # site named in the client's certificate; None = a process of the same command, which has the token
+    # site in the client's certificate; None = the client has a token, as a process of the same command
     site: str | None
     serial: int  # serial number of the client's certificate; 0 without one
     address: str  # ``HOST:PORT`` from which the client connects
@@ -149,7 +139,8 @@ _LINGER_S = 1.0
 _JOIN_S = 10.0
 _RETRY_S = 0.1
 _DRAIN_BYTES = 64 << 10
-_BREATH_S = 0.04  # pause after a client that connects too often, so that it cannot keep the listener busy
+# pause in seconds before a client that connects too often is answered, so that it cannot keep the listener busy
+_BREATH_S = 0.04
 
 _NOTABLE = ("bad-version", "bad-certificate", "no-certificate", "failed")
 _MAX_TOLD = 10
@@ -160,7 +151,7 @@ Admit = Callable[[TcpConnection, Peer], None]
 
 
 def _text(address: tuple[str, int] | str) -> str:
-    if isinstance(address, str):  # connections are passed on by another process
+    if isinstance(address, str):  # another process accepts the connections and passes them on
         return "the port of the server for many runs"
     host, port = address[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -168,7 +159,7 @@ def _text(address: tuple[str, int] | str) -> str:
 
 @dataclass(eq=False)
 class _Caller:
-    """A connection that is being admitted; ``reason``: why this end has rejected it, None if it has not."""
+    """A connection whose client is not admitted yet; ``reason``: why the server has rejected it, else None."""
 
     sock: socket.socket
     host: str
@@ -199,7 +190,7 @@ class Listener:
         loop: SocketLoop | None = None,
         pass_on: PassOn | None = None,
     ) -> None:
-        """Bind the address; `start` begins to accept connections.
+        """Bind the address; connections are accepted once `start` is called.
 
         `admit`: called on the loop's thread with each admitted client; it must not wait. `turns`: rate limit of each
         client; None = no limit. `loop`: thread that serves the sockets and is already running; None = the listener
@@ -229,7 +220,7 @@ class Listener:
         """Start to accept connections, and return the listener. Until then, the system refuses connection attempts."""
         try:
             self._listener.listen(_BACKLOG)
-        except OSError as error:  # another process may have bound the port in the meantime
+        except OSError as error:  # another process may have bound the port since
             raise _unusable(self.address, error) from None
         if self._owns_loop:
             self._loop.start()
@@ -275,7 +266,7 @@ class Listener:
         self._listen()
 
     def _rest(self, seconds: float) -> None:
-        """Accept no connections for a while."""
+        """Accept no new connections for some seconds."""
         self._loop.remove_reader(self._listener)
         self._loop.begin(self._listen_after(seconds))
 
@@ -284,14 +275,14 @@ class Listener:
             sock, address = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
-        except OSError as error:  # out of file descriptors, of which some will be freed
+        except OSError as error:  # no file descriptors are left, until connections close
             _log.warning("cannot accept a connection at %s: %s", self.address, error)
             self._rest(_RETRY_S)
             return
         self._enter(_Caller(sock, str(address[0]), _text(address)))
 
     def _enter(self, caller: _Caller) -> None:
-        """Start to answer a caller, or reject it or an older caller if there are too many."""
+        """Begin the handshake with a new caller; if there are too many callers, reject it or an older one."""
         if (victim := self._in_the_way(caller)) is caller:
             hang_up(caller.sock, abruptly=True)
             self._say(caller, "busy")
@@ -302,9 +293,9 @@ class Listener:
         self._loop.begin(self._answer(caller))
 
     def _in_the_way(self, caller: _Caller) -> _Caller | None:
-        """Return which caller to reject if there are too many: the oldest one of the host with the most.
+        """Return the caller to reject if too many are waiting: the oldest one of the host with the most.
 
-        None = there is room; ``caller`` = as many again are already being rejected.
+        None = there is room; ``caller`` itself if as many again are already being rejected.
         """
         waiting = [other for other in self._callers if other.reason is None]
         held = Counter(other.host for other in waiting)
@@ -317,15 +308,16 @@ class Listener:
         return next(other for other in waiting if other.host == host)
 
     def _turn_out(self, caller: _Caller, reason: str) -> None:
-        """Mark a caller as rejected and wake its task, which then closes the connection."""
+        """Mark a caller as rejected, and wake its coroutine, which then closes the connection."""
         caller.reason = caller.reason or reason
-        # Only the caller's task closes the descriptor: closed here, its number could be reused while that task waits
-        # for it.
+        # Only that coroutine closes the descriptor: if closed here, its number could be reused while the coroutine
+        # waits for it.
         with suppress(OSError):
-            shut(caller.sock, socket.SHUT_RD)  # the peer notices nothing until the socket is reset
+            # shuts down reading only: the peer notices nothing until the socket is reset
+            shut(caller.sock, socket.SHUT_RD)
 
     def _may_enter(self, denied: Refused | None, peer: Peer) -> None:
-        """Raise `Refused` for an authenticated peer that is not allowed, that connects too often, or that is ``denied`` its run."""
+        """Raise `Refused` if an authenticated client is not authorized, connects too often, or was ``denied`` its run."""
         self._authorize(peer)
         if self._turns is not None and not self._turns.take(peer.client):
             raise Refused("too-often", f"client {peer.client}: try again later")
@@ -333,13 +325,13 @@ class Listener:
             raise denied
 
     async def _let_in(self, caller: _Caller) -> bool:
-        """Do the handshake with one caller and admit it, or pass it on to its run; return False if it was turned out meanwhile."""
+        """Do the handshake with a caller, and admit it or pass it on to its run; False if it was rejected meanwhile."""
         denied: Refused | None = None
         if self._pass_on is not None:
             denied = await self._loop.drive(passing(opening_stream(caller.sock, HANDSHAKE_S), self._pass_on))
             if denied is PASSED:
                 self._loop.forget(caller.sock)
-                caller.sock.close()  # not shut down: the connection goes on in the process that has it now
+                caller.sock.close()  # no shutdown: the connection goes on in the process that has received it
                 return True
         if (context := self._login.context()) is not None:
             caller.sock = context.wrap_socket(caller.sock, server_side=True, do_handshake_on_connect=False)
@@ -350,7 +342,7 @@ class Listener:
         return caller.reason is None
 
     async def _answer(self, caller: _Caller) -> None:
-        """Do the handshake with a caller and admit it; if that fails, call ``refused`` once."""
+        """Handle a new caller until it is admitted or rejected; report a rejection once, by ``refused``."""
         reason, detail, abruptly = "failed", "", True
         try:
             if await self._let_in(caller):
@@ -377,20 +369,20 @@ class Listener:
             self._callers.remove(caller)
 
     async def _linger(self, sock: socket.socket) -> None:
-        """Wait briefly until the peer has read the last message: closing with unread data resets a connection."""
+        """Wait briefly until the peer has read its last message, since closing with unread data resets the connection."""
         with suppress(OSError):
             shut(sock, socket.SHUT_WR)
             await self._loop.drive(draining(sock, _LINGER_S, _DRAIN_BYTES))
 
     def _say(self, caller: _Caller, reason: str, detail: str = "") -> None:
-        """Report a rejected caller; for reasons that an operator can fix, log the first few as warnings."""
+        """Report a rejected caller, and log the first few rejections whose reason an operator can fix as warnings."""
         self._told[reason] += 1
         notable = reason in _NOTABLE and self._told[reason] <= _MAX_TOLD
         level = logging.WARNING if notable else logging.DEBUG
         _log.log(level, "turned away %s: %s%s", caller.address, reason, f": {detail}" if detail else "")
         try:
             self._refused(reason)
-        except Exception:  # an error must not end the listening thread
+        except Exception:  # an error of the callback must not end the thread of all sockets
             _log.exception("could not report a caller turned away as %s", reason)
 
 
@@ -435,7 +427,7 @@ def connect(
 
 
 def _reach(address: str, host: str, port: int, timeout_s: float, proxy: str | None) -> socket.socket:
-    """Return a socket connected to the address."""
+    """Connect a socket to the server, through the proxy if there is one; raises `PeerLost` or `PeerTimeout`."""
     try:
         if proxy is not None:
             return tunnel(proxy, host, port, timeout_s)
@@ -522,7 +514,7 @@ def tunnel(proxy: str, host: str, port: int, timeout_s: float) -> socket.socket:
         answer = bytearray()
         while not answer.endswith(b"\r\n\r\n"):
             sock.settimeout(max(until - time.monotonic(), 0.001))
-            byte = sock.recv(1)  # only single bytes, since the bytes after the head belong to the server
+            byte = sock.recv(1)  # byte by byte, since all after the head is the server's
             if not byte or len(answer) >= _MAX_HEAD_BYTES:
                 raise PeerLost(
                     "connection-broken", f"the proxy at {parts.hostname}:{parts.port} does not answer CONNECT"
@@ -558,9 +550,10 @@ class TokenBucket:
     def __init__(
         self, at_once: int = AT_ONCE, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Allow each client ``at_once`` tokens, and one more every ``every_s`` seconds."""
+        """Create a full bucket of ``at_once`` tokens for each client, refilled by one token every ``every_s`` seconds."""
         self._at_once, self._every_s, self._clock = at_once, every_s, clock
-        self._left: dict[int | str, tuple[float, float]] = {}  # by client: tokens left, and the time of that count
+        # by client: tokens left at the time of its last request, and that time
+        self._left: dict[int | str, tuple[float, float]] = {}
         self._lock = threading.Lock()
 
     def take(self, client: int | str) -> bool:

@@ -25,7 +25,7 @@ from typing import Any, Generic
 
 from raafl.transport.tcp.stream import T, Wait, Waits
 
-_MAX_CODECS = 4  # largest number of threads that encode and decode
+_MAX_CODECS = 4  # largest number of threads that encode and decode messages
 
 
 class Mailbox(Generic[T]):
@@ -59,8 +59,9 @@ class Reminders:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, every_s: float) -> None:
         self._loop, self._every_s = loop, every_s
-        self._look_s = min(every_s / 4, 1.0)  # a call is late by so much at most
-        self._due: dict[Callable[[], None], float] = {}  # in the order of the times, since all wait equally long
+        self._look_s = min(every_s / 4, 1.0)  # a reminder is late by at most this many seconds
+        # all wait equally long, so the order of insertion is that of the times
+        self._due: dict[Callable[[], None], float] = {}
         self._is_running = False
 
     def add(self, function: Callable[[], None]) -> None:
@@ -88,12 +89,11 @@ class Reminders:
 
 
 class _Watch:
-    """A socket that the loop watches in one direction, and who waits for it.
+    """A socket that the event loop watches for reading or for writing, with the futures that wait for it.
 
-    The socket stays registered when nobody waits any more: to register one anew for each message costs two system calls.
-
-    `has_fired`: whether the waiters were woken and the loop has not reported the socket again since. It reports unread bytes once
-    more before they are read, and that report wakes nobody.
+    It stays registered when nothing waits, since registering it for each message costs two system calls. `has_fired`:
+    whether the waiting futures were set since the loop last reported the socket; a report of bytes that are still
+    unread sets none.
     """
 
     __slots__ = ("has_fired", "sock", "waiting")
@@ -110,18 +110,18 @@ class SocketLoop:
         self._thread = threading.Thread(target=self._run, name="sockets", daemon=True)
         self._codecs = ThreadPoolExecutor(min(_MAX_CODECS, os.cpu_count() or 1), "codec")
         self._tasks: set[asyncio.Task[Any]] = set()
-        # by descriptor and direction, whether bytes are to be written
+        # by descriptor, and whether it is watched for writing
         self._watches: dict[tuple[int, bool], _Watch] = {}
-        # calls from other threads, which wake the loop once for all that come together
+        # calls from other threads, which together wake the loop once
         self._posted: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._is_woken = False
-        self._reminders: dict[float, Reminders] = {}  # by their seconds
+        self._reminders: dict[float, Reminders] = {}  # by their interval in seconds
 
     def start(self) -> SocketLoop:
         """Start the thread; return the loop. The process may then open as many files as the system lets it."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
-            with suppress(ValueError, OSError):  # macOS has a lower limit of its own
+            with suppress(ValueError, OSError):  # macOS has a lower limit
                 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._thread.start()
         return self
@@ -151,10 +151,11 @@ class SocketLoop:
                 self._loop.call_soon_threadsafe(self._call_posted)
 
     def _call_posted(self) -> None:
-        self._is_woken = False  # first, so that what is posted from now on is either seen below or wakes the loop again
+        self._is_woken = False  # reset first, so that a call posted from now on is seen below or wakes the loop again
         while self._posted:
             function, args = self._posted.popleft()
-            self._loop.call_soon(function, *args)  # not called here, so that an error of one is not that of the others
+            # scheduled, not called, so that an error in one does not stop the others
+            self._loop.call_soon(function, *args)
 
     def begin(self, steps: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Perform a coroutine beside the others; to be called on the loop's thread."""
@@ -231,10 +232,10 @@ class SocketLoop:
                 self._watch_no_more(key)
 
     async def _wait(self, wait: Wait, mailbox: Mailbox[Any] | None) -> bool:
-        """Wait for a transfer's socket, its mailbox or its timeout; return whether the socket is ready."""
+        """Wait until a socket is ready, a mailbox has an item or time is up; return whether the socket is ready."""
         descriptor = -1
         if wait.stream is not None and (descriptor := wait.stream.sock.fileno()) < 0:
-            return True  # closed: the next attempt to read or write raises
+            return True  # closed by another thread: the next read or write raises
         if wait.timeout_s <= 0:
             await asyncio.sleep(0)
             return wait.stream is not None and wait.stream.poll(wait.writes, 0)
@@ -242,7 +243,7 @@ class SocketLoop:
         timer = None if wait.timeout_s == math.inf else self._loop.call_later(wait.timeout_s, _settle, done, False)
         if mailbox is not None:
             mailbox.wake = lambda: self.post(_settle, done, False)
-            if not mailbox.is_empty:  # an item came before `wake` was set
+            if not mailbox.is_empty:  # an item arrived before `wake` was set
                 _settle(done, False)
         watch = None if wait.stream is None else self._watch(wait.stream.sock, (descriptor, wait.writes))
         if watch is not None:
@@ -259,7 +260,7 @@ class SocketLoop:
 
     def _watch(self, sock: socket.socket, key: tuple[int, bool]) -> _Watch:
         watch = self._watches.get(key)
-        if watch is not None and watch.sock() is not sock:  # another socket had this descriptor
+        if watch is not None and watch.sock() is not sock:  # the descriptor's number was reused by another socket
             self._watch_no_more(key)
             watch = None
         if watch is None:
@@ -277,7 +278,7 @@ class SocketLoop:
         if watch.has_fired:
             watch.has_fired = False
         elif watch.waiting:
-            # a socket mostly takes bytes, so it is watched for that only while somebody waits
+            # a socket can nearly always be written to, so it is watched for writing only while a sender waits
             watch.has_fired = not key[1]
             for done in watch.waiting:
                 _settle(done, True)

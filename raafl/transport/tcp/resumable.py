@@ -28,10 +28,10 @@ from raafl.transport.tcp.connection import TcpConnection
 SUCCEEDED = "connection-replaced"
 """Reason of `PeerLost` on a connection that a new one of the same client has replaced."""
 
-# error reasons after which the client may reconnect: a thread that notices the break closes the connection for the
-# others
+# reasons of `PeerLost` after which the client may reconnect; "closed-here", since a thread that notices the failure
+# closes the connection, and other threads see that
 LINK = frozenset({"connection-closed", "connection-reset", "connection-broken", "closed-here", SUCCEEDED})
-_LOOK_S = 0.05  # seconds between two checks of a waiting thread
+_LOOK_S = 0.05  # seconds between two checks by a thread that waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Progress:
             self.last = None
 
     def _first_missing(self, theirs: Position) -> int | None:
-        """Return the first chunk of the last message that the peer still needs; None if it has everything."""
+        """Return the first chunk of the last sent message that the peer lacks; None if the peer has all."""
         num_missing, last = self.num_sent - theirs.num_messages, self.last
         if num_missing == 0 and theirs.num_chunks == 0:
             return None
@@ -111,12 +111,12 @@ class ResumableConnection(Connection):
     resumes = True
 
     def __init__(self, pair: TcpConnection, renew: Renew) -> None:
-        """Begin a session on the connection ``pair``; ``renew`` makes the next one after a failure."""
+        """Create a session on the connection ``pair``; ``renew`` is called to get the next connection after a failure."""
         self.pair, self._renew = pair, renew
         self._sending, self._receiving = threading.Lock(), threading.RLock()
         self._swap = threading.Lock()  # guards the connection and the progress
         self._progress = Progress()
-        self._confirmed = threading.Event()  # set unless the last message may have to be sent again
+        self._confirmed = threading.Event()  # cleared while the last message may have to be sent again
         self._confirmed.set()
         self._num_repeated_bytes = 0
         self._is_closed = False
@@ -149,7 +149,7 @@ class ResumableConnection(Connection):
             self._sending.release()
 
     def _send_rest(self, message: Message, timeout_s: float | None = None) -> int:
-        """Send a message from its first missing chunk on; the caller must hold the sending lock."""
+        """Send the chunks of a message that the peer lacks; the caller holds the sending lock."""
         num_bytes, self._num_repeated_bytes = self._num_repeated_bytes, 0
         while True:
             with self._swap:
@@ -180,13 +180,13 @@ class ResumableConnection(Connection):
                 finally:
                     self.received_bytes += pair.received_bytes
                 if isinstance(lost, PeerTimeout) and pair.in_step and pair.partial is None:
-                    self.close()  # nothing has arrived in time
+                    self.close()  # no byte of a message has arrived in time
                     raise lost
                 self._replace(pair, lost)
                 self._repeat()
 
     def _received(self, pair: TcpConnection, expect: Expect, left_s: float, finite: bool) -> Message:
-        # the deadline is for the start of a message; the rest of an interrupted one has the timeout of a single piece
+        # the deadline is for a message's first byte; the rest of one has the timeout of a piece
         left_s = max(left_s, 1e-3 if pair.partial is None else pair.timeout_s)
         try:
             message = pair.recv(expect, left_s, finite=finite)
@@ -225,10 +225,10 @@ class ResumableConnection(Connection):
         self.pair.close()
 
     def _replace(self, pair: TcpConnection, error: PeerLost | PeerTimeout) -> None:
-        """Wait until another connection has replaced ``pair``; raises ``error`` if the session ends first."""
+        """Wait until another connection has replaced ``pair``; raises ``error`` if the session ends before."""
         if isinstance(error, PeerLost) and error.reason not in LINK:
             self.close()
-        # ends the wait of any other thread that still uses this connection
+        # wakes other threads that still use this connection
         pair.cut("connection-broken", "another thread found it so")
         while self.pair is pair:
             if self._is_closed:
@@ -238,12 +238,12 @@ class ResumableConnection(Connection):
                     self._take_next(pair, error)
 
     def _take_next(self, old: TcpConnection, error: PeerLost | PeerTimeout) -> None:
-        """Continue the session on a new connection; the caller must hold the receiving lock."""
+        """Get a new connection and continue the session on it; the caller holds the receiving lock."""
         partial = old.partial
         try:
             pair, theirs = self._renew(self._progress.here(partial), error)
             pair.partial = partial
-            # atomic, so that a message sent meanwhile is either compared here or goes over the new connection
+            # under the lock, so that a message sent meanwhile is compared here or goes over the new connection
             with self._swap:
                 self.pair = pair
                 self._progress.go_on(theirs)
@@ -256,7 +256,7 @@ class ResumableConnection(Connection):
             raise error
 
     def _repeat(self) -> None:
-        """Send the chunks that the peer lacks, unless another thread already sends them."""
+        """Send the chunks that the peer lacks, unless another thread is sending them."""
         progress = self._progress
         while progress.first is not None and not self._is_closed:
             with _attempt(self._sending) as is_free:
@@ -265,7 +265,7 @@ class ResumableConnection(Connection):
 
 
 def _confirms(message: Message, last: Message) -> bool:
-    """Check whether a message from the peer proves that the peer has received ``last``.
+    """Check whether a peer's message proves that the peer has received ``last``, this end's latest message.
 
     With overlapping transfers an answer may belong to the previous task, and a new task may arrive while an answer is
     being sent.
@@ -278,7 +278,7 @@ def _confirms(message: Message, last: Message) -> bool:
 
 @contextmanager
 def _attempt(lock: Any) -> Iterator[bool]:
-    """Try for `_LOOK_S` seconds to acquire a lock; yield whether it is held."""
+    """Try to acquire a lock for `_LOOK_S` seconds; yield whether that succeeded."""
     is_held = lock.acquire(timeout=_LOOK_S)
     try:
         yield is_held

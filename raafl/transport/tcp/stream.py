@@ -27,7 +27,7 @@ AHEAD_BYTES = 64 << 10
 UNSENT_BYTES = 512 << 10
 """How much of a message the kernel may hold unsent, so that a send ends only when the peer takes the message."""
 
-_MAX_PARTS = 64  # buffers per sendmsg call; far below every system's IOV_MAX
+_MAX_PARTS = 64  # buffers per call of sendmsg, far below IOV_MAX of any system
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
@@ -37,8 +37,8 @@ T = TypeVar("T")
 class Wait(NamedTuple):
     """Request to wait; the result is whether the socket is ready, False after the time."""
 
-    stream: SocketStream | None  # None = wait only for the time to pass
-    writes: bool  # whether to wait until the socket takes bytes, else until it has some
+    stream: SocketStream | None  # None = only the time is waited for
+    writes: bool  # whether to wait for writing; False = for reading
     timeout_s: float  # seconds to wait at most
 
 
@@ -72,7 +72,7 @@ class TimeBudget:
     """
 
     def __init__(self, timeout_s: float, min_bytes_per_s: float = math.inf) -> None:
-        """Start with ``timeout_s``; with an infinite rate transferred bytes add nothing, so it limits all waits."""
+        """Create a budget of ``timeout_s`` seconds of waiting, which grows with each byte unless the rate is infinite."""
         self.timeout_s, self.min_bytes_per_s, self.left_s, self._silent_s = timeout_s, min_bytes_per_s, timeout_s, 0.0
 
     def waited(self, seconds: float) -> None:
@@ -131,7 +131,7 @@ class SocketStream:
     """
 
     def __init__(self, sock: socket.socket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
-        """Wrap a socket; the stream reads up to ``ahead_bytes`` more than is requested."""
+        """Create a stream on a socket; it may read up to ``ahead_bytes`` more than is asked for."""
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             _tune(sock)
@@ -209,7 +209,7 @@ class SocketStream:
             self.num_read += got
 
     def _reading_ahead(self) -> Waits[None]:
-        """Read into a buffer that is held only while it has unread bytes, since most connections are idle."""
+        """Read into a buffer that exists only while it has unread bytes, since most connections are idle."""
         memory = _take_memory(self._ahead_bytes)
         try:
             end = yield from self._receiving(memory)
@@ -261,7 +261,7 @@ class SocketStream:
             return got
 
     def _waiting(self, writes: bool, budget: TimeBudget) -> Waits[None]:
-        # the caller tries once more after the last wait, since data that came during the wait is in time
+        # data that arrives during the last wait is in time, so the caller tries once more before this raises
         if budget.left_s <= 0:
             raise budget.spent()
         start = time.monotonic()
@@ -276,7 +276,7 @@ _spare: list[memoryview] = []
 
 
 def _take_memory(num_bytes: int) -> memoryview:
-    """Return memory to read into, mapped outside of malloc, which would keep blocks of this size for each thread."""
+    """Return memory for reading, mapped outside of malloc, which would keep blocks of this size for each thread."""
     try:
         return _spare.pop() if num_bytes == AHEAD_BYTES else _mapped(num_bytes)
     except IndexError:
@@ -303,7 +303,7 @@ def hang_up(sock: socket.socket, *, abruptly: bool = False) -> None:
         else:
             shut(sock, socket.SHUT_RDWR)
     except OSError:
-        pass  # the socket is not connected any more
+        pass  # the socket is no longer connected
     sock.close()
 
 

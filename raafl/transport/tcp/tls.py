@@ -64,7 +64,7 @@ class TlsStream(SocketStream):
     """Byte stream over a TLS socket; one thread may read while another writes. Bytes are counted before encryption."""
 
     def __init__(self, sock: ssl.SSLSocket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
-        """Wrap a TLS socket, before or after its handshake; see `SocketStream`."""
+        """Create a stream on a TLS socket, before or after its handshake; see `SocketStream`."""
         super().__init__(sock, budget, ahead_bytes)
         self._tls, self._lock = sock, Lock()
         self._has_opened = sock.version() is not None
@@ -89,7 +89,7 @@ class TlsStream(SocketStream):
         """Raise `PeerLost` if the peer has closed the connection; received bytes are kept. See `SocketStream.check`."""
         if self.pending or not self.poll(False, 0):
             return self.pending
-        first = bytearray(1)  # reads one byte; OpenSSL keeps the rest of the record
+        first = bytearray(1)  # to read one byte makes OpenSSL decrypt the whole record
         try:
             with self._lock:
                 got = self._tls.recv_into(first)
@@ -113,7 +113,7 @@ class TlsStream(SocketStream):
                 yield from self._sending(view[start : start + WRITE_BYTES])
 
     def _sending(self, view: memoryview) -> Waits[None]:
-        """Send all of ``view``; while the socket is full, SSL_write is called again with the same bytes."""
+        """Send all of ``view``; TLS requires that an interrupted call is repeated with the same bytes."""
         if not len(view):
             return
         _, credited = yield from self._attempt(lambda: self._tls.send(view), self.writing)
@@ -128,7 +128,7 @@ class TlsStream(SocketStream):
         return got
 
     def _read_records(self, view: memoryview) -> int:
-        """Read up to `READ_BYTES` that have arrived, and return their number; one SSL_read returns only one record."""
+        """Read all records that have arrived, up to `READ_BYTES`, and return the number of bytes."""
         filled, most = 0, min(len(view), READ_BYTES)
         while True:
             try:
@@ -138,12 +138,12 @@ class TlsStream(SocketStream):
                     raise
                 return filled
             filled += got
-            # a short record is usually the last one, so another read would only cost a call and an exception
+            # a short record is mostly the last one, so another call would be in vain
             if got < RECORD_BYTES or filled >= most:
                 return filled
 
     def _attempt(self, call: Callable[[], Any], budget: TimeBudget) -> Waits[tuple[Any, int]]:
-        """Repeat ``call`` until TLS need not wait for the socket; return its result, and the bytes sent in waits."""
+        """Repeat a TLS call until it need not wait for the socket; return its result, and the bytes sent while it waited."""
         credited = 0
         while True:
             try:
@@ -154,8 +154,8 @@ class TlsStream(SocketStream):
             except ssl.SSLWantWriteError:
                 before = self.num_queued()
                 yield from self._waiting(True, budget)
-                # SSL_write does not say how much it has sent so far, so the system is asked: a slow peer must not count
-                # as silent
+                # SSL_write does not report partial progress, so the kernel's queue is measured: a slow peer is not a
+                # silent one
                 if (taken := before - self.num_queued()) > 0:
                     budget.moved(taken)
                     credited += taken

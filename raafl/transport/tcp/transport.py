@@ -44,7 +44,7 @@ class TcpTransport(Transport):
         self._admitted: WeakKeyDictionary[TcpConnection, Peer] = WeakKeyDictionary()
 
     def __enter__(self) -> Self:
-        """Bind the port and start the sockets' thread; connections are refused until `listen` is called."""
+        """Bind the port and start the thread of the sockets; connections are refused until `listen` is called."""
         self.loop = SocketLoop()
         self._listener = Listener(
             self._meeting.address,
@@ -93,7 +93,7 @@ class TcpTransport(Transport):
             connection.cut(refused.reason, refused.detail)
 
     def __exit__(self, *_: object) -> None:
-        """Close the port, and end the thread of all connections; see `Transport.__exit__`."""
+        """Close the port and end the thread of the sockets; see `Transport.__exit__`."""
         self._listener.close()
         if self.loop is not None:
             self.loop.close()

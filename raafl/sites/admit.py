@@ -54,7 +54,7 @@ def admit(
     digests = sections(config_yaml)
     gate.check_config(config_yaml, digests)
     if gate.policy.max_parameters is not None:
-        with skeleton():  # built without values, since this only asks how many there would be
+        with skeleton():  # parameters without storage: only their number is needed
             model = user_model(experiment)
         gate.check_size(sum(parameter.numel() for parameter in model.parameters()))
     setup = build()
@@ -84,7 +84,7 @@ def look(make: Callable[[], ClientSetup], config_yaml: str, say: Callable[[str],
 
 
 def _sections(config_yaml: str) -> list[str]:
-    """Describe the model, data and algorithm that a run's config names, one line each, without importing them."""
+    """Describe a config's model, data and algorithm sections for a site's owner, one line each, without importing their classes."""
     config, digests = yaml.safe_load(config_yaml) or {}, sections(config_yaml)
     lines = [f"model: {_section(config.get('model'))}"]
     return lines + [f"{kind}: {_section(config.get(kind))}, digest {digests[kind]}" for kind in ("data", "algorithm")]
@@ -115,7 +115,7 @@ def offer(setup: ClientSetup, config_yaml: str) -> list[str]:
 
 
 def _section(section: Any) -> str:
-    """Describe one section of a config by its import path and arguments, on one line."""
+    """Format a config section as one line: its class_path and init_args."""
     if not isinstance(section, dict):
         return sanitize_text(section)
     arguments = ", ".join(f"{name}={value}" for name, value in (section.get("init_args") or {}).items())

@@ -30,7 +30,7 @@ DAYS = 30
 MAX_DAYS = 398
 _AUTHORITY_DAYS = 5 * 365
 _REVOKED = ".revoked.crt"
-# tolerated clock difference: a certificate is valid from this much before its creation
+# certificates are valid from five minutes before their creation, for machines whose clocks are late
 _SKEW = datetime.timedelta(minutes=5)
 _USES = (
     "digital_signature",
@@ -73,7 +73,7 @@ class Authority:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the authority's certificate and key from its folder; raises `BadInput` if the folder has none."""
+        """Read the authority's certificate and key from ``folder``; raise `BadInput` if it has none."""
         if not files.is_file(folder / "ca.key"):
             raise BadInput(
                 f"folder is '{folder}', which has no certificate authority: make one with `raafl certs init`"
@@ -171,7 +171,7 @@ class Authority:
         return [(path, files.read_certificate(path)) for path in (self.folder / "issued").glob("*.crt")]
 
     def _revoked(self) -> frozenset[int]:
-        """Return serial numbers of revoked certificates: those on the list, and of stored copies marked as revoked."""
+        """Collect the serial numbers of revoked certificates, from the revocation list and from files ending in .revoked.crt."""
         listed = self._list()
         return (frozenset() if listed is None else listed.serials) | {
             copy.serial_number for path, copy in self._copies() if path.name.endswith(_REVOKED)
@@ -211,7 +211,7 @@ class Authority:
 
     def _write_revoked(self, serials: Sequence[int]) -> None:
         now, last = _now(), self._list()
-        # numbers must grow; the time serves as lower bound in case an earlier list was lost
+        # each list needs a larger number than the last one; the time is larger even if the last list was lost
         number = max(int(now.timestamp()), 0 if last is None or last.number is None else last.number + 1)
         builder = (
             x509.CertificateRevocationListBuilder()

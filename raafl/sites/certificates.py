@@ -233,7 +233,7 @@ class Revocations:
     """Revoked certificates of a federation, by the newest list that this machine has seen; thread-safe."""
 
     def __init__(self, path: Path, ca: Path) -> None:
-        """Store the paths of the revocation list and of the authority's certificate; a later call reads them."""
+        """Store the paths of a revocation list and of the authority's certificate; `latest` reads them."""
         self._path, self._ca, self._lock = path, ca, Lock()
         self._newest: RevocationList | None = None
         self._is_read, self._warned = False, ""
@@ -287,14 +287,14 @@ class Revocations:
 
 
 class _Memory:
-    """File that stores the newest revocation list of an authority seen so far, for all processes of this user."""
+    """File with the newest revocation list of one authority that any process of this user has seen."""
 
     def __init__(self, authority: x509.Certificate) -> None:
         spki = authority.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
         self._authority, self._name = authority, hashlib.sha256(spki).hexdigest()[:32]
 
     def load(self) -> RevocationList | None:
-        """Return the stored list; None if there is no readable one."""
+        """Load the stored list; return None if the file is missing or unreadable."""
         try:
             path = state_folder() / FOLDER / f"{self._name}.crl"
             return None if is_missing(path) else parse_list(read(path), self._authority, str(path))
@@ -305,7 +305,7 @@ class _Memory:
             return None
 
     def store(self, new: RevocationList) -> None:
-        """Store a list, unless another process has stored a newer one; log a warning on failure."""
+        """Store a list unless the file has a newer one, perhaps from another process; log a warning on failure."""
         try:
             folder = state_folder() / FOLDER
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -315,7 +315,7 @@ class _Memory:
                 if known is None or known.order < new.order:
                     write(folder / f"{self._name}.crl", new.pem)
         except (OSError, RuntimeError, BadInput) as error:
-            if new.serials:  # losing a list without revocations does no harm
+            if new.serials:  # without revoked certificates nothing is lost
                 _log.warning(
                     "the revocation list %s cannot be remembered (%s): after a restart an older one would count",
                     new,

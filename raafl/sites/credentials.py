@@ -73,8 +73,7 @@ class TlsFiles(Credentials):
         """Return the site or server that the certificate names; raise `BadInput` if the certificate or its key cannot be used."""
         state = self.key.stat()
         mode = stat.S_IMODE(state.st_mode)
-        # a key owned by root may be readable by a group, since secrets of Kubernetes and systemd are passed on in this
-        # way
+        # Kubernetes and systemd hand keys over in files that root owns and a group may read
         handed_over = state.st_uid == 0 and os.geteuid() != 0
         if mode & (stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if handed_over else stat.S_IRWXG)):
             raise BadInput(
@@ -128,7 +127,7 @@ class TlsFiles(Credentials):
         except (ssl.SSLError, OSError):
             raise BadInput(f"tls_ca is '{self.ca}', which has no certificate in PEM: {_REMEDY}") from None
         try:
-            # an empty passphrase, since a prompt would block an unattended server
+            # an empty passphrase: OpenSSL would otherwise ask for one at the terminal, and block an unattended server
             context.load_cert_chain(self.cert, self.key, password=lambda: b"")
         except (ssl.SSLError, OSError) as error:
             why = getattr(error, "reason", None) or error.strerror or error
@@ -151,7 +150,7 @@ class ReloadedContext:
     """TLS context of a server, loaded again when one of its files has changed, so that a renewed certificate needs no restart."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Load the TLS files; raises `BadInput` if one is missing or invalid."""
+        """Load the TLS files; raise `BadInput` if one is missing or invalid."""
         self._files, self._lock = files, threading.Lock()
         self._stamp, self._context = self._look(), files.context(server=True)
         self._warned = ""
@@ -164,7 +163,7 @@ class ReloadedContext:
                 try:
                     context = self._files.context(server=True)
                     self._files.check()
-                # the file may be half written; it is read again for the next connection
+                # a file may be half written now, so the next connection tries again
                 except (ValueError, OSError) as error:
                     self._warn(str(error))
                 else:
@@ -187,12 +186,12 @@ def stamp_of(path: Path) -> tuple[int, ...]:
         found = path.stat()
     except OSError:
         return (0, 0, 0, 0)
-    # ctime is included because a change of mode changes nothing else
+    # ctime, since chmod leaves the size and mtime as they are
     return (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def _site_in(folder: Path) -> str:
-    """Return the name of the one site whose certificate and key are in a folder; else raise `BadInput`."""
+    """Find the only certificate in a folder that has its private key beside it; return the site's name, or raise `BadInput`."""
     found = sorted(
         file.stem for file in folder.glob("*.key") if file.stem not in RESERVED and is_file(file.with_suffix(".crt"))
     )
@@ -208,7 +207,7 @@ def _site_in(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Certificate:
-    """The peer's certificate: holder, serial number, and whether its extended key usage fits the peer's role."""
+    """Certificate that a peer presented: its holder, serial number, and whether it allows the peer's role (server or client)."""
 
     holder: Holder | None
     serial: int
@@ -216,13 +215,13 @@ class _Certificate:
 
     @classmethod
     def proven(cls, stream: SocketStream, *, server: bool) -> Waits[_Certificate]:
-        """Do the TLS handshake and return the peer's certificate; ``server``: whether the peer must be a server."""
+        """Do the TLS handshake and return the peer's certificate; ``server``: whether the peer acts as the server."""
         assert isinstance(stream, TlsStream) and isinstance(stream.sock, ssl.SSLSocket)
         yield from stream.shaking_hands()
         if stream.sock.selected_alpn_protocol() != ALPN:
             raise Refused("bad-magic", "the other end speaks TLS, but is not raafl's")
         try:
-            # OpenSSL accepts a certificate without any extended key usage for every purpose
+            # a certificate without the extension "extended key usage" is allowed any role, as OpenSSL does
             found = x509.load_der_x509_certificate(stream.sock.getpeercert(binary_form=True) or b"")
             return cls(holder_of(uris_of(found)), found.serial_number, is_for(found, server=server))
         except (ValueError, x509.InvalidVersion):
@@ -230,7 +229,7 @@ class _Certificate:
 
 
 class _ServerTls(ServerLogin):
-    """A server's TLS login: it accepts clients whose certificate belongs to a site of the server's federation."""
+    """Server's login over TLS: it admits clients whose certificate names a site of the server's own federation."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._context = ReloadedContext(files)
@@ -254,7 +253,7 @@ class _ServerTls(ServerLogin):
                 )
             if not certificate.is_for_its_role:
                 raise Refused("bad-certificate", "it is for no client: it needs the extended key usage clientAuth")
-            # the digest before TLS only leads here, and anybody on the way could have changed it
+            # the digest sent before TLS chose this process, but was not protected; the one within TLS decides
             if self._run is not None and not hmac.compare_digest(token, self._run):
                 raise Refused("wrong-run", "the client asks for another run than the one to which it was led")
             return holder.site, certificate.serial
@@ -263,14 +262,14 @@ class _ServerTls(ServerLogin):
 
 
 class _ClientTls(ClientLogin):
-    """A site's TLS login: it accepts only a server whose certificate belongs to the same federation."""
+    """Client's login over TLS: it trusts only a server whose certificate names the client's own federation."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files, self._federation = files, ""
         self._revoked: Callable[[], frozenset[int]] = frozenset
         if files.crl is not None:
             self._revoked = Revocations(files.crl, files.ca).latest
-            self._revoked()  # fail early if the revocation list cannot be read
+            self._revoked()  # fail now, not at the first connection, if the revocation list cannot be read
         self._token = bytes(TOKEN_BYTES)
         if files.run is not None:
             self.preamble, self._token = preamble(files.run), digest_of(files.run)

@@ -54,11 +54,11 @@ _log = logging.getLogger(__name__)
 Then = Literal["go on", "wait", "end"]
 """What a client does after a refusal: take the next task; leave until the site is open again; leave for good."""
 
-_LONGEST_S = 60.0  # seconds between two checks of the clock, which may be set meanwhile
+_LONGEST_S = 60.0  # longest sleep in seconds, since somebody may set the clock meanwhile
 
 
 def _say(text: str) -> None:
-    """Log a line on this machine only; it is not sent to the server even if `SitePolicy.logs` allows its level."""
+    """Log a line on the client's machine only; `SitePolicy.logs` never sends it to the server."""
     _log.info(text, extra={"private": True})
 
 
@@ -75,7 +75,7 @@ class SiteClient(ClientExtension):
     def __init__(self, client: Client, gate: SiteGate) -> None:
         super().__init__(client)
         self._gate, gate.stopped = gate, client.stop.is_set
-        # each task is checked before its first step, and messages sent beside a task may exceed the site's byte limit
+        # no task may start before it was checked, and bytes sent beside a task would bypass the site's byte limit
         self.forbids = frozenset({"begin early", "send beside"} if gate.counts_bytes else {"begin early"})
 
     def before(self, assignment: Assignment) -> None:
@@ -110,7 +110,7 @@ class SiteGate(Gate):
         now: Callable[[], datetime] = datetime.now,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Open the site's books, if the policy needs any; raises BadInput if they cannot be read or written."""
+        """Open the site's record of used bytes and privacy budget, if the policy has limits; raise BadInput if that fails."""
         self.policy, self._say, self._now, self._sleep = policy, say, now, sleep
         self._logs = None if policy.logs is None else LogBuffer(policy.logs)
         self._hours, self.counts_bytes = policy.windows(), policy.max_bytes is not None
@@ -144,7 +144,7 @@ class SiteGate(Gate):
             if not mine:
                 raise PolicyRefusal(f"this run: its {kind} is {path}, but policy.{field} allows only {allowed}")
             if kind == "model":
-                self._models = mine  # checked once the model is built, since its digest covers its shapes
+                self._models = mine  # the digest covers the tensors' shapes, so it is checked once the model is built
             else:
                 self._check_digest(field, mine, digests[kind])
 
@@ -208,7 +208,7 @@ class SiteGate(Gate):
         return MeteredConnection(pair, self._moved, self._check_download)
 
     def _check_download(self, num: int) -> None:
-        """Refuse a download that exceeds the day's remaining bytes, before the server sends it."""
+        """Refuse a task whose download would exceed the site's byte limit for today, before the server sends it."""
         most, used = self.policy.max_bytes, self._bytes_today()
         if most is not None and used + num > most:
             self._day_is_over = _midnight_after(self._now())
@@ -224,7 +224,7 @@ class SiteGate(Gate):
                 self._books.add_bytes(num, self._now().date())
 
     def _closed(self) -> tuple[datetime, str] | None:
-        """Return the time at which the site opens, and why it is closed; None if it is open."""
+        """Return when the site opens again and why it is closed now; None if it is open."""
         now = self._now()
         opens = opens_at(self._hours, now)
         if opens is not None:
@@ -276,7 +276,7 @@ class SiteGate(Gate):
         return () if self._logs is None else self._logs.take()
 
     def _add_noise(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
-        """Record the release in the privacy budget, then clip the update and add noise to it in place."""
+        """Clip the update and add noise to it, in place, after recording the release in the site's privacy budget."""
         privacy = self.policy.privacy
         if privacy is None or self._books is None:
             return
@@ -296,7 +296,7 @@ class SiteGate(Gate):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Return a context for writing the site's books; if a write fails, the client leaves the run for good."""
+        """Return a context for writing the site's record of bytes and budget; if that fails, the client leaves the run for good."""
         try:
             yield
         except OSError as error:
@@ -335,7 +335,10 @@ class SiteGate(Gate):
             )
 
     def _check_samples(self, num_batches: int) -> None:
-        """Refuse a task that trains on too few samples: batches times batch size, at most all of the data."""
+        """Refuse a task that trains on fewer samples than the policy requires.
+
+        A client trains on batches times batch size samples, at most on all that it has.
+        """
         batch_size = self._trainer.training.batch_size or self._data.batch_size or 1
         num = min(num_batches * batch_size, self._data.num_samples)
         if num < self.policy.min_samples:
@@ -353,7 +356,7 @@ def model_digest(submodels: Submodels, digests: Mapping[str, str]) -> str:
 
 
 def _in_words(assignment: Assignment) -> dict[str, Any]:
-    """Describe a task as text for the person who is asked for consent."""
+    """Describe a task by its client, id and submodel, for the person who is asked for consent."""
     return {"client": assignment.client, "assignment": assignment.id, "submodel": str(assignment.spec)}
 
 
@@ -373,7 +376,7 @@ class LogBuffer(logging.Handler):
     """
 
     def __init__(self, allowed: SiteLogs) -> None:
-        """Store which log lines ``allowed`` permits; `listening` adds this handler to the loggers."""
+        """Create a handler that collects the log lines that ``allowed`` permits; `listening` attaches it to the loggers."""
         super().__init__(logging.getLevelNamesMapping()[allowed.level.upper()])
         self._names = allowed.loggers
         self._lines: deque[LogLine] = deque(maxlen=MAX_LOG_LINES - 1)
@@ -412,7 +415,7 @@ class LogBuffer(logging.Handler):
         return (LogLine("warning", f"{left_out} earlier lines are left out"), *lines) if left_out else lines
 
     def _is_alone(self, name: str) -> bool:
-        """Return whether a logger's records reach no other handler."""
+        """Check that no other handler receives a logger's records."""
         logger: logging.Logger | None = logging.getLogger(name)
         while logger is not None:
             if any(handler is not self for handler in logger.handlers):
@@ -441,7 +444,7 @@ class MeteredConnection(Connection):
 
     def send(self, message: Message, timeout_s: float | None = None) -> int:
         """Send a message; see `Connection.send`."""
-        # count the tensors before sending them, since messages received meanwhile are checked against the same limit
+        # count the tensors before they are sent: what arrives meanwhile is checked against the same byte limit
         announced = 0 if message.tensors is None else message.tensors.num_bytes
         self._moved(announced)
         sent = self._inner.send(message, timeout_s)
@@ -488,10 +491,9 @@ class Consents:
     """Asks people at the site for the consent that its policy requires."""
 
     def __init__(self, consent: Consent | None, ended: Callable[[], bool] = lambda: False) -> None:
-        """Create the spool folder if it is missing; raises BadInput if that fails.
+        """Create the folder for requests if it is missing; raise BadInput if that fails.
 
-        `consent`: whom to ask, and for what; None = nobody. `ended`: returns whether the run has ended, which ends
-        waiting.
+        `consent`: the policy's settings; None = nobody is asked. `ended`: called while waiting; True ends the wait.
         """
         self._consent, self.ended = consent, ended
         self._is_failing = False
@@ -521,7 +523,7 @@ class Consents:
         return is_given
 
     def _warn(self, folder: str, error: OSError) -> None:
-        """Warn that nobody can be asked for consent; repeat the warning only after a request has succeeded."""
+        """Warn that requests cannot be written, so that nobody can consent; once until a request succeeds."""
         if not self._is_failing:
             _log.warning(
                 f"policy.consent.folder is '{folder}', in which no file can be written ({error.strerror}): make room, "
@@ -531,7 +533,7 @@ class Consents:
         self._is_failing = True
 
     def _at_terminal(self, request: Mapping[str, Any], wait_s: float) -> bool:
-        """Show the request at the terminal and read a line; anything but yes in time counts as no."""
+        """Ask for consent at the terminal; return True only if somebody types yes within ``wait_s`` seconds."""
         lines = "\n".join(f"  {name}: {value}" for name, value in request.items())
         sys.stderr.write(f"{lines}\nConsent? [y/N] ")
         sys.stderr.flush()
@@ -543,13 +545,13 @@ class Consents:
         return False
 
     def _by_spool(self, folder: Path, request: Mapping[str, Any], wait_s: float) -> bool:
-        """Write the request to the spool folder and wait for the reviewer's answer file; none counts as no."""
+        """Write the request to a file and wait for the reviewer's answer file; return True only for a yes within ``wait_s``."""
         name = f"{datetime.now():%Y%m%d-%H%M%S}-{uuid4().hex[:8]}"
         new, file = folder / f"{name}.new", folder / f"{name}.json"
         yes, no = folder / f"{name}.yes", folder / f"{name}.no"
         try:
             new.write_text(json.dumps(request, indent=2, default=str) + "\n", encoding="utf-8")
-            new.rename(file)  # renamed, so that a reviewer never sees a half-written file
+            new.rename(file)  # rename the finished file, so that a reviewer never reads half of one
             deadline = time.monotonic() + wait_s
             while time.monotonic() < deadline and not self.ended() and not (yes.exists() or no.exists()):
                 time.sleep(_LOOK_S)

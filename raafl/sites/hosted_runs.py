@@ -39,16 +39,16 @@ INTERRUPTED: Final = 130
 
 _FOLDER: Final = ".raafl"
 _LONGEST_PATH: Final = 100  # a Unix socket's path has at most 107 bytes
-_LOCK_S: Final = 2.0  # another process may look whether the lock is held
+_LOCK_S: Final = 2.0  # seconds to wait for the lock, which another process takes briefly to look at it
 
 
 @dataclass(frozen=True)
 class Asked:
     """What was asked for a run."""
 
-    id: str  # drawn at random, so that clients tell a run from a later one of the same name
+    id: str  # random, so that clients can tell a new run from an earlier one of the same name
     since: float  # seconds since 1970
-    by: str | None = None  # site whose certificate submitted the config; None = it was put into the folder
+    by: str | None = None  # site that submitted the config; None = the config was put into the folder by hand
     min_clients: int | None = None  # number of clients with which it starts; None = all
     stop: bool = False  # whether it is to be stopped
 
@@ -100,7 +100,7 @@ class HostedRun:
         found = _read(self._own / "ended.json")
         code = None if found is None else found["code"]
         asked = self.asked
-        # a run that was interrupted though nobody asked to stop it goes on: the machine was shut down
+        # interrupted though nobody asked to stop it: the machine was shut down, so the run is to continue
         return None if code == INTERRUPTED and not (asked and asked.stop) else code
 
     def end(self, code: int) -> None:
@@ -124,7 +124,7 @@ class HostedRun:
         self.ask(replace(asked, stop=True))
         with suppress(OSError, ValueError):
             pid = int((self._own / "pid").read_text())
-            if self.is_kept:  # else the number may be another process's
+            if self.is_kept:  # else the run's process is gone, and its id may belong to another process by now
                 os.kill(pid, signal.SIGINT)
 
     def resume(self) -> None:
@@ -232,7 +232,7 @@ def _lock(descriptor: int) -> bool:
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Yield a path short enough for a Unix socket; a long path is replaced by one through the folder's descriptor."""
+    """Yield a path to ``path`` that is short enough for a Unix socket: through /proc/self/fd if it is too long itself."""
     plain = str(path.absolute())
     if len(os.fsencode(plain)) <= _LONGEST_PATH:
         yield plain

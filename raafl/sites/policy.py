@@ -193,7 +193,7 @@ class SitePolicy:
 
 
 def _check_names(field: str, entries: Sequence[str] | None) -> None:
-    """Raise `BadInput` for an entry whose name is unknown or whose digest is invalid."""
+    """Raise `BadInput` for an entry of a policy's list whose name is unknown or whose digest is malformed."""
     for entry in entries or []:
         name, at, digest = entry.partition("@")
         if at and not _DIGEST.fullmatch(digest):
@@ -208,7 +208,7 @@ def _check_names(field: str, entries: Sequence[str] | None) -> None:
 
 
 def _own_names(field: str) -> set[str]:
-    """Return the names of raafl's own classes and functions that the policy's field ``field`` may contain."""
+    """List raafl's own classes and functions that may stand in a policy's list ``field``, such as models."""
     from raafl.config.trust import registry
 
     return {entry.name for entry in registry()[KINDS[field]].values()}
@@ -286,7 +286,7 @@ class Hours:
         return min(begin for begin in self._around(at) if begin > at)
 
     def _around(self, at: datetime) -> list[datetime]:
-        """List the window's start times from the day before ``at`` to a week after it."""
+        """List the times at which the window starts, from the day before ``at`` to a week after it."""
         midnight = at.replace(hour=0, minute=0, second=0, microsecond=0)
         days = (midnight + timedelta(days=number) for number in range(-1, 8))
         return [day + timedelta(minutes=self.start) for day in days if day.weekday() in self.days]
@@ -300,7 +300,7 @@ def opens_at(hours: Sequence[Hours], at: datetime) -> datetime | None:
 
 
 def _days(text: str) -> frozenset[int] | None:
-    """Return the weekday numbers that ``text`` names (Monday = 0); None if it is invalid."""
+    """Parse weekdays such as ``mon-fri`` or ``sat,sun`` to numbers (Monday = 0); None if ``text`` is invalid."""
     days: set[int] = set()
     for part in text.split(","):
         names = part.split("-")
@@ -364,7 +364,7 @@ class BudgetSpent(Exception):
 
 
 def _after_update(used: Used, privacy: SitePrivacy) -> float:
-    """Return the new value of `Used.inverse_squares` after one more update."""
+    """Add one more update's 1 / sigma^2 to the sum in `Used.inverse_squares`, and return it; infinite without noise."""
     return used.inverse_squares + (privacy.noise_multiplier**-2 if privacy.noise_multiplier else math.inf)
 
 
@@ -375,9 +375,9 @@ class SiteBooks:
     """
 
     def __init__(self, folder: str) -> None:
-        """Open the books in ``folder``; create it, readable only by its owner, if it is missing.
+        """Open the record of a site's used bytes and budget in ``folder``; create the folder, for its owner alone, if missing.
 
-        Raises BadInput if the folder cannot be written or its books cannot be read.
+        Raises BadInput if the folder cannot be written or the record cannot be read.
         """
         self._folder = Path(folder)
         try:
@@ -444,7 +444,7 @@ class SiteBooks:
 
     @contextmanager
     def _changing(self, *, lasting: bool = False) -> Iterator[Used]:
-        """Lock and read the books, let the block change them, then write them."""
+        """Lock and read the record, let the ``with`` block change it, then write it; ``lasting``: flush it to disk."""
         with (self._folder / _LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             used = self.used()
@@ -523,7 +523,7 @@ def privatise(
         if norm > privacy.clip_norm:
             buffer.mul_(privacy.clip_norm / norm)
         if privacy.noise_multiplier > 0:
-            flat = buffer.flatten()  # a view, since the storage is contiguous
+            flat = buffer.flatten()  # view, not copy: the storage is contiguous
             noise = gaussian(key + number.to_bytes(4, "little"), len(flat))
             for piece, drawn in zip(torch.split(flat, CHUNK), noise, strict=True):
                 piece.add_((drawn * (privacy.noise_multiplier * privacy.clip_norm)).to(piece))

@@ -114,7 +114,7 @@ class Receipts:
         self.folder, self._signer, self._share = folder, signer, share
         self._remake()
         self._file: AppendFile[bytes] = AppendFile(folder / RECEIPTS, bytes, remake=self._remake, consequence=_LOST)
-        # randomness of the system, so that the run's seed does not reveal which tasks are stored
+        # the system's randomness: whoever knows the run's seed must not know which tasks can be audited
         self._draw = random.SystemRandom()
         self._kept: dict[Path, int] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inputs")
@@ -179,7 +179,7 @@ class Receipts:
         self._file.add(to_json({"receipt": text, "signature": signature}).encode() + b"\n")
 
     def _remake(self) -> None:
-        """Recreate the folder and the files that an audit reads, where they are missing."""
+        """Create the folder and the files that an audit reads, unless they exist."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self.folder / INPUTS).mkdir(exist_ok=True)
         for name, text in self._texts.items():
@@ -239,11 +239,12 @@ class ReceiptsClient(ClientExtension):
         leaves, trained = update.tensors.fingerprint(), work.notes["trained"]
         whole = client.trains_whole(assignment)
         as_it_is = client.plan is None or (client.plan.up is None and not client.plan.payload.is_resident)
-        # None if the server receives other values than these, for example compressed ones
+        # None if the server receives other values than these, such as compressed ones: the fingerprints could not be
+        # compared
         sent = leaves if whole and as_it_is and client.may("send as trained") else None
         head, num_samples = work.arrival.head, update.num_samples
         work.notes["receipt"] = receipt_of(assignment, head, trained=trained, sent=sent, num_samples=num_samples)
-        # a single process trained the whole model, and the site added no noise
+        # whether an audit can repeat the task: one process trained the whole model, and the site added no noise
         alone = whole and client.context.process_group is None and trained == leaves
         work.notes["inputs"] = self._receipts.draw_inputs(work.received) if alone else None
         plain(work)
@@ -345,7 +346,7 @@ def read_inputs(path: Path, layout_of: Callable[[], Layout]) -> FlatTensors:
     """
     try:
         return FlatTensors.from_named(load_plain(path), layout_of())
-    except Exception as error:  # torch.load raises errors of many types
+    except Exception as error:  # torch.load raises many types of error for a damaged file
         raise BadInput(
             f"inputs in '{path}' are damaged or of another model ({type(error).__name__}): restore the file from a "
             "copy, or delete it"
@@ -396,7 +397,7 @@ def compare(site: SiteReceipts, run: Path, books: Books) -> tuple[list[str], lis
 
 
 def _rows_of(run: Path, client: int) -> tuple[dict[int, JournalRow], dict[int, JournalRow]]:
-    """Return a client's journal rows of tasks and of updates, by assignment id, including rolled back ones."""
+    """Return a client's journal rows about assigned tasks, and those about updates, by assignment id; also of undone tasks."""
     assigned, arrived = dict[int, JournalRow](), dict[int, JournalRow]()
     for row in JournalReader(run).written():
         if row.get("client") != client:
@@ -442,7 +443,7 @@ def retrain(site: SiteReceipts, setup: ClientSetup, share: float) -> Retrained:
 
 
 def _problem_of_task(receipt: Receipt, path: Path, setup: ClientSetup) -> str | None:
-    """Train a task again and describe how its result differs from the receipt; None if it is bitwise equal."""
+    """Train a receipt's task again; describe how the result differs from the receipt, or return None if it is bitwise equal."""
     trainer: LocalTrainer = setup.trainer
     try:
         assignment = assignment_from_json(dict(receipt.assignment))

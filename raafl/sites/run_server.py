@@ -37,9 +37,9 @@ from raafl.watch.progress import plain
 from raafl.watch.state import follow
 
 _QUESTION_S, _PARTING_S, _CHECK_S = 30.0, 5.0, 300.0
-_MAX_ANSWERING = 64  # questions at once
+_MAX_ANSWERING = 64  # largest number of questions that are answered at the same time
 _MAX_LISTED = 2000
-_MAX_RUNS = 10_000  # configs in the folder; further ones are not submitted
+_MAX_RUNS = 10_000  # largest number of configs in the folder; a further one is refused
 _LOG_LINES = 20
 _log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class RunServer:
         self._stamps: dict[str, tuple[int, ...]] = {}
         self._told: set[str] = set()
         self._num_answering = 0
-        self._turns = TokenBucket()  # by site, since each asks with the same id
+        self._turns = TokenBucket()  # limits the questions of each site
         self._loop = SocketLoop()
         self._listener = Listener(
             address,
@@ -210,7 +210,7 @@ class RunServer:
         for run in configs(self._folder):
             if run.asked is None:
                 stamp = stamp_of(run.config)
-                # a config counts once two looks in a row find it unchanged, since it may be half written
+                # a config is read after two looks have found it unchanged: somebody may still be writing it
                 if self._stamps.get(run.name) != stamp:
                     self._stamps[run.name] = stamp
                     continue
@@ -220,12 +220,12 @@ class RunServer:
         self._runs, self._digests = found, {digest_of(name): run for name, run in found.items()}
 
     def _starts(self, name: str) -> bool:
-        """Return whether the process of a run was started and has not ended; it may not hold the run's lock yet."""
+        """Check whether a run's process was started and is still alive; at first it does not hold the run's lock yet."""
         child = self._children.get(name)
         return child is not None and child.process is not None and child.due_s is None and child.exit_code() is None
 
     def _start(self, name: str, run: HostedRun) -> bool:
-        """Start the process that keeps a run, if it has none and is not over; return whether that was done."""
+        """Start a run's process unless it has one, is over, or waits for its restart; return whether a process was started."""
         if self._starts(name) or run.state != "submitted":
             return False
         child = self._children.get(name)
@@ -284,7 +284,8 @@ class RunServer:
                 found = await self._loop.work(lambda: self.answer(question, peer))
                 answer = Message(Kind.RUNS, meta=found.to_meta())
             await self._loop.drive(connection.sending(answer))
-            await self._loop.drive(connection.receiving(no_tensors, _PARTING_S))  # until the peer closes
+            # wait until the peer closes, so that it can read the whole answer
+            await self._loop.drive(connection.receiving(no_tensors, _PARTING_S))
         except Refused as refused:
             _log.warning("a question of %s was refused: %s", sanitize_text(peer.site, 80), refused)
         except (PeerLost, PeerTimeout):
@@ -305,7 +306,7 @@ class RunServer:
             )
         try:
             if question.do == "submit":
-                with self._checks:  # one at a time; the other questions go on
+                with self._checks:  # one check at a time, outside the lock that the other questions need
                     check_config(self._folder, check_run_name(question.run), question.config, trusted=self._trusts)
             with self._lock:
                 if question.do == "list":
@@ -339,7 +340,7 @@ class RunServer:
             raise BadInput(f"run '{run.name}' exists: give another --name")
         if len(self._runs) >= _MAX_RUNS:
             raise BadInput(f"the server has {_MAX_RUNS:,} runs: move old ones out of its folder")
-        # first, since nobody may take the config for one that the server's owner has put there
+        # before the config is written: a config without this record counts as put there by the server's owner
         run.ask_first(site, question.min_clients)
         write(run.config, question.config.encode())
         _log.info("run '%s': submitted by '%s'", run.name, site)

@@ -72,11 +72,12 @@ class SiteTerms:
     """Contribution of a client's site to its groups."""
 
     run: str = ""  # digest of the client's config and model, which all members of a group must share
-    # signs this client's statements and checks the others'; None = no certificates, so a lying server is not detected
+    # signs this client's claims and checks those of others; None = no certificates, so that a lying server goes
+    # unnoticed
     keys: SiteKeys | None = None
     max_share: float = 1.0  # largest share of an opened sum that one site may have; only counts with ``keys``
     in_rounds: bool = False  # whether all members of a group train from the same version
-    # whether all clients of one version and submodel receive the same values, so that they are compared
+    # whether all clients of a version and submodel receive the same values, which members then compare by digest
     names_start: bool = False
     same_values: bool = False  # whether a sum hides this client only among members that received the same values
 
@@ -87,7 +88,7 @@ class MaskedClient(Questions):
     forbids = frozenset({"begin early", "send beside", "send logs", "send as trained"})
 
     def __init__(self, client: Client, merge: SecureSum, terms: SiteTerms | None = None) -> None:
-        """Store the arguments; ``terms``: statements and limits of the client's site, None = the defaults."""
+        """Store the arguments; ``terms``: what the client's site claims and limits, None = the defaults."""
         super().__init__(client)
         self._submodels, self._merge, self._terms = client.submodels, merge, terms or SiteTerms()
         self._scale = 1.0
@@ -122,12 +123,12 @@ class MaskedClient(Questions):
             warn_once(_log, f"client {client.info.id} takes no part in a sum: {error}")
             client.give_up(assignment, Failed(NOT_OPENED, error=str(error)))
         except Stopped:
-            pass  # the receiving thread has queued the reason
+            pass  # the thread that receives messages has queued the reason for the stop
         else:
             client.deliver(client.message(work, revealed), work)
 
     def _refusal(self, update: Update) -> str | None:
-        """Return the reason why an update cannot be encoded for masking; None if it can."""
+        """Find the weight scale with which an update can be encoded as integers; return a reason for refusal if there is none."""
         if update.refusal is not None:
             return update.refusal
         try:
@@ -182,7 +183,7 @@ class MaskedClient(Questions):
     def _claim(
         self, assignment: Assignment, answer: Answer, keys: bytes, received: FlatTensors
     ) -> tuple[Claim, GroupMember]:
-        """Return this client's claim, and the entry for this client that the server's list must contain."""
+        """Build this client's claim about itself, and the entry that the server's list of members must then have for it."""
         terms = self._terms
         if terms.keys is None:
             claim = Claim(terms.run)
@@ -193,9 +194,9 @@ class MaskedClient(Questions):
         return replace(claim, proof=terms.keys.prove(statement(terms.run, own))), own
 
     def _check(self, formed: Formed, own: GroupMember) -> None:
-        """Check that a group belongs to this client's run, lists this client unchanged, and has only certified members.
+        """Check that a group is of this client's run, lists this client as it claimed, and has only certified members.
 
-        Raises CannotOpen (bad-group) if it does not.
+        Raises CannotOpen (bad-group) if not.
         """
         group = formed.group
         listed = group.by_id.get(own.id)
@@ -213,18 +214,22 @@ class MaskedClient(Questions):
 
 
 def _start_of(assignment: Assignment, received: FlatTensors) -> str:
-    """Return a digest of a task's received values and learning rate, which must be equal within a group."""
+    """Hash a task's received values and learning rate, which must be equal for all members of a group."""
     return hashlib.sha256(f"{received.model_digest()} {assignment.lr_scale!r}".encode()).hexdigest()
 
 
 def _site_terms(setup: ClientSetup, files: TlsFiles | None) -> SiteTerms:
-    """Return the statements and limits of the client's site; ``files``: its certificate files, None = it has none."""
+    """Collect what a client's site claims and limits in secure aggregation.
+
+    ``files``: the site's certificate files; None = the federation has no certificates.
+    """
     equal = {name: digest for name, digest in setup.sections.items() if digest != "own"}
-    equal.pop("data", None)  # clients may have data of their own
+    equal.pop("data", None)  # clients may train on different data
     facts = Identity.of(setup.submodels, equal).to_meta()
-    facts.pop("raafl")  # clients of several versions may take part
+    facts.pop("raafl")  # clients may have different versions of raafl
     run = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    alike = setup.experiment.compress.down == "none"  # compressed values also depend on what a client was sent before
+    # with compression, received values also depend on what this client received before
+    alike = setup.experiment.compress.down == "none"
     in_rounds = isinstance(setup.experiment.algorithm.trigger, AllReported)
     policy = policy_of(setup.gate)
     keys = None
@@ -302,9 +307,9 @@ class SiteKeys:
                 )
 
     def _holder(self, chain: str) -> tuple[Holder | None, str, str]:
-        """Return a certificate's holder, its public key in the form that `is_signed` takes, and the key's fingerprint.
+        """Verify a certificate chain; return its holder, its public key in base64 and the key's fingerprint.
 
-        The holder is None if the certificate is not valid now.
+        The holder is None if the certificate is invalid, expired, revoked or not for clients.
         """
         try:
             leaf, *between = [

@@ -184,7 +184,7 @@ class Formed:
 
 
 def _member(row: Sequence[Any], specs: Sequence[Spec]) -> GroupMember:
-    """Read a group member from its row of a message; raises `Refused`, or errors such as KeyError for a malformed row."""
+    """Parse one group member from its row of a message; raise `Refused`, or an error such as KeyError if it is malformed."""
     key, mask, share, sign, place, num_samples, num_steps, counted, version, max_share, start, site = row
     said = {
         "key": key,
@@ -212,7 +212,7 @@ def _member(row: Sequence[Any], specs: Sequence[Spec]) -> GroupMember:
 
 
 def _share(value: object) -> float:
-    """Read a share, a number above 0 and up to 1; raise `Refused` for anything else."""
+    """Parse a share above 0 and up to 1; raise `Refused` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise Refused("bad-json", f"max_share is {sanitize_text(value, 40)}")
     return float(value)
@@ -445,7 +445,7 @@ class SimulatedSums(ClockExtension):
         groups = SecureGroups.of(simulation.coordinator)
         assert groups is not None
         self._groups = groups
-        self._ready: dict[int, Due] = {}  # by assignment: trained updates that wait until a group is complete
+        self._ready: dict[int, Due] = {}  # trained updates by assignment id, which wait until their group is complete
 
     def arrives(self, due: Due) -> bool:
         """Keep a task that is over until its group is complete."""
@@ -463,10 +463,10 @@ class SimulatedSums(ClockExtension):
         try:
             for due in dues:
                 update = simulation.trained(due)
-                # encoded into separate storage, since the next task reuses the trainer's
+                # encode into other storage: the trainer reuses its own for the next task
                 groups.encode(due.assignment, update, scale)
                 updates.append(update)
-        except TaskFailed as failed:  # all tasks of the group are trained again when the run is resumed
+        except TaskFailed as failed:  # when the run is resumed, all tasks of the group are trained again
             simulation.error = failed
             return
         for due in dues:

@@ -127,7 +127,7 @@ class MaskedSession(SessionExtension):
         return None
 
     def _room(self, layout: Layout) -> Callable[[Meta], FlatTensors]:
-        """Return a function that allocates CPU memory for what the client sends, since masks are added on the CPU."""
+        """Return a function that allocates memory for a client's message; on the CPU, where masks are added."""
         return lambda meta: self.session.setup.terms.storage(layout)
 
     def refusal(self, failed: Failed) -> str | None:
@@ -141,7 +141,7 @@ class MaskedSession(SessionExtension):
 
 @dataclass
 class _Running:
-    """A secure group whose protocol is in progress."""
+    """Secure aggregation of one group, in progress: the phase of the protocol and the messages that have arrived."""
 
     opening: Opening  # server's side of the protocol
     scale: float  # largest weight of a member
@@ -164,7 +164,7 @@ class SecureAggregator:
     """Secure aggregation in the server's main loop: it forms groups of clients, and computes the sum of each group's updates."""
 
     def __init__(self, groups: SecureGroups, note: Callable[[str], None]) -> None:
-        """Store the groups and ``note``, which is called with the reason if a sum cannot be opened."""
+        """Store the groups' rules, and ``note``, a function that is called with the reason if a sum cannot be opened."""
         self._groups, self._note = groups, note
         self._layouts = IntegerLayouts(groups.coordinator.state.submodels)
         self._ready: dict[int, SecureStep] = {}
@@ -186,11 +186,12 @@ class SecureAggregator:
             running.here[key] = step
             running.waiting.discard(key)
         elif running is not None and running.signed is not None and step.phase == "signed" and key in running.masked:
-            running.waiting.add(key)  # late, but its numbers are in the sum, so it can still help to open it
+            # the member is late, but its masked numbers are in the sum, so its shares can still help to open it
+            running.waiting.add(key)
             step.replies.put(running.signed)
-        elif step.phase != "opened":  # the member was too slow, and its group went on without it
+        elif step.phase != "opened":  # the member was too slow: its group continued without it
             step.replies.put(None)
-        elif key in self._groups.coordinator.roster.active:  # its group was given up meanwhile
+        elif key in self._groups.coordinator.roster.active:  # its group was given up, so its task is refused
             self._late.append(_refused(step))
 
     def lose(self, client: int, incarnation: int) -> None:
@@ -208,7 +209,7 @@ class SecureAggregator:
         Return the updates of a group that is finished, and updates that came too late for their group.
         """
         if self._running is None:
-            # a client that has joined again no longer has its earlier task
+            # a client that has joined again has lost its earlier task, so that task's message is dropped
             active = self._groups.coordinator.roster.active
             self._ready = {key: step for key, step in self._ready.items() if key in active}
             if self._groups.is_complete(self._ready):
@@ -241,7 +242,7 @@ class SecureAggregator:
         running.await_("shares", chosen)
 
     def _group(self, chosen: Mapping[int, SecureStep]) -> Group:
-        """Describe a group of clients by their own claims; the server may only lower their counted samples."""
+        """Describe a new group: its members by their own claims, with counted samples at most as many as each claims."""
         groups, coordinator = self._groups, self._groups.coordinator
         members = []
         for step in chosen.values():
@@ -254,7 +255,7 @@ class SecureAggregator:
         return Group(secrets.token_hex(16), tuple(members), threshold, groups.merge.min_cover, version, run, equal)
 
     def _advance(self, running: _Running, now: float) -> None:
-        """Move the group to its next phase with the members whose messages have arrived, or give it up."""
+        """Move a group to its next phase with the members that have answered; give it up if there are too few."""
         try:
             if running.phase != "opened" and len(running.here) < running.opening.group.threshold:
                 need = running.opening.group.threshold
@@ -308,9 +309,9 @@ class SecureAggregator:
         running.await_("opened", signers)
 
     def _signers(self, running: _Running, text: bytes) -> dict[int, SecureStep]:
-        """Return the steps with valid signatures by member; members with invalid ones are treated as lost.
+        """Return the messages whose signature of ``text`` is valid, by member; members with an invalid one count as lost.
 
-        Raises CannotOpen if too few members remain.
+        Raises CannotOpen if too few remain.
         """
         group, here = running.opening.group, dict(sorted(running.here.items()))
         signed = {key: step for key, step in here.items() if is_signed(text, step.signature, group.by_id[key].sign_key)}
@@ -336,7 +337,7 @@ class SecureAggregator:
             self._done.append(update)
 
     def _fail(self, running: _Running, why: str) -> None:
-        """Give up a group: each session refuses its member's task with this reason."""
+        """Give up a group: each member's task is refused with ``why``."""
         self._running, self._done = None, []
         self._note(f"a sum could not be read: {why}")
         for step in running.here.values():
@@ -359,7 +360,8 @@ class SecureLoop(LoopExtension):
         groups = SecureGroups.of(server.coordinator)
         assert groups is not None
         self._aggregator = SecureAggregator(groups, server.note)
-        self._deferred: deque[Event] = deque()  # events that wait until the group is finished
+        # events that arrived while a group was in progress; the coordinator gets them afterwards
+        self._deferred: deque[Event] = deque()
 
     @property
     def is_busy(self) -> bool:
@@ -372,7 +374,7 @@ class SecureLoop(LoopExtension):
             self._aggregator.take(item)
         elif isinstance(item, Lost):
             self._aggregator.lose(item.client, item.incarnation or 0)
-        elif isinstance(item, Arrived):  # an update from a client that takes no part in a sum, or no longer
+        elif isinstance(item, Arrived):  # an update that came unmasked, so its client is no member any more
             self._aggregator.lose(item.update.client, item.update.incarnation)
         if item is not None and not isinstance(item, ForExtension):
             self._deferred.append(item)

@@ -56,9 +56,9 @@ class Sites:
     """
 
     def __init__(self, path: Path, revoked: Callable[[], frozenset[int]], watched: tuple[Path, ...] = ()) -> None:
-        """Read the allow-list at ``path``; raises BadInput if it or the revocations are invalid.
+        """Read the allow-list at ``path``; raise BadInput if it or the revocation list is invalid.
 
-        `revoked`: reads the serial numbers of revoked certificates. `watched`: files on which ``revoked`` depends.
+        `revoked`: function that reads the serial numbers of revoked certificates. `watched`: the files that it reads.
         """
         self._sites = WatchedFiles("list of sites", (path,), lambda: read_sites(path))
         self._revoked = WatchedFiles("list of revoked certificates", watched, revoked)
@@ -110,7 +110,7 @@ class Sites:
 
     def reread(self) -> bool:
         """Read a list again if its files have changed; return whether a list is new. See `WatchedFiles.reread`."""
-        # each by itself: an invalid list must not prevent the other from being reloaded
+        # read both lists even if the first one is invalid
         new = [self._sites.reread(), self._revoked.reread()]
         if not any(new):
             return False
@@ -128,7 +128,7 @@ def read_sites(path: Path) -> dict[str, SiteRules]:
     """
     text = _text(path)
     try:
-        load_yaml(text)  # reports where the YAML is invalid, or names a site twice
+        load_yaml(text)  # the stricter loader reports where the YAML is invalid, and a site that is listed twice
         tree = {} if _is_empty(text) else load_untrusted_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
         problem = yaml_problem(error) if isinstance(error, yaml.YAMLError) else error
@@ -164,7 +164,7 @@ def _text(path: Path) -> str:
 
 
 def _is_empty(text: str) -> bool:
-    """Return whether a list contains only comments."""
+    """Check whether an allow-list has nothing but comments and empty lines."""
     return all(not line.strip() or line.lstrip().startswith("#") for line in text.splitlines())
 
 
@@ -193,7 +193,7 @@ def _rules(where: str, entry: Any) -> SiteRules:
 def _bounds(where: str, name: str, bound: Any) -> tuple[float, float]:
     if name not in _BOUNDED:
         raise BadInput(f"{where}.profile.{name} is unknown: {nearest(str(name), _BOUNDED)}")
-    try:  # YAML reads 5.0e12 as text
+    try:  # YAML reads 5.0e12 as text, so convert it
         least, most = map(float, bound if isinstance(bound, list) else (0.0, bound))
         sound = least <= most
     except (TypeError, ValueError):
@@ -249,10 +249,10 @@ class SiteSession(SessionExtension):
         signer: Signer | None,
         take_logs: Callable[[int, Sequence[LogLine]], None],
     ) -> None:
-        """Store the rules and the signer.
+        """Store the limits of the session's client and the signer.
 
-        `rules`: returns the limits of the client's site. `signer`: signs the journal's hash that is sent with each
-        task; None = unsigned. `take_logs`: called on any thread with the client's id and its log lines.
+        `rules`: returns the limits of a client by id. `signer`: signs the journal's hash that is sent with each task;
+        None = unsigned. `take_logs`: called on any thread with the client's id and its log lines.
         """
         super().__init__(session)
         self._rules, self._signer, self._take_logs = rules(session.client), signer, take_logs
@@ -272,7 +272,7 @@ class SiteSession(SessionExtension):
         self._take_logs(self.session.client, message.logs)
 
 
-# a file may become readable without a change of its own, when its folder does or file descriptors are free again
+# seconds until an unreadable file is tried again: it can become readable without any change of its own
 _RETRY_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -302,7 +302,7 @@ class WatchedFiles(Generic[T]):
     """
 
     def __init__(self, what: str, paths: tuple[Path, ...], read: Callable[[], T]) -> None:
-        """Read the value for the first time; errors of ``read`` are passed on."""
+        """Read the value for the first time with ``read``, whose errors are passed on."""
         self._what, self._paths, self._read = what, paths, read
         self._stamps = self._seen = self._look()
         self._failed: list[tuple[int, ...]] | None = None
@@ -323,7 +323,7 @@ class WatchedFiles(Generic[T]):
         value, problem = self.value, ""
         try:
             value = self._read()
-        except Exception as error:  # whatever the error is, keep watching: the next change may be a revocation
+        except Exception as error:  # keep watching: the next change of the file may revoke a certificate
             problem = str(error) or type(error).__name__
         if self._look() != before:
             return False
@@ -356,12 +356,12 @@ class ClientLogs:
     """Log lines of all clients of a run; callable from any thread. The file is created with the first line."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
-        """Store the path in ``folder``, and ``warn``, called once if writing fails or the file is full."""
+        """Store the path of the log file; ``warn`` is called once if writing fails or the file is full."""
         self._path, self._warn = folder / CLIENT_LOGS, warn
         self._bucket = TokenBucket(LINES_AT_ONCE, LINE_EVERY_S)
         self._dropped: Counter[int] = Counter()
         self._file: AppendFile[dict[str, Any]] | None = None
-        self._left_bytes: int | None = None  # None = the file is not open yet
+        self._left_bytes: int | None = None  # bytes that the file may still grow; None = it is not open yet
         self._lock, self._is_closed = threading.Lock(), False
 
     def add(self, client: int, lines: Sequence[LogLine]) -> None:

@@ -131,7 +131,7 @@ def run_comparison(
     if draws:
         report.check_drawing()
     search = comparison.search
-    # raises for an invalid option before any run starts
+    # an invalid option of the search is reported here, before any run starts
     studies = search is not None and search.sampler is not None
     trials = {} if search is None or studies else trials_of(comparison, search)
     if search is not None and studies:
@@ -146,7 +146,7 @@ def run_comparison(
         }
 
     runs = reported({label: some[0].settings for label, some in trials.items()})
-    # check the rows before their searches, which may rightly find equal settings for two rows
+    # before the searches: two rows may find equal settings, but must not start equal
     check_distinct(runs)
     runner = Runner(folder / "runs", jobs, any_code, tell, ranks, cluster)
     best: dict[str, Trial] = {}
@@ -156,7 +156,8 @@ def run_comparison(
         best = run_trials(trials, comparison, search, runner)
     if best:
         runs = reported({label: trial.settings for label, trial in best.items()})
-    by_seed = [run for some in zip(*runs.values(), strict=True) for run in some]  # ordered by seed, then by row
+    # so that all rows have runs with the first seed before any row has one with the second
+    by_seed = [run for some in zip(*runs.values(), strict=True) for run in some]
     outcomes = runner.run_all(by_seed, comparison.metric)
     found = report.result(comparison, outcomes, trials, best, folder) | {"not_run": list(not_run)}
     return ComparisonResult(found, folder, report.write(found, folder, draws=draws))

@@ -22,16 +22,16 @@ SAMPLERS = ("tpe", "random", "gp")
 PRUNERS = ("halving", "median")
 _log = logging.getLogger(__name__)
 _HOLDOUT = 0.1
-_OF_A_RUN = {"model", "data", "algorithm"}  # fields that belong in the config of a run, not in a comparison
+_OF_A_RUN = {"model", "data", "algorithm"}  # sections of a run's config, which a comparison must not contain
 
 
 @dataclass(frozen=True)
 class Halving:
     """Settings of successive halving: trials run with a part of the budget, and the better ones again with twice as much."""
 
-    # number of stages after which trials are compared; each stage has twice the budget of the one before
+    # number of stages; after each, the trials are compared, and the next stage has twice the budget
     rungs: int = 3
-    # share of the trials that continue in the next stage, above 0 and below 1; at least one continues
+    # share of the trials that continue after a stage, above 0 and below 1; at least one continues
     keep: float = 0.5
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Range:
 
     low: float
     high: float
-    log: bool = False  # whether values are drawn evenly by their logarithm
+    log: bool = False  # whether values are drawn uniformly by their logarithm
 
     @property
     def whole(self) -> bool:
@@ -94,7 +94,7 @@ class Search:
             reach it is the worst; None = they are compared by the metric at their end.
     """
 
-    grid: Mapping[str, Any]  # values of each option to try: lists or, with a sampler, ranges
+    grid: Mapping[str, Any]  # values to try for each option: lists or, with a sampler, ranges
     seeds: tuple[int, ...]
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     trials: int | None = None
@@ -169,7 +169,7 @@ class Search:
                     )
 
     def _check_study(self, labels: Sequence[str]) -> None:
-        """Raise `BadInput` unless the fields of a search by an Optuna sampler are valid and fit together."""
+        """Check the settings of an Optuna search; raise `BadInput` if one is invalid or excludes another."""
         for name, value, known in (("sampler", self.sampler, SAMPLERS), ("pruner", self.pruner, PRUNERS)):
             if value is not None and value not in known:
                 raise BadInput(f"search.{name} is '{value}': {nearest(value, known)}")
@@ -253,7 +253,7 @@ class Comparison:
             self.search.check(list(self.rows), self.seeds)
 
     def _check_distance(self) -> None:
-        """Raise `BadInput` unless ``eval_every`` is set once for all rows, in seconds or samples."""
+        """Check that ``eval_every`` is set once for all rows, in seconds or samples; raise `BadInput` otherwise."""
         if self.eval_every is None:
             return
         from raafl.config.options import distance
@@ -348,7 +348,7 @@ def of_fields(raw: Mapping[str, Any], name: str, where: str, variant: str | None
     """
     raw = _variant({**raw, "name": name if raw.get("name") is None else str(raw["name"])}, variant)
     if raw.get("baseline") is not None:
-        raw["baseline"] = str(raw["baseline"])  # YAML may read the label as a number
+        raw["baseline"] = str(raw["baseline"])  # YAML reads a label such as 1.5 as a number
     raw = with_direction(check_fields(raw, Comparison, ""), Comparison.metric)
     for needed in ("config", "rows", "seeds"):
         if needed not in raw:
@@ -366,7 +366,7 @@ def of_fields(raw: Mapping[str, Any], name: str, where: str, variant: str | None
 
 
 def _variant(raw: Mapping[str, Any], variant: str | None) -> dict[str, Any]:
-    """Return a comparison file's fields with those of one variant applied."""
+    """Return the fields of a comparison file with those of ``variant`` in place of its own; None = no variant."""
     variants = {
         name: mapping(f"variants.{name}", fields) for name, fields in labelled("variants", raw.get("variants")).items()
     }

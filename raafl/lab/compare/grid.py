@@ -32,7 +32,7 @@ from raafl.lab.compare.search import Trial, run_trials, trials_of
 Cell = tuple[str, str]
 """Name of a task and of a fleet."""
 
-_ALL = "*"  # key under which a fleet gives the devices for all learning tasks
+_ALL = "*"  # key in `GridFleet.devices` that stands for all learning tasks
 TASK_S = "{task_s}"
 """Stands in a method's options for the seconds that a task should take: the fleet's `task_s` of the task."""
 
@@ -41,7 +41,7 @@ TASK_S = "{task_s}"
 class GridTask:
     """A learning task of a grid (comparisons of the same methods on several tasks and fleets): a model with its data."""
 
-    name: str  # name of the task's file
+    name: str  # name of the task, from its file
     # base config of all runs: a file, relative to the task's file, or the name of one of raafl's own configs
     config: str
     # values to try for each option, unless the method has values of its own for this task
@@ -58,14 +58,14 @@ class GridTask:
 class GridFleet:
     """A fleet (devices of all clients) on which a grid compares methods, with the virtual time of a run for each learning task."""
 
-    name: str  # name of the fleet's file
-    # value of `devices` in a config: `fleet:NAME`, a device file, or a list of devices; or one of these for each
-    # learning task
+    name: str  # name of the fleet, from its file
+    # value of `devices` in a config (`fleet:NAME`, a device file, or a list), by the learning task's name or `*` for
+    # all
     devices: Mapping[str, str]
-    # virtual duration of a run for each learning task, by name: a number of seconds, or 90s, 5m, 2h
+    # virtual duration of a run, by the learning task's name: a number of seconds, or 90s, 5m, 2h
     max_time: Mapping[str, float | str]
-    # seconds that a client should train at a time, for each learning task, by name. Where a method's options
-    # contain the text `{task_s}`, this number takes its place
+    # seconds that a client should train at a time, by the learning task's name; replaces `{task_s}` in a method's
+    # options
     task_s: Mapping[str, float] = field(default_factory=dict)
     about: str = ""  # description for readers, in one sentence
 
@@ -74,12 +74,12 @@ class GridFleet:
 class GridMethod:
     """A federated method of a grid of comparisons; it becomes a row of each comparison."""
 
-    name: str  # name of the method, which labels its rows in the tables
-    options: Options  # options of all of its runs
-    # further options for single learning tasks, by the task's name
+    name: str  # name of the method, which is the label of its rows
+    options: Options  # options of all its runs
+    # further options on single learning tasks, by the task's name
     tasks: Mapping[str, Options] = field(default_factory=dict)
-    # values of options to try for each learning task, by the task's name; None = the values that the task's file
-    # gives. All methods get equally many trials
+    # values to try for options on single learning tasks, by the task's name; other tasks use the values in the task's
+    # file
     search: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
     about: str = ""  # description for readers, in one sentence
 
@@ -88,7 +88,7 @@ class GridMethod:
 class GridSearch:
     """Search for the settings of each method of a grid, with equally many trials for each, on one fleet."""
 
-    fleet: str  # name of the fleet for the trials; the best settings are then used on all fleets
+    fleet: str  # name of the fleet on which trials run; their best settings are then used on all fleets
     seeds: tuple[int, ...]  # seeds of the trials; they must not be seeds of the grid
     options: Options = ()  # further options of the trials
 
@@ -104,11 +104,10 @@ class Grid:
     seeds: tuple[int, ...]  # seeds of the reported runs
     search: GridSearch  # search for the settings of each method
     baseline: str | None = None  # label of the method with which the others are compared; None = the first
-    # number of evaluations of each run, at equal distances of its virtual time; None = as each method's options
-    # say
+    # number of evaluations of each run, evenly spaced in virtual time; None = as the methods' options say
     evaluations: int | None = None
-    # number of runs per row that are recomputed from their journals (the event logs in the run folders); a row is
-    # accepted only if these replays give the same models
+    # number of runs of each row that are replayed from their journals; a row counts only if each replay gives the same
+    # model
     replays: int = 1
     about: str = ""  # description for readers, in one paragraph
 
@@ -247,7 +246,7 @@ def read_grid(path: Path, more: Sequence[Path] = ()) -> Grid:
 
 
 def _texts(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return ``given`` with the fields ``names`` converted to text, since YAML may read a name as a number."""
+    """Convert the fields ``names`` to text, since YAML reads a name such as 007 as a number."""
     return {name: str(one) if name in names and one is not None else one for name, one in given.items()}
 
 
@@ -328,14 +327,14 @@ Tell = Callable[[str], None]
 class GridRuns:
     """Record of the runs of a grid that have finished."""
 
-    # trials of each method's search, by name of the learning task
+    # trials of each method's search, by the learning task's name, then by the method's
     trials: dict[str, Mapping[str, Sequence[Trial]]] = field(default_factory=dict)
-    # the best trial of each method, by name of the learning task
+    # best trial of each method, by the learning task's name, then by the method's
     best: dict[str, Mapping[str, Trial]] = field(default_factory=dict)
-    # outcomes of the finished runs, by name of the learning task and of the fleet
+    # outcomes of the finished runs, by the names of task and fleet
     outcomes: dict[Cell, list[Outcome]] = field(default_factory=dict)
-    # results of replays (runs computed again from their event logs), by name of the run's folder: the reason why
-    # the replay gave another model; None = it gave the same
+    # result of each replay, by the name of the run's folder: how its model differs from the run's, or None if it is
+    # equal
     replays: dict[str, str | None] = field(default_factory=dict)
 
 
@@ -388,7 +387,7 @@ def _search(grid: Grid, runner: Runner, found: GridRuns, finished_only: bool) ->
         comparison = grid.comparison((task, grid.search.fleet))
         assert comparison.search is not None
         trials = trials_of(comparison, comparison.search)
-        if finished_only:  # skip methods whose trials are incomplete
+        if finished_only:  # leave out methods whose search has not finished
             runs = {label: [run for trial in some for run in trial.runs] for label, some in trials.items()}
             trials = {label: some for label, some in trials.items() if all(map(runner.find, runs[label]))}
         found.trials[task] = trials
@@ -396,7 +395,7 @@ def _search(grid: Grid, runner: Runner, found: GridRuns, finished_only: bool) ->
 
 
 def _runs(grid: Grid, found: GridRuns) -> dict[Run, Cell]:
-    """Return the runs of all cells, ordered by method."""
+    """List the runs of all cells with their cells, one method after the other."""
     listed: list[tuple[Run, Cell]] = []
     for cell in grid.cells:
         best = found.best[cell[0]]
@@ -420,7 +419,7 @@ def _outcomes(runs: list[Run], runner: Runner, finished_only: bool) -> list[Outc
 
 
 def _replay(due: Sequence[Outcome], jobs: int, tell: Tell, replays: dict[str, str | None], finished_only: bool) -> None:
-    """Replay runs that were not replayed yet, and record whether each replay gives the model in the run's summary."""
+    """Replay runs that have not been replayed, several at a time, and store in ``replays`` how each model differs."""
     left = []
     for outcome in due:
         if _was_replayed(outcome):

@@ -23,7 +23,7 @@ from raafl.lab.compare.statistics import ALPHA, RankTest, holm, rank_test
 from raafl.runfolder.schema import JOURNAL
 
 SCHEMA = 2
-_BY_INTERVALS = 1  # number of the older result format, which left out seeds that did not reach the target
+_BY_INTERVALS = 1  # number of an older format, whose means left out seeds that did not reach the target
 Row = Mapping[str, Any]
 
 
@@ -75,7 +75,7 @@ def _cell(grid: Grid, runs: GridRuns, cell: Cell, folder: Path) -> dict[str, Any
 
 
 def _accepted(grid: Grid, runs: GridRuns, cell: Cell, row: dict[str, Any]) -> dict[str, Any]:
-    """Add the field ``accepted`` to a row: True = all replays are equal, False = one is not, None = one is missing."""
+    """Add the field ``accepted`` to a row: True = all replays gave equal models, False = one did not, None = some are missing."""
     due = replayed_seeds(grid, cell, row["row"])
     verdicts = {run["seed"]: _replayed(runs, run) for run in row["runs"] if "error" not in run and run["seed"] in due}
     if any(why for why, _ in verdicts.values()):
@@ -122,7 +122,7 @@ def standings(rows: Sequence[Row], *, maximize: bool) -> dict[str, dict[str, Any
 
 
 def _order(median_s: float | None, reached: float) -> tuple[float, float]:
-    """Return a method's sort key: its median time or, if it has none, the number of seeds that reached the target."""
+    """Return a method's sort key: by its median time or, if too few seeds reached the target, by how many did."""
     return (math.inf, -reached) if median_s is None else (median_s, 0.0)
 
 
@@ -133,13 +133,13 @@ def _first(targets: Mapping[str, Any], key: str | None = None) -> float | None:
 
 
 def _rank(values: Mapping[str, float | None], label: str) -> int:
-    """Return a row's rank: 1 + the number of better rows; rows without a value share the last rank."""
+    """Compute a row's rank as 1 + the number of rows with smaller values; rows without a value share the last rank."""
     own = values[label]
     return 1 + sum(value is not None and (own is None or value < own) for value in values.values())
 
 
 def _dominates(one: tuple[float | None, float | None], other: tuple[float | None, float | None]) -> bool:
-    """Check whether ``one``, a pair of time and bytes, is at most ``other`` in both, and less in one of them."""
+    """Check whether a row is at most another one in both time and bytes, and less in one of them; None counts as infinite."""
     ours, theirs = ([math.inf if value is None else value for value in pair] for pair in (one, other))
     return all(a <= b for a, b in zip(ours, theirs, strict=True)) and ours != theirs
 
@@ -305,7 +305,7 @@ _ACCEPTED = {True: "yes", False: "NO", None: "not replayed"}
 
 
 def _behind_cell(behind: Mapping[str, Any] | None, label: str) -> str:
-    """Format the ratio of a method's median time to the leader's, and the rank test: `1.8 x (9 of 9 pairs, p 0.1)`."""
+    """Format a row's time as a multiple of the fastest row's, with the rank test: `1.8 x (9 of 9 pairs, p 0.1)`."""
     if behind is None or behind["of"] == label:
         return ""
     ratio = "never" if behind["ratio"] is None else f"{short(behind['ratio'])} x"
@@ -348,7 +348,7 @@ def verify_grid(
 
 
 def _drawn(grid: Grid, found: Mapping[str, Any], share: float, seed: int) -> dict[Run, tuple[str, Mapping[str, Any]]]:
-    """Draw a share of the result's runs to repeat; return each with its cell's name and its entry in the result."""
+    """Draw a share of a result's runs at random to repeat them; return each with its cell's name and its entry in the result."""
     listed = [
         (cell, row, run)
         for cell in found["cells"]
@@ -372,7 +372,7 @@ def _drawn(grid: Grid, found: Mapping[str, Any], share: float, seed: int) -> dic
 
 
 def _settings(grid: Grid, cell: Mapping[str, Any], row: Mapping[str, Any]) -> Options:
-    """Return a row's settings; raises `BadInput` unless the grid's search tries them."""
+    """Read a row's settings from a result; raise `BadInput` unless the grid's search would try them."""
     search = grid.comparison((cell["task"], grid.search.fleet)).search
     settings = tuple(map(str, row["searched"]["settings"]))
     if search is None or settings not in search.settings(row["row"]):

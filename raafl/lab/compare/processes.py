@@ -87,9 +87,9 @@ def _ended_on_error(processes: Collection[BaseProcess]) -> Iterator[None]:
 
 
 def _end(processes: Collection[BaseProcess]) -> None:
-    """Interrupt processes and wait until they end; a run ends after its current event, with a checkpoint."""
+    """Interrupt runs and wait until they have ended, each after its current event and with a checkpoint."""
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):  # the process has just ended
+        with contextlib.suppress(ProcessLookupError):  # the process has ended meanwhile
             os.kill(cast(int, process.pid), signal.SIGINT)
     for process in processes:
         process.join()
@@ -98,8 +98,8 @@ def _end(processes: Collection[BaseProcess]) -> None:
 def start(argv: Sequence[str], log: Path, num_ranks: int = 1, cluster: Cluster | None = None) -> BaseProcess:
     """Start a command of raafl in a new process, which ends when this process ends; with a cluster, it waits for the job there."""
     process = _new_process(argv, log, num_ranks) if cluster is None else _new_waiter(argv, log, cluster)
-    # The forkserver and its tracker inherit this mask; without it a signal to the process group would end them, and
-    # nobody could wait for the runs any more. Python starts the tracker first, and then unblocks signals.
+    # Block signals while the forkserver and its resource tracker start: both inherit the mask, so that a Ctrl-C for the
+    # whole process group does not end them. Python unblocks signals once it has started the tracker.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
@@ -184,17 +184,17 @@ def ranks_log(log: Path) -> Path:
 def set_up_process(log: Path) -> None:
     """Prepare a new process, from inside: send its output to the file ``log``, lock the file, and end with the parent."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_OUTSIDE)
-    os.setsid()  # so that a terminal's Ctrl-C reaches only the parent, which passes it on once
+    os.setsid()  # a new session: a Ctrl-C at the terminal reaches only the parent, which passes it on once
     with log.open("ab", buffering=0) as file:
         _lock(file.fileno(), log)
-        # the lock belongs to the open file, and is held as long as any of its descriptors is open
+        # a lock of the open file lasts as long as any of its descriptors, so also while the output goes there
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """Interrupt this process once its parent has ended, so that it does not collide with a later run in the same folder."""
+    """Interrupt this process when its parent ends; otherwise a later run could meet it in the same folder."""
     parent = mp.parent_process()
     if parent is not None:
         parent.join()
@@ -253,9 +253,6 @@ def replay_difference(run: Mapping[str, Any] | Summary | None, log: Path) -> str
 
 
 # Run the runs of a comparison on a cluster: as jobs of Slurm (by submitit), or as tasks of Ray.
-#
-# Each run keeps a small process here, which submits it, waits for it, and ends with its exit code; so runs are found, resumed,
-# interrupted and listed as those of this machine are. The run's folder must be on a file system that the cluster shares.
 
 Name = Literal["ray", "slurm", "local"]
 _CLUSTER_LOOK_S = 2.0
@@ -328,7 +325,7 @@ class Cluster:
 
         shares = dict(self.options)
         ray.init(address=shares.pop("address", "auto"), logging_level=logging.ERROR, log_to_driver=False)
-        # the run is resumed where its worker died
+        # Ray starts the task again, on another worker, however often one dies; the run is then resumed
         submitted = ray.remote(_Job.__call__).options(max_retries=-1, name="raafl run", **shares).remote(job)
         try:
             while not ray.wait([submitted], timeout=_CLUSTER_LOOK_S)[0]:
@@ -342,13 +339,13 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Job:
-    """A command to run on another machine; if the job is started again, its run resumes from the last checkpoint."""
+    """Command that runs on another machine; if the cluster starts it again, the run resumes from its last checkpoint."""
 
     argv: tuple[str, ...]
     log: str
 
     def __call__(self) -> int:
-        """Run the command on this machine, and return its exit code."""
+        """Run the command on the machine that the cluster has chosen; return its exit code."""
         argv = self.argv
         if "--output" in argv and newest(folder := Path(argv[argv.index("--output") + 1])) is not None:
             argv = (argv[0], "--resume", str(folder), "--progress", "quiet")
@@ -356,13 +353,13 @@ class _Job:
             process = subprocess.Popen([sys.executable, "-m", "raafl", *argv], stdout=log, stderr=log)
             try:
                 return process.wait()
-            except BaseException:  # the job is cancelled: the run saves its state first
+            except BaseException:  # the cluster cancels the job: let the run write a checkpoint first
                 process.send_signal(signal.SIGINT)
                 process.wait()
                 raise
 
     def checkpoint(self) -> Any:
-        """Return the job, so that it is queued again after Slurm has taken its node away; called by submitit."""
+        """Let submitit queue the job again after Slurm has taken its machine away."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)

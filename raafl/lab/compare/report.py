@@ -92,7 +92,7 @@ def write(result: Mapping[str, Any], folder: Path, *, draws: bool = True) -> lis
             "table.tex": latex(table).encode(),
         },
     )
-    # draw after the numbers are saved, so that an error here loses nothing
+    # after the numbers were saved: an error while drawing loses nothing
     groups = groups_of(result, folder) if draws else []
     if groups:
         page_text = _page(result, table, groups)
@@ -235,7 +235,7 @@ def quoted(label: str) -> str:
 
 
 def _rounded(mean: float, half: float) -> str:
-    """Format a mean and the half-width of its interval, rounded to two significant digits of the half-width."""
+    """Format a mean and the half-width of its interval, both with as many decimals as give the half-width two digits."""
     if not (math.isfinite(mean) and math.isfinite(half) and half > 0):
         return f"{short(mean)} ± {short(half)}"
     decimals = max(0, 1 - math.floor(math.log10(half)))
@@ -264,7 +264,7 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
 
 
 def _mixed_modes(result: Mapping[str, Any]) -> list[str]:
-    """Return a warning if only some rows were trained with ``batch_clients: fast``, whose last bits differ."""
+    """Warn if some rows were trained with ``batch_clients: fast`` and others not, since results then differ in the last bits."""
     is_fast = {row["row"]: any(run.get("batch_clients") == "fast" for run in row["runs"]) for row in result["rows"]}
     if len(set(is_fast.values())) < 2:
         return []
@@ -275,9 +275,9 @@ def _mixed_modes(result: Mapping[str, Any]) -> list[str]:
 
 
 def _unlike_evaluations(result: Mapping[str, Any]) -> list[str]:
-    """Return a warning if rows were evaluated at different distances, such as each after so many of its own versions.
+    """Warn if rows were evaluated at unlike intervals, such as each after a number of its own versions.
 
-    Rows count as alike if their evaluations are equally far apart, either in virtual time or in merged updates.
+    Rows are alike if the intervals are about equal either in virtual time or in merged updates.
     """
     if result.get("eval_every") is not None:
         return []
@@ -298,15 +298,15 @@ def _unlike_evaluations(result: Mapping[str, Any]) -> list[str]:
 
 
 def _are_alike(distances: Iterable[float]) -> bool:
-    """Check whether the largest distance between evaluations is at most 1.1 times the smallest."""
+    """Check whether the rows' intervals between evaluations differ by at most 10 %."""
     known = list(distances)
     return bool(known) and max(known) <= 1.1 * min(known)
 
 
 def _spacing(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return the mean distance between evaluations of a row's runs, in the unit ``name``: time_s or updates.
+    """Compute the mean interval between evaluations of a row's runs, in seconds or updates, as ``name`` says.
 
-    Runs with fewer than two evaluations, or without that field, do not count; None if none is left.
+    Runs with fewer than two evaluations, or without that field, are left out; None if no run remains.
     """
     counted = [run for run in runs if len(run.get("curve", ())) > 1 and run.get(name) is not None]
     num = sum(len(run["curve"]) - 1 for run in counted)
@@ -365,7 +365,7 @@ def _escaped(cell: str) -> str:
 
 
 def _whole_trials(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the trials of a row's search that no pruner ended early."""
+    """List the trials of a row's search that ran to their end, without those that a pruner stopped."""
     searched = row.get("searched") or {"trials": []}
     return [trial for trial in searched["trials"] if "cut_after" not in trial]
 
@@ -401,11 +401,11 @@ class Forecast:
 
     row: str  # label of the row
     runs: int  # number of reported runs of the row, one for each seed
-    trials: float  # number of runs for the search; a trial that ends early counts as a part of a run
+    trials: float  # number of runs for the search; trials that end early count as fractions
     updates: int = 0  # number of merged updates of a run
     time_s: float = 0.0  # virtual seconds of a run
     num_bytes: float = 0.0  # number of bytes sent and received by all clients in a run
-    here_s: float = 0.0  # seconds that one process on this machine needs for a run, including evaluations
+    here_s: float = 0.0  # seconds that one process on this machine needs for one run, with its evaluations
     problem: str | None = None  # reason why the row cannot be predicted; all numbers are then 0
 
     @property
@@ -480,7 +480,10 @@ def _row(comparison: Comparison, label: str, machine: Profile) -> Forecast:
 
 
 def _evaluations(experiment: Experiment, world: World, found: Prediction, factor: float) -> float:
-    """Estimate a run's number of evaluations; ``eval_every`` in seconds or samples gives at most one per version."""
+    """Estimate the number of evaluations of a run from the predicted one.
+
+    There is at most one for each version; ``factor`` is the length of the run as a multiple of the predicted one.
+    """
     versions, every = found.versions * factor, distance("eval_every", experiment.eval_every)
     if every is None:
         return versions / len(world.clients)
@@ -493,7 +496,7 @@ def _evaluations(experiment: Experiment, world: World, found: Prediction, factor
 
 
 def _updates(experiment: Experiment, found: Prediction) -> int:
-    """Predict how many updates a run merges within its limits, assuming that it never reaches its target."""
+    """Predict how many updates a run merges until its time or update limit; a target, which could end it sooner, is ignored."""
     limit_s, updates = seconds("max_time", experiment.max_time), experiment.max_updates
     in_time = None if limit_s is None or not found.update_s else int(limit_s / found.update_s)
     return min((limit for limit in (in_time, updates) if limit is not None), default=found.updates)
@@ -504,10 +507,10 @@ def _tested(world: World) -> int:
 
 
 def _share(comparison: Comparison) -> float:
-    """Return the mean training of a trial under successive halving, as a share of a full run."""
+    """Compute the mean training of a trial under successive halving, as a share of a full run."""
     halving = comparison.search.halving if comparison.search else None
     spent, left = 0.0, 1.0
     for fraction in rungs(halving):
-        spent += left * fraction  # each stage trains from the start
+        spent += left * fraction  # each stage starts its trials from scratch
         left *= halving.keep if halving else 1.0
     return spent

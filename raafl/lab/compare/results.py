@@ -81,14 +81,14 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
 
 
 def _megabytes_at(folder: Path) -> list[tuple[float, float]]:
-    """Return for each evaluation its time in seconds, and the megabytes sent and received until then."""
+    """Read from a run's metrics file the pairs (seconds, megabytes sent and received until then), one for each evaluation."""
     with (folder / METRICS).open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [(float(row["time_s"]), (float(row["bytes_up"]) + float(row["bytes_down"])) / 1e6) for row in rows]
 
 
 def _last_before(curve: Curve, time_s: float | None) -> float | None:
-    """Return the last value of a curve at or before ``time_s``; None if there is no such value, or ``time_s`` is None."""
+    """Return the last value of a curve at or before ``time_s``; None if there is none, or if ``time_s`` is None."""
     return None if time_s is None else next((value for at, value in reversed(curve) if at <= time_s), None)
 
 
@@ -111,9 +111,10 @@ def _costs(summary: Summary) -> dict[str, Any]:
 
 
 def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
-    """Return figures of each client's last evaluation on its own test data.
+    """Summarise the clients' last evaluations on their own test data.
 
-    They are the means of all metrics, weighted by samples, and the worst client's value of the comparison's metric.
+    The result has the means of all metrics, weighted by samples, and the worst client's value of the comparison's
+    metric.
     """
     last: dict[str, dict[str, str]] = {}
     with (folder / CLIENTS).open(newline="") as file:

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from raafl.config.parse import Parsed
     from raafl.lab.compare.processes import Cluster
 
-_FAILED = 1  # exit code of a run that failed by itself, such as one that diverged
-_OF_RAAFL = ("raafl", "model_zoo")  # modules that the code's digest covers already
+_FAILED = 1  # exit code of a run that failed by itself, for example because it diverged
+_OF_RAAFL = ("raafl", "model_zoo")  # packages whose files are part of the code's digest
 _BAD_INPUT = 2  # exit code of raafl for invalid input
 _TOLD_S = 30.0
 """Seconds between two lines of progress while no run ends."""
@@ -156,10 +156,10 @@ def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
 
 
 def _named_files(fields: Mapping[str, Any]) -> list[Path]:
-    """Return the files besides the config on whose contents a result depends.
+    """List the files, besides the config, on whose contents a run's result depends.
 
-    They are the device file, files with recorded device speeds, and the modules that define the user's classes; modules
-    that these import are not included.
+    They are the device file, recordings of device speeds, and the modules with the user's classes, without what these
+    import.
     """
     from raafl.devices import load_devices
 
@@ -203,10 +203,10 @@ class Outcome:
 
     run: Run  # run that has ended
     folder: Path  # folder of the run
-    summary: Summary | None  # summary of the run; None = it failed
-    code: str  # digest of the code with which it was run
-    error: str = ""  # last line that a failed run has printed
-    # whether a failed run would fail again, for example because it diverged; False = it was ended from outside
+    summary: Summary | None  # figures of a finished run; None = it failed
+    code: str  # digest of the code that ran it
+    error: str = ""  # last line of a failed run's log
+    # whether the run would fail again, for example because it diverged; False = it was ended from outside
     by_itself: bool = False
 
 
@@ -224,7 +224,7 @@ class Runner:
     ) -> None:
         self._root, self._jobs, self._any_code, self._tell = root, jobs, any_code, tell
         self._num_ranks, self._cluster = num_ranks, cluster
-        self._seconds: list[float] = []  # wall time of each run that ended here
+        self._seconds: list[float] = []  # wall time in seconds of each run that this process has finished
         self._told_s = time.monotonic()
         root.mkdir(parents=True, exist_ok=True)
 
@@ -285,12 +285,13 @@ class Runner:
     def _start(self, run: Run) -> BaseProcess:
         folder = run.folder(self._root, code_digest())
         log = folder.with_suffix(".log")
-        check_free(log)  # check before removing anything: the run may be in progress without a first checkpoint
+        # first, since another process may be in this run before its first checkpoint, and the folder is deleted below
+        check_free(log)
         if newest(folder) is not None:
             argv = ["--resume", str(folder)]
         else:
             if folder.exists():
-                shutil.rmtree(folder)  # the run was interrupted before its first checkpoint
+                shutil.rmtree(folder)  # interrupted before its first checkpoint, so there is nothing to resume
             argv = [*run.argv, "--output", str(folder)]
         note = {
             "label": run.label,
@@ -305,14 +306,15 @@ class Runner:
         return start(["simulate", *argv, "--progress", "quiet"], log, self._num_ranks, self._cluster)
 
     def _outcome(self, run: Run, process: BaseProcess) -> Outcome | None:
-        """Return the outcome of a run whose process has ended; None if the run must be started from scratch."""
+        """Return the outcome of a run whose process has ended; None if it must start again from scratch."""
         outcome = self.find(run)
         if outcome is not None:
             return outcome
         folder = run.folder(self._root, code_digest())
         last = newest(folder)
         if process.exitcode == _BAD_INPUT and last is not None and load(last).raafl.get("finished") is not None:
-            # the run ended, but was interrupted before it wrote its summary: it can neither be resumed nor used
+            # all training was done, but the process died before it wrote the summary: such a run can be neither resumed
+            # nor used
             shutil.rmtree(folder)
             return None
         lines, summary = _last_lines(folder.with_suffix(".log")), read_summary(folder)
@@ -330,7 +332,7 @@ class Runner:
             self._say_left(num)
 
     def _say_left(self, num: int, line: str = "") -> None:
-        """Print ``line``, the number of runs that are left in this step, and about how long they will take."""
+        """Print ``line``, how many runs of this step remain, and about how long they will take."""
         left = f"{quantity(num, 'run')} left in this step"
         if self._seconds and num:
             left += f", about {duration(statistics.fmean(self._seconds) * num / self._jobs)}"
@@ -339,13 +341,13 @@ class Runner:
 
 
 def _check_metric(metric: str | None, run: Run, folder: Path, *, ended: bool) -> None:
-    """Raise `BadInput` if a run's metrics file lacks the metric; before the first evaluation nothing is checked."""
+    """Raise `BadInput` if a run does not measure the comparison's metric; before its first evaluation nothing is known."""
     try:
         with (folder / METRICS).open(newline="") as file:
             columns = next(csv.reader(file), [])
     except OSError:
         return
-    # such metrics first appear after a task
+    # metrics of clients and of training appear only after a task, so they may still come
     later = not ended and metric is not None and metric.startswith((CLIENT, TRAIN.rstrip("/")))
     if metric is None or metric in columns or later or not columns:
         return
@@ -388,9 +390,8 @@ def _sentence(outcome: Outcome) -> str:
     return f"{final}  in {outcome.summary['wall_s']:.0f} s"
 
 
-# Record when, where and with which code a result was made.
-#
-# Imports no torch, so that commands that need only this start fast.
+# Record when, on which machine and with which code a result was made. ¶ This part imports no torch, so that commands
+# that need nothing else start fast.
 
 _PACKAGES = ("torch", "lightning", "numpy")
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -440,7 +441,7 @@ def machine_name(hardware: Mapping[str, Any]) -> str:
 
 @cache
 def _commit() -> str | None:
-    """Return the commit of raafl's checkout, with `+` if files differ from it; None if raafl is not in a checkout."""
+    """Return the git commit of raafl's checkout, with `+` if files have changed since; None outside a checkout."""
     git = ["git", "-C", str(Path(raafl.__file__).parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()

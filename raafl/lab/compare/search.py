@@ -24,11 +24,11 @@ from raafl.sanitize import sanitize_text
 class Trial:
     """One trial of a search: settings, its runs and their scores."""
 
-    settings: Options  # options that the trial sets
-    runs: list[Run]  # runs with these settings, one for each seed of the search
-    # value of the metric at the end of each run, or seconds until a target, by seed; a failed run has none
+    settings: Options  # options that these settings consist of
+    runs: list[Run]  # one run for each seed of the search
+    # metric at the end of each run, or seconds to the target, by seed; a failed run has none
     scores: dict[int, float] = field(default_factory=dict)
-    fraction: float = 0.0  # part of the budget that was used; below 1 if the trial ended early
+    fraction: float = 0.0  # share of a full run's budget that was used; below 1 if the trial was stopped early
 
     def rank(self, maximize: bool) -> float:
         """Return a sort key: the best trial comes first, and trials with a failed run come last."""
@@ -102,7 +102,7 @@ def run_trials(
                 trial.fraction = fraction
                 trial.scores = scores_of(trial, outcomes, comparison, search)
         for label, some in going.items():
-            # a stable sort: among equal trials the first in the grid wins
+            # a stable sort: of equal trials the first in the search's order wins
             some.sort(key=lambda trial: trial.rank(_maximizes(comparison, search)))
             if math.isinf(some[0].rank(_maximizes(comparison, search))):
                 errors = [outcomes[run.part(fraction)].error for run in some[0].runs]
@@ -153,10 +153,10 @@ def _maximizes(comparison: Comparison, search: Search) -> bool:
 # that was killed continues with the settings that it would have tried.
 
 STORAGE = "search.journal"
-_FRACTIONS = {1: 0.25, 2: 0.5, 4: 1.0}  # share of a trial's budget by the step that a pruner sees
-_ENDED = "ended"  # user attribute of a trial that was carried out, whether it succeeded or not
+_FRACTIONS = {1: 0.25, 2: 0.5, 4: 1.0}  # share of a trial's budget at each step at which a pruner may stop it
+_ENDED = "ended"  # user attribute of a trial in Optuna: whether it has been run, successfully or not
 _SETTINGS = "settings"
-_SPACE = "space"  # user attribute of a study: what it searches
+_SPACE = "space"  # user attribute of a study in Optuna: digest of what it searches
 
 
 def run_studies(
@@ -185,7 +185,7 @@ def run_studies(
             _trial(one.user_attrs, _runs(comparison, search, label, tuple(one.user_attrs[_SETTINGS])))
             for one in _ended(study)
         ]
-        # a stable choice: among equal trials the first wins
+        # of equal trials the first wins
         best[label] = min(trials[label], key=lambda trial: (trial.fraction < 1, trial.rank(maximize)))
         if math.isinf(best[label].rank(maximize)):
             what = "failed" if search.target is None else f"failed or did not reach {search.target:g}"
@@ -194,7 +194,7 @@ def run_studies(
 
 
 def _storage(search: Search, folder: Path) -> Any:
-    """Open the storage of the studies; raise `BadInput` where Optuna is missing, or cannot open it."""
+    """Open the storage of Optuna's studies; raise `BadInput` if Optuna is missing or cannot open it."""
     try:
         import optuna
         from optuna.storages.journal import JournalFileBackend
@@ -207,7 +207,7 @@ def _storage(search: Search, folder: Path) -> Any:
             return optuna.storages.RDBStorage(where)
         Path(where).parent.mkdir(parents=True, exist_ok=True)
         return optuna.storages.JournalStorage(JournalFileBackend(where))
-    except Exception as error:  # Optuna and the drivers of databases have errors of their own
+    except Exception as error:  # Optuna and database drivers raise many types of error
         raise BadInput(
             f"search.storage is '{where:.200}', which Optuna cannot open ({sanitize_text(str(error), 200)}): give a path, or "
             "a URL such as sqlite:///studies.db"
@@ -215,7 +215,7 @@ def _storage(search: Search, folder: Path) -> Any:
 
 
 def _study(storage: Any, comparison: Comparison, search: Search, label: str) -> Any:
-    """Return the study of a row; raise `BadInput` where the storage has one of that name that searched something else."""
+    """Open or create the Optuna study of a row; raise `BadInput` if the storage has another search of that name."""
     import optuna
 
     name = label if search.storage is None else f"{comparison.name}: {label}"
@@ -255,7 +255,7 @@ def _ended(study: Any) -> list[Any]:
 
 
 def _renew_killed(study: Any) -> None:
-    """Mark trials that were running when a search was killed as failed, and queue their settings again."""
+    """Mark as failed the trials that ran when an earlier search was killed, and queue their settings again."""
     from optuna.trial import TrialState
 
     waiting = {TrialState.RUNNING, TrialState.WAITING}
@@ -267,7 +267,7 @@ def _renew_killed(study: Any) -> None:
 
 
 def _run(study: Any, asked: Sequence[Any], comparison: Comparison, search: Search, label: str, runner: Runner) -> None:
-    """Run trials side by side, in stages if a pruner may end some early, and report their scores to the study."""
+    """Run a batch of trials at the same time and report their scores to the study; a pruner may stop some after a stage."""
     from optuna.trial import TrialState
 
     settings = {trial.number: settings_of(trial, search, label) for trial in asked}
@@ -281,7 +281,7 @@ def _run(study: Any, asked: Sequence[Any], comparison: Comparison, search: Searc
         for number, (trial, some) in list(going.items()):
             made = Trial(settings[number], some, fraction=fraction)
             made.scores = scores_of(made, outcomes, comparison, search)
-            # a run that does not reach a target is bad, which a sampler is to learn, but has not failed
+            # a run that misses the target is a bad result, from which the sampler learns, not a failure
             missed = search.target is not None and len(made.scores) == len(some) and math.inf in made.scores.values()
             failed = not missed and math.isinf(made.rank(_maximizes(comparison, search)))
             score = None if failed else statistics.fmean(made.scores.values())

@@ -18,7 +18,7 @@ class Interval:
     """Mean over seeds, and its 95 % confidence interval."""
 
     mean: float  # mean of the values
-    half: float | None  # half the width of the interval (Student's t); None for a single value
+    half: float | None  # half the width of the 95 % interval, by Student's t; None for a single value
     num: int  # number of values
 
     @property
@@ -46,7 +46,8 @@ def interval(values: Sequence[float]) -> Interval | None:
     mean = statistics.fmean(values)
     if len(values) == 1:
         return Interval(mean, None, 1)
-    from scipy.special import stdtrit  # Student's t quantile; scipy.stats takes two seconds to import
+    # Student's t quantile from scipy.special: scipy.stats takes two seconds to import
+    from scipy.special import stdtrit
 
     if not math.isfinite(mean):
         return Interval(mean, None, len(values))
@@ -82,10 +83,10 @@ class RankTest:
     and level with the others that did not. For such times Gehan's test is the same.
     """
 
-    # number of pairs, one run of each group, in which the first group's run is later; level ones count as half
+    # number of pairs (a run of each group) in which the first group's run is later; ties count as half
     later: float
     pairs: int  # number of pairs
-    p: float  # two-sided p-value over all divisions of the runs into two such groups
+    p: float  # two-sided p-value over all ways to divide the runs into two groups of these sizes
     least_p: float  # smallest p-value that groups of this size can have
 
 
@@ -100,7 +101,8 @@ def rank_test(groups: Sequence[tuple[Sequence[float | None], Sequence[float | No
     groups = [(ours, theirs) for ours, theirs in groups if ours and theirs]
     if not groups:
         return None
-    # The statistic is twice the number of pairs minus its expectation: a whole number, symmetric about 0 without ties.
+    # statistic: twice the number of later pairs minus its expectation, a whole number that is symmetric about 0 without
+    # ties
     whole, untied = {0: 1}, {0: 1}
     seen = 0
     for ours, theirs in groups:
@@ -115,13 +117,13 @@ def rank_test(groups: Sequence[tuple[Sequence[float | None], Sequence[float | No
 
 
 def _excess(ours: Sequence[float], theirs: Sequence[float]) -> int:
-    """Return the number of pairs (ours, theirs) in which ours is later, minus the number in which ours is earlier."""
+    """Count the pairs (ours, theirs) in which ours is later, minus those in which ours is earlier."""
     return sum((one > other) - (one < other) for one in ours for other in theirs)
 
 
 def _null(times: Sequence[float], num: int) -> dict[int, int]:
-    """Count the ways to choose ``num`` of the runs, for each value of `_excess` against the runs not chosen."""
-    # a choice's excess is the sum of its runs' excesses over all runs, since pairs within the choice cancel
+    """Count the ways to choose ``num`` runs, for each value of `_excess` of the chosen runs over the others."""
+    # pairs within the choice cancel, so the excess over the others is the sum of each run's excess over all runs
     excesses = [_excess([one], times) for one in times]
     ways: list[dict[int, int]] = [{0: 1}, *({} for _ in range(num))]
     for excess in excesses:
@@ -132,7 +134,7 @@ def _null(times: Sequence[float], num: int) -> dict[int, int]:
 
 
 def _sums(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
-    """Return the distribution of the sum of two independent values of `_excess`, as counts by value."""
+    """Convolve two distributions of `_excess`, given and returned as counts by value: the distribution of the sum."""
     found: dict[int, int] = {}
     for a, ways in one.items():
         for b, more in other.items():

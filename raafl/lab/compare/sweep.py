@@ -99,7 +99,7 @@ class Sweep:
                 targets=() if self.target is None else (self.target,),
                 eval_every=self.eval_every,
             )
-        except BadInput as error:  # the message must use the field names of a sweep's file
+        except BadInput as error:  # rename the comparison's fields in the message to those of the sweep's file
             said = str(error).replace("search.grid.--", "fields.").replace("search.seeds", "trial_seeds")
             raise BadInput(said.replace("search.", "")) from None
 

@@ -43,11 +43,11 @@ class TimedTask:
 
     client: int  # id of the client
     incarnation: int  # number of times that the client had joined before
-    assigned_s: float  # times of assignment and of the update's arrival, in seconds on the run's clock
+    assigned_s: float  # when the task was assigned, in seconds on the run's clock
     arrived_s: float
-    compute_s: float  # predicted seconds of computation, by the client's device profile before calibration
-    link_s: float  # predicted seconds of its transfers, by the same profile
-    pace_s: float = 0.0  # minimum duration in seconds, if the task was slowed down to emulate a device; 0 = it was not
+    compute_s: float  # predicted seconds of computation, by the device profile before calibration
+    link_s: float  # predicted seconds of transfers, by the same profile
+    pace_s: float = 0.0  # minimum seconds that emulation of a device imposed on the task; 0 = none
 
     @property
     def seconds(self) -> float:
@@ -60,16 +60,16 @@ class Fit:
     """Correction of a device profile for one client, fitted to the durations of its tasks."""
 
     client: int  # id of the client
-    slowdown: float  # factor by which computation takes longer than predicted
-    overhead_s: float  # seconds that each task takes in addition, whatever its size
+    slowdown: float  # factor on predicted computation time
+    overhead_s: float  # seconds that every task takes in addition, whatever its size
     jitter: float  # standard deviation of the logarithm of a task's speed
     num_fitted: int  # number of tasks used for the fit
-    num_held_out: int = 0  # number of tasks used to check the fit
-    # median relative error of the predicted duration over the tasks used to check; None = there are none
+    num_held_out: int = 0  # number of further tasks on which the fit was checked
+    # median relative error of predicted durations over those tasks; None = there are none
     task_error: float | None = None
-    # relative error of the predicted total duration of the tasks used to check; None = there are none
+    # relative error of the predicted sum of these durations; None = there are none
     sum_error: float | None = None
-    warm_up_s: float | None = None  # seconds by which the first task took longer than the fit predicts; None = unknown
+    warm_up_s: float | None = None  # seconds by which the first task took longer than fitted; None = unknown
 
     def expected_s(self, task: TimedTask) -> float:
         """Return the predicted duration of a task in seconds, including the average effect of jitter."""
@@ -194,7 +194,7 @@ def read_real(folder: Path, experiment: Experiment, base: Profile | None = None)
 
 
 def _answers(row: JournalRow, task: Assignment | None) -> bool:
-    """Check whether an arrived update belongs to ``task``, by its client and that client's incarnation."""
+    """Check whether an update in the journal answers ``task``: same client, and same incarnation of it."""
     return task is not None and (task.client, task.incarnation) == (row["client"], row["incarnation"])
 
 
@@ -261,12 +261,15 @@ def fit_tasks(client: int, tasks: Sequence[TimedTask]) -> Fit:
     logs = np.log(np.maximum(real - overhead_s, _ROUNDING_S) / (slowdown * compute))
     jitter = float(np.std(logs)) if len(logs) > 2 else 0.0
     jitter = 0.0 if jitter < 1e-3 else min(jitter, 2.0)
-    # a task's computation is divided by a lognormal factor, whose inverse has this mean
+    # the model divides computation by a lognormal factor; the mean of its inverse is exp(jitter^2 / 2)
     return Fit(client, slowdown / math.exp(jitter**2 / 2), overhead_s, jitter, len(tasks))
 
 
 def _line(compute: Numbers, real: Numbers) -> tuple[float, float]:
-    """Fit a line by least squares of relative errors; return slope and intercept, both at least 0."""
+    """Fit real seconds as a line in predicted ones, by least squares of relative errors.
+
+    Returns slope and intercept, both at least 0; the intercept is 0 if the predicted seconds hardly differ.
+    """
     alone = float((real / compute).mean()), 0.0
     if compute.max() < _SPREAD * compute.min():
         return alone

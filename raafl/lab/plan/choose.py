@@ -56,12 +56,12 @@ _MOST_SLACK = 0.15
 class Candidate:
     """A method with settings that may be chosen."""
 
-    label: str  # name of the method and its settings in the table of measured runs
+    label: str  # name in the table of measured runs
     method: str  # name of the algorithm
-    # arguments of the algorithm's factory; ``submodel`` has the arguments of `raafl.parts.RateSelect`
+    # arguments of the algorithm's factory; under ``submodel`` those of `raafl.parts.RateSelect`
     settings: Mapping[str, Any] = field(default_factory=dict)
-    num_clients: int = 1  # number of clients in the measured runs
-    steps: int = 1  # number of local steps per task in the measured runs
+    num_clients: int = 1  # number of clients in the measured runs, by which settings are scaled
+    steps: int = 1  # local steps per task in the measured runs, by which settings are scaled
 
     def for_fleet(self, fleet: FleetSummary) -> Candidate:
         """Adapt the settings to another fleet; return the adapted candidate.
@@ -85,7 +85,7 @@ class Candidate:
                 name: fleet.median_s * TASK_SHARE if value == TASK_S else value
                 for name, value in found["submodel"].items()
             }
-            if "seconds" in limit:  # without variation, measured times on the virtual clock equal the predicted ones
+            if "seconds" in limit:  # a simulation without variation measures exactly the predicted times
                 limit |= {"measured": True, "relative": True}
             found["submodel"] = {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in limit.items()}
         return replace(self, settings=found)
@@ -127,9 +127,8 @@ class Cell:
 
     fleet: str  # names of the fleet's and the task's files
     task: str
-    features: Features  # description of the fleet by numbers
-    # number of updates until the target was reached, median over seeds, by the candidate's label; see
-    # `NOT_REACHED`
+    features: Features  # numbers that describe the fleet
+    # median number of updates until the target over seeds, by the candidate's label; `NOT_REACHED` = never
     updates: Mapping[str, float]
 
 
@@ -230,13 +229,13 @@ class Table:
 class Choice:
     """The chosen method, and the reasons for the choice."""
 
-    candidate: Candidate  # the chosen method, with settings for this fleet
-    # expected time of each candidate until a target is reached, divided by that of the chosen one; best first
+    candidate: Candidate  # chosen method, with settings for this fleet
+    # expected time to a target as a multiple of the chosen candidate's, by label, best first
     scores: Mapping[str, float]
-    problems: Mapping[str, str]  # reason why each of the other candidates cannot be run, by the candidate's label
-    reasons: tuple[str, ...]  # lines of explanation for the user
-    features: Features  # description of the fleet by numbers
-    trials: Trials | None = None  # outcome of the trials on the run's own data; None = none were made
+    problems: Mapping[str, str]  # why other candidates cannot be run, by label
+    reasons: tuple[str, ...]  # explanations for the user, one line each
+    features: Features  # numbers that describe the fleet
+    trials: Trials | None = None  # result of the trials on the run's own data; None = no trials
 
     def to_json(self) -> dict[str, Any]:
         """Convert the choice to plain data, for the journal."""
@@ -287,7 +286,8 @@ def choose(
     trials, notes = None, list[str]()
     if share > 0:
         loads = {label: Load.of(one) for label, one in found.items()}
-        promising = sorted(order, key=_promise(table, fleet.features, found).__getitem__)  # a stable sort
+        # stable: equal candidates stay in the table's order
+        promising = sorted(order, key=_promise(table, fleet.features, found).__getitem__)
         plan = planned(promising, loads, experiment, share, fleet.median_s)
         if isinstance(plan, str):
             notes.append(f"auto: by the table alone: {plan}")
@@ -309,7 +309,7 @@ def trial_share(algorithm: Algorithm, *, simulated: bool) -> float:
 
 
 def _promise(table: Table, features: Features, found: Mapping[str, Prediction]) -> dict[str, float]:
-    """Return each candidate's expected time, as a ratio to the best one's, on the task where this ratio is smallest.
+    """Return each candidate's expected time as a ratio to the best one's, on the table's task that suits the candidate most.
 
     The table cannot tell which of its tasks resembles the run's task, so each task's best candidates are worth a trial.
     """
@@ -325,7 +325,7 @@ def _promise(table: Table, features: Features, found: Mapping[str, Prediction]) 
 def _tried(
     experiment: Experiment, candidates: Mapping[str, Candidate], plan: TrialPlan, loads: Mapping[str, Load]
 ) -> tuple[Trials | None, list[str]]:
-    """Carry out the trials; return their outcome (None if they failed), and lines about it for the user."""
+    """Run the trials of candidate methods; return their result, or None if they failed, and lines about it for the user."""
     quiet = experiment.progress == "quiet"
     if not quiet:
         _log.info(plan.announcement(), extra={"prefix": ""})
@@ -377,7 +377,7 @@ def is_open(algorithm: Algorithm) -> bool:
 
 
 def _adjusting(best: Candidate, predicted: Prediction, experiment: Experiment) -> Candidate:
-    """Add settings that adapt the method's buffer size or slack to measured times, unless privacy forbids it."""
+    """Let the chosen method adapt its buffer size or slack to measured times, unless privacy options fix them."""
     takes = signature(ALGORITHMS[best.method]).parameters
     fixed = experiment.privacy.is_on or experiment.secure_aggregation.is_on
     more: dict[str, float] = {}
@@ -466,10 +466,10 @@ class Features:
 class FleetSummary:
     """Properties of an experiment's fleet (all clients' devices), from which a method is chosen."""
 
-    features: Features  # description of the fleet by numbers
+    features: Features  # numbers that describe the fleet
     num_clients: int  # number of clients (N)
-    median_s: float  # seconds of a task with the whole model on the median client
-    steps: int  # number of local steps of a task on the median client
+    median_s: float  # predicted seconds of a task with the whole model on the median client
+    steps: int  # local steps of a task on the median client
 
     @classmethod
     def of(cls, world: World) -> FleetSummary:
@@ -492,7 +492,7 @@ class FleetSummary:
 
 
 def _present(client: ClientInfo, task_s: float) -> float:
-    """Return the share of time, 0 to 1, in which a client is available, over its period or else over its next tasks."""
+    """Return the share of time, 0 to 1, in which a client is available, over its profile's period or else its next tasks."""
     horizon_s = client.profile.period_s or _TASKS_AHEAD * task_s
     return fmean(client.profile.available((i + 0.5) / _MOMENTS * horizon_s) for i in range(_MOMENTS))
 
@@ -504,9 +504,9 @@ NAME = AUTO
 class Unchosen(Full):
     """Placeholder for the select part (choice of submodels), until `auto` has chosen a method."""
 
-    # names of the methods among which to choose; None = all that raafl has measurements of
+    # names of the methods among which to choose; None = all that raafl has measured
     methods: tuple[str, ...] | None = None
-    # share of the run's work for trials of candidates; None = a tenth in a simulation, none with real clients
+    # share of the run's work that trials may take; None = a tenth in a simulation, no trials with real clients
     trials: float | None = None
 
     def check(self, fleet: SelectContext) -> list[str]:

@@ -44,21 +44,21 @@ class Prediction:
     versions: int = 0
     time_s: float = 0.0  # duration of the dry run in virtual seconds
     version_s: float | None = None  # seconds per version of the global model
-    update_s: float | None = None  # seconds per merged update, counting all clients together
-    utilisation: float | None = None  # share of the clients' time spent on tasks
+    update_s: float | None = None  # seconds per merged update of the whole fleet
+    utilisation: float | None = None  # share of the clients' time in which they work
     staleness: float | None = None  # mean staleness of the merged updates
     bytes_per_update: float | None = None  # bytes sent and received for one update
-    # virtual seconds until the run has merged as many updates as the config asks for (``max_updates``)
+    # virtual seconds until ``max_updates`` of the config have been merged
     run_s: float | None = None
-    least: int = 0  # smallest and largest number of merged updates of any client
+    least: int = 0  # smallest and largest number of a client's merged updates
     most: int = 0
-    problem: str | None = None  # reason why the algorithm cannot be run; the figures are then None or 0
-    note: str | None = None  # reason why the algorithm will not learn with this staleness
-    # precision of the frozen parameters of each client in its last task, by client id, if there are several
+    problem: str | None = None  # why the algorithm cannot be run; the figures are then None or 0
+    note: str | None = None  # why the algorithm will not learn with this staleness
+    # precision of the frozen parameters that each client received last, by client id, if there are several precisions
     bases: Mapping[int, str] = field(default_factory=dict)
-    # seconds in which one process of a given machine would train these tasks; None = no machine was given
+    # seconds in which one process on a given machine would train these tasks; None = no machine was given
     here_s: float | None = None
-    at_work: float = 0.0  # mean number of clients at work
+    at_work: float = 0.0  # mean number of clients that work at the same time
 
 
 class World:
@@ -82,7 +82,7 @@ class World:
             with skeleton():
                 module = make_model(experiment)
             self._submodels[key] = proven(experiment, module, self.data)
-            self._submodels[key].attach_base(module)  # frozen values are never transferred, as in a real run
+            self._submodels[key].attach_base(module)  # as in a real run, frozen values are not sent
         return self._submodels[key]
 
     def cut_submodels(self) -> Submodels:
@@ -132,7 +132,7 @@ class World:
             state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
         there = max(sum(client.profile.available(0.0) for client in self.clients), 1)
         limits = replace(limits_of(experiment, there), max_updates=max_updates, checkpoint_every=None)
-        # a trigger that merges only some of the waiting updates may look them up in the merge's memory
+        # a trigger with its own `merged_now` may read the merge's memory, so it needs the real merge
         reads_memory = type(algorithm.trigger).merged_now is not Trigger.merged_now
         unmerged = algorithm if reads_memory else replace(algorithm, merge=_Unmerged(algorithm.merge))
         return coordinator_of(experiment, self.data, unmerged, state, limits)
@@ -142,7 +142,7 @@ class _Unmerged(Merge):
     """Merge of a dry run: discard each update, so that only versions are counted."""
 
     def __init__(self, inner: Merge) -> None:
-        """Ask clients to send the same as for the merge ``inner``, which is replaced."""
+        """Take over what clients send for the merge ``inner``, but none of its work."""
         self.sends = inner.sends
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -156,7 +156,7 @@ class Untrained(Executor):
     """Executor of a dry run: it trains nothing, and returns uninitialised tensors at once."""
 
     def __init__(self, payload: Payload, sizes: Mapping[int, int], seconds_of: Callable[[Assignment], float]) -> None:
-        """Store each client's number of samples, by id, and a function that returns the seconds of a task."""
+        """Store each client's number of samples, by id, and a function from a task to its seconds."""
         self._payload, self._sizes, self._seconds_of = payload, sizes, seconds_of
         self.here_s = 0.0
         self._tasks: dict[int, tuple[Assignment, torch.device]] = {}
@@ -188,12 +188,12 @@ class DryRun(Simulation):
         return {}
 
     def _take_raised(self, error: BaseException, client: int | None) -> None:
-        # raise: a part of the method may read values of updates, which a dry run lacks; `predict` reports that
+        # raise: some methods read values of updates, which a dry run lacks, and `predict` reports such an error
         raise error
 
 
 class _DryBelow(Below, DryRun):
-    """Dry run of a subfederation."""
+    """Subfederation of a dry run, whose tasks are timed but not trained."""
 
     def _fingerprint(self, received: FlatTensors) -> str:
         return ""
@@ -204,7 +204,7 @@ class _DryBelow(Below, DryRun):
 
 
 def _of_subfederations(world: World, experiment: Experiment, executor: Untrained, *, real: bool) -> Executor:
-    """Return the executor of a dry run with subfederations, whose clients ``executor`` stands for."""
+    """Return an executor whose clients are whole simulated subfederations, each of which dry-runs its tasks by ``executor``."""
     takes = {SIMULATED: experiment.subfederations.size}
     if problems := config_problems(experiment.algorithm, experiment.algorithm.merge, takes, False, ()):
         raise BadInput(problems[0])
@@ -233,14 +233,15 @@ def predict(
     problem = ""
     try:
         is_large = num_values(world.submodels(algorithm)) > MOST_VALUES
-        for real in (False,) if is_large else (False, True):  # first without values, which most methods do not need
+        # first without tensor values, which is cheaper and enough for most methods
+        for real in (False,) if is_large else (False, True):
             try:
                 return _gone_through(world, algorithm, name, max_updates, wanted, real, machine)
             except (NotImplementedError, RuntimeError, KeyError, TypeError) as error:
                 problem = one_line(format_error(error))
     except BadInput as error:
         return Prediction(name, problem=one_line(str(error)))
-    except USER_ERRORS as error:  # an error of one method or of the user's model must not hide the other predictions
+    except USER_ERRORS as error:  # must not hide the predictions of the other methods
         return Prediction(name, problem=f"it cannot be planned ({one_line(format_error(error))})")
     return Prediction(name, problem=f"it cannot be planned, since its parts need trained updates ({problem})")
 

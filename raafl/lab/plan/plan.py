@@ -41,15 +41,15 @@ class Plan:
     submodels: list[SubmodelRow]
     devices: list[DeviceRow]
     advice: Advice
-    algorithms: list[Prediction]  # predictions for each algorithm, the config's own first
-    axes: dict[str, Any]  # findings about the axes (dimensions that shrink together) of the model
-    # reason why clients cannot be trained together as one batch; None = they can, as far as is known
+    algorithms: list[Prediction]  # predictions by algorithm, that of the config first
+    axes: dict[str, Any]  # what was found out about the axes of the model (dimensions that shrink together)
+    # why clients cannot be trained as one batch; None = no reason is known
     by_the_loop: str | None = None
-    # reasons why training steps cannot be captured as CUDA graphs; empty = they can, as far as is known; None = no GPU
+    # why training steps cannot be captured as CUDA graphs; empty = no reason is known; None = no GPU
     captured: list[str] | None = None
-    gpu: GpuSteps | None = None  # training steps on a GPU; None = the run is not planned for one
-    guessed: str = ""  # part of the model's cost that could only be guessed, with the reason; "" = none
-    # explanation of why raafl has chosen the algorithm; None = the user has chosen it
+    gpu: GpuSteps | None = None  # predicted training steps on a GPU; None = the run has none
+    guessed: str = ""  # which part of the model's cost is a guess, and why; "" = none
+    # why raafl has chosen the algorithm; None = the user has
     chosen: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -122,30 +122,30 @@ def make_plan(
 
 
 def _by_the_loop(experiment: Experiment, submodels: Submodels) -> str | None:
-    """Return why a simulation must train clients one by one; None if no reason is known before training."""
+    """Find a reason why a simulation must train clients one by one; None if none is known before training."""
     local = experiment.algorithm.local
     reason = refusal_of(local, local.payload(submodels), experiment.fabric, device_type(experiment.fabric))
     if reason is not None:
         return reason
     try:
         return refusal_of_optimizer(configure(submodels.module)[0])
-    except USER_ERRORS:  # raised by user code that needs parameters with values
+    except USER_ERRORS:  # the user's code needs parameters with values, which a plan has not
         return None
 
 
 def _not_captured(experiment: Experiment, submodels: Submodels) -> list[str]:
-    """List the reasons why steps cannot be captured as CUDA graphs that are known before training."""
+    """List the known reasons why training steps cannot be captured as CUDA graphs."""
     if experiment.fabric.capture == "off":
         return ["fabric.capture is off"]
     found = problems(experiment.algorithm.local, experiment.fabric) + problems_of_module(submodels.module)
     try:
         return found + problems_of_optimizer(configure(submodels.module)[0])
-    except USER_ERRORS:  # raised by user code that needs parameters with values
+    except USER_ERRORS:  # the user's code needs parameters with values, which a plan has not
         return found
 
 
 def _others(world: World, name: str, advice: Advice, max_updates: int | None) -> list[Prediction]:
-    """Predict the algorithm ``name`` with the settings that the plan advises, or with its defaults."""
+    """Predict a run of the algorithm ``name``, with the settings that the plan advises for it, else with its defaults."""
     choices: dict[str, dict[str, Any]] = {
         "fed_raa": {"fragments": advice.fragments} if advice.fragments else {},
         "fed_buff": {"buffer_size": advice.buffer_size},
@@ -155,7 +155,7 @@ def _others(world: World, name: str, advice: Advice, max_updates: int | None) ->
     shown = name + "".join(f" ({key} {value})" for key, value in chosen.items())
     try:
         algorithm = ALGORITHMS[name](**chosen)
-    except (BadInput, TypeError) as error:  # the method does not accept these settings
+    except (BadInput, TypeError) as error:  # the method does not accept the advised settings
         return [Prediction(shown, problem=" ".join(str(error).split()))]
     return [predict(world, algorithm, shown, max_updates)]
 
@@ -192,18 +192,17 @@ class SubmodelRow:
 class DeviceRow:
     """Clients with one kind of device, and the times of their tasks."""
 
-    name: str  # name of the device profile
-    clients: list[int]  # ids of the clients with such a device
-    num_samples: int  # number of training samples of the median client
-    flops_per_s: float  # speed and memory of the median client
+    name: str  # name of the device
+    clients: list[int]  # ids of the clients with this device
+    num_samples: int  # training samples of the median client
+    flops_per_s: float  # FLOP/s of the median client
     memory_bytes: float
-    # seconds of a task with each submodel on the median client; None = the submodel does not fit into its memory
+    # seconds of the median client's task with each submodel; None = it does not fit the memory
     seconds: list[float | None]
-    # smallest and largest seconds over the clients for the whole model, even if it does not fit
+    # least and most seconds of a client's task with the whole model, even if that does not fit
     seconds_range: tuple[float, float]
     stragglers: list[int]  # ids of the clients that are much slower than the median; see `Advice`
-    # description of how the speed of the device varies, which predicted times do not include; empty if it is
-    # constant
+    # how the device's speed varies, which predicted times leave out; "" = it is constant
     varies: str
 
 
@@ -261,8 +260,8 @@ class GpuStep:
     host_s: float
     device_s: float
     eager_s: float
-    captured_s: float  # seconds of a step that is captured as a CUDA graph
-    pool_bytes: int  # largest memory that a step allocates and frees again
+    captured_s: float  # seconds of a step captured as a CUDA graph
+    pool_bytes: int  # most memory that a step allocates and frees
 
 
 USUAL_GPU = "h200"
@@ -372,5 +371,5 @@ def advise(fleet: SelectContext, clients: Sequence[ClientInfo]) -> Advice:
 
 
 def _cost_s(fleet: SelectContext, client: ClientInfo, spec: Spec = FULL) -> float:
-    """Return the seconds of a client's task on the submodel ``spec``, including transfers during the task."""
+    """Predict the seconds of a client's task on the submodel ``spec``, with transfers during the task."""
     return fleet.cost_s(client, Work(spec, extra=fleet.task_options(client)))

@@ -59,7 +59,7 @@ def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int
 
 
 def _axes(facts: Mapping[str, Any], most: int | None) -> list[Table]:
-    """Return three tables: axes, the shares of the model that remain at each rate, and dimensions that stay whole.
+    """Build three tables: the axes, what remains of the model at each rate, and the dimensions that stay whole.
 
     `most`: see `axes_text`.
     """

@@ -38,14 +38,14 @@ _STRETCH = 2.0
 _LEAST_TASKS = 0.5
 """Least length of the first stage, in tasks of the median client: before that nothing has been learnt."""
 _VALIDATION_SHARE, _VALIDATION_ROWS = 0.1, 2048
-_MEASURED_AT = (0.75, 1.0)  # shares of a stage's time at which candidates are measured: one measurement is noisy
+_MEASURED_AT = (0.75, 1.0)  # shares of a stage's time after which a candidate is evaluated: one evaluation is noisy
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """Predicted work of a candidate, in seconds in which one nominal machine would train its tasks."""
 
-    per_s: float  # work in each second of the virtual clock
+    per_s: float  # work for each second of the virtual clock
     per_update: float  # work for each merged update
 
     @classmethod
@@ -59,8 +59,8 @@ class Load:
 class TrialPlan:
     """Which candidates are tried, and for how long; made before anything is trained."""
 
-    labels: tuple[str, ...]  # candidates, in the order of the table
-    # virtual seconds at which the remaining candidates are compared, and how many of them continue
+    labels: tuple[str, ...]  # labels of the candidates, in the order of the table
+    # for each stage: virtual seconds until the candidates are compared, and how many of them continue
     stages: tuple[tuple[float, int], ...]
     share: float  # largest share of the run's work that the trials may take
 
@@ -154,7 +154,7 @@ def planned(
 
 
 def _work_of(experiment: Experiment, load: Load) -> float | None:
-    """Return the predicted work of a run within its limits; None if neither its time nor its updates are limited."""
+    """Predict the work of a run until its time or update limit, in seconds of one machine; None if it has no limit."""
     max_time_s = seconds("max_time", experiment.max_time)
     found = [] if max_time_s is None else [max_time_s * load.per_s]
     found += [] if experiment.max_updates is None else [experiment.max_updates * load.per_update]
@@ -162,7 +162,7 @@ def _work_of(experiment: Experiment, load: Load) -> float | None:
 
 
 def _sizes(num: int) -> list[int]:
-    """Return the number of candidates in each stage: each stage has half of the one before, down to two."""
+    """List how many candidates each stage has: half of the stage before, at least two."""
     found = [num]
     while found[-1] > 2:
         found.append(math.ceil(found[-1] / 2))
@@ -170,7 +170,7 @@ def _sizes(num: int) -> list[int]:
 
 
 def _relative_work(costs: Sequence[float]) -> float:
-    """Return the work of all stages for each virtual second of the first stage, if the costliest candidates go on.
+    """Sum the work of all stages for each virtual second of the first stage, if the costliest candidates continue.
 
     `costs`: work of each candidate in a virtual second.
     """
@@ -201,7 +201,7 @@ def tried(
     with ExitStack() as stack:
         common, trials = _of_trials(experiment), dict[str, _Trial]()
         for label in plan.labels:
-            try:  # executors fork, so all of them are made before any of them trains
+            try:  # executors fork processes, which must happen before any of them has trained
                 trials[label] = _Trial.of(replace(common, algorithm=methods[label]), stack)
             except USER_ERRORS as error:
                 problems[label] = one_line(format_error(error))
@@ -215,7 +215,7 @@ def tried(
             metric = metric or _metric(experiment, measured)
             values = {label: _finite(measured.get(label, {}).get(metric)) for label in going}
             sign = -1.0 if _grows(experiment, metric) else 1.0
-            # a stable sort: among equal candidates the plan's order decides
+            # stable: equal candidates stay in the plan's order
             ranked = sorted(going, key=lambda label: _rank(values[label], sign))
             stages.append((until_s, values))
             dropped = [*ranked[num_left:], *dropped]
@@ -230,7 +230,7 @@ def tried(
 
 
 def _measured(going: Mapping[str, _Trial], until_s: float, problems: dict[str, str]) -> dict[str, dict[str, float]]:
-    """Continue trials until a virtual time and return the metrics of each; record failures in ``problems``."""
+    """Continue each trial until a virtual time and return its metrics, by label; add failed trials to ``problems``."""
     found = dict[str, dict[str, float]]()
     for label, trial in going.items():
         try:
@@ -241,7 +241,7 @@ def _measured(going: Mapping[str, _Trial], until_s: float, problems: dict[str, s
 
 
 def _rank(value: float | None, sign: float) -> float:
-    """Return a sort key for a trial's metric ``value``; failed trials (None) come last."""
+    """Return a sort key for a trial's metric: ``sign`` is -1 if larger is better, and failed trials (None) come last."""
     return math.inf if value is None else sign * value
 
 
@@ -250,14 +250,14 @@ def _finite(value: float | None) -> float | None:
 
 
 def _metric(experiment: Experiment, measured: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the metric by which to compare trials: the first target's, else accuracy, loss or another; "" = none."""
+    """Choose the metric by which trials are compared: the first target's, else accuracy, loss or any other; "" if none."""
     names = next(iter(measured.values()), {})
     wanted = [*(target.metric for target in experiment.targets()), "accuracy", "loss", *names]
     return next((name for name in wanted if name in names and _grows(experiment, name) is not None), "")
 
 
 def _grows(experiment: Experiment, metric: str) -> bool | None:
-    """Return whether higher values of a metric are better; None if neither a target nor its name says so."""
+    """Check whether larger values of a metric are better, by a target or its name; None if neither tells."""
     for target in experiment.targets():
         if target.metric == metric:
             return (target.mode or direction(metric)) == "max"
@@ -266,26 +266,27 @@ def _grows(experiment: Experiment, metric: str) -> bool | None:
 
 
 def _of_trials(experiment: Experiment) -> Experiment:
-    """Return the settings for trials of the run: they are evaluated on training data that no client gets."""
+    """Derive the settings of trials from the run's: candidates are evaluated on training data that no client gets."""
     module = experiment.data()
     partition = experiment.partition
     if not partition.validation_share:
         num = sum(load_data(replace(experiment, data=lambda: module)).sizes)
         partition = replace(partition, validation_share=min(_VALIDATION_SHARE, _VALIDATION_ROWS / num))
-    exact = 1 if experiment.batch_clients == "fast" else experiment.batch_clients  # "fast" depends on grouping
+    # the results of "fast" depend on how clients are grouped, so trials use the exact mode
+    exact = 1 if experiment.batch_clients == "fast" else experiment.batch_clients
     return replace(
         experiment, data=lambda: module, partition=partition, engine=Engine(), samples=Samples(), batch_clients=exact
     )
 
 
 class _Trial(Simulation):
-    """Simulation that can stop at a virtual time and continue later; it writes no run folder or checkpoints."""
+    """Simulation that runs to a virtual time and can continue later; it writes neither a run folder nor checkpoints."""
 
-    reached_s = 0.0  # virtual time up to which this trial has run
+    reached_s = 0.0  # virtual seconds that the trial has simulated
 
     @classmethod
     def of(cls, experiment: Experiment, stack: ExitStack) -> _Trial:
-        """Build a trial, whose executor ``stack`` closes; raises the errors of `raafl.runtime.setup.build`."""
+        """Set up a simulation for one candidate; ``stack`` closes its executor. Raise the errors of `raafl.runtime.setup.build`."""
         parts = build(experiment, pace=False)
         executor = make_executor(parts, experiment.workers)
         stack.callback(executor.close)
@@ -296,7 +297,7 @@ class _Trial(Simulation):
     _measure_now: Evaluator
 
     def measured(self, until_s: float) -> dict[str, float]:
-        """Continue until a virtual time; return the mean metrics of the model at that time and shortly before it."""
+        """Continue until a virtual time; return metrics of the model, averaged over that time and one shortly before."""
         from_s, found = self.reached_s, list[dict[str, float]]()
         for part in _MEASURED_AT:
             self.reached_s = from_s + part * (until_s - from_s)
@@ -309,7 +310,7 @@ class _Trial(Simulation):
         return {name: fmean(one[name] for one in found) for name in found[-1] if all(name in one for one in found)}
 
     def save(self) -> dict[str, Any]:
-        """Return an empty state, since trials are not resumed."""
+        """Return an empty state: a trial cannot be resumed."""
         return {}
 
     def _take_raised(self, error: BaseException, client: int | None) -> None:

@@ -31,14 +31,14 @@ Classes = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A client of a run, as one point in a chart."""
+    """Client of a run, drawn as one point of a chart."""
 
     name: str  # label of the client
-    tasks: int  # number of tasks that the client ended
+    tasks: int  # number of tasks that have ended
     flops_per_s: float  # FLOP/s of the client's device
     task_s: float  # median seconds of a task
     merged: int  # number of the client's updates that were merged
-    share: float  # share of the global model's versions, 0 to 1, that include an update of the client
+    share: float  # share of the model's versions that include an update of the client, 0 to 1
 
 
 def participation_chart(groups: Sequence[Group]) -> Chart:
@@ -250,7 +250,7 @@ def _bars(run: RecordedRun, sizes: Mapping[int, int], classes: Classes) -> View:
 
 
 def _histogram(sizes: Mapping[int, int], classes: Classes) -> View:
-    """Chart many clients: a histogram of their samples or, with ``classes``, class shares of groups of clients."""
+    """Chart a large number of clients: a histogram of their sample counts or, with ``classes``, class shares by groups."""
     if not classes:
         counts, edges = np.histogram(list(sizes.values()), _BANDS)
         trace = {

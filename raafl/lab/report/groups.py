@@ -54,10 +54,10 @@ COLOURS = (
 class Group:
     """Runs that differ only by seed and ended at the same limit; an interrupted run forms a group of its own."""
 
-    label: str  # short description of how the group differs from other groups
+    label: str  # how the group differs from other groups, in short
     colour: str  # colour of the group's lines
     runs: tuple[RecordedRun, ...]
-    differs: Mapping[str, str]  # config fields in which the groups differ, with this group's values
+    differs: Mapping[str, str]  # settings that differ between groups, with this group's values
 
 
 def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
@@ -117,7 +117,7 @@ def of_experiment(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _experiment(run: RecordedRun) -> dict[str, Any]:
     found = of_experiment(run.config)
-    if run.goals:  # a resumed run may have other limits than its config
+    if run.goals:  # a resumed run may have got other limits than its config has
         goals = Goals.from_json(run.goals)
         targets = list(map(str, goals.targets))
         target = targets[0] if len(targets) == 1 else targets or None
@@ -126,7 +126,7 @@ def _experiment(run: RecordedRun) -> dict[str, Any]:
 
 
 def _cut_short(run: RecordedRun) -> bool:
-    """Check whether a run stopped before it reached one of its limits."""
+    """Check whether a run ended before any of its limits was reached."""
     return str((run.summary or {}).get("finished")) not in REASONS
 
 
@@ -137,7 +137,7 @@ def _key(run: RecordedRun) -> str:
 
 
 def _labels(members: Sequence[Sequence[RecordedRun]], fields: Sequence[Mapping[str, str]]) -> list[str]:
-    """Label each group of runs by its algorithm, and by the settings that differ between groups of that algorithm."""
+    """Label each group by its algorithm, and by the settings in which groups of the same algorithm differ."""
     labels: list[str] = []
     for some, mine in zip(members, fields, strict=True):
         alike = [other for other in fields if other["algorithm"] == mine["algorithm"]]
@@ -156,7 +156,7 @@ def _part(name: str, value: str, folder: str) -> str:
         return f"{value} clock"
     if name == "ended":
         return _short(value)
-    if any(part.isdecimal() for part in name.split(".")):  # skip entries of lists, such as devices
+    if any(part.isdecimal() for part in name.split(".")):  # do not spell out entries of lists, such as devices
         return f"{name.partition('.')[0]} of {folder}"
     return f"{name.rpartition('.')[2]} {_short(value)}"
 
@@ -232,7 +232,7 @@ def curves(groups: Sequence[Group], first: str | None = None) -> Chart:
 
 
 def _hidden(group: Group) -> str:
-    """Return a note if curves, which end with a group's shortest run, leave out a tenth or more of its longest run."""
+    """Return a note if a group's curves, which end with its shortest run, hide at least a tenth of its longest run."""
     ends = {run.name: run.end_s for run in group.runs}
     shortest = min(ends, key=ends.__getitem__)
     share = ends[shortest] / max(max(ends.values()), 1e-9)

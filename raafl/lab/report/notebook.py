@@ -21,7 +21,7 @@ from raafl.runfolder.reading import Numbers, read
 
 _WIDTH, _HEIGHT = 620, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 40  # margins around the plot, in pixels
-_TICKS = 5  # approximate number of ticks on each axis
+_TICKS = 5  # wanted number of ticks on each axis
 _MAX_POINTS = 200
 _RUN = ("algorithm", "clock", "ended", "merged updates", "versions", "seconds", "MB down", "MB up", "utilisation")
 
@@ -117,7 +117,7 @@ def curve_svg(groups: Sequence[Group], metric: str | None = None, against: str =
 
 
 def _line(group: Group, metric: str, against: str) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Return x values, and mean, minimum and maximum over the group's runs at each; empty if no run has the metric."""
+    """Compute a group's curve: x values, and mean, minimum and maximum over its runs; empty if no run has the metric."""
     lines = [line for run in group.runs if len((line := curve(run, metric, against))[0])]
     empty = np.empty(0)
     return band(lines, _MAX_POINTS) if lines else (empty, empty, empty, empty)

@@ -204,7 +204,7 @@ def draw(groups: Sequence[Group], suffix: str) -> bytes:
         raise BadInput(
             "no run has an evaluation of its model, so there is nothing to draw: give a run that was evaluated"
         )
-    # keep text as text in the files, and make the files reproducible
+    # SVG and PDF keep text as text, and a fixed salt makes the ids in SVG reproducible
     with rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "raafl"}):
         width, height = _PANEL_INCHES
         figure = Figure(figsize=(width * len(metrics), height), layout="constrained")
@@ -240,5 +240,5 @@ def _clock(groups: Sequence[Group]) -> str:
 
 
 def _text(text: str) -> str:
-    """Escape ``$`` in a text from a run folder, which matplotlib would read as the start of a formula."""
+    """Sanitise a text from a run folder and escape its ``$``, which matplotlib reads as the start of a formula."""
     return sanitize_text(text, _MAX_LABEL).replace("$", r"\$")

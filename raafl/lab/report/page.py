@@ -121,12 +121,12 @@ def data_json(charts: Sequence[Chart]) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return the text of a menu's choice as a browser will return it from the select element."""
+    """Convert the text of a menu's option to what the browser's select element returns for it."""
     return html.unescape(escaped(text))
 
 
 def _plain(value: object) -> object:
-    """Escape texts of a figure that plotly would read as markup, except for raafl's own markup."""
+    """Escape all texts of a plotly figure that plotly would read as markup, except in fields that raafl itself fills."""
     if isinstance(value, Mapping):
         return {name: item if name in _OWN_MARKUP else _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -218,14 +218,14 @@ class Chart:
 
     name: str  # id of the chart in the page, of the form `[a-z-]+`
     title: str
-    note: str  # explanation of how to read the chart, and what it leaves out
-    # views by the selected options; empty if there is nothing to show, as the note explains
+    note: str  # how to read the chart, and what it leaves out
+    # views by selected options; empty = nothing to show, for a reason that the note gives
     views: Mapping[tuple[str, ...], View]
     tables: Sequence[Table] = ()
-    # options of each selector above the chart, by the selector's name; may be empty
+    # options of each selector above the chart, by the selector's name
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
     height: int = 380  # height of the chart in pixels
-    still: str = ""  # SVG that shows the chart where plotly is missing; empty: its tables alone do
+    still: str = ""  # SVG of the chart for pages without plotly; "" = the tables suffice there
 
 
 def rounded(values: Sequence[float] | Numbers | npt.NDArray[Any], digits: int = 5) -> list[float | None]:

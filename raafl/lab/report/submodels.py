@@ -209,14 +209,17 @@ def axes(groups: Sequence[Group]) -> Chart:
 
 
 def _of_merged(group: Group, column: str) -> Numbers:
-    """Return a column of the merged tasks of all runs, without missing values."""
+    """Collect the values of one column over the merged tasks of all runs, without missing values."""
     values = np.concatenate([run.tasks[column][run.tasks.are(MERGED)] for run in group.runs])
     found: Numbers = values[np.isfinite(values) & (values >= 0)]
     return found
 
 
 def _regions(group: Group) -> dict[int, list[float]]:
-    """Return for each region: merged updates per run, mean staleness, longest pause (in versions) in any run."""
+    """Compute by region: merged updates per run, mean staleness, and the longest pause of any run, in versions.
+
+    A region's pause is a number of consecutive versions that include no update of that region.
+    """
     region, stale = (
         np.concatenate([run.tasks[name][run.tasks.are(MERGED)] for run in group.runs])
         for name in ("region", "staleness")
@@ -232,7 +235,7 @@ def _regions(group: Group) -> dict[int, list[float]]:
 
 
 def _pauses(run: RecordedRun) -> dict[int, float]:
-    """Return for each region the largest number of consecutive versions without an update of that region."""
+    """Find by region the largest number of consecutive versions that include no update of it."""
     merged = run.tasks.are(MERGED) & np.isfinite(run.tasks["merged_version"]) & np.isfinite(run.tasks["region"])
     region, version = run.tasks["region"][merged], run.tasks["merged_version"][merged]
     if not len(version):

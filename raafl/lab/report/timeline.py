@@ -47,9 +47,9 @@ def lanes_height(lanes: int) -> int:
 
 
 def _bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
-    """Assign clients to the rows of a chart; return the client ids of each row by the row's label.
+    """Assign clients to the rows of a chart; return each row's client ids by its label.
 
-    Each client has a row of its own; if there are too many clients, those of similar speed share a row.
+    Each client has a row; if there are too many, clients of similar speed share one.
     """
     if len(order) <= _MAX_LANES:
         return {lane(run, client): [client] for client in order}
@@ -287,10 +287,10 @@ class TaskIntervals:
     """Time intervals of the tasks of a run, one entry per task."""
 
     client: npt.NDArray[np.int64]  # id of the client that had the task
-    start_s: Numbers  # start of the task, in seconds on the run's clock
-    stop_s: Numbers  # end of the task, in seconds on the run's clock
-    kind: npt.NDArray[np.int64]  # index of the task's outcome, such as merged or lost, in `KIND_NAMES`
-    row: npt.NDArray[np.int64]  # index of the task in the run's table of tasks; -1 if the table lacks it
+    start_s: Numbers  # seconds on the run's clock at which the task began
+    stop_s: Numbers  # seconds on the run's clock at which the task ended
+    kind: npt.NDArray[np.int64]  # index in `KIND_NAMES` of the task's outcome, such as merged or lost
+    row: npt.NDArray[np.int64]  # row of the task in the run's table of tasks; -1 = it is not there
 
 
 def task_intervals(run: RecordedRun) -> TaskIntervals:
@@ -325,7 +325,7 @@ def task_intervals(run: RecordedRun) -> TaskIntervals:
 
 
 def _first(times: Sequence[float], since: float, otherwise: float) -> float:
-    """Return the first of ascending ``times`` that is at or after ``since``; ``otherwise`` if there is none."""
+    """Find the first of ascending ``times`` that is not before ``since``; ``otherwise`` if there is none."""
     place = bisect_left(times, since)
     return times[place] if place < len(times) else otherwise
 
@@ -383,7 +383,10 @@ def transfer_s(run: RecordedRun) -> Numbers:
 
 
 def _link(client: ClientRecord, is_simulated: bool) -> tuple[float, float, float]:
-    """Return seconds per byte down and up, and latency in seconds; all NaN if the speed is unknown or varies."""
+    """Read a client's link from its profile: seconds per byte down and up, and latency in seconds.
+
+    All are NaN if the link's speed is unknown or varies.
+    """
     down, up = (number(client.profile.get(name)) for name in ("down_bytes_per_s", "up_bytes_per_s"))
     latency = number(client.profile.get("latency_s"))
     latency = 0.0 if math.isnan(latency) else latency
@@ -404,7 +407,7 @@ def busy_share(intervals: TaskIntervals, clients: Sequence[Sequence[int]], edges
     for band, members in enumerate(clients):
         mine = bands == band
         worked = np.zeros(len(edges))
-        for edge in range(len(edges)):  # cumulative seconds of work until each edge
+        for edge in range(len(edges)):  # seconds of work, summed over clients, until each edge of the bins
             until = np.minimum(intervals.stop_s[mine], edges[edge]) - np.minimum(intervals.start_s[mine], edges[edge])
             worked[edge] = until.sum()
         shares[band] = np.diff(worked) / (widths * max(len(members), 1))

@@ -61,9 +61,10 @@ class ClientProcesses:
         announce: Callable[[Assignment, FlatTensors], None] = lambda assignment, received: None,
         failed: Callable[[], object] = lambda: None,
     ) -> None:
-        """Store this process's rank, and functions that communicate with the client's other processes.
+        """Create the group of a client's processes, as seen by the one with ``rank``.
 
-        `announce`: on the leader, starts a task in the other processes.
+        `begin_sum`: starts to sum a tensor over the processes; `announce`: on the leader, starts a task in the other
+        processes.
         """
         self.rank, self.size, self._begin_sum, self._announce = rank, size, begin_sum, announce
         self.failed = failed
@@ -116,7 +117,7 @@ class ClientProcesses:
         self._check_stepped()
         buckets, self._buckets = self._buckets, None
         assert buckets is not None
-        # sums the remaining buckets, in the same order in every process, also for parameters without a gradient
+        # in equal order in every process: parameters without a gradient are summed, too
         buckets.end()
         known = torch.tensor(
             [*(p.grad is not None for p in buckets.parameters), stop, buckets.again], dtype=torch.float32
@@ -124,7 +125,7 @@ class ClientProcesses:
         self._total(known)
         if known[-2]:
             return True
-        if known[-1]:  # with several backward passes, some sums began before their gradients were complete
+        if known[-1]:  # after several backward passes: some sums began before their gradients were complete
             buckets = Buckets(reversed(buckets.parameters), self._begin_sum)
             buckets.end()
         buckets.average(self.size, known[:-2].tolist())
@@ -157,7 +158,7 @@ class ClientProcesses:
             raise BadInput(_own_way("makes no step with the gradients of the module"))
 
     def _compare(self, module: nn.Module) -> None:
-        """Raise `BadInput` if the processes have different parameters."""
+        """Raise `BadInput` unless all processes have equal parameters."""
         words = sum((sum_of_bits(p) for p in module.parameters() if p.requires_grad), torch.tensor(0))
         digests = torch.zeros(self.size, dtype=torch.int64)
         digests[self.rank] = int(words) & (2**62 - 1)
@@ -166,7 +167,7 @@ class ClientProcesses:
             raise BadInput(_own_way("comes to other values in each process (or the processes have unlike GPUs)"))
 
     def _combine(self, recorder: Recorder) -> None:
-        """Combine logged values over all processes if all logged the same names; torchmetrics are the leader's."""
+        """Combine logged values over all processes that logged equal names; those in torchmetrics are the leader's alone."""
         names, sums = recorder.partial()
         agreed = torch.zeros(self.size, dtype=torch.int64)
         agreed[self.rank] = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big")
@@ -188,7 +189,7 @@ class Buckets:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], begin_sum: BeginSum) -> None:
-        """Divide ``parameters`` into buckets of one dtype each, in the order in which backward makes gradients."""
+        """Divide ``parameters`` into buckets of one dtype, in the order in which a backward pass computes their gradients."""
         self.parameters, self._begin_sum = list(reversed(list(parameters))), begin_sum
         self._buckets: list[list[nn.Parameter]] = []
         num_bytes = 0
@@ -202,7 +203,7 @@ class Buckets:
         self._missing = [set(bucket) for bucket in self._buckets]
         self._of = {parameter: number for number, bucket in enumerate(self._buckets) for parameter in bucket}
         self._begun: list[tuple[Tensor, Callable[[], None]]] = []
-        self.again = False  # whether a parameter's gradient arrived twice, so that its sum may lack the second part
+        self.again = False  # whether a gradient has changed after it was summed, as with several backward passes
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """Record that a parameter's gradient exists; start to sum the buckets (groups of gradients) that are now complete."""
@@ -251,7 +252,7 @@ class Share(ClientData):
     """
 
     def __init__(self, whole: ClientData, rank: int, size: int) -> None:
-        """Take this process's share of ``whole``, which is not changed; only the leader has the test part."""
+        """Take this process's share of the client's data ``whole``; only the leader gets its test part."""
         self.__dict__.update(whole.__dict__)
         self._whole, self._rank, self._num_shares, self._rows_of = whole, rank, size, whole._fetch
         self._fetch = self._mine
@@ -263,7 +264,7 @@ class Share(ClientData):
         return self._whole.classes()
 
     def _fetched(self, batches: Iterable[Tensor]) -> Iterator[Sized]:
-        """Yield this process's rows of each batch and the number of the rows, which may be 0."""
+        """Yield this process's rows of each batch, and their number, which may be 0."""
         reseed(self.owned)
         for rows in batches:
             yield self._fetch(rows), len(rows[self._rank :: self._num_shares])
@@ -278,12 +279,10 @@ def _own_way(what: str) -> str:
     return f"this client spans several processes, but its training {what}: join with one process, without torchrun"
 
 
-# Shard a client's submodel over its processes, with FSDP2 (`torch.distributed.fsdp.fully_shard`).
-#
-# Each of W processes holds 1/W of the trained parameters, of their gradients and of the optimizer's state. The members
-# of each `ModuleList` and `Sequential` are gathered one after the other while they compute, all other parameters for
-# the whole step. Only the leader has the whole values that the server sent, and the whole result: it scatters and
-# gathers them tensor by tensor.
+# Shard a client's submodel over its processes, with FSDP2 (`torch.distributed.fsdp.fully_shard`).||Each of W processes
+# holds 1/W of the trained parameters, of their gradients and of the optimizer's state. Each member of a `ModuleList` or
+# `Sequential` is gathered while it computes, all other parameters during the whole step. The values that the server
+# sent, and those of the result, exist as a whole only on the leader, which scatters and gathers them tensor by tensor.
 
 _STEPS = ("training_step", "validation_step")
 
@@ -325,7 +324,7 @@ class Shards:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        """Store the mesh of processes; its first process leads."""
+        """Create shards over the processes of ``mesh``, whose first process is the leader."""
         self.mesh, self.leads = mesh, mesh.get_rank() == 0
 
     def apply(self, module: nn.Module) -> None:
@@ -338,11 +337,11 @@ class Shards:
             "ignored_params": {p for p in module.parameters() if not p.requires_grad},
         }
         lists = [part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
-        for part in reversed(lists):  # inner modules first
+        for part in reversed(lists):  # inner modules first, as `fully_shard` requires
             for child in part.children():
                 if any(p.requires_grad for p in child.parameters()):
                     fully_shard(child, **more)
-        # a step may use the module's own parameters after the forward pass
+        # not resharded, since a step may use the module's own parameters after the forward pass
         fully_shard(module, reshard_after_forward=False, **more)
         for name in _STEPS:
             if callable(getattr(module, name, None)):
@@ -380,7 +379,7 @@ class ShardedSubmodel(TrainableSubmodel):
     def __init__(
         self, shards: Shards, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Fabric
     ) -> None:
-        """Build and shard the module of ``spec``; see `TrainableSubmodel`."""
+        """Create the module of submodel ``spec`` with sharded parameters; see `TrainableSubmodel`."""
         self._shards, self._sent, self._device = shards, submodels.layout(spec, "trained"), fabric.device
         super().__init__(submodels, spec, local, payload, fabric)
         self._sharded: dict[str, Any] = {
@@ -406,8 +405,8 @@ class ShardedSubmodel(TrainableSubmodel):
         return _ShardedState(self.module, submodels)
 
     def _put(self, values: FlatTensors) -> None:
-        """Copy the values, which only the leader has, into the shards of all processes."""
-        self.trained = FlatTensors.empty(Layout(()))  # discard the last task's result
+        """Scatter the values, which only the leader has, to the shards of all processes."""
+        self.trained = FlatTensors.empty(Layout(()))  # frees the result of the last task
         with torch.no_grad():
             for entry in values.layout.entries:
                 whole = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
@@ -440,7 +439,7 @@ class ShardedSubmodel(TrainableSubmodel):
 
 
 class _ShardedState(ModuleState):
-    """State of a module whose parameters are sharded while no task runs."""
+    """State of a module whose parameters are sharded between tasks."""
 
     def __init__(self, module: nn.Module, submodels: Submodels) -> None:
         super().__init__(module, submodels)
@@ -456,7 +455,7 @@ class _ShardedState(ModuleState):
 
 
 def _reshard(module: nn.Module) -> None:
-    """Free the gathered parameters of ``module``; each process keeps its own shards."""
+    """Free the gathered parameters of ``module``, of which each process then has its shards only."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():
@@ -491,4 +490,4 @@ class ShardedProcesses(ClientProcesses):
         return bool(known.item())
 
     def _compare(self, module: nn.Module) -> None:
-        return  # each process has different shards, so nothing can be compared
+        return  # processes have different shards, so there is nothing to compare

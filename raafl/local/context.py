@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 class Progress:
     """Position of a task in its data, for messages about failures."""
 
-    place: str = ""  # description of the current batch, for error messages
+    place: str = ""  # description of the current batch, such as "batch 3", for error messages
 
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
     """Environment of a task; it does not influence the task's result."""
 
-    # once set, this event ends the task before its next batch by raising `Stopped`; None = the task cannot be stopped
+    # once this event is set, the task raises `Stopped` before its next batch; None = the task cannot be stopped
     stop: threading.Event | None = None
-    # connection over which the task exchanges messages with the server; None = there is none
+    # connection by which the task exchanges messages with the server; None = the method exchanges none
     link: ClientLink | None = None
-    process_group: ClientProcesses | None = None  # processes that train this client together; None = only this process
-    progress: Progress = field(default_factory=Progress)  # position of the task in its data, updated while it trains
-    # waits until the task that was begun early has arrived, and returns it; None = the task has arrived
+    process_group: ClientProcesses | None = None  # processes that train this client together; None = one process
+    progress: Progress = field(default_factory=Progress)  # position of the task in its data, updated during training
+    # waits for the assignment of a task that began before it arrived, and returns it; None = it has arrived
     receive: Callable[[], Assignment] | None = None
 
     @property

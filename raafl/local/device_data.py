@@ -30,11 +30,11 @@ class Feed:
     """
 
     def __init__(self, device: torch.device, share: float) -> None:
-        """Limit data sets on the GPU to ``share`` of its free memory; 0 = none are copied there."""
+        """Create a feed that copies data sets to the GPU up to ``share`` of its free memory; 0 = it copies none."""
         self.device, self._share = device, share
         self._left: float | None = None
         self._stream: Any = None
-        # by identity of a data set, which is stored, too, so that no other takes its address
+        # by id of a data set; the data set is stored, too, so that no other object gets its id
         self._resident: dict[int, tuple[object, Fetch | str]] = {}
         self._reasons: dict[str, None] = {}
         self.num_resident = self.num_sent = self.num_bytes = 0
@@ -85,7 +85,7 @@ class Feed:
         current.wait_stream(self._stream)
         for tensor in batch_tensors(moved):
             if tensor.is_cuda:
-                tensor.record_stream(current)  # its memory is used again only after the steps that read it
+                tensor.record_stream(current)  # its memory is reused only after the steps that read it
         return moved
 
     def _sent(self, tensor: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Feed:
     # ---- data that lie on the GPU ----
 
     def _gather_of(self, data: ClientData) -> Fetch | None:
-        """Return a function that maps row numbers on the GPU to a batch there; None if the data stay on the CPU."""
+        """Return a function that maps row numbers to a batch on the GPU; None if the data stay on the CPU."""
         found: Fetch | str = "samples are read one by one, or collated by a function of the loader's own"
         if self._share <= 0:
             found = "fabric.data_on_device is 0"
@@ -112,7 +112,7 @@ class Feed:
         return found
 
     def _placed(self, source: object) -> Fetch | str:
-        """Copy a data set to the GPU; return a function that gathers its rows, or why it stays on the CPU."""
+        """Copy a data set to the GPU, and return a function that gathers its rows there; else the reason why it stays."""
         base, rows, tensors = plain_parts(source)
         if base is None:
             return f"{type(source).__name__} gathers samples in a way of its own"

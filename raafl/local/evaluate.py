@@ -49,7 +49,7 @@ class Evaluator:
         seed: int | None,
         metrics_live: bool = True,
     ) -> None:
-        """Build the full module, which all evaluations use.
+        """Build the whole model's module, which all evaluations use.
 
         `seed`: run's seed, from which each evaluation derives its random numbers; None = the global generators are
         used. Raises BadInput if the module has no ``validation_step``.
@@ -61,7 +61,7 @@ class Evaluator:
         self._seed, self.is_alone = seed, False
         self._versions: list[tuple[int, int]] = []
         with self._stream("test data"):
-            next(iter(batches()), None)  # the first access to the data set may draw random numbers
+            next(iter(batches()), None)  # the first access to a data set may draw random numbers
         self.num_batches = 0
         self.recorder = Recorder()
         self.recorder.attach(self.module)
@@ -108,7 +108,7 @@ class Evaluator:
         return sorted([*self.state.changed(metrics=False), *counts])
 
     def __call__(self, values: FlatTensors, version: int) -> dict[str, float]:
-        """Return the metrics of the model ``values``, which ``validation_step`` logs or returns, over all samples."""
+        """Evaluate the global model ``values`` on all test samples; return the metrics of its ``validation_step``."""
         self.begin(values, version)
         self.num_batches = self.measure(0, None)
         return self.end()
@@ -136,7 +136,7 @@ class Evaluator:
         return self._present
 
     def _stream(self, *what: str | int) -> AbstractContextManager[None]:
-        """Return a context with its own random state; random contexts of other threads wait until it ends."""
+        """Return a context with a random state derived from the seed and ``what``; other such contexts wait for its end."""
         return nullcontext() if self._seed is None else RngStream(self.device, derive_seed(self._seed, *what))
 
     def measure(self, start: int, stop: int | None) -> int:
@@ -174,7 +174,7 @@ class Evaluator:
 
 
 def _for_a_turn(batches: Iterator[tuple[int, Sized]]) -> Iterator[tuple[int, Sized]]:
-    """Yield at least one batch, and further ones until `TURN_S` seconds have passed."""
+    """Yield one batch, and more until `TURN_S` seconds have passed."""
     end = time.perf_counter() + TURN_S
     for batch in batches:
         yield batch
@@ -182,9 +182,9 @@ def _for_a_turn(batches: Iterator[tuple[int, Sized]]) -> Iterator[tuple[int, Siz
             return
 
 
-# Carry the state of a module's torchmetrics objects from one evaluation to the next, also through checkpoints. A metric
-# that is logged as an object is reset after each evaluation. Others continue, as under Lightning's Trainer: a
-# `MaxMetric` updated after each evaluation holds the best value of the run.
+# Carry the state of a module's torchmetrics from one evaluation to the next, also through checkpoints. A metric that is
+# logged as an object is reset after each evaluation. Others continue, as under Lightning's Trainer: a `MaxMetric`
+# updated after each evaluation holds the best value of the run.
 
 _PLAIN = (type(None), bool, int, float, str)
 _OF_ITSELF = ("training", "_computed")
@@ -194,7 +194,7 @@ class LivingMetrics:
     """Reader and writer of the states of the metrics in one module."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Store the attributes of the module's metrics before any evaluation, as their initial state."""
+        """Save the initial attributes of the module's metrics, before any evaluation changes them."""
         self.metrics = dict(_metrics_in(module))
         self._first = {path: dict(vars(metric)) for path, metric in self.metrics.items()}
 
@@ -318,7 +318,7 @@ def end(module: nn.Module, recorder: Recorder) -> dict[str, float]:
     """End an evaluation: call the module's end hooks; return the metrics over all batches."""
     _call(module, "on_validation_epoch_end")
     _call(module, "on_validation_end")
-    found = recorder.means()  # all at once, since a metric that is both logged and returned is reset by reading it
+    found = recorder.means()  # read in one call: a metric that is both logged and returned is reset when it is read
     returned = {name.removeprefix(_RETURNED): value for name, value in found.items() if name.startswith(_RETURNED)}
     return {**returned, **{name: value for name, value in found.items() if not name.startswith(_RETURNED)}}
 

@@ -32,7 +32,7 @@ def explained(module: nn.Module, method: str, batch: object = None) -> Iterator[
 
 
 def _watch(name: str, layer: nn.Module, entered: list[tuple[str, nn.Module, Any]]) -> Iterator[Any]:
-    """Yield hooks that maintain ``entered``, the stack of layers whose forward is running, innermost last."""
+    """Register hooks by which ``entered`` is the stack of layers whose forward runs, the innermost last; yield them."""
 
     def begin(layer: nn.Module, args: object) -> None:
         entered.append((name, layer, args))

@@ -28,7 +28,7 @@ def of_task(device: torch.device, assignment: Assignment, context: TaskContext, 
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Check whether the GPU is unusable in this process, as after an illegal access or a failed assertion."""
+    """Check whether this process can no longer use the GPU, as after an illegal access or a failed assertion."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -58,7 +58,7 @@ def of_server(error: BaseException, client: int | None = None) -> CodeFailed:
 
 
 def _in_full(error: BaseException) -> str:
-    """Return an error's traceback as text, of a long one only the end."""
+    """Return an error's traceback as text, or only its end if it is long."""
     return error.traceback if isinstance(error, CodeFailed) else "".join(traceback.format_exception(error))[-_LONG:]
 
 
@@ -72,6 +72,6 @@ def leave_traceback(folder: Path, reason: str, error: BaseException) -> str | No
     try:
         with (folder / _FILE).open("a", encoding="utf-8", errors="replace") as file:
             file.write(f"{reason}\n\n{_in_full(error)}\n")
-    except OSError:  # the error's summary is reported elsewhere
+    except OSError:  # the error itself is reported elsewhere
         return None
     return _FILE

@@ -81,7 +81,7 @@ class FromTrainer:
 
 
 def _fields(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config fields completed by a Trainer's arguments; raises `BadInput` if both set a value differently."""
+    """Complete config fields by a Trainer's arguments; raises `BadInput` if both set a field to different values."""
     options, default, said = given.get("fabric") or FabricOptions(), FabricOptions(), fabric_of(args)
     for name, value in said.items():
         own = getattr(options, name)
@@ -116,7 +116,7 @@ def from_trainer(trainer: Any) -> FromTrainer:
 
 @cache
 def _named(trainer: str, arguments: str) -> FromTrainer:
-    """Return model and data of the Trainer that a config names; it is built once, so that both belong to it."""
+    """Return model and data of the Trainer that a config names, which is built once for both."""
     path, _, name = trainer.rpartition(".")
     try:
         make = getattr(import_module(path), name)
@@ -147,7 +147,7 @@ def said_by_trainer(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(trainer: str, arguments: dict[str, Any] | None = None) -> dict[str, str]:
-    """Return the arguments of `_named`, by which its cache finds a Trainer."""
+    """Return the arguments of `_named` in a form that its cache can hash."""
     return {"trainer": trainer, "arguments": json.dumps(arguments or {}, sort_keys=True)}
 
 
@@ -155,11 +155,11 @@ class Model(LightningModule):
     """Model of the Trainer that a config names under ``trainer``; creating it returns a `TrainerModule`."""
 
     def __new__(cls, trainer: str, arguments: dict[str, Any] | None = None) -> Any:
-        """Return a copy of the Trainer's model; the Trainer is built at the first call."""
+        """Return a copy of the model of a Trainer, which is built at the first call."""
         return _named(**_key(trainer, arguments)).module.fresh()
 
     def __init__(self, trainer: str, arguments: dict[str, Any] | None = None) -> None:
-        """Declare the arguments for the parser; never called.
+        """Declare the arguments for the config's parser; never called.
 
         Args:
             trainer: import path of a function that makes a `transformers.Trainer`.
@@ -171,11 +171,11 @@ class Data(LightningDataModule):
     """Data sets of the Trainer that a config names under ``trainer``; creating it returns a `TrainerData`."""
 
     def __new__(cls, trainer: str, arguments: dict[str, Any] | None = None) -> Any:
-        """Return the data of the Trainer; the arguments are those of `Model`."""
+        """Return the data of a Trainer; the arguments are those of `Model`."""
         return _named(**_key(trainer, arguments)).data
 
     def __init__(self, trainer: str, arguments: dict[str, Any] | None = None) -> None:
-        """Declare the arguments for the parser; never called."""
+        """Declare the arguments for the config's parser; never called."""
 
 
 def _trainer_class() -> Any:
@@ -187,7 +187,7 @@ def _trainer_class() -> Any:
 
 
 def _build(make: Any) -> Any:
-    """Call the user's function that makes a Trainer, with a fixed seed, shielded from random state and torchrun."""
+    """Call the user's function that makes a Trainer, with a fixed seed; global random state and process groups stay as they are."""
     if not callable(make):
         raise BadInput(f"trainer is {briefly(make)}: give a transformers.Trainer, or a function that makes one")
     with undisturbed(()), _without_ranks():
@@ -200,7 +200,7 @@ def _build(make: Any) -> Any:
 
 @contextmanager
 def _without_ranks() -> Iterator[None]:
-    """Hide torchrun's variables from accelerate within the ``with`` block, since each client trains alone."""
+    """Hide torchrun's environment variables from accelerate in the ``with`` block, since each client trains alone."""
     hidden = {name: os.environ.pop(name) for name in _OF_RANKS if name in os.environ}
     try:
         yield
@@ -245,17 +245,17 @@ class TrainerModule(LightningModule):
     The Trainer is no part of the module: copies share it, and it sees the model of the copy that calls it.
     """
 
-    # attributes that transformers and TRL set in every step, so their reset with each task needs no warning
+    # transformers and TRL set these attributes in every step, so no warning says that each task resets them
     restarts_unseen: ClassVar[frozenset[str]] = frozenset(
         ("_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks", "problem_type")
     )
     _MODES: ClassVar[Mapping[bool, str]] = {True: "train", False: "eval"}
 
     def __init__(self, trainer: Any) -> None:
-        """Store the Trainer's model, and the Trainer itself where copies of the module share it."""
+        """Create a module with the Trainer's model; copies of the module share the Trainer."""
         super().__init__()
         self.model = trainer.model
-        # held in a closure, so that the Trainer is neither copied nor recorded as part of the module
+        # in a closure, so that copies of the module do not copy the Trainer
         self.trainer_of = _holder(trainer)
 
     def fresh(self) -> TrainerModule:
@@ -300,7 +300,7 @@ class TrainerModule(LightningModule):
             if scaled is None:
                 scaled = (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func
             self._log_metrics(trainer)
-        # undo the Trainer's division by the number of batches, since the task divides each loss itself
+        # the Trainer has divided by the number of batches, and the task would do so again
         return loss * num_batches if scaled and num_batches > 1 else loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
@@ -315,7 +315,7 @@ class TrainerModule(LightningModule):
         writes = callable(getattr(type(self.model), "generate", None)) and not hasattr(self.trainer_of(), "ref_model")
         if not writes or loss is None or not isinstance(labels, Tensor) or labels.dim() != 2:
             return
-        if "perplexity" not in self._modules:  # not before: copies that only train do without it
+        if "perplexity" not in self._modules:  # created here, since copies that only train need no metric
             self.perplexity = TokenPerplexity().to(loss.device)
         shifted = labels if getattr(self.model.config, "is_encoder_decoder", False) else labels[:, 1:]
         self.perplexity.update(loss.detach(), (shifted != _NO_LABEL).sum())
@@ -345,12 +345,12 @@ class TrainerModule(LightningModule):
 
     @contextmanager
     def _bound(self) -> Iterator[Any]:
-        """Let the Trainer use this copy of its model within the ``with`` block."""
+        """Set this copy of the model as the Trainer's model during the ``with`` block."""
         trainer = self.trainer_of()
-        with _LOCK:  # an evaluation may run at the same time as a task
+        with _LOCK:  # the Trainer is shared by tasks and evaluations, which may run at the same time
             before = trainer.model, trainer.model_wrapped
             trainer.model = trainer.model_wrapped = self.model
-            # batches are already on this copy's device, which may differ from the Trainer's
+            # batches are on this copy's device already, which may not be the Trainer's
             trainer._prepare_inputs = lambda inputs: inputs
             reference, device = getattr(trainer, "ref_model", None), next(self.model.parameters()).device
             if isinstance(reference, nn.Module) and device.type != "meta":
@@ -362,7 +362,7 @@ class TrainerModule(LightningModule):
                 trainer.model, trainer.model_wrapped = before
 
     def _log_metrics(self, trainer: Any) -> None:
-        """Log metrics that TRL's trainers record beside the loss, such as rewards/accuracies."""
+        """Log the metrics that TRL's trainers keep beside the loss, such as rewards/accuracies."""
         noted = getattr(trainer, "_metrics", None)
         if not isinstance(noted, dict):
             return
@@ -432,7 +432,7 @@ class MeasuredTrainerModule(TrainerModule):
 
 
 def _align(model: Any, processor: Any) -> None:
-    """Set a model's padding token from its tokenizer, as a Trainer does; decoders need it to classify batches."""
+    """Set a model's missing padding token from its tokenizer, as a Trainer does, since decoders need it to classify batches."""
     token = getattr(processor, "pad_token_id", None)
     config = getattr(model, "config", None)
     if token is not None and config is not None and getattr(config, "pad_token_id", token) is None:
@@ -444,7 +444,7 @@ def _holder(trainer: Any) -> Callable[[], Any]:
 
 
 def _patched_forward(function: Any, owner: nn.Module) -> Callable[..., Any]:
-    """Convert a forward method that was set on the object ``owner`` to one that works for copies of that module.
+    """Convert a forward method that was set on the object ``owner`` into one that works for copies of that module.
 
     TRL sets a fused head in this way. The method's closure holds the replaced forward, bound to ``owner``, so a copy
     would compute with the owner's weights. The result binds it to the module that is called.
@@ -458,7 +458,7 @@ def _patched_forward(function: Any, owner: nn.Module) -> Callable[..., Any]:
 
 
 def _bound_to(part: nn.Module, function: Any, owner: nn.Module) -> Any:
-    """Return ``function`` with the methods of ``owner`` in its closure replaced by those of ``part``."""
+    """Return ``function`` with the methods of ``owner`` in its closure bound to ``part`` instead."""
     cells = getattr(function, "__closure__", None) or ()
     methods = [isinstance(cell.cell_contents, types.MethodType) for cell in cells]
     if not any(methods):
@@ -478,9 +478,9 @@ def _bound_to(part: nn.Module, function: Any, owner: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class _Collate:
-    """Collate function that calls a Trainer's own one and returns its result as a plain dictionary."""
+    """Collate function that converts the result of a Trainer's collate function to a plain dict."""
 
-    collate: Callable[[list[Any]], Any]  # collate function of the Trainer
+    collate: Callable[[list[Any]], Any]  # the Trainer's collate function
 
     def __call__(self, rows: list[Any]) -> dict[str, Any]:
         return dict(self.collate(rows))
@@ -490,7 +490,7 @@ class TrainerData(LightningDataModule):
     """Data module of a Trainer's data sets, read through its own loaders."""
 
     def __init__(self, trainer: Any) -> None:
-        """Store the Trainer whose data sets and collate function are used."""
+        """Create a data module over the data sets and the collate function of a Trainer."""
         super().__init__()
         self.trainer_of = _holder(trainer)
 
@@ -509,7 +509,7 @@ class TrainerData(LightningDataModule):
         return [] if trainer.eval_dataset is None else self._loader(trainer.get_eval_dataloader)
 
     def _loader(self, make: Callable[[], Any]) -> object:
-        """Call a Trainer's method that makes a loader, without accelerate, which would shard it between processes."""
+        """Call a Trainer's method that makes a data loader, without accelerate, which would shard the data by process."""
         accelerator = self.trainer_of().accelerator
         accelerator.prepare = lambda loader: loader
         try:

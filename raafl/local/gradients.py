@@ -15,14 +15,14 @@ from raafl.submodel import FlatTensors
 
 def takes_sparse(optimizer: Optimizer) -> bool:
     """Check whether an optimizer accepts sparse gradients."""
-    # with weight decay these optimizers add the dense parameter to the gradient
+    # with weight decay these optimizers add a dense tensor to the gradient
     if isinstance(optimizer, SGD | Adagrad):
         return all(not group["weight_decay"] for group in optimizer.param_groups)
     return isinstance(optimizer, SparseAdam)
 
 
 def _dense_by(local: Local, clip: float | None) -> str | None:
-    """Name the option that needs dense gradients, since it reads or changes them before the step; None if none does."""
+    """Name the option that needs dense gradients, since it reads or changes them before a step; None if no option does."""
     if local.prox:
         return "the proximal term"
     if clip is not None:
@@ -86,7 +86,7 @@ class ProximalTerm:
     """
 
     def __init__(self, parameters: list[nn.Parameter], anchors: list[Tensor]) -> None:
-        """Store ``parameters``, and ``anchors``, tensors of the same shapes towards which the term pulls them."""
+        """Create the term that pulls ``parameters`` towards ``anchors``, tensors of the same shapes."""
         self.parameters, self.anchors = parameters, anchors
 
     @classmethod
@@ -100,7 +100,7 @@ class ProximalTerm:
         """Add the term's gradient to each parameter's: ``prox`` times the parameter's difference from the received value."""
         used = [(p, a) for p, a in zip(self.parameters, self.anchors, strict=True) if p.grad is not None]
         grads: list[Tensor] = [p.grad for p, _ in used if p.grad is not None]
-        # in half precision, adding prox * theta would round small gradients away
+        # in half precision, small gradients would be lost beside prox * theta, so the difference is computed first
         if any(grad.dtype.itemsize == 2 for grad in grads):
             torch._foreach_add_(grads, torch._foreach_sub([p for p, _ in used], [a for _, a in used]), alpha=prox)
             return

@@ -46,7 +46,7 @@ class TaskHooks:
     """
 
     def __init__(self, module: nn.Module, overridden: frozenset[str]) -> None:
-        """Store the module, and the names of the Lightning hooks that it overrides."""
+        """Create a caller of a module's Lightning hooks; ``overridden`` has the names of those that it defines."""
         self._module: Any = module
         self.overridden = overridden
         self.keeps_gradients = not overridden.isdisjoint(_SEE_GRADIENTS)
@@ -107,7 +107,7 @@ class TaskHooks:
             torch.nn.utils.clip_grad_norm_(self._module.parameters(), clip_val)
 
     def _lightning(self, optimizer: Optimizer, step: Callable[[Callable[[], Any]], Any]) -> object:
-        """Wrap the optimizer as Lightning does; the wrapper's `step` passes its closure to ``step``."""
+        """Return the optimizer as Lightning wraps it, with ``step`` in place of the wrapper's strategy."""
         if self._wrapped is None or self._wrapped[0] is not optimizer:
             from lightning.pytorch.core.optimizer import LightningOptimizer
 
@@ -118,11 +118,11 @@ class TaskHooks:
 
 
 class _Steps:
-    """Stand-in for the strategy that a LightningOptimizer asks to make its step."""
+    """Stand-in for Lightning's strategy, by which a LightningOptimizer makes a step."""
 
     def __init__(self, step: Callable[[Callable[[], Any]], Any]) -> None:
         self._step = step
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: object) -> object:
-        """Pass the closure to the step function."""
+        """Make a step by the given function, with the optimizer's closure."""
         return self._step(closure)

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# parameter numbers of mallopt, from <malloc.h>
+# parameters of mallopt, from <malloc.h>
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _NEVER, _ANY = -1, 65536
 _LARGE_BYTES = 64 * 2**10
@@ -28,7 +28,7 @@ def keep_freed() -> bool:
 
     Call this before any thread allocates memory, since a thread that already has its own heap continues to use it.
     """
-    # a thread's own heap is limited to 64 MiB and returns larger blocks immediately
+    # other heaps than the main one are limited to 64 MiB each, and always return larger blocks to the system
     return _set(_ARENA_MAX, 1) and _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, _NEVER)
 
 
@@ -44,7 +44,7 @@ def give_back(worth_bytes: int = WORTH_BYTES) -> bool:
     if trim is None:
         return False
     free_bytes, slack_bytes = _free_bytes()
-    # malloc_trim walks the whole heap, which is worthwhile only if new pages became free since the last call
+    # malloc_trim walks the whole heap, so it is called only if pages were freed since the last call
     if free_bytes <= worth_bytes or (worth_bytes and slack_bytes - _slack_left <= worth_bytes):
         return False
     given = bool(trim(0))
@@ -70,15 +70,15 @@ _USAGE = (
 
 
 class _Usage(ctypes.Structure):
-    """``struct mallinfo2`` of <malloc.h>."""
+    """Result of glibc's `mallinfo2`: ``struct mallinfo2`` of <malloc.h>."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in _USAGE]
 
 
 def _free_bytes() -> tuple[float, float]:
-    """Return the bytes of unused heap, and of resident memory that no allocated block uses; infinite if unknown."""
+    """Return the unused bytes of the heap, and the resident bytes that no allocated block uses; infinite if unknown."""
     told = _glibc("mallinfo2")
-    if told is None:  # glibc before 2.33 lacks mallinfo2
+    if told is None:  # glibc before 2.33
         return math.inf, math.inf
     usage = told()
     resident, of_files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
@@ -92,7 +92,7 @@ def _set(parameter: int, value: int) -> bool:
 
 @cache
 def _glibc(name: str) -> Any:
-    """Return a function of glibc; None if the C library is another one, or too old to have it."""
+    """Return a function of glibc; None if the C library is not glibc, or too old to have that function."""
     try:
         library = ctypes.CDLL(None)
         library.gnu_get_libc_version  # noqa: B018  other libraries have a `mallopt`, too

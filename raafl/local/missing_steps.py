@@ -31,7 +31,7 @@ def _without_index(module: object, name: str) -> Callable[[Any, Any, int], Any]:
 
 
 def _as_test(module: object) -> dict[str, Any]:
-    """Return the module's test hooks under the names of the validation hooks, which evaluations call."""
+    """Map the validation hooks, which evaluations call, to the module's test hooks."""
     kind = type(module)
     hooks = [f"on_test_{when}" for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")]
     found = {name: getattr(kind, name) for name in ("test_step", *hooks) if overrides(module, name)}

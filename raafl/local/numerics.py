@@ -23,7 +23,7 @@ def set_numerics(threads: int, options: FabricOptions) -> None:
     """Set all options of torch that influence the bits of a run; call it before the run computes anything."""
     torch.set_num_threads(threads)
     if options.deterministic:
-        os.environ.setdefault(_WORKSPACE, ":4096:8")  # cuBLAS reads this variable at its first use
+        os.environ.setdefault(_WORKSPACE, ":4096:8")  # read by cuBLAS at its first use
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     if options.tf32 is not None:
@@ -49,7 +49,7 @@ def tf32() -> str:
     cudnn: Any = torch.backends.cudnn
     try:
         found = matmul.allow_tf32, cudnn.allow_tf32
-    except RuntimeError:  # set through the newer `fp32_precision`, after which torch rejects the older setting
+    except RuntimeError:  # torch rejects the older setting once the newer `fp32_precision` was set
         found = matmul.fp32_precision, cudnn.conv.fp32_precision
     return f"matmul {found[0]}, convolutions {found[1]}"
 
@@ -60,7 +60,7 @@ def numerics_left() -> Iterator[None]:
     threads, mode, workspace = torch.get_num_threads(), torch.get_deterministic_debug_mode(), os.environ.get(_WORKSPACE)
     flags: list[tuple[Any, str, bool]] = []
     for owner, name in _FLAGS:
-        with suppress(RuntimeError):  # fails for the same reason as in `tf32`
+        with suppress(RuntimeError):  # raised for the reason given in `tf32`
             flags.append((owner, name, getattr(owner, name)))
     try:
         yield

@@ -62,7 +62,7 @@ def measure_part(
 
 
 def _with_batch_statistics(module: nn.Module, batches: Iterable[Sized], paths: Iterable[str]) -> Iterable[Sized]:
-    """Yield the batches with the batch norms at ``paths`` in training mode, except for batches of one sample."""
+    """Yield the batches, with the batch norms at ``paths`` in training mode if a batch has more than one sample."""
     norms = [module.get_submodule(path) for path in paths]
     for batch, num_samples in batches:
         for norm in norms:

@@ -54,17 +54,17 @@ def prepare(module: Any) -> Any:
 
             with explained(module, hook):
                 getattr(module, hook)(*args)
-    _uncompile_parts(module)  # some models compile parts of themselves in `setup`
+    _uncompile_parts(module)  # a model may compile parts of itself in `setup`
     check_tensors(module)
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
-        # allowed in a user's own module, which may for example have no register tokens
+        # empty parameters of a user's own module are allowed, such as those of no register tokens
         if parameter.numel() == 0 and type(owner).__module__.startswith("torch.nn."):
             raise BadInput(
                 f"{kind}.{name} is empty, {tuple(parameter.shape)}: give {repr(owner)[:80]} sizes of 1 or more"
             )
     for name, buffer in persistent_buffers(module).items():
-        # an expanded buffer, whose elements share memory and cannot be written one by one
+        # elements of an expanded buffer share memory, and cannot be written one by one
         if 0 in buffer.stride() and not buffer.is_meta:
             path, _, own = name.rpartition(".")
             module.get_submodule(path)._buffers[own] = buffer.contiguous()
@@ -84,7 +84,7 @@ def uncompiled(module: object) -> Any:
 
 
 def _takes_index(module: object, name: str) -> bool:
-    """Check whether a step takes ``batch_idx``, by Lightning's rule: any second argument is the index."""
+    """Check whether a step takes ``batch_idx``; by Lightning's rule it does if it has any second argument."""
     if not overrides(module, name):
         return True
     step = getattr(module, name)
@@ -132,17 +132,17 @@ def _problems(module: nn.Module) -> Iterator[str]:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Check whether a tensor has more elements than memory locations, as after `expand`."""
+    """Check whether elements of a tensor share memory, as after `expand`."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return 0 < span < tensor.numel()
 
 
 def _shared(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield an error for each trained parameter that shares memory with another tensor, which copies would not."""
+    """Yield an error for each trained parameter that shares memory with another tensor, since copies would not."""
     first: dict[int, str] = {}
     known = {name: tensor for name, tensor in state.items() if tensor.layout == torch.strided}
     for name, tensor in (*known.items(), *_attributes(module)):
-        if not tensor.numel() or not tensor.data_ptr():  # tensors without values have no memory to share
+        if not tensor.numel() or not tensor.data_ptr():  # a tensor without values has no memory
             continue
         other = first.setdefault(tensor.data_ptr(), name)
         if other == name or known.get(name) is known[other]:
@@ -156,7 +156,7 @@ def _shared(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors that are plain attributes of modules, except those that a hook sets before each forward."""
+    """Yield tensors that modules have as plain attributes, without those that a forward pre-hook computes."""
     for path, part in module.named_modules():
         hooked = {computed_by(hook) for hook in part._forward_pre_hooks.values()}
         for name, value in vars(part).items():
@@ -235,7 +235,7 @@ def start_observers(module: nn.Module, example_batch: Callable[[int], Any], buil
 
 
 def _after_a_step(module: nn.Module, batch: object) -> dict[str, Tensor]:
-    """Return the persistent buffers of a copy of the module after one training step."""
+    """Return the persistent buffers of a copy of the module after a training step on ``batch``."""
     from raafl.submodel.isolated_run import loss_of, settle
 
     copy = copy_structure(module, {})

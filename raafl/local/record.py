@@ -67,7 +67,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor | float, float]] = {}
-        self._how: dict[str, str] = {}  # by name: how several values are reduced to one
+        self._how: dict[str, str] = {}  # by name: reduction of a value that is logged several times
         self._metrics: dict[str, Any] = {}
         self.latest = Latest()
         self.weight = 1.0
@@ -141,7 +141,7 @@ class Recorder:
         pending = {name: total for name, (total, _) in self._sums.items() if isinstance(total, Tensor)}
         pending = {name: total for name, total in pending.items() if total.is_cuda and total.numel() == 1}
         losses = [torch.as_tensor(x, device=tensors.device) for x in more.values()]
-        # float64 holds each of them exactly
+        # float64 represents each of these numbers exactly
         numbers = [x.detach().double().reshape(()) for x in (*pending.values(), *losses, *tensors.sums())]
         read = iter(torch.stack(numbers).tolist() if numbers else ())
         for name in pending:
@@ -223,7 +223,7 @@ def reduction_of(reduce_fx: str | Callable[..., Any]) -> str:
 def widened(value: Tensor) -> Tensor:
     """Return a detached copy of a loss or metric in float64, for exact sums; on MPS, which lacks it, in float32."""
     if value.dtype is torch.float32 and value.device.type == "cpu":
-        return value.detach().double()  # converted in one call, since a loss is recorded at each step
+        return value.detach().double()  # one call suffices here, and a loss is recorded in each step
     dtype = torch.float32 if value.device.type == "mps" else torch.float64
     return value.detach().to(torch.promote_types(value.dtype, dtype), copy=True)
 
@@ -255,7 +255,7 @@ def _not_distributed() -> bool:
 def _computed(name: str, metric: Any) -> float:
     if hasattr(
         metric, "distributed_available_fn"
-    ):  # each process measures only its own batches, even if process groups exist
+    ):  # each process measures its own batches alone, even if process groups exist
         # `sync_on_compute` takes effect only at the metric's next `forward`
         metric.distributed_available_fn = _not_distributed
     return _number(name, metric.compute())

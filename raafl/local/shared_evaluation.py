@@ -84,7 +84,7 @@ def _states(name: str, metric: object) -> dict[str, Any]:
 
 
 def _plain(value: Tensor | float) -> str:
-    """Return a number as text, since JSON cannot represent infinity and NaN."""
+    """Format a number as text, since JSON has no infinity and NaN."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         raise NotMergeable("a logged value is not a single number: log one number")
     return repr(float(value))
@@ -138,12 +138,12 @@ def partials(evaluator: Evaluator, start: int, stop: int) -> dict[str, Any]:
 
 
 def _updated(living: LivingMetrics, counts: Mapping[str, int], logged: Mapping[str, Any]) -> list[str]:
-    """Return the paths of metrics that were updated since ``counts`` was recorded, but are not logged as objects."""
+    """Return the paths of metrics that were updated since ``counts`` was taken, and that are not logged as objects."""
     parts = {id(part) for metric in logged.values() if isinstance(metric, nn.Module) for part in metric.modules()}
     now = _counts(living)
     return [path for path, metric in living.metrics.items() if now[path] > counts[path] and id(metric) not in parts]
 
 
 def _counts(living: LivingMetrics) -> dict[str, int]:
-    """Return the number of each metric's updates since its last reset, by path."""
+    """Map the path of each metric to its number of updates since its last reset."""
     return {path: int(getattr(metric, "_update_count", 0)) for path, metric in living.metrics.items()}

@@ -46,12 +46,12 @@ class Stopped(Exception):
 class PreparedTask:
     """A task together with the module that trains it."""
 
-    assignment: Assignment  # assignment of the task
-    received: FlatTensors  # values of the submodel's tensors, as the client received them; not changed
-    down: Bundles  # tensors that the method sends in addition to the submodel, by name; not changed
-    data: ClientData  # data of the client, or this process's share of it
+    assignment: Assignment  # the task's id, client, submodel, seed and length
+    received: FlatTensors  # values of the submodel as the client received them, which training leaves unchanged
+    down: Bundles  # tensors that the method sends beside the submodel, by name, which training leaves unchanged
+    data: ClientData  # data of the client, or the share of this process
     context: TaskContext  # stop event, link to the server, and processes of the task
-    built: TrainableSubmodel  # module of the task's submodel, with its optimizer
+    built: TrainableSubmodel  # module of the submodel, with its optimizer
 
 
 class LocalTrainer:
@@ -74,7 +74,7 @@ class LocalTrainer:
         max_built: int = 1,
         pools: bool = False,
     ) -> None:
-        """Set up Fabric with a single device.
+        """Create a trainer on a single device, with Fabric.
 
         `sends`: what the merge needs, "values" or "delta". `training`: length of a task, unless its assignment gives
         one.
@@ -91,8 +91,7 @@ class LocalTrainer:
             accelerator=self.options.accelerator,
             devices=1 if self.options.device is None else [self.options.device],
             precision=self.options.precision,  # type: ignore[arg-type]
-            # without this, Fabric looks for a cluster, and with mpi4py installed starts an MPI daemon beside each
-            # process
+            # by default Fabric looks for a cluster, and with mpi4py installed starts an MPI daemon beside each process
             plugins=[LightningEnvironment()],
         )
         self._strategy = self.fabric.strategy
@@ -137,7 +136,7 @@ class LocalTrainer:
         task = PreparedTask(assignment, received, down, data, context, built)
         self.announce(built, assignment, data)
         built.reset(received, assignment.lr_scale)
-        # before seeding, since reading a client's classes may draw random numbers in the data set's transforms
+        # before seeding: the data set may draw random numbers when its classes are read
         masking: AbstractContextManager[list[int]] = nullcontext([])
         if self.local.masked:
             from raafl.core.masked_loss import masked
@@ -148,7 +147,8 @@ class LocalTrainer:
         )
         self.generator.manual_seed(assignment.seed)
         precision: Any = self._strategy.precision
-        if self.scaler is not None:  # a new scaler for each task, so that no task depends on the tasks before it
+        # a scaler adapts over time, so each task gets a new one, and depends on no earlier task
+        if self.scaler is not None:
             precision.scaler = torch.amp.GradScaler(self.fabric.device.type)
         with masking as classes:
             steps: TaskSteps = (make or TaskSteps)(self, task)
@@ -166,7 +166,7 @@ class LocalTrainer:
         `loss` is None where every batch was skipped; `extra` is what the hook returned; a masked loss kept `classes`.
         """
         built, assignment, data = task.built, task.assignment, task.data
-        extra |= {"classes": classes} if classes else {}  # `raafl.core.masked_loss.CLASSES`
+        extra |= {"classes": classes} if classes else {}  # key of `raafl.core.masked_loss.CLASSES`
         built.gather()
         built.check_fixed_statistics()
         losses, metrics = {} if loss is None else {LOSS: loss}, dict[str, float]()
@@ -186,7 +186,7 @@ class LocalTrainer:
                     buffer.sub_(task.received.buffers[dtype][: buffer.numel()].to(buffer.device))
         ids = assignment.id, assignment.client, assignment.incarnation
         update = Update(*ids, built.answer(), task.data.num_samples, num_steps, metrics, extra=extra)
-        # read last, so that a GPU is waited for once
+        # one read after all work is queued, so that a GPU is waited for once
         read, is_finite = built.recorder.finish(losses, MAX_LOGGED, update.tensors)
         update.metrics, update.refusal = metrics | read, None if is_finite else "non-finite"
         return update
@@ -239,14 +239,14 @@ class LocalTrainer:
     def _test(
         self, built: TrainableSubmodel, assignment: Assignment, data: ClientData, context: TaskContext
     ) -> dict[str, float]:
-        """Evaluate the trained submodel on the client's test part, with a seed of its own."""
+        """Evaluate the trained submodel on the test part of the client's data, with random numbers that training does not use."""
         if self.submodels.rules.seeds_own_tests:
             seed_everything(derive_seed(assignment.seed, "own test", assignment.version), self.fabric.device)
 
         def batches() -> Iterator[Sized]:
             context.progress.place = "batch 0 of its test part"
             for index, sized in enumerate(data.in_order(self.training.batch_size), start=1):
-                # with shards all processes evaluate together, and none may leave alone
+                # with shards all processes evaluate together, so none may stop alone
                 if context.is_stopped and self.shards is None:
                     raise Stopped
                 yield sized
@@ -254,9 +254,9 @@ class LocalTrainer:
 
         from raafl.local.own_test import measure_part
 
-        static = self.submodels.batch_norm == "static"  # with static batch norm a client has no running statistics
+        static = self.submodels.batch_norm == "static"  # static batch norm has no running statistics
         norms = [mean.rpartition(".")[0] for mean, _ in statistics_of(built.module)] if static else []
-        # norms in eval mode have statistics of their own
+        # batch norms that the model keeps in eval mode use their stored statistics
         norms = [path for path in norms if self.submodels.module.get_submodule(path).training]
         return measure_part(
             built.module,
@@ -272,8 +272,8 @@ class LocalTrainer:
     def _check_base(self, built: TrainableSubmodel) -> None:
         """Raise `BadInput` if a task has changed the frozen base, which other tasks and clients share.
 
-        Version counters are compared after each task. Values are compared after the first task only: this finds changes
-        through `.data`, which are not counted.
+        Version counters are compared after each task, values only after the first: that finds writes through `.data`,
+        which counters miss.
         """
         base, now = built.base, zip(built.frozen, built.versions, strict=True)
         name = next((name for (name, p), version in now if p._version != version), None)
@@ -287,7 +287,7 @@ class LocalTrainer:
             )
 
     def _statistics_sent(self, trained: FlatTensors) -> AbstractContextManager[None]:
-        """Return a context in which running statistics have the form in which they are sent, such as second moments."""
+        """Return a context in which running statistics are in the form in which they are sent, such as second moments."""
         return nullcontext() if self._pooling is None or not len(trained) else self._pooling.as_sent(trained)
 
     def release(self) -> None:
@@ -332,13 +332,13 @@ class TaskSteps:
         self.per_epoch = task.data.num_batches(trainer.training.batch_size)
         self._num_expected = self._steps if self._steps is not None else self.per_epoch * (self._epochs or 1)
         self.num_batches = self.num_steps = self._num_losses = self._num_due = 0
-        # as in Lightning, also if an epoch ends within a step; `_by_step` sets the actual number of batches
+        # also if an epoch ends within a step, as in Lightning; `_by_step` sets the actual number of batches
         self._divisor = trainer.options.accumulate_grad_batches
         self._total: Tensor | float = 0.0
-        self._extra: dict[str, Any] = {}  # values that training_step returned beside the last loss
+        self._extra: dict[str, Any] = {}  # other values in the dict that training_step returned last
         self._outputs: dict[str, Any] = {}  # argument of on_train_batch_end; empty for a skipped batch
-        self._has_gradient = False  # whether a backward pass was done since the last optimizer step
-        self._skips_epoch = False  # set when on_train_batch_start returns -1
+        self._has_gradient = False  # whether there was a backward pass since the last optimizer step
+        self._skips_epoch = False  # set if on_train_batch_start returns -1
         self._epoch_began = False
         self._pull = ProximalTerm.towards(task.received, task.built.module) if trainer.local.prox else None
         self._hook = self._make_hook()
@@ -376,7 +376,7 @@ class TaskSteps:
                 self._run_batch(batch)
                 progress.place = f"batch {self.num_batches}"
             progress.place = "after its last batch"
-            if self._epoch_began:  # the number of steps was reached within an epoch
+            if self._epoch_began:  # the task's number of steps ended within an epoch
                 self._end_epoch(is_whole=False)
             self._call("on_train_end")
             self._call("on_fit_end")
@@ -385,7 +385,7 @@ class TaskSteps:
             self._hook.close()
 
     def _by_step(self, batches: Iterator[Sized]) -> Iterator[Sized]:
-        """Yield batches as the module's `on_step_batches` converts them, which sees all batches of a step at once."""
+        """Yield batches as the module's `on_step_batches` returns them; it gets all batches of an optimizer step at once."""
         see = getattr(self._built.module, "on_step_batches", None)
         if see is None:
             yield from batches
@@ -399,7 +399,7 @@ class TaskSteps:
                 window.clear()
 
     def _is_due(self, number: int) -> bool:
-        """Check whether the optimizer steps after the batch with this number, counted from 0."""
+        """Check whether the optimizer steps after batch ``number``, counted from 0."""
         index = number % self.per_epoch
         is_whole = (index + 1) % self._trainer.options.accumulate_grad_batches == 0
         return is_whole or index + 1 == self.per_epoch or number + 1 == self._num_expected
@@ -442,7 +442,7 @@ class TaskSteps:
         if not isinstance(answer, Mapping):
             return answer  # type: ignore[no-any-return]
         hooks = self._built.hooks
-        # stored only for this hook, since it keeps the graph in memory
+        # only if this hook reads them, since they keep the autograd graph in memory
         if hooks is not None and "on_train_batch_end" in hooks.overridden:
             self._extra = {name: value for name, value in answer.items() if name != "loss"}
         loss: Tensor = answer["loss"]
@@ -456,10 +456,10 @@ class TaskSteps:
             hooks.call("backward", loss if scaler is None else scaler.scale(loss))
 
     def _step(self) -> None:
-        """Make an optimizer step with the present gradients."""
+        """Make an optimizer step on the present gradients: unscale, add the proximal term, clip, step."""
         trainer, built, group = self._trainer, self._built, self._context.process_group
         optimizer, clip_val, hooks = built.optimizer, trainer.options.gradient_clip_val, built.hooks
-        # processes of one client have averaged scaled gradients, so all find the same infinities
+        # scaled gradients were averaged over the client's processes, so all see the same infinities
         if trainer.scaler is not None:
             trainer.scaler.unscale_(optimizer)
         if self._pull is not None:
@@ -477,7 +477,7 @@ class TaskSteps:
     # ---- batches ----
 
     def _run_batch(self, batch: object) -> None:
-        """Train on one batch, with the module's hooks around it."""
+        """Train on one batch, or skip it if the module's hook says so, with the hooks around it."""
         if not self._epoch_began:
             self._begin_epoch()
         is_last = self.index + 1 == self.per_epoch
@@ -496,7 +496,7 @@ class TaskSteps:
         self.num_batches += 1
 
     def _make_step(self, batch: object, is_due: bool) -> None:
-        """Compute the gradients of a batch, and make the optimizer's step if it is due."""
+        """Compute the gradients of a batch, and step the optimizer if its batches are complete."""
         hooks = self._built.hooks
         if is_due and hooks is not None and "optimizer_step" in hooks.overridden:
             hooks.optimizer_step(
@@ -523,7 +523,7 @@ class TaskSteps:
             self._schedule("step", index, plateau=True)
 
     def _compute(self, batch: object, is_due: bool) -> Tensor | None:
-        """Compute a batch's loss and gradients; return the loss, or None if it is skipped or no hook needs it."""
+        """Compute a batch's loss and gradients; return the loss, None if the batch is skipped or no module hook needs it."""
         process_group, hooks, module = self._context.process_group, self._built.hooks, self._built.module
         is_first = self.index % self._trainer.options.accumulate_grad_batches == 0
         try:
@@ -531,7 +531,7 @@ class TaskSteps:
         except SkippedBatch:
             if process_group is not None:
                 raise BadInput(self._not_together("training_step returns None, to skip a batch")) from None
-            # as in Lightning: later batches of this step must not add to the previous step's gradients
+            # as in Lightning: else later batches would add to the gradients of the previous step
             if hooks is not None and is_first:
                 hooks.zero_grad(self._built.optimizer, self.epoch, self.index)
             return None
@@ -547,8 +547,8 @@ class TaskSteps:
             self._hook.backward(loss)
         self._has_gradient = True
         if process_group is not None and is_due and process_group.average(self._context.is_stopped):
-            raise Stopped  # all processes of the client stop at the same batch
-        if hooks is None:  # without hooks, neither the hook call nor the outputs are needed
+            raise Stopped  # decided together: all processes of the client stop at the same batch
+        if hooks is None:  # the outputs are for module hooks alone
             return None
         hooks.call("on_after_backward")
         self._outputs, self._extra = {"loss": loss.detach(), **self._extra}, {}
@@ -562,14 +562,14 @@ class TaskSteps:
         self._has_gradient = False
 
     def _schedule(self, interval: str, index: int, *, plateau: bool) -> None:
-        """Step the schedulers that are due: with ``plateau`` those that read a metric, else the others."""
+        """Step the learning-rate schedulers that are due: those that read a metric if ``plateau``, else the others."""
         for schedule in self._built.schedulers:
             if (schedule.monitor is None) == plateau or not schedule.is_due(interval, index):
                 continue
             metric = None
             if schedule.monitor is not None:
                 metric = self._built.recorder.latest.metrics().get(schedule.monitor)
-                if metric is None:  # a missing metric was reported before the run
+                if metric is None:  # reported before the run began
                     continue
             if self._built.hooks is None or "lr_scheduler_step" not in self._built.hooks.overridden:
                 step_scheduler(schedule.scheduler, metric)

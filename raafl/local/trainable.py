@@ -62,7 +62,7 @@ class TrainableSubmodel:
         self._fixed = [] if submodels.batch_norm == "static" else counts_in_eval_mode(self.module)
 
     def _placed(self, shrunk: Shrunk) -> Shrunk:
-        """Return the module to train; subclasses may move it to another place."""
+        """Return the module to train, which subclasses may move to a device or shard."""
         return shrunk
 
     def _state_of(self, submodels: Submodels) -> ModuleState:
@@ -78,12 +78,12 @@ class TrainableSubmodel:
         """Load the values for another task, and reset everything else to its initial state."""
         self.state.restore()
         self._put(values)
-        # read again, since merges into a shared base count as changes, too
+        # read anew, since merges into a shared frozen base also raise version counters
         self.versions = [p._version for _, p in self.frozen]
         self._fixed_versions = [count._version for _, count in self._fixed]
 
     def _put(self, values: FlatTensors) -> None:
-        """Copy received values into the module."""
+        """Copy the values that the client received into the module."""
         self.present.copy_(values)
 
     def check_fixed_statistics(self) -> None:
@@ -101,7 +101,7 @@ class TrainableSubmodel:
 
     def reset(self, received: FlatTensors, lr_scale: float = 1.0) -> None:
         """Load the values for a new task and discard all results of the last one."""
-        self.recorder.clear()  # discard records of a task that was given up, possibly in the middle of a step
+        self.recorder.clear()  # an aborted task may have left records behind
         self.load(received)
         for bundle in self.up.values():
             bundle.zero_()
@@ -131,7 +131,7 @@ class TrainableSubmodel:
         self.trainer.asked.clear()
         if any(p.requires_grad for p in self.module.parameters()):
             self.optimizer, self.schedulers = configure(self.module)
-        else:  # optimizers reject an empty list; here the spec freezes all parameters
+        else:  # a submodel without trained parameters needs an optimizer, too, and optimizers reject an empty list
             self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
         self._depends_on_task = bool(self.trainer.asked_of_task)
         self.trainer.begin(self.optimizer, self.schedulers)
@@ -159,10 +159,10 @@ def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) 
 
 
 def _with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
-    """Yield schedulers, and those nested in sequences and chains."""
+    """Yield the schedulers, and recursively those inside sequences and chains."""
     for scheduler in schedulers:
         yield scheduler
-        # private attribute: torch has no public list of them
+        # private, since torch has no public list of them
         yield from _with_inner(getattr(scheduler, "_schedulers", ()))
 
 
@@ -192,7 +192,7 @@ class Buffers:
 
 
 def _hooks_of(module: nn.Module, left_out: frozenset[str]) -> TaskHooks | None:
-    """Return an object that calls the hooks of ``module``; None if it overrides none."""
+    """Return an object that calls those hooks that ``module`` overrides; None if it overrides none."""
     overridden = frozenset(name for name in TASK_HOOKS if name not in left_out and overrides(module, name))
     if not overridden:
         return None
@@ -209,12 +209,12 @@ class Transfer:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Store the module, and whether it overrides one of Lightning's batch transfer hooks."""
+        """Create a function that moves batches to a device, through the module's transfer hooks if it overrides any."""
         self._module = module
         self.is_own = any(overrides(module, name) for name in BATCH_HOOKS)
 
     def __call__(self, batch: object, device: torch.device) -> object:
-        """Return the batch on ``device``; the module's hooks are skipped if the batch has ``is_transferred``."""
+        """Move a batch to ``device``; the module's hooks are skipped for a batch with ``is_transferred``."""
         if not self.is_own or getattr(batch, "is_transferred", False):
             return to_device(batch, device)
         return move_batch(self._module, batch, device, to_device)

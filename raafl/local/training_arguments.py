@@ -18,8 +18,8 @@ ACCUMULATED: Final = "num_tokens"
 class Field(NamedTuple):
     """What becomes of a field of the arguments."""
 
-    use: Literal["taken", "instead", "refused"]  # instead = raafl has its own setting for this
-    text: str  # what the argument does, which setting replaces it, or what to do if it is refused
+    use: Literal["taken", "instead", "refused"]  # "taken" by a task, or raafl has a setting "instead", or "refused"
+    text: str  # effect of the argument, name of raafl's setting, or remedy if it is refused
 
 
 def _all(use: Literal["taken", "instead", "refused"], text: str, *names: str) -> dict[str, Field]:
@@ -109,7 +109,7 @@ FIELDS: Final[Mapping[str, Field]] = {
         *("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "accelerator_config"),
         *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
     ),
-    # arguments of TRL that its own constructors and losses do not handle
+    # TRL passes these on, and neither its constructors nor its losses handle them
     **_all("refused", "leave it out; gradient_checkpointing saves memory, too", "activation_offloading"),
     **_all("refused", "the reference model of a run stays as it is: leave it out", "sync_ref_model"),
 }
@@ -143,7 +143,7 @@ def settings_of(args: Any) -> dict[str, Any]:
 
 
 def _is_filled_in(value: Any, usual: object) -> bool:
-    """Check whether the arguments' class itself filled in ``value``: an empty value, or a record of defaults."""
+    """Check whether ``value`` is a default that the arguments' class filled in: empty, or a record of defaults."""
     if not value:
         return usual in (None, "", "none")
     make: Callable[[], Any] = type(value)
@@ -182,7 +182,7 @@ def _refused(kind: str, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _callbacks(trainer: Any) -> Iterator[str]:
-    """Yield an error text for each callback that the user has added to the Trainer."""
+    """Yield an error message for each callback that the user has added to the Trainer."""
     from transformers import integrations, trainer_callback
 
     usual: list[Any] = [trainer_callback.DefaultFlowCallback, trainer_callback.ProgressCallback]

@@ -51,7 +51,7 @@ class BatchGraphs(Graphs):
         self.num_eager = 0
         self._fixed: list[Tensor] = []
         self._optimizer: Optimizer | None = None
-        self._warm_ups: dict[Hashable, int] = {}  # by shape of a batch
+        self._warm_ups: dict[Hashable, int] = {}  # number of eager steps so far, by shape of a batch
 
     def fixed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy tensors to where the graphs read them, the same number each time; return these copies."""
@@ -105,9 +105,9 @@ class BatchGraphs(Graphs):
         self.num_eager += 1
 
     def _warm_up(self, steps: Any, optimizer: Optimizer, step: Step, index: int, *, tries: bool) -> None:
-        """Make a step eagerly where waiting for the GPU is an error.
+        """Make a step eagerly, and raise an error if it waits for the GPU.
 
-        `tries`: whether it is the first of its shape, in which products are compared, which waits.
+        `tries`: whether it is the first of its shape, in which batched products are compared, so that it may wait.
         """
         with self._owner.beside(), ExitStack() as checks:
             if not tries:
@@ -119,7 +119,7 @@ class BatchGraphs(Graphs):
             raise NotCapturable("clients draw random numbers of their own")
 
     def _capture(self, steps: Any, optimizer: Optimizer, step: Step, index: int) -> None:
-        """Record a step as a graph; this computes nothing, and leaves Python's side as before it."""
+        """Record a step as a graph, which computes nothing, and undo the changes that recording made to Python counters."""
         self._count_capture()
         self._bind(optimizer)
         logged, graph, is_first = steps.logged, torch.cuda.CUDAGraph(), not optimizer.state
@@ -142,7 +142,7 @@ class BatchGraphs(Graphs):
             self._is_bound = True
 
     def _replay(self, steps: Any, optimizer: Optimizer, step: Step) -> None:
-        """Make a step by its graph, and count on Python's side what it has done."""
+        """Make a step by replaying its graph, and update the Python counters that a graph cannot change."""
         self.rates.refresh(optimizer)
         self._bind(optimizer)
         steps.logged.begin(step.said)

@@ -29,7 +29,7 @@ MOST_GRAPHS = 32
 LEAST_REPLAYS = 3
 """Replays of a capture on average below which capturing anew costs more than it saves."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
-# neutral elements: -0.0 + x is x for every x, including -0.0
+# neutral elements of the reductions; for sums -0.0, since 0.0 + -0.0 would change the sign
 _START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}
 
 
@@ -37,14 +37,17 @@ _START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}
 class Step:
     """The step of one key: what is fixed in it, and its graph once it is captured."""
 
-    batch: Any  # batch of static tensors
-    inputs: list[Tensor]  # the batch's tensors, in the order of `batch_tensors`
+    batch: Any  # batch whose tensors are at the addresses from which the graph reads
+    inputs: list[Tensor]  # tensors of ``batch``, in the order of `batch_tensors`
     warm_ups: int = 0
     graph: torch.cuda.CUDAGraph | None = None
-    state: dict[Any, list[str]] = field(default_factory=dict)  # by parameter: tensors of its state after the step
-    logged: dict[str, tuple[str, float]] = field(default_factory=dict)  # by name: reduction, weight of one step
-    said: list[tuple[str, float, str]] = field(default_factory=list)  # the same, of a batch of clients
-    proofs: int = 0  # tasks trained both ways with equal results
+    # by parameter: names of its optimizer state's tensors after the step
+    state: dict[Any, list[str]] = field(default_factory=dict)
+    # by name of a logged value: its reduction, and its weight in one step
+    logged: dict[str, tuple[str, float]] = field(default_factory=dict)
+    # the same for a batch of clients: name, weight and reduction
+    said: list[tuple[str, float, str]] = field(default_factory=list)
+    proofs: int = 0  # number of tasks that were trained captured and eagerly with equal results
 
 
 class Owner(Protocol):
@@ -119,22 +122,22 @@ class Graphs:
     def __init__(self, owner: Owner) -> None:
         self._owner, self._state = owner, FixedState(owner.device)
         self._steps: dict[Hashable, Step] = {}
-        self._is_bound = False  # whether the optimizer's state lies in `_state`
+        self._is_bound = False  # whether the optimizer's state is at the addresses of `_state`
         self._num_captures = self._num_replays = 0
 
     def _count_capture(self) -> None:
-        """Count a capture; raise `NotCapturable` if graphs are replayed too seldom to be worth more captures."""
+        """Count a capture; raise `NotCapturable` if graphs are replayed too seldom to be worth further captures."""
         self._num_captures += 1
         if self._num_captures > MOST_GRAPHS and self._num_replays < LEAST_REPLAYS * self._num_captures:
             raise NotCapturable("shapes of batches, or options of the optimizer, change too often")
 
     def _recording(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
-        """Return a context whose operations are recorded into ``graph``."""
+        """Return a context in which all operations on the GPU are recorded into ``graph``."""
         owner = self._owner
         return torch.cuda.graph(graph, pool=owner.pool, stream=owner.stream, capture_error_mode="thread_local")
 
     def _launch(self, step: Step, optimizer: Optimizer) -> None:
-        """Replay a step's graph, and mark the optimizer as stepped."""
+        """Replay a step's graph, and record in the optimizer's state that it has made a step."""
         assert step.graph is not None
         step.graph.replay()
         self._owner.use(step)
@@ -160,7 +163,8 @@ class StepGraphs(Graphs):
         self.reason: str | None = found[0] if found else None
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._sums: dict[str, Tensor] = {}
-        self._static: dict[str, Any] = {}  # tensors of the method's hook, and anchors
+        # tensors of the method's hook and anchors of the proximal term, at addresses from which graphs read
+        self._static: dict[str, Any] = {}
 
     def begin(self, steps: CapturedSteps) -> None:
         """Move what a task brings, and its steps read, to addresses that stay."""
@@ -168,7 +172,7 @@ class StepGraphs(Graphs):
         steps.move(self._at)
 
     def _at(self, name: str, values: Any) -> Any:
-        """Copy tensors to the fixed addresses from which graphs read them; return the copies in the same structure."""
+        """Copy tensors to the addresses from which graphs read them; return the copies in the same nested structure."""
         if isinstance(values, FlatTensors):
             if name not in self._static:
                 self._static[name] = FlatTensors.empty(values.layout, self._owner.device)
@@ -188,14 +192,14 @@ class StepGraphs(Graphs):
         """Make one step with a batch: eagerly at first, then by its graph."""
         optimizer = steps.built.optimizer
         weight, shape = steps.built.recorder.weight, form_of(batch)
-        hooks = len(steps.built.module._forward_hooks)  # one more if logits are masked
+        hooks = len(steps.built.module._forward_hooks)  # number of hooks, which differs if logits are masked
         key = shape, weight, bool(optimizer.state), options_of(optimizer), hooks
         step = self._steps.get(key)
         if step is None:
             inputs = [torch.empty_like(x, device=self._owner.device) for x in batch_tensors(batch)]
             tensors = iter(inputs)
             step = self._steps[key] = Step(mapped(batch, lambda _: next(tensors)), inputs)
-            # a step without optimizer state differs only in creating it, so the warm-ups of its shape count here, too
+            # the first step of a task has no optimizer state yet; eager steps with state count as its warm-ups, too
             step.warm_ups = max((one.warm_ups for (form, *_), one in self._items() if form == shape), default=0)
         for own, given in zip(step.inputs, batch_tensors(batch), strict=True):
             own.copy_(given)
@@ -210,7 +214,7 @@ class StepGraphs(Graphs):
         yield from self._steps.items()
 
     def _warm_up(self, steps: CapturedSteps, step: Step) -> None:
-        """Make a step eagerly, and raise if it waits for the GPU or does what a graph would silently freeze."""
+        """Make a step eagerly; raise if it waits for the GPU or has effects that a graph would not repeat."""
         built, before = steps.built, generators()
         asked, changed = built.trainer.asked, set(built.state.changed())
         asked.clear()
@@ -230,7 +234,7 @@ class StepGraphs(Graphs):
             raise NotCapturable(f"training_step logs '{min(built.recorder.metrics)}', a Metric")
 
     def _capture(self, steps: CapturedSteps, step: Step) -> None:
-        """Record a step as a graph, without computing it and without changing Python objects."""
+        """Record a step as a graph, which computes nothing, and undo the changes that recording made to Python objects."""
         self._count_capture()
         built = steps.built
         for name, (total, _) in built.recorder.sums.items():
@@ -254,15 +258,15 @@ class StepGraphs(Graphs):
         self._is_bound = False
 
     def _bind(self, built: TrainableSubmodel) -> None:
-        """Move the optimizer's tensors to the addresses that graphs use; its first tensors define these addresses."""
+        """Move the optimizer's state to the addresses that graphs use, which are those of its first state."""
         if self._is_bound:
             return
-        built.gather()  # of buffers that eager steps have replaced
+        built.gather()  # copies back buffers that eager steps have replaced by other tensors
         self._state.bind(built.optimizer)
         self._is_bound = True
 
     def _replay(self, steps: CapturedSteps, step: Step) -> None:
-        """Make a step by replaying its graph, and update the counts in Python that the graph cannot change."""
+        """Make a step by replaying its graph, and update the Python counters that a graph cannot change."""
         built = steps.built
         assert self.rates is not None
         self.rates.refresh(built.optimizer)
@@ -283,7 +287,7 @@ class StepGraphs(Graphs):
 
 
 class _Logged:
-    """Stand-in for a recorder while a CUDA graph is captured: adds what a step logs to sums at fixed addresses.
+    """Stand-in for a recorder while a CUDA graph is captured, which adds logged values to sums at fixed addresses.
 
     Attributes:
         found: reduction and weight of each logged value, by name.
@@ -302,7 +306,7 @@ class _Logged:
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record one logged value; see `Recorder.log`."""
+        """Add a logged value to its sum; see `Recorder.log`."""
         how = reduction_of(reduce_fx)
         if not isinstance(value, Tensor) or how not in _START or name not in self._sums:
             raise NotCapturable(f"training_step logs '{name}' in a form, or at a time, that a graph would freeze")
@@ -316,7 +320,7 @@ class _Logged:
         self.found[name] = how, before + weight if how == "mean" else 1.0
 
     def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Record several values; see `Recorder.log`."""
+        """Add several logged values to their sums; see `Recorder.log`."""
         for name, value in values.items():
             self.log(name, value, **kwargs)
 
@@ -326,7 +330,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._numbers: list[Tensor] = []  # tensors made of Python numbers, which a graph freezes anyway
+        self._numbers: list[Tensor] = []  # tensors made of Python numbers, which are constants of the graph in any case
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
@@ -403,7 +407,7 @@ class CapturedSteps(TaskSteps):
             setattr(self._hook, name, at(name, getattr(self._hook, name)))
 
     def _run_batch(self, batch: object) -> None:
-        """Train on a batch, without an attention mask of ones, since transformers would wait for the GPU to see it."""
+        """Train on a batch without its attention mask if that is all ones, since transformers waits for the GPU to check it."""
         if isinstance(batch, Mapping) and _is_of_ones(batch.get("attention_mask")):
             batch = {name: value for name, value in batch.items() if name != "attention_mask"}
         super()._run_batch(batch)

@@ -107,7 +107,7 @@ class Rates:
         for group in optimizer.param_groups:
             if type(optimizer) in _FUSED:
                 group["fused"], group["foreach"] = True, False
-            if "capturable" in group:  # torch requires it in a capture, also of fused optimizers
+            if "capturable" in group:  # torch requires it within a capture, even of fused optimizers
                 group["capturable"] = True
         if optimizer in _PREPARED:
             return
@@ -124,7 +124,8 @@ class Rates:
                 self.tensors[place].fill_(group["lr"])
 
     def _enter(self, optimizer: Optimizer) -> None:
-        if not torch.cuda.is_current_stream_capturing():  # a capture would record the write, with today's rates
+        # not during a capture, which would record the write with the present learning rate
+        if not torch.cuda.is_current_stream_capturing():
             self.refresh(optimizer)
         self._outside = [group["lr"] for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, self.tensors, strict=True):

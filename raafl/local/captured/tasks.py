@@ -73,7 +73,7 @@ class Capture:
         try:
             with torch.cuda.stream(self.stream):
                 yield
-        finally:  # also after an error, since kernels were queued on that stream
+        finally:  # also after an error, since kernels are queued on that stream
             outside.wait_stream(self.stream)
 
     def use(self, step: Step) -> None:
@@ -109,7 +109,7 @@ class Capture:
             raise
         except (NotCapturable, *USER_ERRORS) as error:
             self._leave(graphs, self.reason_of(error))
-            return eagerly()  # raises the user's own error again, if it was one
+            return eagerly()  # an error of the user's code is raised again by this eager run
         steps = made[0]
         self.num_captured += bool(steps.used)
         if all(step.proofs >= PROOFS for step in steps.used):
@@ -152,7 +152,7 @@ class Capture:
         return str(error) if isinstance(error, NotCapturable) else format_error(error)
 
     def _eager(self, graphs: StepGraphs, trainer: LocalTrainer, task: PreparedTask) -> TaskSteps:
-        """Return eager steps whose optimizer is configured as for captured steps, so that both give the same bits."""
+        """Return eager steps whose optimizer has the options of captured steps, so that both compute the same bits."""
         if graphs.rates is not None:
             graphs.rates.prepare(task.built.optimizer)
         return TaskSteps(trainer, task)
@@ -190,7 +190,7 @@ class Capture:
     def release(self) -> None:
         """Release all graphs and their memory."""
         self._of.clear()
-        for step in self._used:  # those of batches of clients are captured again
+        for step in self._used:  # steps of batches of clients, which are captured anew
             step.graph = None
         self._used.clear()
         self._pool = None

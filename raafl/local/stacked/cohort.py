@@ -72,7 +72,7 @@ def refusal_of_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _refusal_of_built(built: TrainableSubmodel) -> str | None:
-    """Return why this submodel cannot be trained for several clients in one batch; None if it can."""
+    """Return the reason why this submodel cannot train several clients as one batch; None if it can."""
     if built.hooks is not None:
         return f"the module overrides {min(built.hooks.overridden)}"
     if built.transfer.is_own:
@@ -92,7 +92,7 @@ class Trained:
     """
 
     def __init__(self, trainer: LocalTrainer, steps: Steps, classes: Sequence[list[int]]) -> None:
-        """Store the results of the steps, and the classes to which a masked loss has restricted each client."""
+        """Store the results of the steps, and the classes to which the masked loss has restricted each client."""
         self._trainer, self._members, self._num_steps, self._classes = trainer, steps.members, steps.counts, classes
         self._rows, self._losses, self._logged, self._states = steps.rows, steps.losses, steps.logged, steps.states
         self._place = {member.assignment.id: place for place, member in enumerate(steps.members)}
@@ -114,15 +114,15 @@ class Trained:
         """
         place = self._place[assignment_id]
         assignment, received, data = self._members[place]
-        if draws or data.test is not None:  # the evaluation on a test part may draw random numbers
+        if draws or data.test is not None:  # restored, since an evaluation on the test part may draw random numbers
             device = self._trainer.fabric.device
             seed_everything(assignment.seed, device)
             set_torch_state(device, self._states[place])
         is_whole = data.test is None and not self._trainer.pools_statistics
-        if is_whole and self._trainer.fabric.device.type == "cpu":  # a GPU's results are read task by task, when due
+        if is_whole and self._trainer.fabric.device.type == "cpu":  # on a GPU results are read later, task by task
             return self._read(place)
         built = self._trainer.built(assignment.spec)
-        if data.test is None:  # `CohortTrainer.train` has checked that the steps change nothing but values
+        if data.test is None:  # `CohortTrainer.train` has checked that steps change no state but these values
             for dtype, buffer in built.present.buffers.items():
                 buffer.copy_(self._rows.buffers[dtype][place, : len(buffer)])
         else:
@@ -130,14 +130,15 @@ class Trained:
         self._logged.hand(place, built.recorder)
         task, num_steps = PreparedTask(assignment, received, {}, data, context, built), self._num_steps[place]
         total = self._losses[place]
-        loss = (total if total.is_cuda else float(total)) / max(num_steps, 1)  # on a GPU, read later with the rest
+        # on a GPU, read later together with the rest
+        loss = (total if total.is_cuda else float(total)) / max(num_steps, 1)
         if data.test is None:
             classes = self._classes[place]
             return self._trainer.answer(task, num_steps, {LOSS: loss}, {}, {CLASSES: classes} if classes else {})
         return self._trainer.build_update(task, num_steps, loss, {}, self._classes[place])
 
     def _read(self, place: int) -> Update:
-        """Return one task's update from results that were computed for all tasks at once and already checked."""
+        """Create one task's update from the results of all tasks, which `_answers` has computed and checked."""
         layout, rows, finite, losses, logged = self._answers
         (assignment, _, data), num_steps, classes = self._members[place], self._num_steps[place], self._classes[place]
         tensors = FlatTensors.unchecked(layout, {dtype: each[place] for dtype, each in rows.items()})
@@ -178,7 +179,7 @@ class Trained:
     ) -> tuple[
         Layout, dict[torch.dtype, tuple[Tensor, ...]], list[bool], list[float], dict[str, tuple[Any, list[float]]]
     ]:
-        """Return layout, values (a row per task), finiteness, losses and logged sums, from which updates are made."""
+        """Return what all tasks' updates are made of: layout, values (a row per task), finiteness, losses, logged sums."""
         layout = self._trainer.payload.layout(self._members[0].assignment.spec, "trained")
         rows = {dtype: self._rows.buffers[dtype][:, :numel] for dtype, numel in layout.numel.items()}
         if self._trainer.sends == "delta":
@@ -198,11 +199,11 @@ class CohortTrainer:
     """Trainer of several tasks of the same submodel as one batch; its modules are separate from those of `LocalTrainer`."""
 
     def __init__(self, trainer: LocalTrainer, max_built: int = 16, *, fast: bool = False) -> None:
-        """Store the trainer; ``fast``: products of all clients are one call, whose last bits differ."""
+        """Create a trainer of batches of clients; ``fast``: compute one product for all clients, with other last bits."""
         self._trainer, self._max_built = trainer, max_built
         self._built: OrderedDict[Spec, tuple[TrainableSubmodel, list[Place]]] = OrderedDict()
         self._known: Known | None = None if fast else {}
-        # graphs that make steps on a GPU, by submodel and number of clients
+        # CUDA graphs of steps, by submodel and number of clients
         self._graphs: OrderedDict[tuple[Spec, int], BatchGraphs] = OrderedDict()
         self._num_settling = 0
 
@@ -246,7 +247,7 @@ class CohortTrainer:
         except USER_ERRORS as error:
             graphs.forget(capture.reason_of(error))
             capture.note_batch(graphs)
-            return self._train_once(tasks, None)  # raises an error of the user's code again
+            return self._train_once(tasks, None)  # an error of the user's code is raised again by these eager steps
         unproven = graphs.unproven
         self._num_settling += graphs.num_eager - before + len(unproven)
         capture.note_batch(graphs)
@@ -261,7 +262,7 @@ class CohortTrainer:
         return plain
 
     def _graphs_of(self, tasks: Sequence[Member]) -> BatchGraphs | None:
-        """Return the graphs for batches of as many clients as these; None = steps are not captured."""
+        """Return the CUDA graphs for a batch of this many clients; None if steps are not captured."""
         capture, key = self._trainer.capture, (tasks[0].assignment.spec, len(tasks))
         if capture is None:
             return None
@@ -325,7 +326,7 @@ class CohortTrainer:
         return steps or task.data.num_batches(self._trainer.training.batch_size) * (epochs or 1)
 
     def _get(self, spec: Spec) -> tuple[TrainableSubmodel, list[Place]]:
-        """Return the submodel's module with its optimizer, and where the module stores each of its tensors."""
+        """Return a submodel's module with its optimizer, and the parts of the module in which each tensor is stored."""
         if spec not in self._built:
             while len(self._built) >= self._max_built:
                 self._built.popitem(last=False)
@@ -347,7 +348,7 @@ class CohortTrainer:
 
 
 class _Masking:
-    """Forward hook that sets those logits to 0 whose classes have no samples at the client."""
+    """Forward hook that zeroes the logits of classes of which a client has no samples."""
 
     def __init__(self, classes: Sequence[Set[int] | None]) -> None:
         self._classes = classes
@@ -357,12 +358,12 @@ class _Masking:
 
     @contextmanager
     def choose(self, clients: Sequence[int]) -> Iterator[None]:
-        """Store the clients of a forward pass for the ``with`` block, in the order in which they are stacked."""
+        """Set the clients of the forward passes in the ``with`` block, in the order of the stacked tensors."""
         self._clients = clients
         yield
 
     def _absent(self, clients: tuple[int, ...], num: int, device: torch.device) -> Tensor:
-        """Return a mask of the classes without samples, (clients, num), which is copied to ``device`` once."""
+        """Return a mask of the classes without samples, (clients, num), which is created on ``device`` once."""
         if (clients, num) not in self._masks:
             absent = torch.zeros(len(clients), num, dtype=torch.bool)
             for place, client in enumerate(clients):

@@ -211,13 +211,13 @@ class Stacked(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_plain(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Check whether a function draws no random numbers, and may be batched only if its bits do not change."""
-        if func is F.scaled_dot_product_attention:  # vmap has rules for a GPU's attention, none for a CPU's
+        """Check whether a function draws no random numbers and is batched only if that leaves its bits unchanged."""
+        if func is F.scaled_dot_product_attention:  # vmap can batch attention on a GPU, but not on a CPU
             return self._device.type != "cpu" and not _drops(*args, **kwargs)
         return func in _BY_SLICES or func in _REDUCTIONS
 
     def _agreed(self, function: Callable[..., Any], value: Tensor) -> object:
-        """Convert a tensor to a Python number that all clients share; raises `Parted` if their numbers differ."""
+        """Convert a tensor to the Python number that is equal for all clients; raises `Parted` if their numbers differ."""
         stack = stack_of(value)
         assert stack is not None
         with outside():
@@ -234,7 +234,7 @@ def _has_stack(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     plain = [*args, *kwargs.values()]
     if any(stack_of(one) is not None for one in plain):
         return True
-    # nested arguments are rare, and finding their leaves is slow
+    # nested arguments are rare, and slow to search
     inside = [one for one in plain if isinstance(one, tuple | list | dict)]
     return bool(inside) and any(stack_of(leaf) is not None for leaf in tree_leaves(inside))
 
@@ -278,7 +278,7 @@ def cross_entropy(known: Known | None, num: int, args: Sequence[Any], kwargs: Ma
     logits, labels = (stack_of(one) for one in args[:2]) if usual else (None, None)
     if logits is None or labels is None or logits.dim() != 3 or labels.dim() != 2 or labels.is_floating_point():
         return by_slices(F.cross_entropy, args, kwargs, num)
-    # Reading labels would wait for a GPU; there labels to ignore are masked instead.
+    # Reading labels would wait for the GPU, so ignored labels are masked there instead.
     if labels.device.type == "cpu" and bool(labels.eq(_IGNORED).any()):
         return by_slices(F.cross_entropy, args, kwargs, num)
     with outside() as inside:
@@ -286,7 +286,7 @@ def cross_entropy(known: Known | None, num: int, args: Sequence[Any], kwargs: Ma
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of logits (clients, n, classes) and labels (clients, n), with the same bits as autograd's."""
+    """Mean cross entropy of logits (clients, n, classes) and labels (clients, n), with the bits of torch's own function."""
 
     @staticmethod
     def forward(ctx: Any, known: Known | None, logits: Tensor, labels: Tensor) -> Tensor:
@@ -296,9 +296,9 @@ class _CrossEntropy(torch.autograd.Function):
             is_used = labels.ne(_IGNORED)
             chosen = logs.gather(2, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
             return -(chosen * is_used).sum(1) / is_used.sum(1)
-        if labels.device.type != "cpu":  # some of the labels may have to be ignored
+        if labels.device.type != "cpu":  # labels on a GPU are not read, so some may have to be ignored
             return torch.stack([F.nll_loss(*own) for own in zip(logs.unbind(0), labels.unbind(0), strict=True)])
-        # keep only the addend of each sample, so that equal bits of the sums depend on nothing but their length
+        # only the terms of the sum remain, so that its bits depend on the number of terms alone
         added = logs.gather(2, labels.unsqueeze(-1)).squeeze(-1)
         return product(known, "nll", _losses_together, _loss_alone, added)
 
@@ -318,10 +318,10 @@ class _CrossEntropy(torch.autograd.Function):
 def _losses_together(logs: Tensor) -> Tensor:
     """Return each client's negative mean of log probabilities (clients, n), with the bits of `F.nll_loss`.
 
-    That function adds groups of 16 after the first sample, then the remaining samples, then the first sample.
+    That function adds groups of 16 terms after the first one, then the remaining terms, then the first one.
     """
     num, n = logs.shape
-    # torch adds rows one after another if the row length is a multiple of its widest vector
+    # torch adds rows one after another only if their length is a multiple of its widest vector
     each = logs.new_zeros(n, -(-num // _LANES) * _LANES)
     torch.neg(logs.t(), out=each[:, :num])
     groups, total = (n - 1) // _GROUP, each[1 + (n - 1) // _GROUP * _GROUP :].sum(0)
@@ -334,11 +334,11 @@ _GROUP, _LANES = 16, 64
 
 
 def _loss_alone(logs: Tensor) -> Tensor:
-    """Return the loss that `F.nll_loss` computes from one client's log probabilities of the labels."""
+    """Compute one client's loss by `F.nll_loss` from the log probabilities of its labels."""
     return F.nll_loss(logs.unsqueeze(1), torch.zeros(len(logs), dtype=torch.int64))
 
 
-_AHEAD_BYTES = 1 << 24  # bytes of batches that are gathered at a time
+_AHEAD_BYTES = 1 << 24  # bytes of batches that are gathered from the data set in one call
 
 Rows = Iterator[Tensor]
 """The numbers of the samples in each of a client's batches."""
@@ -356,7 +356,7 @@ class Batch:
     def __init__(
         self, kinds: Sequence[Any], leaves: Sequence[Sequence[Any]], forms: dict[Any, TreeSpec], sizes: Sequence[int]
     ) -> None:
-        """Store for each client the structure, the tensors and the size of its batch."""
+        """Store the clients' batches as lists of tensors, with the structure and size of each."""
         self._all, self._leaves, self._forms, self.num, self.sizes = kinds, leaves, forms, len(kinds), sizes
         self.kinds: defaultdict[Any, list[int]] = defaultdict(list)
         for client, kind in enumerate(kinds):
@@ -377,7 +377,7 @@ class Stack(Batch):
     """Batches of several clients for one step, all of one size, held as tensors that are already stacked."""
 
     def __init__(self, size: int, num: int, tensors: Sequence[Tensor], forms: dict[Any, TreeSpec]) -> None:
-        """Store the batches of ``num`` clients, ``size`` samples each, one after another."""
+        """Store the batches of ``num`` clients of ``size`` samples, which lie in ``tensors`` one after another."""
         super().__init__([size] * num, [], forms, [size] * num)
         self._stacks: list[Any] = [_aligned(one).view(num, size, *one.shape[1:]) for one in tensors]
 
@@ -391,7 +391,7 @@ class Stack(Batch):
 
 
 def _aligned(one: Tensor) -> Tensor:
-    """Return the tensor, copied if its memory is not aligned like a new tensor's."""
+    """Return the tensor, or a copy if its memory is not aligned as that of a new tensor is."""
     return one.clone() if one.data_ptr() % CACHE_LINE_BYTES else one
 
 
@@ -448,7 +448,7 @@ def _in_step(
     ahead: int,
     forms: dict[Any, TreeSpec],
 ) -> Iterator[Batch]:
-    """Yield batches of clients that share a data source and have equal batch sizes; gather several steps at a time."""
+    """Yield batches of clients with a common data set and equal batch sizes, gathered for several steps in one call."""
     first, num = clients[0], len(clients)
     sizes = first.sizes(batch_size)
     for index in range(count):
@@ -459,7 +459,7 @@ def _in_step(
         if not gathered:
             start, size = sum(sizes[:place]), sizes[place]
             steps = min(ahead, sizes[place:].count(size), count - index)
-            # by step, so that the batches of each are adjacent
+            # ordered by step, so that the batches of one step are adjacent
             rows = order[:, start : start + steps * size].reshape(num, steps, size).transpose(0, 1)
             split = [tensor.split_with_sizes([num * size] * steps) for tensor in fetch(rows.flatten())]
             gathered = [*zip(*split, strict=True)][::-1]
@@ -467,7 +467,7 @@ def _in_step(
 
 
 def _going(counts: Sequence[int]) -> Iterator[int]:
-    """Yield for each step the number of clients that still train; ``counts`` are their numbers of steps, descending."""
+    """Yield for each step how many clients still train, from their numbers of steps ``counts`` in descending order."""
     for index in range(counts[0]):
         yield sum(count > index for count in counts)
 
@@ -479,7 +479,7 @@ def _of_one_source(
     ahead: int,
     forms: dict[Any, TreeSpec],
 ) -> Iterator[Batch]:
-    """Yield batches of clients that share a data source; gather several steps of all clients at a time."""
+    """Yield batches of clients with a common data set, gathered for several steps in one call."""
     steps = _going(counts)
     while some := list(islice(steps, ahead)):
         wanted = [[next(own) for own in rows[:going]] for going in some]
@@ -496,7 +496,7 @@ def _of_one_source(
 def _ahead(
     fetch: Callable[[Tensor], Sequence[Tensor]], rows: Rows, ahead: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Yield one client's batches, several of which are gathered from the data set at a time."""
+    """Yield the size and tensors of one client's batches, gathered for several steps in one call."""
     while some := list(islice(rows, ahead)):
         sizes = [one.shape[0] for one in some]
         leaves = zip(*(tensor.split_with_sizes(sizes) for tensor in fetch(torch.cat(some))), strict=True)
@@ -504,7 +504,7 @@ def _ahead(
 
 
 def _one_by_one(fetches: Sequence[Fetch], rows: Sequence[Rows], counts: Sequence[int]) -> Iterator[Batch]:
-    """Yield batches of any structure, each fetched on its own."""
+    """Yield batches of any structure, each fetched by a call of its own."""
     forms: dict[Any, TreeSpec] = {}
     for going in _going(counts):
         kinds, every, sizes = [], [], []

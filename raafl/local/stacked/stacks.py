@@ -119,7 +119,7 @@ class _Apart(Function):
 
 
 class _Joined(Function):
-    """`torch.stack` whose backward splits the gradient into aligned slices."""
+    """`torch.stack` with a backward pass that splits the gradient into aligned slices."""
 
     @staticmethod
     def forward(ctx: object, *parts: Tensor) -> Tensor:
@@ -166,13 +166,12 @@ def by_slices(
     return tree_unflatten(together, flat[0][1])
 
 
-# Compute linear layers and embeddings of several clients in one product where its bits equal those of separate products.
-#
-# Whether they do depends on shapes and memory alignment only. So each kind is first tried on random numbers, and computed
-# separately where any result differs. The actual numbers would not do: equal results of three may be chance.
+# Compute linear layers and embeddings of several clients in one product where its bits equal those of separate
+# products.||That depends only on shapes and memory alignment. So each kind is first tried on random numbers, and
+# computed separately if any result differs. The clients' own numbers would not do: three equal results may be chance.
 
 CACHE_LINE_BYTES = 64
-_ENOUGH = 4096  # number of results to compare: some products differ in only one of ten to one of a hundred
+_ENOUGH = 4096  # number of results to compare: some products differ in one of a hundred only
 
 Known = dict[Hashable, bool]
 """Whether a batched product has the bits of the clients' own, by shapes and places."""
@@ -191,7 +190,7 @@ def linear(known: Known | None, num: int, x: object, weight: object, bias: objec
         return by_slices(F.linear, (x, weight, bias), {}, num)
     xs, weights, biases = stacks
     assert xs is not None and weights is not None
-    # for all other layouts torch uses another kernel
+    # torch uses other kernels for other layouts
     usual = xs.dim() in (3, 4) and weights.dim() == 3 and xs[0].is_contiguous()
     if not usual or min(xs.shape[1:]) < 1 or min(weights.shape[1:]) < 2:
         return by_slices(F.linear, (x, weight, bias), {}, num)
@@ -201,7 +200,7 @@ def linear(known: Known | None, num: int, x: object, weight: object, bias: objec
 
 
 class _Linear(Function):
-    """x W^T + b for x (clients, n, in), W (clients, out, in), b (clients, out); both passes use autograd's own products."""
+    """Linear layer x W^T + b on x (clients, n, in), W (clients, out, in), b (clients, out), in both passes by torch's products."""
 
     @staticmethod
     def forward(ctx: Any, known: Known | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -247,7 +246,7 @@ def product(
         return together(*operands)
     places = ((*one.shape[1:], *one.stride(), one.data_ptr() % CACHE_LINE_BYTES) for one in operands)
     num, device = len(operands[0]), operands[0].device
-    # a GPU's library may choose another kernel for each number of products
+    # a GPU's library may choose its kernel by the number of products
     key = (name, num.bit_length() if device.type == "cpu" else (num, device), *places)
     equal = known.get(key)
     if equal is None:
@@ -260,7 +259,7 @@ def _one_by_one(alone: Callable[..., Tensor], operands: Sequence[Tensor]) -> Ten
 
 
 def _is_equal(together: Callable[..., Tensor], alone: Callable[..., Tensor], operands: Sequence[Tensor]) -> bool:
-    """Check whether batched and single products agree in all bits on random operands laid out like ``operands``."""
+    """Check whether batched and separate products have equal bits on random operands with the layout of ``operands``."""
     generator, num = torch.Generator().manual_seed(1), 0
     while num < _ENOUGH:
         drawn = [_drawn_like(one, generator) for one in operands]
@@ -272,7 +271,7 @@ def _is_equal(together: Callable[..., Tensor], alone: Callable[..., Tensor], ope
 
 
 def _drawn_like(one: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a random tensor with the shape and strides of ``one``, at the same offset in a cache line."""
+    """Draw a random tensor with the shape, strides and memory alignment of ``one``."""
     start = one.data_ptr() % CACHE_LINE_BYTES // one.itemsize
     length = start + 1 + sum((size - 1) * step for size, step in zip(one.shape, one.stride(), strict=True))
     drawn = torch.randn(length, dtype=one.dtype, generator=generator).to(one.device)
@@ -291,7 +290,7 @@ def together_is_equal(known: Known, function: Callable[..., Any], args: Any, kwa
         stack is None and isinstance(leaf, Tensor) and leaf.requires_grad
         for leaf, stack in zip(leaves, stacks, strict=True)
     ):
-        return False  # the trial would add a gradient to this tensor
+        return False  # a trial would add a gradient to this tensor
     key = (function, num, form, *(_form_of(leaf, stack) for leaf, stack in zip(leaves, stacks, strict=True)))
     equal = known.get(key)
     if equal is None:
@@ -345,7 +344,7 @@ def _try(function: Callable[..., Any], leaves: list[Any], stacks: list[Tensor | 
 
 
 def _drawn(leaf: object, stack: Tensor | None, generator: torch.Generator) -> Any:
-    """Return random numbers if the value is a floating-point stack, else the value itself."""
+    """Replace a stack of floats by random numbers; return any other argument as it is."""
     if stack is None or not stack.is_floating_point():
         return leaf if stack is None else stack
     return _drawn_like(stack, generator).requires_grad_(stack.requires_grad)
@@ -386,7 +385,7 @@ def _embedding(
 
 
 class _Embedding(Function):
-    """Look up rows of each client's table; gradients are summed as for a single table that joins all."""
+    """Embedding of several clients: look up rows of each one's table, and sum gradients as for one table that joins all."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, tables: Tensor, padding: int) -> Tensor:
@@ -401,7 +400,7 @@ class _Embedding(Function):
         (ids,), (num, length, width) = ctx.saved_tensors, ctx.shape
         starts = torch.arange(0, num * length, length, device=ids.device)
         rows = (ids.reshape(num, -1) + starts.unsqueeze(1)).flatten()
-        # -1 = no padding row: each client's table has one, and they are cleared below
+        # -1 = no padding row, since each client's table has one, which is cleared below
         found = torch.ops.aten.embedding_dense_backward(g.reshape(-1, width), rows, num * length, -1, False)
         found = found.view(num, length, width)
         if ctx.padding >= 0:

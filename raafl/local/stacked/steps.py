@@ -52,7 +52,7 @@ class Rows:
     """
 
     def __init__(self, layout: Layout, num: int, device: torch.device) -> None:
-        """Allocate one row of memory for each of ``num`` clients, aligned to cache lines."""
+        """Allocate a row of memory for each of ``num`` clients, aligned to cache lines."""
         self.layout = layout
         self.buffers = {
             dtype: torch.empty(
@@ -74,7 +74,7 @@ class Rows:
             num, sent = self.layout.numel[dtype], dict[int, Tensor]()
             if not buffer.is_cuda and all(
                 values is received[0] for values in received
-            ):  # tasks of one version share their values
+            ):  # tasks of one version share the received values
                 buffer[:, :num].copy_(received[0].buffers[dtype])
                 continue
             for client, values in enumerate(received):
@@ -141,9 +141,9 @@ class Steps:
         choose: Callable[[Sequence[int]], AbstractContextManager[None]],
         graphs: BatchGraphs | None = None,
     ) -> None:
-        """Load the received values of all tasks, one row for each client.
+        """Create the steps of a batch of clients, and load the values that each client received.
 
-        `graphs`: CUDA graphs that make the steps, and the memory that they need; None = all steps are eager.
+        `graphs`: CUDA graphs that make the steps, with the memory that they read; None = all steps are eager.
         """
         self.trainer, self.built, self.places, self.known = trainer, built, places, known
         self.members, self.counts, self.choose, self.graphs = members, counts, choose, graphs
@@ -160,7 +160,7 @@ class Steps:
         self.groups = [(group, [trains[id(p)] for p in group["params"]]) for group in built.optimizer.param_groups]
         self.trained = [name for _, names in self.groups for name in names]
         order = {name: place for place, name in enumerate(trains.values())}
-        # indices of the trained tensors in the module's order
+        # indices of the trained tensors, in the module's order of parameters
         self.in_order = sorted(range(len(self.trained)), key=lambda place: order[self.trained[place]])
         self.epochs = [member.data.num_batches(trainer.training.batch_size) for member in members]
         lengths = set(self.epochs)
@@ -195,7 +195,7 @@ class Steps:
             if self.built.schedulers:
                 self._schedule(optimizer, index + 1)
         self.rows.settle()
-        if graphs is not None:  # the next batch of clients is summed in the same memory
+        if graphs is not None:  # copied, since the next batch of clients uses the same memory
             self.losses = self.losses.clone()
             self.logged.copy_sums()
 
@@ -222,8 +222,8 @@ class Steps:
         return self._indices[key]
 
     def _schedule(self, optimizer: torch.optim.Optimizer, num_done: int) -> None:
-        """Step the schedulers that are due after ``num_done`` batches, and copy the new rates to the optimizer."""
-        # a step without gradients changes nothing, but schedulers warn if the optimizer never stepped
+        """Step the schedulers that are due after ``num_done`` batches, and copy the learning rates to the optimizer."""
+        # schedulers warn unless the optimizer has stepped; without gradients its step changes nothing
         self.built.optimizer.step()
         epoch, index = divmod(num_done - 1, self.per_epoch)
         for schedule in self.built.schedulers:
@@ -241,14 +241,14 @@ class Steps:
         return batches(data, generators, lengths, self.counts, self.trainer.training.batch_size, self._fetch_of)
 
     def _fetch_of(self, data: ClientData) -> Fetch:
-        """Return a function that makes a client's batch on the device from the numbers of its samples."""
+        """Return the function that makes a client's batch, on the device, from sample numbers."""
         if self.trainer.feed is not None:
             found: Fetch = self.trainer.feed.fetch_of(data)
             return found
         return data.fetch if self.device.type == "cpu" else lambda rows: to_device(data.fetch(rows), self.device)
 
     def _optimizer(self, num: int, last: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-        """Create an optimizer for the first ``num`` clients, with their rows of the state of ``last``."""
+        """Create an optimizer for the first ``num`` clients, with the state that they have in the optimizer ``last``."""
         layout = self.built.present.layout
         groups = []
         for group, names in self.groups:
@@ -267,7 +267,7 @@ class Steps:
         return made
 
     def _gradients(self, optimizer: torch.optim.Optimizer, batch: Batch, index: int) -> None:
-        """Compute the gradients of the optimizer's parameters; batches of different shapes take separate passes."""
+        """Compute gradients for all clients of a batch, in one pass for each shape of batch."""
         for kind, clients in batch.kinds.items():
             self.seen[kind].update(clients)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -296,8 +296,8 @@ class Steps:
             parameter.grad = torch.cat(found).index_select(0, places) if found else None
 
     def _groups(self, batch: Batch, index: int) -> list[tuple[int, list[int]]]:
-        """Divide clients into groups whose losses are computed together; return each group with its batch's index."""
-        if not self.by_index:  # otherwise indices differ between clients, and the step may use its index
+        """Group clients whose losses one pass can compute; return each group with the batch index that its step gets."""
+        if not self.by_index:  # the step does not use its batch index, or that is equal for all clients
             return [(index % self.per_epoch, clients) for clients in batch.kinds.values()]
         groups: defaultdict[tuple[Any, int], list[int]] = defaultdict(list)
         for kind, clients in batch.kinds.items():
@@ -306,7 +306,7 @@ class Steps:
         return [(own_index, clients) for (_, own_index), clients in groups.items()]
 
     def _backward(self, stacks: Sequence[Tensor], clients: Sequence[int], batch: Batch, index: int) -> None:
-        """Compute the losses of ``clients`` and the gradients of ``stacks``."""
+        """Compute the losses of some clients, and the gradients of their stacked parameters."""
         layout, chosen = self.built.present.layout, self.places_of(clients)
         tensors = dict(zip(self.trained, stacks, strict=True))
         others = {name for _, _, name in self.places} - set(self.trained)
@@ -314,7 +314,7 @@ class Steps:
         columns, form = batch.stacked(clients)
         states = [self.states[client] for client in clients]
         module: Any = self.built.module
-        self.logged.weight = float(batch.sizes[clients[0]])  # these clients have batches of equal size
+        self.logged.weight = float(batch.sizes[clients[0]])  # equal for all of these clients
 
         def one(inside: Callable[[Tensor], Tensor]) -> tuple[Any, list[Any]]:
             values = {name: inside(stack) for name, stack in tensors.items()}
@@ -332,7 +332,7 @@ class Steps:
                 self.rows.stack(layout.by_name[name], slice(0, len(self.members)))[chosen] = tensors[name]
 
     def _note(self, clients: Sequence[int], losses: Tensor, values: list[Tensor], states: list[Tensor | int]) -> None:
-        """Store a step's losses, logged values and random states."""
+        """Store losses, logged values and random states of one step."""
         where = self.places_of(clients)
         self.losses[where] += widened(losses)
         self.logged.add(clients, values, where)
@@ -341,7 +341,7 @@ class Steps:
 
 
 def _rates_of(trainer: LocalTrainer, optimizer: torch.optim.Optimizer) -> Any:
-    """Return an object that configures optimizers as captured steps need them; None if no steps are captured."""
+    """Return what sets an optimizer's options for captured steps; None if no steps are captured."""
     if trainer.capture is None:
         return None
     from raafl.local.captured.limits import Rates, problems_of_optimizer
@@ -351,7 +351,7 @@ def _rates_of(trainer: LocalTrainer, optimizer: torch.optim.Optimizer) -> Any:
 
 
 class _Placed:
-    """Context that replaces a module's tensors; code in it may change them in place, but not replace them."""
+    """Context in which a module has other tensors; the module may change them in place, but not replace them."""
 
     def __init__(self, places: list[tuple[dict[str, Any], str, str]], tensors: dict[str, Tensor]) -> None:
         self._places, self._tensors = places, tensors
@@ -372,7 +372,7 @@ class _Placed:
             )
 
 
-_LEAST_NORM = 1e-6  # the constant of torch's own gradient clipping
+_LEAST_NORM = 1e-6  # the constant in torch's own gradient clipping
 
 
 def clip_(known: Known | None, gradients: Sequence[Tensor], most: float) -> None:
@@ -394,7 +394,7 @@ def _norms(known: Known | None, stack: Tensor) -> Tensor:
     return product(known, "norm", lambda all: norm(all.reshape(len(all), -1), dim=1), norm, stack)
 
 
-# neutral elements: -0.0 + x is x for every x, including -0.0
+# neutral elements of the reductions; for sums -0.0, since 0.0 + -0.0 would change the sign
 _START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}
 
 
@@ -408,7 +408,7 @@ class Logged:
 
     def __init__(self, num: int, memory: dict[str, Tensor] | None = None) -> None:
         self._num, self.weight = num, 1.0
-        # memory of the sums, by name; sums that are not there yet are added
+        # memory of the sums, by name of a logged value; more is added as needed
         self._memory: dict[str, Tensor] = {} if memory is None else memory
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, list[float]] = {}

@@ -106,7 +106,7 @@ def audit(argv: Sequence[str]) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class _Site:
-    """Receipts of a site (signed records of its client's tasks), and the server's public keys named in them."""
+    """Receipts of one site (signed records of its client's tasks), with the server's public keys that are named in them."""
 
     books: SiteReceipts
     keys: list[str]
@@ -160,7 +160,7 @@ def _sites(folders: Sequence[Path]) -> list[_Site]:
 
 
 def _replay(folder: Path, options: Any, result: dict[str, Any]) -> None:
-    """Replay the run, and add the outcome to ``result``."""
+    """Replay the run of ``folder``; add the comparison with the recorded model to ``result``."""
     with quick_imports():
         from raafl.commands.replay import client_file
         from raafl.runtime.replay import replay
@@ -185,7 +185,7 @@ def _replay(folder: Path, options: Any, result: dict[str, Any]) -> None:
 
 
 def _lines(books: Books, result: Mapping[str, Any]) -> list[str]:
-    """Return the lines of text that report an audit."""
+    """Format the result of an audit as lines of text."""
     lines = [
         f"journal: {quantity(books.num_rows, 'row')}, head {books.head[:16]}",
         f"seals: {books.num_seals}"

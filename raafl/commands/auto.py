@@ -48,7 +48,7 @@ def parse_run(command: str, argv: Sequence[str], *, config_yaml: str | None = No
 
 
 def _with_choice(command: str, argv: Sequence[str], choice: Choice, config_yaml: str | None = None) -> Parsed:
-    """Parse a command line with the chosen method in place of `auto`.
+    """Parse a command line again, with the chosen method in place of `auto`.
 
     `config_yaml`: text of a config that is safe to read, which options override; None = ``argv`` names the config.
     """

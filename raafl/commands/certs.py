@@ -109,7 +109,7 @@ def _sign(options: Namespace) -> str:
     site = request_site(request)
     clients = [] if options.clients is None else [whole_number("clients", one) for one in options.clients.split(",")]
     sites = options.folder / "sites.yaml"
-    # before signing, since the server's list may be invalid
+    # before anything is signed: the server's list may be invalid
     listed = _extended(sites, site, clients) if clients else None
     made = authority.sign(request, options.days)
     if listed is not None:
@@ -122,12 +122,13 @@ def _sign(options: Namespace) -> str:
 
 
 def _unlisted(options: Namespace, site: str) -> str:
-    """Return a message with the command that adds a site to the server's list; "" if the list has the site."""
+    """Return a hint with the command that adds a site to the server's list of sites; "" if the list has it."""
     from raafl.sites.server import read_sites
 
     path, client = options.folder / "sites.yaml", 1
     if path.exists():
-        with suppress(BadInput):  # if the list is invalid, the command in the message below reports why
+        # an invalid list is no obstacle here: the command in the hint reports why it is invalid
+        with suppress(BadInput):
             sites = read_sites(path)
             if site in sites:
                 return ""
@@ -141,10 +142,9 @@ def _unlisted(options: Namespace, site: str) -> str:
 
 
 def _extended(path: Path, site: str, clients: list[int]) -> str | None:
-    """Return the server's list as text, with one more site; None if the site is listed with these clients.
+    """Add a site to the server's list of sites; return the new text, or None if it has the site with the same clients.
 
-    Raises:
-        BadInput: the list lists the site with other clients, or the server would refuse the old or the new list.
+    Raises BadInput if it has the site with other clients, or if the server would refuse the old or the new list.
     """
     from raafl.sites.certificates import read
     from raafl.sites.server import read_sites
@@ -165,10 +165,11 @@ def _extended(path: Path, site: str, clients: list[int]) -> str | None:
 
 
 def _with_line(old: str, tree: dict[str, Any], path: Path, site: str, clients: list[int]) -> str:
-    """Return the list's text with one more site; raises `BadInput` if the text would parse to another list."""
+    """Append a line for ``site`` to the text of the server's list; raise `BadInput` if YAML would read another list from it."""
     expected = {**tree, site: {"clients": clients}}
     line = f"{site}: {{clients: {clients}}}"
-    for found in (line, line.replace(site, f"'{site}'", 1)):  # quoted if needed: YAML reads on or 007 as other types
+    # try quotes, since YAML reads names such as on or 007 as other types
+    for found in (line, line.replace(site, f"'{site}'", 1)):
         text = f"{old.rstrip()}\n{found}\n"
         with suppress(ValueError):
             if load_untrusted_yaml(text) == expected:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WIDE = 160  # number of columns if the output is not a terminal
-# other ranks wait to fail, since torchrun ends all ranks at the first failure, and rank 0 should report it
+_WIDE = 160  # columns of a table if the output is not a terminal
+# time for rank 0 to report an error that all ranks have: torchrun ends all of them when the first one fails
 _WAIT_FOR_RANK_0_S = 30.0
 
 USAGE = """\
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = values(argv, "--log")
     given = asked[-1] if asked else os.environ.get(log.VARIABLE, "text")
     kind: log.LogFormat = "json" if given == "json" else "text"
-    # the variable passes the format on to child processes
+    # child processes read the log format from this environment variable
     with log.console(kind), _in_environment(log.VARIABLE, kind if asked else None):
         if given not in log.FORMATS:
             _complain(f"log is '{given}': give text or json", known_to_all=True)
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _in_environment(name: str, value: str | None) -> Iterator[None]:
-    """Set an environment variable within the ``with`` block; None = leave it unchanged."""
+    """Set an environment variable within the ``with`` block; ``value`` None leaves it unchanged."""
     before = os.environ.get(name)
     if value is None:
         yield
@@ -162,13 +162,13 @@ def _main(argv: list[str]) -> int:
         return 3 if isinstance(error, Replaced) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of standard output has closed the pipe
+    except BrokenPipeError:  # whoever read standard output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
 
 
 def _place(field: str | None, argv: Sequence[str]) -> str:
-    """Return the end of a message that tells where a config sets a field; "" if ``field`` is None."""
+    """Return the end of an error message, which names the file that sets the config's ``field``; "" if ``field`` is None."""
     if field is None:
         return ""
     from raafl.config.messages import place_of_field
@@ -177,7 +177,7 @@ def _place(field: str | None, argv: Sequence[str]) -> str:
 
 
 def _complain(text: str, *, known_to_all: bool = False) -> None:
-    """Log an error; if all ranks have the same error, ranks other than 0 wait, so that rank 0 reports it first."""
+    """Log an error. If it is one that all ranks have, ranks other than 0 wait first, so that rank 0 reports it before all end."""
     rank = os.environ.get("RANK", "0")
     if known_to_all and rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(_WAIT_FOR_RANK_0_S)
@@ -185,7 +185,7 @@ def _complain(text: str, *, known_to_all: bool = False) -> None:
 
 
 def _with_local_resume(argv: list[str]) -> list[str]:
-    """Return the arguments with a local run folder in place of a URL or ``auto`` after `--resume`."""
+    """Replace a URL or ``auto`` after `--resume` by the path of a local run folder; a run at a URL is downloaded."""
     if not values(argv, "--resume"):
         return argv
     from raafl.commands.stored_runs import with_local_resume
@@ -194,7 +194,7 @@ def _with_local_resume(argv: list[str]) -> list[str]:
 
 
 def _check_first(command: str, argv: Sequence[str]) -> None:
-    """Check plain values of the config before torch is imported, on the one rank that reports errors."""
+    """Check the config's plain values before torch is imported, so that errors come fast; only the reporting rank does."""
     if log.reports_for_all():
         from raafl.config.parse import check_plain
 
@@ -229,7 +229,7 @@ def _simulate(argv: list[str]) -> int:
 
     argv = _with_local_resume(argv)
     _check_first("simulate", argv)
-    keep_freed()  # for commands that train in this process or in forks of it; must run before torch starts threads
+    keep_freed()  # needed by commands that train in this process or its forks, and before torch starts threads
     with quick_imports():
         from raafl.commands.auto import parse_run
 
@@ -246,7 +246,7 @@ def _simulate(argv: list[str]) -> int:
 
 
 def _num_ranks() -> int:
-    """Return the number of ranks that torchrun started, 1 without torchrun; raises `BadInput` for invalid variables."""
+    """Read from torchrun's variables how many ranks there are, 1 without torchrun; raise `BadInput` for an invalid variable."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         value = os.environ.get(name, "0")
         if not value.isdecimal() or int(value) > 65535:
@@ -284,7 +284,7 @@ def _serve(argv: list[str]) -> int:
 
 
 def _join(argv: list[str]) -> int:
-    """Run a client until the server dismisses it."""
+    """Run `raafl join`: train as a client until the server dismisses it."""
     from raafl.commands.join import command
     from raafl.config.remote_options import options_below, split
 
@@ -307,7 +307,7 @@ def _join(argv: list[str]) -> int:
 
 
 def _certs(argv: list[str]) -> int:
-    """Make and manage certificates."""
+    """Run `raafl certs`: create, sign, renew or revoke certificates."""
     from raafl.commands.certs import command
 
     print(command(argv))
@@ -315,7 +315,7 @@ def _certs(argv: list[str]) -> int:
 
 
 def _asking(name: Literal["submit", "command"]) -> Callable[[list[str]], int]:
-    """Return the command that prints the text of a function of `raafl.commands.runs`."""
+    """Make a command for `raafl submit` or `raafl runs`, which prints what a function of `raafl.commands.runs` returns."""
 
     def run(argv: list[str]) -> int:
         from raafl.commands import runs
@@ -327,7 +327,7 @@ def _asking(name: Literal["submit", "command"]) -> Callable[[list[str]], int]:
 
 
 def _replay(argv: list[str]) -> int:
-    """Replay a run folder; exit code 0 if the same model results, else 1."""
+    """Run `raafl replay`; return exit code 0 if the replayed model equals the recorded one, else 1."""
     from raafl.commands.replay import client_file, lines_of, parser
     from raafl.commands.stored_runs import run_folder
 
@@ -349,7 +349,7 @@ def _replay(argv: list[str]) -> int:
 
 
 def _audit(argv: list[str]) -> int:
-    """Audit a run folder; exit code 0 if nothing was found, else 1."""
+    """Run `raafl audit`; return exit code 0 if it found nothing wrong, else 1."""
     from raafl.commands.audit import audit
 
     with _json_alone(argv):
@@ -359,7 +359,7 @@ def _audit(argv: list[str]) -> int:
 
 
 def _watch(argv: list[str]) -> int:
-    """Show a run's progress from its folder."""
+    """Run `raafl watch`: show the progress of a run from its folder."""
     from raafl.commands.watch import watch
 
     watch(argv)
@@ -367,7 +367,7 @@ def _watch(argv: list[str]) -> int:
 
 
 def _page(argv: list[str]) -> int:
-    """Write a report page."""
+    """Run `raafl report`: write a page or a figure about runs."""
     from raafl.commands.report import report
 
     print(report(argv))
@@ -375,7 +375,7 @@ def _page(argv: list[str]) -> int:
 
 
 def _comparing(name: Literal["compare", "sweep", "reproduce"]) -> Callable[[list[str]], int]:
-    """Return a command-line function that prints the result of ``raafl.commands.NAME.NAME``."""
+    """Make a command that prints what the function ``name`` of the module `raafl.commands` ``.name`` returns."""
 
     def run(argv: list[str]) -> int:
         with quick_imports():
@@ -388,7 +388,7 @@ def _comparing(name: Literal["compare", "sweep", "reproduce"]) -> Callable[[list
 
 @contextmanager
 def _json_alone(argv: list[str]) -> Iterator[None]:
-    """With `--json`, redirect printed text to standard error, so that standard output has only the JSON."""
+    """With `--json`, send all printed text to standard error within the block, so that standard output has only the JSON."""
     if "--json" not in argv or any(option in argv for option in ("--help", "-h", "--print_config")):
         yield
         return
@@ -397,7 +397,7 @@ def _json_alone(argv: list[str]) -> Iterator[None]:
 
 
 def _printed(module: str) -> Callable[[list[str]], int]:
-    """Return a command-line function that prints the result of ``raafl.commands.MODULE.command``."""
+    """Make a command that prints what `command` of the module `raafl.commands` ``.module`` returns, at the terminal's width."""
 
     def run(argv: list[str]) -> int:
         command = importlib.import_module(f"raafl.commands.{module}").command
@@ -411,7 +411,10 @@ def _printed(module: str) -> Callable[[list[str]], int]:
 
 
 def _report(summary: dict[str, Any], folder: Path, parsed: Parsed) -> int:
-    """Print a run's summary, for a quiet run only if it was interrupted or failed; return the exit code."""
+    """Print the summary of a run that has ended, and return the exit code.
+
+    With ``progress: quiet`` it is printed only if the run was interrupted or failed.
+    """
     from raafl.runfolder.append_file import to_json
 
     ended = summary["finished"]

@@ -72,7 +72,7 @@ def run(comparison: Comparison, options: Namespace) -> str:
 
 
 def _cluster(options: Namespace) -> Cluster | None:
-    """Return the cluster that starts the runs; None = they start on this machine."""
+    """Build the Slurm, Ray or local cluster that the options name for the runs; None = they start on this machine."""
     if options.engine == "processes":
         if options.engine_options:
             raise BadInput(

@@ -74,7 +74,7 @@ def script(shell: str, commands: Mapping[str, str]) -> str:
 
 
 def _parser(commands: Mapping[str, str], shtab: Any) -> argparse.ArgumentParser:
-    """Return a parser that has the names of all options, only for generating completions."""
+    """Build a parser of all commands with the names of their options, from which shtab generates completions."""
     from raafl.algorithms import ALGORITHMS
 
     parser = argparse.ArgumentParser(prog="raafl")
@@ -104,7 +104,7 @@ def _parser(commands: Mapping[str, str], shtab: Any) -> argparse.ArgumentParser:
 
 
 def _own_parser(command: str) -> list[argparse.ArgumentParser]:
-    """Return the parser of those options of a command that are not fields of a config, if it has any."""
+    """Return a list with the parser of a command's own options, which are no fields of a config; empty if it has none."""
     if command in _REMOTE_COMMANDS:
         return [remote_options.parser(command)]
     if command == "submit":
@@ -130,7 +130,7 @@ def _add(parser: argparse.ArgumentParser, name: str, text: str, known: list[str]
 
 
 def _fields(command: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield name, description and allowed values (if few) of each config option of a command."""
+    """Yield each config option of a command with its help text and, if they are few, its allowed values."""
     from raafl.algorithms import ALGORITHMS
     from raafl.config.parse import make_parser
 
@@ -152,7 +152,7 @@ def _fields(command: str) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _values(hint: object) -> list[str]:
-    """Return the allowed values of a type hint: of a Literal or a bool, with null if None is allowed; else none."""
+    """List the values that a type hint allows, if it is a Literal or bool, with null if it also allows None; else nothing."""
     if hint is bool:
         return ["true", "false"]
     if get_origin(hint) is Literal:

@@ -39,7 +39,7 @@ _TAKEN: Final = (
     "tls_ca",
     "tls_cert",
     "tls_key",
-)  # options of serve and join that this command sets itself
+)  # options of serve and join that `fit --local` sets itself
 _SERVER_ONLY: Final = (
     "--output",
     "--resume",
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _LocalOptions:
-    """Parsed options of `raafl fit --local`, which starts server and clients on this machine."""
+    """Options of `raafl fit --local`: the number of clients, the policy of restarts, and the options of server and clients."""
 
     clients: int
     policy: RestartPolicy
@@ -83,8 +83,8 @@ def fit_local(argv: Sequence[str]) -> int:
                     partial(client_command, asked.options, port, number),
                     {
                         **environment,
-                        "LOCAL_RANK": str(number),  # selects the client's GPU, as under torchrun
-                        # number of processes that share the machine's memory
+                        "LOCAL_RANK": str(number),  # chooses the client's GPU, as under torchrun
+                        # lets each process reckon with its part of the machine's memory
                         "LOCAL_WORLD_SIZE": str(asked.clients + 1),
                     },
                     logs / f"client-{number}.log",
@@ -106,7 +106,7 @@ def fit_local(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _loopback() -> Iterator[socket.socket]:
-    """Yield a socket that listens on a free loopback port."""
+    """Yield a listening socket on a free port of 127.0.0.1."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
@@ -126,10 +126,10 @@ class ServerCommand:
         # 1: a restarted server must not wait for clients that have ended meanwhile
         resumed: Sequence[str] = ("--min_clients", "1"),
     ) -> None:
-        """Serve at ``listener``.
+        """Prepare the command of a server that accepts clients at ``listener``, and resumes its run folder if restarted.
 
-        `note`: file to which the server writes the path of its run folder; None = it is ``folder``. `resumed`: further options
-        of a server that resumes.
+        `note`: file to which the server writes the path of its run folder; None = it is ``folder``. `resumed`: further
+        options of a server that resumes.
         """
         self._options, self._note, self._folder, self._resumed = tuple(options), note, folder, tuple(resumed)
         self._address = ("--address", f"fd:{listener.fileno()}")
@@ -149,10 +149,10 @@ class ServerCommand:
             options += ["--resume", str(folder)]
             own = values(self._options, "--config") or not values(self._options, "--resume")
             if own and not values(self._options, "--submitted") and "--trust_config" not in options:
-                # the folder's config comes from the user's own
+                # the config in the folder was written from one that the user trusts
                 options.append("--trust_config")
             return [*_RAAFL, "serve", *options, *self._resumed, *self._address]
-        # the folder has no checkpoint: start again in a new folder of the same name
+        # without a checkpoint nothing can be resumed: move the folder away, and start again under its name
         if folder is not None and folder.is_dir():
             number = 1
             while (aside := folder.with_name(f"{folder.name}-attempt-{number}")).exists():
@@ -178,10 +178,10 @@ def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
     mine = [option for option in without(options, *_SERVER_ONLY) if option != "--json"]
     if (resumed := values(options, "--resume")) and not values(options, "--config"):
         mine += ["--resume", resumed[-1]]
-    if names_section(mine, "--data"):  # the option names the whole run's data, of which the client takes its share
+    if names_section(mine, "--data"):  # --data names the data of the whole run, of which this client takes its share
         mine += ["--share_of_data", "true"]
     where = ["--address", f"127.0.0.1:{port}", "--client", str(number)]
-    # all processes belong to one user, who needs no receipts
+    # one user owns all processes, so nobody has to prove anything by receipts
     return [*_RAAFL, "join", *mine, *where, "--receipts", "false"]
 
 
@@ -233,7 +233,7 @@ def _count(argv: Sequence[str], option: str, *, least: int) -> int | None:
 
 
 def _keep(logs: Path, folder: Path | None) -> None:
-    """Move non-empty logs of clients into the run folder, if that exists."""
+    """Move the clients' non-empty logs into the run folder, if there is one."""
     written = [file for file in sorted(logs.iterdir()) if file.stat().st_size]
     if folder is not None and folder.is_dir() and written:
         kept = folder / "logs"

@@ -41,7 +41,7 @@ def command(argv: list[str]) -> int:
     own, rest = split("join", argv)
     if reports_for_all():
         check_plain("join", rest, whole=False)
-    if own.address is not None:  # None only for --help
+    if own.address is not None:  # None only with --help
         resolves(own.address)
 
     with quick_imports():
@@ -130,7 +130,7 @@ def credentials(own: Namespace, *, server: bool) -> Credentials:
 
 
 def _said_to(service: ServiceManager, client: int) -> Callable[[str], None]:
-    """Return a function that shows a line to the user and reports it to systemd."""
+    """Make a function that shows a status line of the client to the user and reports it to systemd."""
 
     def say(text: str) -> None:
         _log.info(f"client {client}: {text}", extra={"prefix": "raafl, ", "private": True})
@@ -146,7 +146,7 @@ def _with_receipts(
     say: Callable[[str], None],
     stack: ExitStack,
 ) -> Callable[[str | None], ClientSetup]:
-    """Wrap ``make`` so that its clients keep receipts until ``stack`` is closed, if the options ask for them."""
+    """Wrap ``make``, which sets up a client, so that its clients write receipts until ``stack`` closes, if the user wants them."""
 
     def kept(config_yaml: str | None) -> ClientSetup:
         site = make(config_yaml)

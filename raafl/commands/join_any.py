@@ -25,12 +25,12 @@ from raafl.errors import RunFailed
 from raafl.lean_import import quick_imports
 from raafl.runtime.supervisor import Child, RestartPolicy, Signals, exit_in_words
 
-_ASK_S: Final = 5.0  # seconds between two questions which runs there are
+_ASK_S: Final = 5.0  # seconds between two requests for the server's list of runs
 _TICK_S: Final = 0.5
-_ALONE_S: Final = 600.0  # seconds after which to give up if no server answers, as `Timeouts.alone_s`
-_TRIES: Final = 2  # failures of a client soon after its start, after which its run is left
+_ALONE_S: Final = 600.0  # seconds without an answer after which the command gives up; as `Timeouts.alone_s`
+_TRIES: Final = 2  # number of failures of a run's client after which the run is given up
 _MARGIN: Final = 1.1
-_FOR_GOOD: Final = (0, 2, 3, 130)  # exit codes after which the same client would end so again
+_FOR_GOOD: Final = (0, 2, 3, 130)  # exit codes after which a restarted client would only end in the same way
 _log = logging.getLogger(__name__)
 
 
@@ -56,7 +56,7 @@ def join_any(own: Namespace, argv: Sequence[str]) -> int:
 
 @dataclass
 class _Client:
-    """Client of one run, with all of its restarts."""
+    """Client process of one run, with its restarts, GPU slot and largest memory."""
 
     run: str
     child: Child
@@ -78,10 +78,10 @@ class Clients:
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     free_bytes: Callable[[], float] = lambda: free_memory()
     _clients: dict[str, _Client] = field(default_factory=dict, init=False)  # by the run's id
-    _over: set[str] = field(default_factory=set, init=False)  # ids of runs that are left
+    _over: set[str] = field(default_factory=set, init=False)  # ids of the runs whose client is not started again
     _offered: list[dict[str, Any]] = field(default_factory=list, init=False)
     _largest_bytes: int = field(default=0, init=False)
-    # moments on the monotonic clock: of the last question and answer, and when there was a client at last
+    # times on the monotonic clock of the latest request, the latest answer, and the latest moment with a client
     _asked_s: float = field(default=float("-inf"), init=False)
     _answered_s: float = field(default=0.0, init=False)
     _busy_s: float = field(default=0.0, init=False)
@@ -105,7 +105,7 @@ class Clients:
         return 0
 
     def _goes_on(self) -> bool:
-        """Return whether a run may still come; raise `RunFailed` if no server has answered for long."""
+        """Check whether to continue: a client works, or a run may still come; raise `RunFailed` if no server answers."""
         now = time.monotonic()
         if self._clients:
             self._busy_s = now
@@ -120,7 +120,7 @@ class Clients:
         return False
 
     def _ask(self) -> None:
-        """Ask which runs there are, once in a while."""
+        """Ask the server for its list of runs, unless it was asked less than five seconds ago."""
         from raafl.transport import PeerLost, PeerTimeout
 
         if time.monotonic() - self._asked_s < _ASK_S:
@@ -133,7 +133,7 @@ class Clients:
         self._asked_s = time.monotonic()
 
     def _see(self) -> None:
-        """Handle clients that have ended, and start those again whose time has come."""
+        """Handle clients whose process has ended, and restart those that are due."""
         for run_id, client in list(self._clients.items()):
             child = client.child
             client.largest_bytes = max(client.largest_bytes, most_memory(child))
@@ -154,20 +154,20 @@ class Clients:
             self._say(f"the client of run '{client.run}' {exit_in_words(code)}; it is started again in {wait_s:g} s")
 
     def _start(self) -> None:
-        """Start the client of the next run, if there is one and room for it."""
+        """Start a client for the next run on the server's list, if one is left and memory suffices."""
         if len(self._clients) >= self.own.at_once:
             return
         row = next(
             (row for row in self._offered if row["id"] not in self._over and row["id"] not in self._clients), None
         )
-        # a client that has only just begun has not taken its memory yet, so it is waited for
+        # the newest client may not have allocated its memory yet, so as much as the largest client's must be free
         if row is None or (self._clients and self.free_bytes() < _MARGIN * self._largest_bytes):
             return
         slot = min(set(range(self.own.at_once)) - {client.slot for client in self._clients.values()})
         command = [sys.executable, "-m", "raafl", "join", *self.options, "--run", row["run"]]
         environment = dict(os.environ)
         if self.own.at_once > 1:
-            # the number of processes that share the machine's memory, and which GPU is this one's
+            # tells the process how many share the machine's memory, and which GPU to use
             environment |= {"LOCAL_WORLD_SIZE": str(self.own.at_once), "LOCAL_RANK": str(slot)}
         child = Child(f"the client of run '{row['run']}'", lambda: command, environment)
         child.start()
@@ -194,7 +194,7 @@ def most_memory(child: Child) -> int:
         return 0
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{child.process.pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):  # not there once the process has ended
+            if line.startswith("VmHWM:"):  # the line is missing once the process has ended
                 return 1024 * int(line.split()[1])
     return 0
 

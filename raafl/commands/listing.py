@@ -89,7 +89,7 @@ def describe(factory: Callable[..., Any], row: dict[str, str], width: int) -> st
 
 
 def _paragraphs(rows: list[dict[str, str]], width: int) -> str:
-    """Format the list of algorithms as paragraphs, for terminals too narrow for a table."""
+    """Format the methods as paragraphs, for a terminal that is too narrow for a table."""
     lines = []
     for row in rows:
         lines.append(f"{row['name']}  ({row['paper']})")

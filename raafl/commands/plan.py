@@ -55,7 +55,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     """
     if any(option in argv for option in ("--help", "-h")):
         return HELP
-    keep_freed()  # so that speeds are measured under a client's malloc settings
+    keep_freed()  # so that speeds are measured with the malloc settings of a client
     own, rest = _split(argv)
     if own.answer is not None:
         return _answer(own.answer)

@@ -96,7 +96,7 @@ def report(argv: Sequence[str]) -> str:
 
 
 def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
-    """Write a file atomically and return a line about it; ``name`` is the option that gave the path."""
+    """Write ``data`` to ``path`` atomically, and return a line about it; ``name``, the option with the path, is for errors."""
     try:
         with atomic_file(path) as file:
             file.write(data)
@@ -138,7 +138,7 @@ def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = 
 
 
 def _deal_out(run: RecordedRun, *, trusted: bool) -> FederatedData:
-    """Load the data of a run's config and partition it among the clients."""
+    """Load the data that a run's config names, and partition it among the clients as the run did."""
     from raafl.config.parse import load_run
     from raafl.runtime.setup import load_data
 
@@ -194,7 +194,7 @@ def _cards(groups: Sequence[Group], run: RecordedRun) -> str:
 
 
 def _samples(runs: Sequence[RecordedRun]) -> str:
-    """Return a section with the samples that models wrote or predicted; "" if no run has recorded any."""
+    """Build the page's section with the texts and images that models generated or classified; "" if no run has any."""
     parts = []
     for run in runs[:_MAX_APART]:
         rows = sample_rows(run.path)
@@ -211,7 +211,7 @@ def _samples(runs: Sequence[RecordedRun]) -> str:
 
 
 def _thumbnails(run: RecordedRun) -> str:
-    """Return the recorded images of test samples, each with its last prediction as caption; "" if there are none."""
+    """Show the recorded images of test samples in HTML, each with its latest prediction; "" if there are none."""
     figures = [
         f'<figure><img alt="test sample {number}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
         f"<figcaption>{escaped(caption)}</figcaption></figure>"

@@ -74,12 +74,12 @@ Scale = Literal["small", "full"]
 class Exhibit:
     """A table or figure of a paper that raafl can reproduce, or the reason why it cannot."""
 
-    name: str  # name for the command line
-    shows: str  # description of the table or figure, with its number in the paper
-    # comparison file for each scale (small or full); `#VARIANT` at the end names a variant in the file
+    name: str  # name on the command line
+    shows: str  # what it shows, and its number in the paper
+    # comparison file by scale (small or full); `#VARIANT` at its end names a variant in the file
     scales: Mapping[str, str]
-    missing: str = ""  # reason why it cannot be reproduced; "" = it can
-    note: str = ""  # remark for the reader, for example about a data set that replaces the paper's
+    missing: str = ""  # why raafl cannot reproduce it; "" = it can
+    note: str = ""  # remark for the reader, such as which data set replaces the paper's
 
     def comparison(self, scale: Scale) -> Comparison:
         """Read the comparison file of this table at the scale "small" or "full"; raise `BadInput` if there is none."""

@@ -116,7 +116,7 @@ def _attend(server: RunServer, ended: threading.Event, service: ServiceManager) 
 
 @contextmanager
 def _ending() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT and SIGTERM set."""
+    """Yield an event that is set when SIGINT or SIGTERM arrives."""
     ended = threading.Event()
     before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -151,7 +151,7 @@ def keep(own: Namespace, rest: Sequence[str]) -> int:
     assert asked is not None
     min_clients = own.min_clients if asked.min_clients is None else asked.min_clients
     shared = [*_options(Namespace(**{**vars(own), "min_clients": min_clients})), "--run", run.name, *rest]
-    # a config of somebody else is checked again by the process that uses it
+    # a config that another site submitted is checked once more, by the process that will use it
     source = "--config" if asked.by is None or "--trust_config" in rest else "--submitted"
     options = [source, str(run.config), "--output", str(run.run_folder), *shared]
     with run.kept(), run.receiving() as passed:

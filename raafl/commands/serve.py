@@ -133,10 +133,10 @@ def serve(
         sessions = site_sessions if sites is None else partial(site_sessions, rules=sites.rules)
 
     def note(folder: Path) -> None:
-        if NOTE in os.environ:  # tells the supervisor of `raafl fit --local` the run folder
+        if NOTE in os.environ:  # set by `raafl fit --local`, whose supervisor restarts the server with the run folder
             Path(os.environ[NOTE]).write_text(str(folder.absolute()), encoding="utf-8")
 
-    # equal failures of a client after which the run ends: 1 under `fit --local`, which restarts its clients
+    # number of equal failures of one client that ends the run: 1 under `fit --local`, which restarts its own clients
     max_failures = 1 if NOTE in os.environ else None
     transport = TcpTransport(meeting)
     with nullcontext() if sites is None else sites.watch(transport.recheck):

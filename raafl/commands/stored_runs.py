@@ -80,9 +80,9 @@ def with_local_resume(argv: Sequence[str]) -> list[str]:
 
 
 def _brought(url: str, field: str) -> Path | None:
-    """Download a run into the folder `runs` and return its path; None if it has no checkpoint.
+    """Download a stored run into the folder `runs` and return its path; None if it has no checkpoint.
 
-    A stored run without checkpoint whose name an `output` needs is renamed in the store.
+    If a new run needs the name of a stored run without checkpoint, that one is renamed in the store.
     """
     with ObjectStore.answering(url, field) as store:
         names = store.names()
@@ -99,12 +99,13 @@ def _present(folder: Path) -> Path | None:
     if any((folder / CHECKPOINTS).glob("version-*.ckpt")):
         return folder
     if folder.is_dir() and any(folder.iterdir()):
-        with FolderLock(folder, "output"):  # the lock fails if a run that has no checkpoint yet is using the folder
+        # raises an error if a run uses the folder, even one without a checkpoint yet
+        with FolderLock(folder, "output"):
             folder.rename(folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
     return None
 
 
 def _name(url: str) -> str:
-    """Return the last part of a URL, changed to a valid folder name."""
+    """Derive a valid folder name from the last part of a URL."""
     name = url.rstrip("/").rpartition("/")[2]
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name).lstrip(".") or "run"

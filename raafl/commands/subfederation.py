@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from raafl.config.parse import Parsed
     from raafl.runtime.run import Run
 
-_LOOK_S = 0.2  # seconds between two checks whether a waiting task is still needed
+_LOOK_S = 0.2  # seconds between two checks that the server above still wants the task
 _log = logging.getLogger(__name__)
 
 
@@ -84,11 +84,11 @@ class Bridge(RunHooks):
         self.inbox, self._own, self._below = Inbox(), own, below
         self._run: Run | None = None
         self._task = TaskBelow()
-        self._out: _Task | None = None  # task on which the run below works, as known on its loop's thread
-        self._asked: dict[int, _Task] = {}  # tasks that the loop has not taken yet, by id
+        self._out: _Task | None = None  # task that the run below trains; only its main loop's thread may use it
+        self._asked: dict[int, _Task] = {}  # tasks that the loop has not begun, by id
         self._answers: queue.SimpleQueue[Update] = queue.SimpleQueue()
         self._are_here, self._is_closed = threading.Event(), threading.Event()
-        self._reason: str | None = None  # why the session with the server above has ended; None = it goes on
+        self._reason: str | None = None  # why the session with the server above has ended; None = it has not
         self._num_samples = self._num_clients = 0
 
     # ---- the loop of the run below ----
@@ -131,7 +131,7 @@ class Bridge(RunHooks):
         self._answers.put(update)
 
     def _count(self, coordinator: Coordinator) -> None:
-        """Count the subfederation's clients and samples; absent clients count as the config describes them."""
+        """Add up the subfederation's clients and samples; an absent client counts as the config describes it."""
         assert self._run is not None
         known = {client.id: client for client in self._run.parts.clients} | coordinator.roster.clients
         self._num_clients = sum(client.stands_for for client in known.values())
@@ -173,7 +173,7 @@ class Bridge(RunHooks):
             raise
 
     def _with_gate(self, gate: Any) -> Callable[[str | None], ClientSetup]:
-        """Return a function that builds the client from the upper server's config, within the site's policy."""
+        """Make a function that sets up this client from the config of the server above, if the site's policy allows it."""
 
         def make(config_yaml: str | None) -> ClientSetup:
             found = parse_run("join", [], config_yaml=config_yaml)
@@ -249,14 +249,14 @@ class Bridge(RunHooks):
 
 
 class _Task:
-    """A task that the server above has assigned to the subfederation."""
+    """Task of the server above, which the subfederation trains as one client."""
 
     def __init__(self, assignment: Assignment, received: FlatTensors, sends: str) -> None:
         self.assignment, self.received, self.sends = assignment, received, sends
 
 
 class _Trainer(LocalTrainer):
-    """Trainer of the client that a subfederation is to the server above; the clients below do the training."""
+    """Stand-in for a client's trainer: a task is trained by the clients of the subfederation below."""
 
     def __init__(self, plain: LocalTrainer, bridge: Bridge) -> None:
         self.__dict__.update(plain.__dict__)

@@ -102,7 +102,7 @@ def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> N
     try:
         while True:
             news = watched.look()
-            # set after the first read, so that old events are not printed
+            # only after the first read, so that events from before are not printed
             watched.state.say = progress.note if progress.verbose else None
             if watched.begun:
                 progress.update(watched.state.snapshot, evaluated=watched.state.summary is not None)
@@ -119,7 +119,7 @@ def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> N
 
 
 def _note_books(path: Path, progress: Progress) -> None:
-    """Print a note if the run's signed records are unsigned or have been altered."""
+    """Print a note if the run's records lack signatures or were altered."""
     if (line := signature_warning(path)) is not None:
         progress.note(line)
 

@@ -49,12 +49,12 @@ __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on first use."""
+    """Import the module of a public name at the first access to that name."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """List the public names, imported or not."""
+    """List the public names, whether they have been imported or not."""
     return __all__

@@ -83,7 +83,7 @@ class ClientData:
         shuffles: bool = True,
         owned: Sequence[Any] = (),
     ) -> None:
-        """Store the indices of the client's samples; if ``copied`` is set and they are small, copy the samples, too."""
+        """Store the indices of the client's samples; if ``copied`` and the samples are small, copy them as tensors, too."""
         self.owned = owned
         self.test: ClientData | None = None
         if len(indices) == 0:
@@ -198,7 +198,7 @@ class ClientData:
         return order if self._indices is None else self._indices.index_select(0, order)
 
     def _order(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw the order of the samples in one epoch."""
+        """Draw the order in which one epoch reads the samples; with sampler weights, draw the samples with replacement."""
         if self._weights is None and not self._shuffles:
             return torch.arange(self.num_samples)
         if self._weights is None:
@@ -214,7 +214,7 @@ class ClientData:
 
 
 class _Parts:
-    """Row indices of all clients in one tensor, since a tensor for each client would cost half a kilobyte."""
+    """Row indices of all clients, one client after the other in one tensor; a tensor for each would cost 500 bytes more."""
 
     def __init__(self, rows: torch.Tensor, sizes: list[int]) -> None:
         self.sizes, self._rows, self._ends = sizes, rows, list(accumulate(sizes))
@@ -285,15 +285,15 @@ class FederatedData:
         self._final: InOrder | None = None
 
     def _split(self, partition: Partition, num_clients: int, seed: int) -> tuple[torch.Tensor, list[int]]:
-        """Return the row indices of all clients, ordered by client, and each client's number of rows.
+        """Partition the training rows, without validation rows, among the clients.
 
-        Validation rows belong to no client.
+        Returns the row indices of all clients, one client after the other, and each client's number of rows.
         """
         from raafl.data.labels import Columns
 
         rows = np.setdiff1d(np.arange(_length(self._dataset)), self._validation.numpy())
         labels = self.labels()[rows] if partition.needs_labels else np.zeros(len(rows), np.int64)
-        # A Subset hides the columns that a data set can give as a whole, so it is made only where rows are left out.
+        # a Subset hides columns of the data set, from which labels are read fast, so only wrap if rows are left out
         dataset = Subset(self._dataset, rows.tolist()) if len(self._validation) else self._dataset
         parts, sizes = partition.rows_of_all(labels, num_clients, seed, Columns(dataset))
         return torch.from_numpy(rows[parts]), sizes
@@ -318,13 +318,14 @@ class FederatedData:
         """Return the class of each sample of the training set, in its order."""
         from raafl.data.labels import labels_of, trained_labels
 
-        if self._gathers or not self._rules.trained_labels:  # stored labels are those used in training
+        # the labels used in training are the stored ones, unless a transform in the data set may change them
+        if self._gathers or not self._rules.trained_labels:
             return labels_of(self._dataset)
         with reading(type(self.datamodule).__name__):
             return trained_labels(self._dataset, self._fetch)
 
     def _check_weights(self) -> None:
-        """Raise `BadInput` if the loader's sampler weights all samples of some client by 0."""
+        """Raise `BadInput` if the weights of the loader's sampler are 0 for all samples of some client."""
         weights = self._weights
         if weights is None:
             return
@@ -409,7 +410,7 @@ class FederatedData:
         None = `test_batches` has all that is measured: the data module has no validation set beside its test set, or the
         partition keeps validation rows of the training set.
         """
-        self.test_batches()  # loads training and test set
+        self.test_batches()  # for its effect: it loads the training and test set
         final = self._final
         return None if final is None else lambda first=0: final.batches(final.batch_size or 1, first)
 
@@ -432,7 +433,7 @@ class FederatedData:
         return self._in_order(validation)
 
     def _in_order(self, found: Loader) -> InOrder:
-        """Return the batches of an evaluation loader in order; small data are kept in memory."""
+        """Make a reader that gives the batches of an evaluation loader in order; a small data set is stored in memory."""
         fetch, is_fast = fetcher(found.dataset, found.collate)
         num_samples = _length(found.dataset)
         tensors = None
@@ -443,11 +444,11 @@ class FederatedData:
         return InOrder(fetch, num_samples, found.batch_size, tensors, drop_last, owned)
 
     def _of_training(self, rows: list[int]) -> Loader:
-        """Return a loader with the settings of the training loader, to evaluate on the training set's ``rows``."""
+        """Make a loader with the settings of the training loader for evaluation on ``rows`` of the training set."""
         return Loader(Subset(self._dataset, rows), self._collate, self.batch_size, False, None, False)
 
     def _measured(self, name: str) -> Loader | None:
-        """Return the test or validation loader, by the name of its method; None if the module has none."""
+        """Read the user's test or validation loader, whose method is ``name``; None if the data module has none."""
         module = self.datamodule
         if not overrides(module, name):
             return None
@@ -466,7 +467,7 @@ class FederatedData:
         return read
 
     def _some_of_training(self) -> Loader:
-        """Return a loader of evenly spaced training samples, to evaluate on without a test set; add a note about it."""
+        """Make a loader of evenly spaced training samples, for data modules without test set; add a note about that."""
         length = _length(self._dataset)
         num = min(length, _MOST_MEASURED)
         self.notes.append(

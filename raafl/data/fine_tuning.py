@@ -33,13 +33,13 @@ _PARTS = ("ids", "starts", "labels", "label_starts", "group")
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Tokens of all examples, concatenated in one array, which may be a memory-mapped file."""
+    """Tokens and labels of all examples, each concatenated in one array, which may be memory-mapped."""
 
-    ids: Tensor  # tokens of all examples, one after the other
-    starts: Tensor  # `(n + 1,)`, position at which each example begins in ``ids``, and the end of the last one
+    ids: Tensor  # tokens of all examples, concatenated
+    starts: Tensor  # `(n + 1,)`, index in ``ids`` at which each example begins, and the length of ``ids``
     labels: Tensor  # labels of all examples; see `raafl.data.fine_tuning.Tokens`
-    label_starts: Tensor  # `(n + 1,)`, position at which each example begins in ``labels``, and the end of the last one
-    # `(n,)`, number of the person or group to whom each example belongs; all 0 if the data has no such column
+    label_starts: Tensor  # `(n + 1,)`, index in ``labels`` at which each example begins, and the length of ``labels``
+    # `(n,)`, number of the person or group that each example belongs to; all 0 without such a column
     group: Tensor
 
     def __len__(self) -> int:
@@ -53,14 +53,14 @@ class _Encoded:
 
 
 class _TokenRows(Dataset[dict[str, Tensor]]):
-    """Data set whose samples are rows of tokens with labels; a row has one example, or several packed ones.
+    """Data set of token rows with labels; a row is one example, or several packed ones.
 
-    `group`: `(n,)`, number of the person or group to whom each row belongs, for partitions by group.
-    `labels`: `(n,)`, class of each row; only for classification.
+    `group`: `(n,)`, number of the person or group that each row belongs to, for partitions by group. `labels`: `(n,)`,
+    class of each row; only for classification.
     """
 
     def __init__(self, encoded: _Encoded, rows: Sequence[Ints], *, packed: bool, classified: bool) -> None:
-        """Store the examples of each row; tokens are copied when a row is read."""
+        """Store which examples make up each row; their tokens are copied only when the row is read."""
         self._encoded, self._rows, self._packed, self._classified = encoded, rows, packed, classified
         firsts = torch.tensor([int(row[0]) for row in rows])
         self.group = encoded.group[firsts]
@@ -72,7 +72,7 @@ class _TokenRows(Dataset[dict[str, Tensor]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one unpadded row: int64 ``input_ids``, ``labels`` (a scalar for classification), ``position_ids`` if packed."""
+        """Return one unpadded row: int64 ``input_ids``, ``labels`` (a scalar if classified), and ``position_ids`` if packed."""
         ids, labels = zip(*(self._encoded.of(int(example)) for example in self._rows[index]), strict=True)
         if self._classified:
             return {"input_ids": ids[0], "labels": labels[0][0]}
@@ -82,12 +82,12 @@ class _TokenRows(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class _Padding:
-    """Collate function that pads rows of tokens at their end to a common length."""
+    """Collate function that pads token rows at their ends to one length."""
 
-    token: int  # token with which ``input_ids`` are padded
-    length: int | None  # length of every batch; None = the length of its longest row
-    num_labels: int | None  # number of labels in every row, for seq2seq; None = as many as tokens
-    # whether to add an ``attention_mask``, 1 at tokens; a causal model needs none, since padding comes last
+    token: int  # token that pads ``input_ids``
+    length: int | None  # length of all batches; None = that of the longest row in the batch
+    num_labels: int | None  # number of labels in each row, for seq2seq; None = as many as tokens
+    # whether to add ``attention_mask``, 1 at tokens, 0 at padding; a causal model needs none, since padding comes last
     masked: bool
 
     def __call__(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -222,12 +222,12 @@ class FineTuning(TrainTestData):
         return _Padding(token, length, self._num_labels if self.task == "seq2seq" else None, self.task != "causal")
 
     def _rows(self, encoded: _Encoded, examples: Ints) -> list[Ints]:
-        """Assign examples to rows: several to a row with packing, else one."""
+        """Assign examples to rows: with packing as many to a row as fit, else one."""
         lengths = np.diff(encoded.starts.numpy())[examples].astype(np.int64)
         if self.packing:
             return [examples[row] for row in pack(lengths, encoded.group.numpy()[examples], self.max_length)]
         if self.padding == "longest":
-            # put the longest rows first: costs are predicted from the first rows, and must not be too low
+            # longest first: costs are predicted from the first rows, and must not be underestimated
             examples = examples[np.argsort(-lengths, kind="stable")]
         return list(examples[:, None])
 
@@ -264,7 +264,7 @@ class FineTuning(TrainTestData):
         return _Encoded(*found)
 
     def _form(self, path: str, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the entry of `FORMS`, the accepted sets of columns, that the column ``names`` satisfy."""
+        """Find which of the accepted column sets in `FORMS` the columns ``names`` contain; raise `BadInput` if none."""
         forms = FORMS[self.task]
         found = next((form for form in forms if all(self.columns.get(one, one) in names for one in form)), None)
         if found is None:
@@ -276,7 +276,7 @@ class FineTuning(TrainTestData):
         return found
 
     def _read(self, rows: Any, form: Sequence[str], cells: Sequence[str], group: str | None) -> readers.Arrays:
-        """Tokenise all rows; leave out those in which no token has a label."""
+        """Tokenise all rows, leaving out those in which no token has a label, and return them as arrays."""
         encode = encoder(self.tokenizer, self.task, form, self.max_length)
         encoded = [encode(*values) for values in zip(*(rows[cell] for cell in cells), strict=True)]
         kept = [i for i, (ids, labels) in enumerate(encoded) if ids and any(label != IGNORED for label in labels)]
@@ -300,7 +300,7 @@ class FineTuning(TrainTestData):
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int32], Ints]:
-    """Concatenate lists; return the values, and the offsets of the lists plus the end, `(n + 1,)`."""
+    """Concatenate lists; return the values, and the index at which each list begins plus the total length, `(n + 1,)`."""
     starts = np.cumsum([0, *map(len, lists)], dtype=np.int64)
     return np.fromiter(chain.from_iterable(lists), np.int32, count=int(starts[-1])), starts
 
@@ -334,7 +334,7 @@ def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) ->
         return _counted(ended(tokens(text)), 1, max_length)
 
     def translated(prompt: str, completion: str) -> Tokens:
-        # a tokenizer may encode targets differently from inputs, as Marian's does
+        # some tokenizers, such as Marian's, encode targets differently from inputs
         written = tokenizer(text_target=completion, truncation=True, max_length=max_length)["input_ids"]
         return tokens(prompt), ended(list(written))[:max_length]
 
@@ -416,6 +416,6 @@ def pack(lengths: Ints, groups: Ints, max_length: int) -> list[Ints]:
 
 
 def _counted(ids: list[int], first: int, max_length: int) -> Tokens:
-    """Label the tokens from ``first`` on by themselves, except the very first token, which nothing predicts."""
+    """Label each token from index ``first`` on with itself; the very first token gets no label, as no token predicts it."""
     first = max(first, 1)
     return ids[:max_length], ([IGNORED] * first + ids[first:])[:max_length]

@@ -84,7 +84,7 @@ def classes_in(batches: Iterable[Any]) -> frozenset[int] | None:
 
 
 def _labels_of_batch(batch: object) -> torch.Tensor | None:
-    """Return the integer labels of a batch, shape (samples,); None if it has no such tensor."""
+    """Find the integer labels in a batch, shape (samples,); None if it has none."""
     label: object = None
     if isinstance(batch, Mapping):
         label = next((batch[key] for key in _KEYS if key in batch), None)
@@ -102,7 +102,7 @@ class Columns(Mapping[str, Sequence[Any]]):
         self._base, self._rows = unwrap(dataset)
 
     def __getitem__(self, name: str) -> Sequence[Any]:
-        """Return a column with one entry for each sample; raises KeyError if the data set lacks it."""
+        """Return a column with one entry for each sample; raise KeyError if the data set has no such column."""
         has_columns = name in _column_names(self._base)
         column = self._base.with_format(None)[name][:] if has_columns else getattr(self._base, name, None)
         if (

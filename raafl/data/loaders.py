@@ -53,13 +53,13 @@ def reading(what: str) -> Iterator[None]:
 class Loader(NamedTuple):
     """The settings of a data loader that raafl uses."""
 
-    dataset: Any  # data set of the loader; with a subset sampler, only the samples that the sampler selects
+    dataset: Any  # data set; of a subset sampler only the samples that it selects
     collate: Collate  # function that makes a batch from a list of samples
     batch_size: int | None  # number of samples in a batch; None = the loader has none
-    drop_last: bool  # whether an epoch drops its last batch if it is smaller than the others
-    # `(len(dataset),)` float64, weights of a `WeightedRandomSampler`; None = each sample once per epoch
+    drop_last: bool  # whether a smaller last batch of an epoch is dropped
+    # `(len(dataset),)` float64, weights of a `WeightedRandomSampler`; None = each sample once in an epoch
     weights: torch.Tensor | None
-    shuffles: bool  # whether the loader gives its samples in a random order
+    shuffles: bool  # whether samples come in random order
 
 
 def read_loader(loader: object, name: str) -> Loader:
@@ -118,7 +118,7 @@ def _weights(sampler: WeightedRandomSampler, length: int, name: str) -> torch.Te
 
 
 def _check_sampler(sampler: Any, length: int, name: str) -> None:
-    """Raise `BadInput` unless a sampler yields each sample once."""
+    """Raise `BadInput` unless a sampler yields each sample exactly once in an epoch."""
     kind = type(sampler).__name__
     if type(sampler) not in (SequentialSampler, RandomSampler):
         raise BadInput(
@@ -176,14 +176,13 @@ def overrides(module: LightningDataModule, name: str) -> bool:
 class InOrder:
     """Reader of a data set's batches in the order of the data set, without shuffling."""
 
-    fetch: Fetch  # function that makes a batch from the indices of its samples
+    fetch: Fetch  # function that makes a batch from sample indices
     num_samples: int  # number of samples in the data set
-    batch_size: int | None  # number of samples in a batch, from the data set's loader; None = the loader has none
-    # tensors with all samples, such as one of inputs and one of labels, which are sliced into batches; None =
-    # batches are made by ``fetch``
+    batch_size: int | None  # number of samples in a batch of the data set's loader; None = it has no batches
+    # the data set as tensors, such as inputs and labels, which are sliced into batches; None = ``fetch`` makes batches
     tensors: list[torch.Tensor] | None
-    drop_last: bool = False  # whether the last batch is left out if it is smaller than the others and not the only one
-    owned: Sequence[Any] = ()  # random generators of the data set, which each pass seeds anew
+    drop_last: bool = False  # whether a smaller last batch is left out, unless it is the only one
+    owned: Sequence[Any] = ()  # random generators of the data set, which are seeded anew for each pass
 
     def batches(self, batch_size: int, first: int) -> Iterator[tuple[Any, int]]:
         """Yield each batch with its number of samples."""
@@ -246,7 +245,7 @@ def is_tensors(dataset: object) -> bool:
 
 
 def _plain(dataset: object, kind: type) -> bool:
-    """Check whether the data set's class reads samples by the unchanged methods of ``kind``."""
+    """Check that the data set's class inherits its sample access from ``kind`` unchanged."""
     names = ("__getitem__", "__getitems__")
     return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)
 

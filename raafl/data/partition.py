@@ -39,7 +39,7 @@ class Partition(ABC):
             model is evaluated on it instead of the test set, so that nobody tunes hyperparameters on the test set.
     """
 
-    # Subclasses have no slots: dataclass would make each class twice, and a config could not name it without its path.
+    # no slots: dataclass would create each subclass twice, and a config could name it only by its full path
 
     test_share: float = field(default=0.0, kw_only=True)
     validation_share: float = field(default=0.0, kw_only=True)
@@ -245,7 +245,7 @@ class ClassesPerClient(Partition):
         return [np.concatenate(mine) for mine in pieces]
 
     def _owners(self, num_values: int, num_clients: int, rng: np.random.Generator) -> list[list[int]]:
-        """Draw the clients that get samples of each class."""
+        """Draw which clients get samples of each class; return the clients by class."""
         if self.num_classes > num_values:
             raise BadInput(f"ClassesPerClient: num_classes is {self.num_classes}: give {num_values} or fewer")
         if num_clients * (self.num_classes if self.even else 1) < num_values:
@@ -345,7 +345,7 @@ class ByColumn(Partition):
 
 
 def _checked(name: str, parts: Sequence[npt.ArrayLike], num_samples: int, num_clients: int) -> list[Ints]:
-    """Return a partition's parts after checking that there is one for each client, with valid sample indices."""
+    """Check that a partition has one part for each client, with valid sample indices; return the parts as arrays."""
     if (given := f"{len(parts)} parts" if isinstance(parts, Sized) else briefly(parts)) != f"{num_clients} parts":
         raise BadInput(f"{name}.assign returned {given} for {num_clients} clients: return one for each")
     checked = []
@@ -366,7 +366,7 @@ def _checked(name: str, parts: Sequence[npt.ArrayLike], num_samples: int, num_cl
 
 
 def _divided(num: int, share: float, name: str, seed: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split `range(num)` at random; return the rest, never empty, and the drawn ``share``, both in ascending order."""
+    """Split `range(num)` at random; return the rest, which is never empty, and the drawn ``share``, both ascending."""
     if not 0 <= share < 1:
         raise BadInput(f"partition.{name} is {share}: give at least 0 and less than 1, such as 0.2")
     num_drawn = min(math.floor(share * num + 0.5), num - 1)
@@ -378,13 +378,13 @@ def _divided(num: int, share: float, name: str, seed: tuple[int, int]) -> tuple[
 
 def _proportions(alpha: float, num_clients: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
     shares = rng.dirichlet(np.full(num_clients, alpha))
-    # A tiny alpha underflows to no share at all: in the limit, one client has everything.
+    # with a tiny alpha all shares underflow to 0; in the limit one client has everything
     is_sound = np.isfinite(shares).all() and shares.sum() > 0.5
     return shares if is_sound else np.eye(num_clients)[rng.integers(num_clients)]
 
 
 def _rebalance(parts: list[Ints], min_samples: int, rng: np.random.Generator) -> int:
-    """Fill each part up to `min_samples` by samples drawn from the largest part; return the number moved."""
+    """Move samples from the largest parts to those below `min_samples`; return the number moved."""
     donors = [(-len(part), client) for client, part in enumerate(parts) if len(part) > min_samples]
     heapq.heapify(donors)
     pools = {client: rng.permutation(parts[client]).tolist() for _, client in sorted(donors)}

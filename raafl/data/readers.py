@@ -43,7 +43,7 @@ def read_digits() -> Tensors:
     """
     spec: Any = importlib.util.find_spec("sklearn")
     content = Path(spec.origin).with_name("datasets").joinpath("data", "digits.csv.gz").read_bytes()
-    # Every field is a whole number below 256, so splitting the bytes beats parsing floats.
+    # all fields are integers below 256, and splitting bytes is faster than parsing floats
     text = gzip.decompress(content).replace(b"\n", b",").strip(b",")
     table = np.array([int(field) for field in text.split(b",")], dtype=np.uint8).reshape(-1, 65)
     pixels = torch.from_numpy(table[:, :64].copy()).to(torch.float32).div_(16)
@@ -92,10 +92,10 @@ class Mnist:
 class Cifar:
     """Reader of the CIFAR-10 or CIFAR-100 data set, from the files of the Hugging Face hub or those of torchvision."""
 
-    folder: str  # name of the folder with the hub's parquet files
-    batches: str  # name of the folder with torchvision's files
-    torchvision: str  # name of the class of torchvision that reads these files
-    label: str  # name of the column with the labels in the parquet files
+    folder: str  # folder with the hub's parquet files
+    batches: str  # folder with torchvision's files
+    torchvision: str  # class of torchvision that reads these files
+    label: str  # column of the parquet files with the labels
     files: Mapping[str, str]  # pattern of torchvision's files, by split
 
     def places(self, root: Path) -> list[Path]:
@@ -174,14 +174,14 @@ def cached(
     files = _cache_files(home, stem, parts)
     with locked(home / f"{name}.lock"):
         arrays = None if all(path.is_file() for path in files) else build()
-        # a full disk is no error: this process has the arrays in memory
+        # no error if the disk is full: this process has the arrays in memory
         if arrays is not None and not _are_saved(arrays, files):
             return _as_tensors(arrays)
     return _mapped(files)
 
 
 def _are_saved(arrays: Arrays, files: Sequence[Path]) -> bool:
-    """Write an array to each file; return False if a file cannot be written."""
+    """Write each array to its file; return False if that fails, for example because the disk is full."""
     try:
         for path, array in zip(files, arrays, strict=True):
             with atomic_file(path, is_synced=False) as file:
@@ -214,7 +214,7 @@ def _idx_file(folder: Path, name: str) -> Path:
 
 
 def _read_image_parquet(sources: Sequence[Path], label: str = "label") -> Arrays:
-    """Decode the encoded images of parquet files with columns img or image, and `label`."""
+    """Read parquet files whose column img or image has encoded images; return decoded images and labels."""
     try:
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
         from PIL import Image
@@ -286,7 +286,7 @@ def load_splits(path: str, name: str | None) -> Any:
         return datasets.load_dataset(path, name)
     except BadInput:
         raise
-    except Exception as error:  # `datasets`, pyarrow, pandas and the network raise many kinds of errors
+    except Exception as error:  # `datasets`, pyarrow, pandas and network libraries raise many types of error
         if (fault := _json_fault(Path(path))) is not None:
             raise BadInput(f"cannot load the data set '{path}': {fault}") from error
         reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
@@ -296,7 +296,7 @@ def load_splits(path: str, name: str | None) -> Any:
 
 
 def _check_there(path: str) -> None:
-    """Raise `BadInput` if ``path`` must be a local file or folder and does not exist; the hub is not queried."""
+    """Raise `BadInput` if ``path`` can only mean a local file or folder and does not exist; the hub is not asked."""
     is_file = Path(path).suffix in _KINDS
     if not Path(path).exists() and (is_file or path.startswith(("/", ".", "~"))):
         what = "file" if is_file else "folder"
@@ -305,7 +305,7 @@ def _check_there(path: str) -> None:
 
 
 def _json_fault(path: Path) -> str | None:
-    """Return a message about the first invalid line of a JSON-lines file; None if there is none, or for other files."""
+    """Find the first invalid line of a JSON-lines file; return a message, or None if all are valid or it is another file."""
     if path.suffix != ".jsonl" or not path.is_file():
         return None
     with path.open(encoding="utf-8-sig", errors="replace") as file:
@@ -317,7 +317,7 @@ def _json_fault(path: Path) -> str | None:
 
 
 def _line_fault(line: str) -> str | None:
-    """Return why a line is not a valid sample, else None."""
+    """Describe why a line is not a valid sample; None if it is one."""
     try:
         if not line.strip() or isinstance(json.loads(line), dict):
             return None

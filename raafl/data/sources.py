@@ -61,7 +61,7 @@ class TensorImages(GatherDataset):
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the images at the given indices, normalised, `(n, channels, height, width)` float32, and labels `(n,)` int64."""
         pixels = self.images.index_select(0, indices).to(torch.float32)
-        # Two exactly rounded operations, so that one image and many give the same bits.
+        # subtract, then divide: both are rounded exactly, so one image alone gets the same bits as in a batch
         return pixels.sub_(self._mean_c11).div_(self._std_c11), self.labels.index_select(0, indices)
 
 
@@ -142,7 +142,7 @@ class Digits(TrainTestData):
 
 
 class _FromFolder(TrainTestData):
-    """Image set in a folder of byte files, which torchvision downloads if they are missing."""
+    """Image set read from byte files in a folder; torchvision downloads missing files."""
 
     files: ClassVar[readers.Mnist | readers.Cifar]
     mean: ClassVar[tuple[float, ...]]
@@ -304,7 +304,8 @@ class HuggingFace(TrainTestData):
 
 def _download(dataset: Callable[..., object], root: Path) -> None:
     before_s = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)  # without one, a network that swallows packets would hang the run
+    # without a timeout, a network that drops packets would block the run forever
+    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
     try:
         for train in (True, False):
             dataset(str(root), train=train, download=True)
@@ -372,7 +373,7 @@ class GaussianClusters(TrainTestData):
         sets = []
         for number in (self.num_train, self.num_test):
             assert number is not None
-            # samples are assigned to the clusters in equal numbers
+            # each cluster gets the same number of samples
             of = torch.arange(len(centres)).repeat(number // len(centres))
             points = torch.randn(number, self.num_features, generator=draws).mul_(self.noise).add_(centres[of])
             sets.append(TensorDataset(points, labels[of]))

@@ -31,14 +31,14 @@ Labels = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Rows:
-    """Source of one split of a text set: files, columns, and the rows to take."""
+    """Where one split of a text set comes from: its files, and a function that reads texts and labels from them."""
 
     sources: Sequence[Path | str]
     read: Callable[[], tuple[list[str], Labels]]
 
 
 class _Texts(TrainTestData):
-    """Texts with a class each, tokenised when they are first used."""
+    """Data module of labelled texts, which are tokenised when first used and cached on disk."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class _Texts(TrainTestData):
 
     @abstractmethod
     def _home(self) -> tuple[Path, str]:
-        """Return the tokens' cache folder, and the file name of this data set in it."""
+        """Return the folder of the token cache, and the name of this data set's files there."""
 
     def setup(self, stage: str | None = None) -> None:
         """Convert training and test texts to tokens, or memory-map the tokens that an earlier run has stored.
@@ -86,7 +86,7 @@ class _Texts(TrainTestData):
 
 
 class _FromFolderOrHub(_Texts):
-    """Texts in parquet files under the data root or, if they are missing there, from the hub."""
+    """Labelled texts from parquet files under the data root or, if these are missing, from the Hugging Face hub."""
 
     folder: ClassVar[str]
     hub: ClassVar[str]
@@ -325,7 +325,7 @@ class TextFolder(TrainTestData):
         if hasattr(self, "train"):
             return
         files = self._files()
-        # cache under the data root, since the texts' folder may be part of an installed package
+        # in the data root: the folder of the texts may be read-only, such as part of an installed package
         facts = [*files, *Tokenizer(self._tokenizer).cache_inputs()]
         tokens, starts = readers.cached(
             facts, readers.data_root(None), "text-folder", lambda: self._read(files), _PARTS
@@ -351,7 +351,7 @@ class TextFolder(TrainTestData):
         return files
 
     def _read(self, files: list[Path]) -> readers.Arrays:
-        """Return the tokens of all files in one array, and the files' offsets plus the end, `(files + 1,)`."""
+        """Tokenise all files; return their tokens in one array, and the index at which each begins plus the end, `(files + 1,)`."""
         tokenizer, found, starts = self.tokenizer, [], [0]
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         for file in files:

@@ -125,10 +125,9 @@ def _joined(parts: Sequence[tuple[str, torch.Tensor]]) -> TensorWindows:
 class Tokenizer:
     """Description of a tokenizer by its name; it is loaded when it is needed."""
 
-    # `words`, or a tokenizer of transformers: name on the hub, folder, or `package:NAME/FOLDER` for a folder of
-    # an installed Python package
+    # `words`, or a transformers tokenizer: its name on the hub, a folder, or `package:NAME/FOLDER` in a Python package
     name: str
-    vocab_size: int = 20000  # size of the vocabulary of `words`, including padding (0) and unknown words (1)
+    vocab_size: int = 20000  # size of the vocabulary of `words`, with padding (0) and unknown words (1)
 
     def __post_init__(self) -> None:
         if self.vocab_size < 3:
@@ -180,9 +179,9 @@ def package_folder(name: str, field: str = "tokenizer") -> str:
     if scheme != "package" or not rest:
         return name
     package, _, folder = rest.partition("/")
-    # only top-level names: for a dotted name `find_spec` would import the parent packages
+    # top-level names only: for a dotted name `find_spec` would import the parent package
     spec = importlib.util.find_spec(package) if package.isidentifier() and package != "__main__" else None
-    # without an origin it is just a folder on `sys.path`
+    # without an origin it is no package, but a folder on `sys.path`
     spec = spec if spec is not None and spec.origin is not None else None
     for root in (spec.submodule_search_locations or []) if spec else []:
         if (Path(root) / folder).is_dir():

@@ -50,7 +50,7 @@ class CompressionPlan:
         down: Compressor | None = None,
         up: Compressor | None = None,
     ) -> None:
-        """Store payload and compressors; ``sends`` is what the merge asks clients to send."""
+        """Store the payload and the compressors; ``sends`` says whether clients send trained values or their change."""
         self.payload, self.submodels, self.down, self.up = payload, payload.submodels, down, up
         self.adds_back = up is not None and up.differences and sends == "values"
         self._more = lru_cache(MAX_CACHED)(self._more_bytes)
@@ -136,19 +136,22 @@ class CompressionPlan:
         )
 
     def _more_bytes(self, spec: Spec) -> tuple[int, int, int]:
-        """Return the bytes sent down, sent up, and held by the client, each beyond what uncompressed tensors need."""
+        """Compute what compression adds: bytes sent down, bytes sent up, and bytes of a client's memory.
+
+        The first two are negative if compression saves more than the payload's bundles add.
+        """
         more, held = [], 0
         for way in WAYS:
             one, plain, wire = self.compressor(way), self.payload.layout(spec, way), self.layout(spec, way)
             values = self.submodels.layout(spec, way).num_bytes
             more.append(wire.num_bytes - values)
             held += plain.num_bytes - values
-            # memory for the message, the difference, the residual or copy, its part in use, and the decoded message
+            # the message, the difference, the residual or copy, its part in use, and the decoded message
             if one is not None:
                 held += wire.num_bytes + (plain.num_bytes if way == "trained" else 0)
                 if one.feeds_back:
                     held += self.payload.layout(way=way).num_bytes + plain.num_bytes * (1 + (way == "trained"))
-            # a resident payload stays on the client between tasks
+            # a resident payload stays in the client's memory between tasks
             held += plain.num_bytes if self.payload.is_resident and way == "sent" else 0
         return more[0], more[1], held
 
@@ -165,7 +168,7 @@ class CompressionPlan:
                 texts.append(f"{word} {type(one).__name__}, {wire:,} bytes in the place of {plain:,}")
         if self.down is not None:
             held += self.layout(FULL, "sent").num_bytes
-            # memory for the stored copy, its part in use, and the change since
+            # the stored copy, its part in use, and the change since
             held += 3 * sent if self.down.feeds_back else 0
             held += sent if self.sender_unpacks else 0
         if self.up is not None:
@@ -185,12 +188,12 @@ ROW = 32
 class Compressor(ABC):
     """Encoder and decoder that convert tensors to a smaller layout for the wire, and back."""
 
-    only: frozenset[str] | None = None  # names of the floating-point tensors to compress; None = all of them
-    draws: ClassVar[bool] = False  # whether encoding uses random numbers
-    # whether the error of compression is added to the tensors of the next message (error feedback)
+    only: frozenset[str] | None = None  # names of the tensors to compress; None = all of floating point
+    draws: ClassVar[bool] = False  # whether encoding draws random numbers
+    # whether the error of a message is added to the next one (error feedback)
     feeds_back: ClassVar[bool] = False
-    # whether a client must send trained minus received values with this compressor, even where the merge needs
-    # the trained values themselves (the server then adds the received ones again)
+    # whether clients must send trained minus received values, even if the merge wants trained ones; the server then
+    # adds the received values again
     differences: ClassVar[bool] = True
 
     def takes(self, entry: TensorEntry) -> bool:
@@ -228,7 +231,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Yield name, shape and dtype of each tensor that is transferred for the entries ``taken``."""
+        """Yield name, shape and dtype of each tensor on the wire that encodes the tensors ``taken``."""
 
     @abstractmethod
     def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None: ...
@@ -250,7 +253,7 @@ def _wire(compressor: Compressor, layout: Layout) -> Layout:
 
 
 def _as_reals(taken: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Return entries of complex tensors with the shape and dtype of pairs of reals; see `_reals_of`."""
+    """Replace complex tensors by real ones with a last dimension of 2, in shape and dtype; see `_reals_of`."""
     return [replace(e, shape=(*e.shape, 2), dtype=e.dtype.to_real()) if e.dtype.is_complex else e for e in taken]
 
 
@@ -297,7 +300,7 @@ class Int8(Compressor):
             yield _scales(entry), (num_rows(entry.shape),), torch.float32
 
     def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None:
-        # always the CPU's generator, so that every device gets the same random bits
+        # on the CPU, so that all devices draw the same random bits
         generator = torch.Generator().manual_seed(seed)
         for entry in taken:
             rows = _reals_of(values, entry).reshape(num_rows(entry.shape), -1)
@@ -306,8 +309,8 @@ class Int8(Compressor):
             out[_scales(entry)].copy_(scales)
             step = torch.where(scales.isfinite() & (scales > 0), scales, 1.0).to(rows.dtype).unsqueeze(1)
             drawn = torch.rand(rows.shape, generator=generator).to(rows)
-            # With y = x / s, floor(y + u) is floor(y) + 1 where u >= 1 - (y - floor(y)), so with probability y - floor(y), else
-            # floor(y): E = y. |y| <= 127 except for the rounding of s to float32: hence the clamp.
+            # stochastic rounding of y = x / s: floor(y + u) is y on average, as u >= 1 - (y - floor(y)) with
+            # probability y - floor(y). |y| exceeds 127 only by the rounding of s to float32, hence the clamp.
             levels = drawn.add_(rows / step).floor_().clamp_(-127, 127).nan_to_num_(0.0)
             out[entry.name].copy_(levels.view(entry.shape))
 
@@ -356,7 +359,7 @@ class TopK(Compressor):
         for dtype, entries in _by_dtype(taken).items():
             flat = torch.cat([_reals_of(values, entry).reshape(-1) for entry in entries])
             count = self.count(flat.numel())
-            # topk ranks NaN highest, so that NaN is sent and the receiver can detect it
+            # topk ranks NaN first, so that the receiver gets it and refuses the update
             chosen = flat.abs().topk(count, sorted=False).indices.sort().values
             out[f"{dtype} places"].copy_(chosen)
             out[f"{dtype} elements"].copy_(flat[chosen])

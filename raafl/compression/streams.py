@@ -31,16 +31,16 @@ from raafl.submodel import FlatTensors, Layout, Spec
 if TYPE_CHECKING:
     from raafl.submodel.tensor_files import PayloadRoom
 
-COPY, RESIDUAL = "compressed copy", "compressed residual"  # names in `ClientState`
+COPY, RESIDUAL = "compressed copy", "compressed residual"  # keys in `ClientState`
 _MAX_KEPT = 2
 
 
 @dataclass
 class LastSent(OneValue[dict[int, list[int]]]):
-    """Record, kept in checkpoints, of the data last sent to each simulated client."""
+    """State in checkpoints: the incarnation of each simulated client, and the bytes that it was sent last."""
 
     key = "compressed lives"
-    # pair [number of times that the client joined before, bytes sent to it for its last task], by client id
+    # [incarnation, bytes sent for the latest task], by client id
     value: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -48,7 +48,7 @@ class Scratch:
     """Reusable storage for intermediate tensors, one for each of the layouts that were used last."""
 
     def __init__(self, storage: PayloadRoom | None = None) -> None:
-        """Store ``storage``, which allocates the tensors; None = in memory."""
+        """Store ``storage``, which allocates tensors; None = in ordinary memory."""
         self._kept: dict[str, dict[Layout, FlatTensors]] = {}
         self._storage = storage or FlatTensors.empty
 
@@ -64,12 +64,15 @@ class Scratch:
 
 
 class _End:
-    """Codec for one direction of a client's connection, at one end; codecs of one thread may share ``scratch``."""
+    """One end of one direction of a client's connection: it encodes or decodes messages, with the state for error feedback.
+
+    Codecs of one thread may share ``scratch``.
+    """
 
     def __init__(
         self, plan: CompressionPlan, scratch: Scratch | None = None, kept: ClientState | None = None, client: int = 0
     ) -> None:
-        """Use the client's stored state in ``kept``; None = there is none."""
+        """Store the plan, and ``kept``, the store with the client's copy and residual; None = start without any."""
         self._plan, self._scratch = plan, scratch or Scratch()
         self._kept, self._client = kept or ClientState(), client
         self._resident = ResidentPayload(plan.payload, self._kept, client) if plan.payload.is_resident else None
@@ -145,7 +148,8 @@ class DownlinkCodec(_End):
         if is_whole:
             out.copy_(wire)
         else:
-            # as without a compressor: an update trained from values that are not finite is refused
+            # do not stop at values that are not finite: they reach the client, whose update is then refused, as without
+            # compression
             one.decode(wire, out, finite=False)
         if known is not None:
             for entry in one.taken(layout):
@@ -158,7 +162,7 @@ class DownlinkCodec(_End):
         return out
 
     def _part(self, assignment: Assignment, wire: FlatTensors) -> FlatTensors:
-        """Decode the transferred part of a resident payload; the client still has the rest from earlier tasks."""
+        """Decode the transferred part of a resident payload; the other part is still stored on the client."""
         one = self._plan.down
         if one is None or self._resident is None:
             return wire
@@ -171,7 +175,7 @@ class DownlinkCodec(_End):
         return one is not None and one.feeds_back and self._known(spec) is None
 
     def _known(self, spec: Spec) -> FlatTensors | None:
-        """Return ``spec``'s part of the client's copy if the codec needs it and no value is missing; else None."""
+        """Return the values of ``spec`` that both ends know, to which a compressed change is added; None if some are unknown."""
         one, copy = self._plan.down, self.copy
         if one is None or not one.feeds_back or copy is None:
             return None
@@ -221,7 +225,7 @@ class UplinkCodec(_End):
         return wire
 
     def _leave(self, spec: Spec, change: FlatTensors, wire: FlatTensors) -> None:
-        """Store what ``wire`` does not transfer of ``change`` as the residual; overwrites ``change``.
+        """Store as the residual what the message ``wire`` leaves out of ``change``; ``change`` is overwritten.
 
         If ``wire`` is not finite, delete the residual, since the server will refuse the update.
         """
@@ -259,7 +263,7 @@ class UplinkCodec(_End):
         if received is not None:
             for entry in self._plan.added_back(out.layout):
                 out.view(entry).add_(received[entry.name].to(out.device))
-        if out.device.type != "meta" and not out.is_finite():  # tensors of a dry run have no values
+        if out.device.type != "meta" and not out.is_finite():  # in a dry run tensors have no values to check
             raise InvalidPayload("non-finite")
         return out
 
@@ -284,7 +288,7 @@ class CompressedSnapshots(Snapshots):
         self._ends: dict[int, tuple[DownlinkCodec, UplinkCodec]] = {}
 
     def _both(self, assignment: Assignment) -> tuple[DownlinkCodec, UplinkCodec]:
-        """Return the codecs of both directions for a client; a new incarnation starts without stored state."""
+        """Return a client's codecs for both directions; a client that has joined anew starts without copy and residual."""
         client = assignment.client if self.remembers else 0
         if self.remembers and self._life(assignment)[0] != assignment.incarnation:
             self._state.memory.of(LastSent).value[client] = [assignment.incarnation, 0]
@@ -316,12 +320,12 @@ class CompressedSnapshots(Snapshots):
                 self._life(assignment)[1] = num_bytes
             self.give_back(snapshot)
             return out
-        if is_new:  # one message for all clients that start without a copy
+        if is_new:  # clients without a copy share one message, which is encoded once
             self._carry_down(down, assignment, snapshot, snapshot)
         return snapshot
 
     def _carry_down(self, down: DownlinkCodec, assignment: Assignment, snapshot: FlatTensors, out: FlatTensors) -> int:
-        """Write the values from which the client trains to ``out`` (may be ``snapshot``); return the bytes sent."""
+        """Compress and decompress a task's values into ``out``, which may be ``snapshot``; return the number of bytes sent."""
         wire = down.pack(assignment, self._travelling(assignment, snapshot, "sent"))
         if self._part is None:
             down.unpack(assignment, wire, out)
@@ -332,7 +336,7 @@ class CompressedSnapshots(Snapshots):
         return wire.num_bytes
 
     def _travelling(self, assignment: Assignment, values: FlatTensors, way: Way) -> FlatTensors:
-        """Return the values to transfer: all, or the client's part of a resident payload; valid until the next call."""
+        """Select the values that travel: all, or a resident payload's part; the result is valid until the next call."""
         if self._part is None:
             return values
         layout = self._part.layout(assignment.spec, way)
@@ -349,13 +353,13 @@ class CompressedSnapshots(Snapshots):
 
     @property
     def _has_first(self) -> bool:
-        """Check whether a client's first task may transfer more bytes than later ones."""
+        """Check whether a client's first task can transfer more bytes than its later ones."""
         down = self._plan.down
         return self._plan.payload.is_resident or (down is not None and down.feeds_back)
 
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
         """Replace the tensors of ``update`` by those that the server receives, after compression."""
-        if update.refusal == OUT_OF_MEMORY:  # a client without memory has sent nothing
+        if update.refusal == OUT_OF_MEMORY:  # a client that had too little memory has sent nothing
             if self._part is not None:
                 self.refused(assignment)
             return
@@ -392,9 +396,10 @@ class ResidentPayload:
     """
 
     def __init__(self, payload: Payload, kept: ClientState, client: int) -> None:
-        """Use the values that ``kept`` stores for the client."""
+        """Store the payload, and ``kept``, the store that has the client's values."""
         self._payload, self._kept, self._client = payload, kept, client
-        self._sent: Layout | None = None  # layout of the last task's values, if this end keeps no copy of them
+        # layout of the latest task's values; only at an end that stores no copy of them
+        self._sent: Layout | None = None
 
     def layout(self, assignment: Assignment) -> Layout:
         """Return the layout of the tensors that the client receives for a task, before compression.
@@ -442,7 +447,7 @@ class ResidentPayload:
         Parameters are not kept as trained: the client's copy of them stays as the server sent it.
         """
         copy = self._kept.find(RESIDENT, self._client)
-        assert copy is not None  # `complete` was called for this task
+        assert copy is not None  # `complete` has stored it for this task
         _, stored = self._payload.split(copy, assignment.spec, "sent")
         _, bundles = self._payload.split(trained, assignment.spec, "trained")
         for name, bundle in bundles.items():

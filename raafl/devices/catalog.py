@@ -77,7 +77,7 @@ Windows = tuple[tuple[float, float], ...]
 PRESENCES = ("always", "diurnal", "markov", "leaves")
 
 DAY_S = 86400.0
-_STAYS = 32  # number of on-off cycles of a markov availability pattern before it repeats
+_STAYS = 32  # number of on-off cycles in the availability of a markov device, which then repeats
 
 
 def _generator(seed: int, *numbers: int) -> np.random.Generator:

@@ -9,8 +9,8 @@ from typing import Any
 _INF = math.inf
 RATES = ("flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes")
 
-# With rates in these bounds no time or cost that raafl computes overflows a double: the largest task is below
-# 1e15 FLOPs for each of 2**53 samples in each of 1e6 units of work.
+# rates within these bounds keep all computed times and costs within a double: the largest task has less than 1e15 FLOPs
+# for each of 2**53 samples in each of 1e6 units of work
 LEAST_RATE, MOST_RATE = 1e-6, 1e24
 MOST_S = 1e12
 """Largest time in a profile in seconds (30,000 years)."""
@@ -37,7 +37,7 @@ def number(field: str, value: Any) -> float:
 
 
 def _is_number(value: object) -> bool:
-    """Check whether a value is a number within a float's range, neither a boolean nor NaN."""
+    """Check that a value is an int or float other than NaN, and not a boolean."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -47,7 +47,7 @@ def _is_number(value: object) -> bool:
 
 
 def _are_pairs(pairs: object) -> bool:
-    """Check whether a value is a sequence of pairs of numbers."""
+    """Check that a value is a sequence of pairs of numbers."""
     if not isinstance(pairs, Sequence) or isinstance(pairs, str):
         return False
     return all(isinstance(w, Sequence) and len(w) == 2 and all(map(_is_number, w)) for w in pairs)
@@ -81,7 +81,7 @@ _BETWEEN = f", {LEAST_RATE:g} to {MOST_RATE:g}"
 
 
 def _is_rate(value: object) -> bool:
-    """Check whether ``value`` is a positive rate or size within bounds; infinite = no limit."""
+    """Check that ``value`` is a rate or size within bounds; infinite counts as no limit."""
     return _is_number(value) and (value == _INF or LEAST_RATE <= value <= MOST_RATE)  # type: ignore[operator]
 
 

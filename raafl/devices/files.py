@@ -47,7 +47,7 @@ def read_rows(path: Path) -> list[Any]:
     if not path.is_file():
         raise FileNotFoundError(no_file(str(path)))
     try:
-        text = path.read_text(encoding="utf-8-sig")  # "-sig": spreadsheets write a byte order mark first
+        text = path.read_text(encoding="utf-8-sig")  # "-sig": spreadsheets begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} {no_utf8(error)}") from None
     if path.suffix == ".csv":
@@ -58,7 +58,7 @@ def read_rows(path: Path) -> list[Any]:
 
 
 def _cells(text: str, path: Path) -> list[Any]:
-    """Return the rows of a CSV file as mappings from column to text, without empty cells."""
+    """Parse a CSV file to one mapping a row, from column name to text, without empty cells."""
     import csv
 
     rows = csv.DictReader(text.splitlines())

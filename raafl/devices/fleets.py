@@ -70,7 +70,7 @@ def files(text: str) -> list[Path]:
 
 
 def _entries(row: Mapping[str, Any]) -> Rows:
-    """Return the devices of a row: `drawn: N` gives N with seeds from 0, so that fewer are the first ones."""
+    """Expand a row of a fleet: `drawn: N` stands for N random devices with the seeds 0 to N - 1, so small fleets are prefixes."""
     own = {name: value for name, value in row.items() if name != "drawn"}
     return [own] if "drawn" not in row else [own | {"seed": seed} for seed in range(row["drawn"])]
 
@@ -86,15 +86,15 @@ def _number(text: str, digits: str | None) -> float:
 
 
 def _slowed(entry: Mapping[str, Any], speed: float, link: float) -> dict[str, Any]:
-    """Return a device entry with its computing and link speeds divided by ``speed`` and ``link``.
+    """Divide a device entry's computing speed by ``speed`` and its link speed by ``link``.
 
-    The figures of a random device are drawn first.
+    A random device is drawn first, so that its figures are divided, too.
     """
     name = entry["name"]
     known = catalog.figures(name)
     if catalog.is_drawn(name):
         known = catalog.draw(catalog.catalogue()["generators"][name], entry.get("seed", 0), 0)
-    if speed != 1:  # a small model that represents a large one must not wait for kernel launches
+    if speed != 1:  # its small model stands for a large one, whose steps do not wait for kernel launches
         entry = {**entry, "host_op_s": 0.0, "host_product_s": 0.0, "bandwidth_bytes_per_s": math.inf}
     divisors = {"flops_per_s": speed, "bytes_per_s": speed, "down_bytes_per_s": link, "up_bytes_per_s": link}
     return {
@@ -102,14 +102,13 @@ def _slowed(entry: Mapping[str, Any], speed: float, link: float) -> dict[str, An
     }
 
 
-# Read the sixteen environments of FLHetBench (Zhang et al., CVPR 2024) from a copy of github.com/Carkham/FLHetBench.
-#
-# An environment combines one of four lists of phones' links (MobiPerf) with one of four lists of phones' hours (FLASH).
-# The repository has no licence, so raafl contains only digests of its files. For each phone there are several
-# measurements of its link in kbit/s: FLHetBench draws one for each transfer, while raafl's profile has their mean as
-# rate and the standard deviation of their logarithm as jitter. Hours are windows of several days, which repeat. No file
-# has computing speeds, which FLHetBench draws alike for all phones: here all devices have the speed of FLASH's median
-# phone.
+# Read the sixteen environments of FLHetBench (Zhang et al., CVPR 2024) from a copy of github.com/Carkham/FLHetBench. An
+# environment combines one of four lists of phones' links (MobiPerf) with one of four lists of phones' hours (FLASH).
+# raafl contains only digests of these files, since the repository has no licence. A phone's link was measured several
+# times, in kbit/s: FLHetBench draws a measurement for each transfer, raafl's profile has their mean as rate and the
+# standard deviation of their logarithm as jitter. Hours are windows within several days, which repeat. The files have
+# no computing speeds, and FLHetBench draws them independently of the phone: here all devices have the speed of FLASH's
+# median phone.
 
 _BYTES_PER_KBIT = 125.0
 _MOST_BYTES = 16 << 20
@@ -179,7 +178,7 @@ def phone_rows(folder: Path, devices: str, states: str) -> list[dict[str, Any]]:
 
 
 def _link(phone: Any, where: str) -> dict[str, float]:
-    """Return the mean rate of a phone's link, the same in both directions, and its jitter."""
+    """Compute the mean rate of a phone's link, used for both directions, and the jitter, from its measurements."""
     measured = phone.get("tcp_speed_results") if isinstance(phone, dict) else None
     if not isinstance(measured, list) or not measured or not all(map(_above_0, measured)):
         raise ValueError(f"{where} has no tcp_speed_results above 0: use FLHetBench's files unchanged")
@@ -189,7 +188,7 @@ def _link(phone: Any, where: str) -> dict[str, float]:
 
 
 def _hours(timer: Any, where: str) -> dict[str, Any]:
-    """Return a user's windows of availability in seconds from the trace's start, and the period of their repetition."""
+    """Convert a user's recorded hours to windows in seconds from the trace's start, and the period after which they repeat."""
     try:
         begin, end = float(timer["trace_start"]), float(timer["trace_end"])
         pairs = [(float(start) - begin, float(stop) - begin) for start, stop in timer["ready_time"]]

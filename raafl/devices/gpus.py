@@ -31,7 +31,7 @@ class Place:
         import torch
 
         local_rank, num_ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-        # `fit --local` sets only LOCAL_RANK, which suffices on its single machine
+        # `fit --local` sets only LOCAL_RANK; it runs on one machine, where RANK is the same
         rank = int(os.environ.get("RANK", local_rank))
         with_rank_0 = num_ranks > 0 and rank == local_rank
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

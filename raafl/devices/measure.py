@@ -102,12 +102,11 @@ def _pass(chain: nn.Module, x: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRoom:
-    """Memory that a process can still allocate, and what limits it."""
+    """Memory that a process can still allocate, and the limit that bounds it."""
 
-    num_bytes: float  # number of bytes that can be allocated before the limit is reached
+    num_bytes: float  # bytes that can be allocated below the limit
     limit: str  # name of the limit, in words
-    # number of bytes reserved for libraries; a tenth of ``num_bytes`` is reserved, too, since memory allocators
-    # waste some
+    # bytes reserved for libraries, in addition to a tenth of ``num_bytes`` for what allocators waste
     reserve_bytes: int = 64 * 2**20
 
     @property
@@ -146,7 +145,7 @@ def free_on_machine() -> float:
 
 
 def _own_limits() -> Iterator[MemoryRoom]:
-    """Yield how many bytes this process may still allocate under each of its resource limits."""
+    """Yield for each resource limit of this process how many bytes it may still allocate."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     for name, field in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
         limit = resource.getrlimit(getattr(resource, name))[0]
@@ -156,7 +155,7 @@ def _own_limits() -> Iterator[MemoryRoom]:
 
 def _system_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> float:
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return float(fields["MemAvailable"].split()[0]) * 1024  # the file says kB and means KiB
+    return float(fields["MemAvailable"].split()[0]) * 1024  # the file's kB are KiB
 
 
 _V2 = ("memory.max", "memory.current", "active_file", "inactive_file")
@@ -164,7 +163,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "t
 
 
 def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
-    """Return how many bytes the tightest limit of the process's control groups leaves; infinite without a limit."""
+    """Compute how many bytes this process may still allocate under the tightest limit of its control groups; infinite if none."""
     try:
         entries = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
@@ -177,7 +176,7 @@ def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = P
 
 
 def _with_those_above(root: Path, path: str) -> Iterator[Path]:
-    """Yield the folders of a control group and of its ancestors; some may not exist, as in a container."""
+    """Yield the folders of a control group and all its ancestors; in a container some of them may not exist."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for length in range(len(parts), -1, -1):
         yield root.joinpath(*parts[:length])
@@ -189,7 +188,7 @@ def _left_in(folder: Path, limit_file: str, usage_file: str, *cache_fields: str)
         limit_bytes = math.inf if limit == "max" else float(limit)
         used_bytes = float((folder / usage_file).read_text())
         stat = dict(line.split(None, 1) for line in (folder / "memory.stat").read_text().splitlines() if line.strip())
-        # page cache counts as used, but the kernel frees it on demand
+        # the page cache counts as used memory, but the kernel frees it on demand
         cache_bytes = sum(float(stat.get(field, 0)) for field in cache_fields)
     except (OSError, ValueError):
         return math.inf
@@ -198,7 +197,7 @@ def _left_in(folder: Path, limit_file: str, usage_file: str, *cache_fields: str)
     return max(limit_bytes - used_bytes + cache_bytes, 1.0)
 
 
-_NO_LIMIT = 2.0**62  # cgroup version 1 expresses "no limit" as the largest number of whole pages
+_NO_LIMIT = 2.0**62  # cgroup v1 writes the largest number of whole pages for "no limit"
 
 
 _TINY_DEPTH, _TINY_CALLS = 5, 20
@@ -280,7 +279,7 @@ class Probes:
         product_s, layer_s, tiny_s = self.best_s
         product, layer, tiny = (one.kernels.total() for one in (self.product, self.layer, self.tiny))
         many, few = self.layer.moved_bytes, self.tiny.moved_bytes
-        # solves two equations seconds = launches * launch_s + bytes / bytes_per_s for launch_s
+        # launch_s solves, for layer and tiny: seconds = launches * launch_s + bytes / bytes_per_s
         launch_s = max(tiny_s * many - layer_s * few, 0.0) / (tiny * many - layer * few)
         bytes_per_s = many / max(layer_s - layer * launch_s, layer_s / 10)
         other_s = self.product.moved_bytes / bytes_per_s + product * launch_s
@@ -308,7 +307,7 @@ class Answerer:
     """Server for measuring links; it answers one peer after another."""
 
     def __init__(self, address: str, deadline_s: float = DEADLINE_S) -> None:
-        """Bind the address; port 0 picks a free port. Raises `BadInput` if it cannot be bound."""
+        """Listen at the address; port 0 means any free port. Raise `BadInput` if that fails."""
         host, port = parse_address(address)
         self._deadline_s = deadline_s
         try:
@@ -329,7 +328,7 @@ class Answerer:
         while left > 0:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:  # the listener was closed
+            except OSError:  # `close` was called
                 return
             with peer, contextlib.suppress(OSError):
                 peer.settimeout(self._deadline_s)
@@ -356,7 +355,7 @@ class Answerer:
     def close(self) -> None:
         """Stop listening; `serve` then returns."""
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the `accept` in which `serve` waits
         self._listener.close()
 
 
@@ -387,12 +386,12 @@ def _rate(peer: socket.socket, kind: bytes, duration_s: float, round_s: float) -
     while True:
         took_s = _ask(peer, kind, size)
         if took_s >= duration_s / 4 or 2 * size > MOST_BYTES:
-            return size / max(took_s - round_s, took_s / 10)  # without the round trip of the request
+            return size / max(took_s - round_s, took_s / 10)  # without the time that the request itself takes
         size *= 2
 
 
 def _ask(peer: socket.socket, kind: bytes, size: int) -> float:
-    """Send a request of ``kind`` about ``size`` bytes; return the seconds until its answer is complete."""
+    """Request a transfer of ``size`` bytes, in the direction ``kind``; return the seconds until it is complete."""
     begin_s = time.perf_counter()
     peer.sendall(_QUESTION.pack(MAGIC, kind, size))
     if kind == b"u":

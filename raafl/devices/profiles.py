@@ -20,7 +20,7 @@ Kernels = tuple[tuple[float, float, float], ...]
 """Kernels of a GPU: how many there are, with FLOPs and bytes of each."""
 
 _INF = math.inf
-# marks a field that is not given: the bundled profile's value is used, or else the default of `Profile`
+# default of a field that is not given: then the bundled profile's value counts, else that of `Profile`
 _AS_NAMED = math.nan
 
 PRODUCT, PLAIN, STEP = 2.5, 0.4, 40.0
@@ -37,7 +37,7 @@ class TaskTime:
     down_s: float
     compute_s: float
     up_s: float
-    # seconds of each transfer that do not depend on the link's speed; included in ``down_s`` and ``up_s``
+    # part of ``down_s`` and ``up_s`` that does not depend on the number of bytes
     latency_s: float = 0.0
 
     @property
@@ -93,7 +93,7 @@ class Profile:
     bandwidth_bytes_per_s: float = _INF
 
     def __post_init__(self) -> None:
-        """Check every field, and join adjacent windows, so that availability changes at each remaining boundary."""
+        """Check all fields, and join adjacent windows of availability, so that no boundary lies within an available time."""
         from raafl.devices import checks
 
         if problems := checks.problems(self):
@@ -187,7 +187,7 @@ class Profile:
         cycle = math.floor(at_s / self.period_s)
         for k in range(cycle - 1, cycle + 3):
             for start, stop in windows:
-                # A window that ends with the period ends where the next cycle starts, to the last bit.
+                # exactly the start of the next cycle: the other formula could differ in the last bit
                 end = (k + 1) * self.period_s if stop == self.period_s else k * self.period_s + stop
                 yield k * self.period_s + start, end
 
@@ -231,7 +231,7 @@ class Device(Profile):
     given: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Fill in the fields that the device's name implies, and check the profile, ``count`` and presence."""
+        """Fill in fields from the bundled profile of the device's name, and check the profile, ``count`` and ``presence``."""
         from raafl.devices import catalog
 
         known, named = catalog.figures(self.name), (*catalog.FIGURES, *catalog.HOST_FIGURES)
@@ -258,7 +258,7 @@ class Device(Profile):
             raise ValueError(f"device {self.name!r}: " + "; ".join(problems))
 
     def _says_nothing(self) -> bool:
-        """Check whether the entry gives neither a rate nor an availability."""
+        """Check that a device entry has nothing but a name: no rate and no availability."""
         more = (self.bytes_per_s, self.availability, self.period_s)
         return self.name != _DEFAULTS["name"] and self.presence == "always" and more == (None,) * len(more)
 
@@ -326,7 +326,7 @@ def num_devices(devices: str | Iterable[Any]) -> int:
     """Count devices: a text for `load_devices`, or entries, of which one without a ``count`` is one device."""
     entries = load_devices(devices) if isinstance(devices, str) else devices
     counts = (getattr(entry, "count", 1) for entry in entries)
-    # strings and tuples have a method `count`, not a number
+    # str and tuple have a method `count`, which is no number
     return sum(count if isinstance(count, int) else 1 for count in counts)
 
 

@@ -31,10 +31,10 @@ _NEEDED = "time_s and any of speed, link and available (and device, of several)"
 class Recording:
     """Recorded changes of the speed, link and availability of one device."""
 
-    last_s: float = -1.0  # time of the last row, in seconds
-    # changes of computing and link speed, as pairs `[seconds, factor]`, by name of the field of `Profile`
+    last_s: float = -1.0  # seconds at the last row
+    # changes of computing and link speed as pairs `[seconds, factor]`, by field of `Profile`
     series: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    # changes of availability, as pairs `[seconds, whether the device is available]`
+    # changes of availability as pairs `[seconds, whether available]`
     states: list[tuple[float, bool]] = field(default_factory=list)
 
     def fields(self, repeat_s: float | None) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Recording:
             )
         found: dict[str, Any] = {name: tuple(pairs) for name, pairs in self.series.items()}
         if not self.series:
-            found["repeat_s"] = None  # only factors of speed may repeat
+            found["repeat_s"] = None  # repetition applies to speed factors only
         if not self.states:
             return found
         windows = tuple(self._windows(math.inf if repeat_s is None else repeat_s))

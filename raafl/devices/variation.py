@@ -50,7 +50,7 @@ def real_time(
 
 
 def _rate(profile: Profile, name: Literal["speed", "link"], task: int, draw: Draw) -> _Rate | None:
-    """Return the variation of a device's computing or link speed during a task; None if it is constant."""
+    """Describe how a device's computing or link speed varies during a task; None if it is constant."""
     changes, drift, jitter = _variation(profile, name)
     if changes is None and not drift and not jitter:
         return None
@@ -58,7 +58,7 @@ def _rate(profile: Profile, name: Literal["speed", "link"], task: int, draw: Dra
 
 
 def _variation(profile: Profile, name: Literal["speed", "link"]) -> tuple[Pairs | None, float, float]:
-    """Return the changes, the drift and the jitter of a device's computing or link speed."""
+    """Return a profile's changes, drift and jitter of the computing or link speed."""
     if name == "speed":
         return profile.speed_changes, profile.speed_drift, profile.speed_jitter
     return profile.link_changes, profile.link_drift, profile.link_jitter
@@ -81,7 +81,7 @@ def description(profile: Profile) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Rate:
-    """Factor on a device's computing or link speed over time: changes times drift times the task's jitter."""
+    """Factor on a device's computing or link speed at any time: recorded changes times drift times the task's jitter."""
 
     changes: Pairs | None
     repeat_s: float | None
@@ -92,13 +92,13 @@ class _Rate:
     task: int
 
     def seconds(self, phase: str, start_s: float, work_s: float) -> float:
-        """Compute how many seconds a work takes that would take ``work_s`` at factor 1 and begins at ``start_s``."""
+        """Compute the seconds of a piece of work that begins at ``start_s`` and would take ``work_s`` at a constant factor of 1."""
         if self.jitter:
             work_s /= math.exp(self.jitter * _normal(self.draw, "jitter", self.task, phase))
         now, left_s, done_s = start_s, work_s, 0.0
         for _ in range(MOST_STEPS):
             factor, until = self._at(now)
-            # rounding may give ``until`` = now, which would loop forever
+            # rounding can make ``until`` equal ``now``, and the loop endless
             until = max(until, math.nextafter(now, math.inf))
             if left_s <= (until - now) * factor:
                 return now + left_s / factor - start_s
@@ -108,7 +108,7 @@ class _Rate:
         return (now - start_s) * (work_s / done_s)
 
     def _at(self, now: float) -> tuple[float, float]:
-        """Return the factor at time ``now``, and the time of its next change, in seconds."""
+        """Return the factor at the time ``now``, and the time at which it changes next, both on the run's clock in seconds."""
         factor, until = 1.0, math.inf
         if self.changes is not None:
             begin = 0.0 if self.repeat_s is None else math.floor(now / self.repeat_s) * self.repeat_s
@@ -126,7 +126,7 @@ class _Rate:
         return factor, until
 
     def _drifted(self, step: int) -> float:
-        """Return the drift's factor in a step: two draws combined by cos and sin, which keeps the variance constant."""
+        """Compute the drift's factor in one step, between two draws: cos and sin as weights keep the variance constant."""
         number, part = divmod(step, STEPS)
         angle = math.pi / 2 * part / STEPS
         normal = math.cos(angle) * _normal(self.draw, "drift", number)
@@ -136,6 +136,6 @@ class _Rate:
 
 
 def _normal(draw: Draw, *parts: int | str) -> float:
-    """Draw from the standard normal distribution, clamped to four standard deviations."""
-    share = ((draw(*parts) >> 11) + 0.5) / 2**52  # 52 bits plus a half fit a double exactly, strictly between 0 and 1
+    """Draw from a standard normal distribution by ``draw``, clamped to four standard deviations."""
+    share = ((draw(*parts) >> 11) + 0.5) / 2**52  # 52 bits plus a half: exact in a double, and never 0 or 1
     return max(-_MOST_DEVIATIONS, min(_NORMAL.inv_cdf(share), _MOST_DEVIATIONS))

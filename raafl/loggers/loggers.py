@@ -63,7 +63,7 @@ class Loggers(RunHooks):
     """The Lightning loggers of a run. Each works in a thread of its own; only `finish` waits for them."""
 
     def __init__(self, run: Any) -> None:
-        """Store the run, a `raafl.runtime.run.Run`, whose setting ``logger`` names the loggers."""
+        """Store the run, a `raafl.runtime.run.Run`; its setting ``logger`` names the loggers."""
         self._run = run
         self._workers: list[_Worker] = []
 
@@ -136,7 +136,7 @@ class Loggers(RunHooks):
 
 
 class _Worker(threading.Thread):
-    """One logger and the only thread that uses it."""
+    """Thread that owns one Lightning logger and makes all calls to it."""
 
     def __init__(
         self, spec: LoggerSpec, name: str, make: Callable[[], Any], warn: Callable[[str], None], ids: RunIds
@@ -147,7 +147,7 @@ class _Worker(threading.Thread):
         self._changed = threading.Lock()
         self._logged = self._failed = 0
         self._error: str | None = None
-        self._since: float | None = None  # start of the call in progress
+        self._since: float | None = None  # monotonic time at which the present call began
 
     @property
     def at_work(self) -> bool:
@@ -185,11 +185,11 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         """Create the logger and make the queued calls, until the queue has None; this is the thread's main function."""
         try:
-            # starting in the future doubles the time limit, for import and connection
+            # a later start doubles the time limit of the first call, which imports a library and connects
             self._since = time.monotonic() + CALL_S
             logger = self._make()
             self._ids.keep(self.name, logger)
-        except BaseException as error:  # BaseException: a library may raise SystemExit
+        except BaseException as error:  # BaseException: some libraries raise SystemExit
             logger = None
             self._fail(in_words(error))
         while True:
@@ -210,7 +210,7 @@ class _Worker(threading.Thread):
                 self._fail(in_words(error))
 
     def _look(self) -> bool:
-        """Check whether the thread is stuck in a call; a stuck call is reported once."""
+        """Check whether the thread hangs in a call of the logger; the first time, count that as a failure."""
         since = self._since
         stuck = since is not None and time.monotonic() - since > CALL_S
         if stuck and self._error is None:
@@ -228,15 +228,15 @@ class _Worker(threading.Thread):
 
 
 def _hyper_parameters(config_yaml: str) -> dict[str, Any]:
-    """Return a run's config as a logger's hyper-parameters; empty if there is none."""
+    """Parse a run's config as hyper-parameters for a logger; empty if there is no config."""
     found = yaml.safe_load(config_yaml)
     return found if isinstance(found, dict) else {}
 
 
 def _close(logger: Any, status: str) -> None:
-    """Close a logger; its data is then on disk or sent."""
+    """Close a logger, so that its data is on disk or sent."""
     logger.finalize("success" if status == "interrupted" else status)
-    if type(logger).__name__ == "WandbLogger":  # Lightning would close the run only when the process ends
+    if type(logger).__name__ == "WandbLogger":  # otherwise W&B's run would end only with the process
         logger.experiment.finish(exit_code=int(status == "failed"))
 
 
@@ -247,8 +247,8 @@ MAX_TASKS = 10_000
 BINS = 20
 """Number of bins in a histogram of shares."""
 _MAX_BINS = 500
-_MAX_BARS = 2_000  # largest number of tasks in a chart
-_SHOWN_ROWS = 200  # largest number of rows of a table as text
+_MAX_BARS = 2_000  # most tasks in a chart
+_SHOWN_ROWS = 200  # most rows of a table that is shown as text
 _RUN_IDS = "runs.json"
 _COLOURS = dict(zip(KINDS, ("#4269d0", "#b9b9c2", "#ff725c", "#efb118"), strict=True))
 
@@ -287,7 +287,7 @@ class RecentUpdates:
     """Collector of data about the updates merged since the last evaluation: staleness, and the share of the model trained."""
 
     def __init__(self, share: Callable[[Iterable[Spec]], float | None] | None = None) -> None:
-        """Store ``share``, which returns the share of the model that given submodels cover; None = unknown."""
+        """Store ``share``, which computes the share of the model that some submodels cover together; None = unknown."""
         self._share = share
         self._staleness: list[int] = []
         self._specs: dict[int, set[Spec]] = {}
@@ -310,7 +310,7 @@ class RecentUpdates:
 
 
 def _is_a(logger: object, name: str) -> bool:
-    """Check whether a logger is an instance of the Lightning class ``name``."""
+    """Check whether a logger is of the Lightning class ``name``, without importing that class."""
     return any(cls.__name__ == name for cls in type(logger).__mro__)
 
 
@@ -337,7 +337,7 @@ def log(logger: Any, measured: Measurements) -> None:
         for name, values in histograms.items():
             if values:
                 row[f"histograms/{name}"] = wandb.Histogram(np_histogram=histogram(values, whole=name == "staleness"))
-    elif _is_a(logger, "MLFlowLogger"):  # MLflow drops ">=" from a target's name, and warns each time
+    elif _is_a(logger, "MLFlowLogger"):  # MLflow would drop ">=" from the names of targets, and warn each time
         row = {re.sub("[<>=]+", "_", name): value for name, value in row.items()}
     logger.log_metrics(row, step=measured.version)
     if _is_a(logger, "TensorBoardLogger"):
@@ -367,7 +367,7 @@ def finish(logger: Any, folder: Path, summary: Summary, tables: Tables, *, with_
             logger.experiment.add_text(name, markdown(columns, rows), summary.get("versions", 0))
         for number, (content, _) in sample_images(folder).items():
             import numpy as np
-            from PIL import Image  # TensorBoard needs it for images, too
+            from PIL import Image  # TensorBoard itself needs PIL for images
 
             pixels = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
             logger.experiment.add_image(f"samples/{number}", pixels, summary.get("versions", 0), dataformats="HWC")
@@ -558,7 +558,7 @@ _NAMES = {
 
 
 def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ids in a file's content that are valid arguments to identify a run at a tracker."""
+    """Select those stored ids that are well-formed arguments for naming a run at a tracker."""
     return {
         name: value
         for name, words in _NAMES.items()
@@ -570,10 +570,10 @@ class RunIds:
     """Ids that trackers such as W&B gave a run; they are stored in its folder, so that a resumed run continues the same entry."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the identifiers of an earlier attempt from ``folder``, if it has any."""
+        """Read the trackers' run ids that an earlier attempt has stored in ``folder``."""
         self._path, self._lock = folder / _RUN_IDS, threading.Lock()
         self._found: dict[str, dict[str, Any]] = {}
-        with suppress(OSError, ValueError, TypeError, AttributeError):  # the file is missing or invalid
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # missing or invalid file
             found = json.loads(self._path.read_text(encoding="utf-8"))
             self._found = {str(name): _names_in(ids) for name, ids in found.items()}
 

@@ -28,11 +28,9 @@ from raafl.errors import BadInput, parse_address
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import KINDS, MERGED, kind_of
 
-# Answer short HTTP requests of monitoring tools, on a port and a thread of its own.
-#
-# No request waits for the run, and no caller can make the run wait: the size of a request and the time of a caller are
-# bounded, and if there are too many callers, the oldest is disconnected. So a caller that never finishes its request
-# blocks nobody else.
+# Answer short HTTP requests of monitoring tools, on a port and a thread of its own. The run never waits for a request,
+# nor a request for the run: a request's size and a caller's time are limited, and with too many callers the oldest is
+# disconnected, so that one who never finishes a request blocks nobody else.
 
 MAX_REQUEST_BYTES = 8192
 MAX_CALLERS = 32
@@ -88,7 +86,7 @@ class Endpoint:
         host, port = listener.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._listener, self._routes = listener, routes
-        self._callers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}  # ordered by the start of the connection
+        self._callers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}  # open connections, oldest first
         self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
@@ -133,13 +131,13 @@ class Endpoint:
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, asyncio.LimitOverrunError, asyncio.IncompleteReadError, OSError):
-            pass  # the request timed out, was too long, or the peer has closed the connection
+            pass  # the caller was too slow, sent too much, or closed the connection
         finally:
             writer.transport.abort()
             self._callers.pop(task, None)
 
     def _reply(self, head: bytes) -> bytes:
-        """Return the reply to a request, as bytes."""
+        """Look up the path of an HTTP request and return the reply's bytes."""
         method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0].decode("latin-1")
         if method not in (b"GET", b"HEAD"):
@@ -175,7 +173,7 @@ class Health(RunHooks):
     """
 
     def __init__(self, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start in state "starting"; the run counts as stalled if its loop makes no turn for ``stall_s`` seconds."""
+        """Start in the state "starting"; a run whose main loop makes no turn for ``stall_s`` seconds counts as stalled."""
         self._stall_s, self._clock = stall_s, clock
         self._version, self._turned_at = 0, clock()
         self.state: Literal["starting", "running", "ending"] = "starting"
@@ -223,7 +221,7 @@ class Monitor(HookList):
     """
 
     def __init__(self, run: Any) -> None:
-        """Store the run, a `raafl.runtime.run.Run`; `begin` opens the port."""
+        """Store the run, a `raafl.runtime.run.Run`; the port is opened only in `begin`."""
         super().__init__()
         self._run, self.address = run, ""
         self._health = Health(seconds("monitor_stall_s", run.parts.experiment.monitor_stall_s) or 0.0)
@@ -259,7 +257,7 @@ class Monitor(HookList):
             self._endpoint.close()
 
     def _scrape(self) -> Reply:
-        """Return the reply to a scrape: the metrics in Prometheus' text format; empty before the run has started."""
+        """Render the metrics for Prometheus; the reply is empty before the run begins, and rendered anew after `REFRESH_S`."""
         if self._metrics is None:
             return EMPTY
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -270,11 +268,9 @@ class Monitor(HookList):
         return self._rendered
 
 
-# Count and measure a run for Prometheus, in a registry of its own.
-#
-# Every label has a bounded set of values, whatever clients send: outcomes and states are fixed; only the first
-# `MAX_REASONS` reasons and `MAX_METRICS` metrics get values of their own; and ids of clients have an upper limit from
-# the config.
+# Count and measure a run for Prometheus, in a registry of its own. Each label has a bounded number of values, whatever
+# clients send: outcomes and states are fixed, only the first `MAX_REASONS` reasons and `MAX_METRICS` metrics get values
+# of their own, and client ids end at a limit in the config.
 
 MAX_REASONS: Final = 64
 MAX_METRICS: Final = 100
@@ -288,7 +284,7 @@ class LabelValues:
     """Values of a metric's label, limited in number: once the limit is reached, every new value becomes `OTHER`."""
 
     def __init__(self, most: int) -> None:
-        """Allow ``most`` different values; all further ones are reported as `OTHER`."""
+        """Give the first ``most`` values a label of their own; all later ones share the label `OTHER`."""
         self._most, self._values = most, dict[str, str]()
 
     def of(self, text: str) -> str:
@@ -314,7 +310,7 @@ class RunMetrics(RunHooks):
         num_clients: int = 0,
         num_queued: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Create the metrics, starting from the counts of ``record``, which a resumed run has already."""
+        """Create the metrics, which start from the counts in ``record``: those of a resumed run are not 0."""
         self.registry = registry = CollectorRegistry()
         self._record, self._num_clients = record, num_clients
         self._reasons, self._names = LabelValues(MAX_REASONS), LabelValues(MAX_METRICS)
@@ -417,16 +413,16 @@ class RunMetrics(RunHooks):
 
 
 class _AtScrape(Collector):
-    """Collector that reads its metrics at each scrape, since they change without an event.
+    """Prometheus collector of figures that change without an event, and so are read when Prometheus asks for them.
 
-    All of them are integers, which a single thread writes.
+    Reading them needs no lock: all are integers, which a single thread writes.
     """
 
     def __init__(self, record: RunRecord, health: Health, num_queued: Callable[[], int], reasons: LabelValues) -> None:
         self._record, self._health, self._num_queued, self._reasons = record, health, num_queued, reasons
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics that are computed at each scrape, with their present values."""
+        """Yield the metrics with their present values."""
         record = self._record
         moved = CounterMetricFamily(
             "raafl_transferred_bytes", "Bytes between server and clients", labels=("direction",)
@@ -450,5 +446,5 @@ class _AtScrape(Collector):
         )
 
     def describe(self) -> Iterator[Metric]:
-        """Yield the metrics that are computed at each scrape, without values."""
+        """Yield the metrics' names and labels; the registry checks them for duplicates."""
         return self.collect()

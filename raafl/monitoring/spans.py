@@ -39,8 +39,8 @@ _CLOSE_S = 5.0
 class SpanSink:
     """Destination to which OpenTelemetry's trace spans are sent."""
 
-    provider: TracerProvider  # tracer provider of OpenTelemetry's SDK
-    is_own: bool  # whether raafl created the provider, so that raafl also shuts it down
+    provider: TracerProvider  # OpenTelemetry's source of tracers
+    is_own: bool  # whether raafl created the provider, and so must shut it down
 
     def close(self) -> None:
         """Export the remaining spans; give up after a few seconds."""
@@ -83,13 +83,13 @@ def find_sink(warn: Callable[[str], None]) -> SpanSink | None:
 
 
 def _exporter(name: str, warn: Callable[[str], None]) -> Any:
-    """Create the span exporter called ``name``; if that fails, warn and return None."""
+    """Load the span exporter called ``name``; warn and return None if that fails."""
     known = {"otlp": "otlp_proto_http"}.get(name, name)
     for entry in entry_points(group="opentelemetry_traces_exporter"):
         if entry.name in (name, known):
             try:
                 return entry.load()()
-            except Exception as error:  # OpenTelemetry's libraries and environment variables may raise anything
+            except Exception as error:  # exporters and their environment variables may raise any error
                 warn(f"{EXPORTERS}: the exporter {name} cannot be made: {format_error(error)}; there are no spans")
                 return None
     warn(
@@ -108,10 +108,10 @@ class Spans(RunHooks):
     """Observer that creates OpenTelemetry's trace spans for a distributed run."""
 
     def __init__(self, provider: TracerProvider, close: Callable[[], None] = lambda: None) -> None:
-        """Create a tracer from ``provider``; ``close`` is called at the end of the run."""
+        """Create a tracer from ``provider``; ``close`` is called when the run ends."""
         self.close = close  # type: ignore[method-assign]
         self._tracer = provider.get_tracer("raafl", __version__)
-        # the latest merge: version, end time in ns, duration in seconds
+        # latest merge: version, end in nanoseconds, duration in seconds
         self._merge: tuple[int, int, float] | None = None
         self._merged: list[SpanContext] = []
 
@@ -136,7 +136,7 @@ class Spans(RunHooks):
         span.end(ended)
 
     def _transfers(self, task: Any, update: Update, began: int, ended: int) -> None:
-        """Create one span for a task's download and one for its upload, if their durations are known."""
+        """Create the spans of a task's download and upload, where their durations are known."""
         for name, start, seconds, num_bytes in (
             ("raafl.transfer.down", began, update.down_s, update.bytes_down),
             ("raafl.transfer.up", ended - _ns(update.up_s), update.up_s, update.bytes_up),

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 _PERIOD_S = {"live": 0.25, "plain": 2.0, "quiet": float("inf")}
 _EVALUATION_PERIOD_S = {"live": 0.0, "plain": 1.0, "quiet": float("inf")}
-_UNCHANGED_S = 60.0  # seconds after which an unchanged status line is printed again
-_LONGEST_S = 10.0  # longest time in seconds without a status line, even if each evaluation prints a line
-_CELL_LINES = 30  # lines of log text that a notebook cell keeps below the live table
+_UNCHANGED_S = 60.0  # seconds after which a status line is repeated although nothing has changed
+_LONGEST_S = 10.0  # longest seconds without a status line, even if evaluations print lines meanwhile
+_CELL_LINES = 30  # lines of log text that a notebook cell keeps below the table
 
 
 class Progress(Notices):
@@ -54,7 +54,7 @@ class Progress(Notices):
     `verbose`: whether to pass a line for each task to `note`.
     """
 
-    # function that returns a snapshot of the run if `update` gets none
+    # called by `update` for a snapshot of the run, unless it is given one
     source: Callable[[], ProgressState] | None = None
     _state: RunState | None = None
 
@@ -150,7 +150,7 @@ class Progress(Notices):
             self._say(line := evaluation(state, self._width), partial(self._line, line))
 
     def _is_news(self, state: ProgressState, now: float) -> bool:
-        """Check whether to print a status line: the run has begun, and the last line differs or is old."""
+        """Check whether a status line is due: the run has begun, and the last line said something else or is a minute old."""
         working = state.num_working if state.num_working is not None else sum(bool(one.doing) for one in state.clients)
         begun = state.version or state.num_updates or working
         said, self._said = self._said, (state.version, state.num_updates, working, state.num_there)
@@ -164,7 +164,7 @@ class Progress(Notices):
         if self._live is not None:
             self._guard(lambda live: live.console.print(text, markup=False, highlight=False), self._live)
         else:
-            # warnings stay on one line, so that a search of the output finds them
+            # a wrapped warning could not be found by searching the output
             self._line(text, wrap=not text.startswith("warning: "))
 
     def _print_warning(self, text: str) -> None:
@@ -201,7 +201,7 @@ class Progress(Notices):
     def _guard(self, write: Callable[[Any], object], target: object) -> None:
         try:
             write(target)
-        except (OSError, ValueError):  # a closed file raises ValueError
+        except (OSError, ValueError):  # ValueError: the file is closed
             live, self._live, self._due_at, self.mode = self._live, None, float("inf"), "quiet"
             if live is not None:
                 with contextlib.suppress(OSError, ValueError):
@@ -213,7 +213,7 @@ def _stamp() -> str:
 
 
 def _is_same(file: TextIO, other: TextIO | None) -> bool:
-    """Check whether two streams go to the same file or pipe, as after ``2>&1``."""
+    """Check whether two streams write to the same file or pipe, as after ``2>&1``."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if other is not None and file is not other:
             return os.path.samestat(os.fstat(file.fileno()), os.fstat(other.fileno()))
@@ -227,12 +227,12 @@ def _is_terminal(file: TextIO | None) -> bool:
 
 
 def _make_live(file: TextIO) -> Live:
-    # importing rich takes 0.1 s, which only a watched run pays
+    # import here: rich takes 0.1 s, which only a live table needs
     from rich.console import Console
     from rich.live import Live
 
-    # No refresh thread: the table changes only when update() is called. Standard output or error that goes to a file is
-    # left alone, so that the table is not written into it.
+    # no refresh thread, since the table changes only in update(); and do not redirect output that goes to a file, or
+    # the table would be written there
     return Live(
         console=Console(file=file, force_terminal=True),
         auto_refresh=False,
@@ -348,7 +348,7 @@ def plain(state: ProgressState) -> dict[str, Any]:
 
 
 def _metrics(state: ProgressState) -> list[str]:
-    """Format the global model's metrics, without the shares of LoRA ranks, which only reports show."""
+    """Format the global model's metrics for a line, without the shares of LoRA ranks, which only reports show."""
     return [f"{name} {value:.4g}" for name, value in state.metrics.items() if not name.startswith("rank_energy/")]
 
 
@@ -383,7 +383,7 @@ def _more(num: int) -> list[str]:
 
 
 def _rates(state: ProgressState) -> list[tuple[int, str]]:
-    """Format the run's rates as pairs (priority, text), where the highest priority numbers are omitted first."""
+    """Format the run's rates as pairs (priority, text); a narrow line drops the highest priority numbers first."""
     if state.updates_per_s is None or state.bytes_per_s is None:
         return []
     rates = [(1, f"{state.updates_per_s:.3g} updates/s"), (4, f"{size(state.bytes_per_s)}/s")]

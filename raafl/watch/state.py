@@ -18,9 +18,9 @@ from raafl.sanitize import sanitize_text
 
 MAX_CLIENTS = 16
 """Largest number of clients that a view shows at a time."""
-_MAX_SPECS = 8  # number of submodels of one client whose task durations are kept
-_SHOWN_SPEC, _SHOWN_DEVICE = 48, 24  # longest shown text, in characters
-_MOST_BLOCKS = 1000  # number of blocks of a stack that are listed
+_MAX_SPECS = 8  # number of submodels of a client whose task durations are remembered
+_SHOWN_SPEC, _SHOWN_DEVICE = 48, 24  # most characters that are shown
+_MOST_BLOCKS = 1000  # most blocks of a stack that are listed
 
 
 @dataclass(slots=True)
@@ -39,11 +39,11 @@ class _Client:
     device: str = ""
     task: _Task | None = None
     num_merged: int = 0
-    # duration in seconds of the latest task on each submodel, by the submodel's spec; newest last
+    # seconds of the latest task on each submodel, by spec, newest last
     lasted_s: dict[str, float] = field(default_factory=dict)
 
     def due_s(self) -> float | None:
-        """Predict when the client's task ends: at the duration of an earlier task, if possible of the same submodel."""
+        """Predict when the client's task ends, from its latest task on the same submodel, or else on any."""
         if self.task is None:
             return None
         guess = self.lasted_s.get(spec_in_words(self.task.spec)) if len(self.lasted_s) > 1 else None
@@ -62,12 +62,12 @@ class RunState:
     `say`: function called with a line of text for each event.
     """
 
-    # function that returns three numbers of a simulation: its processes, the share of its tasks that are trained in
-    # batches of clients, and the mean number of clients in a batch
+    # returns three numbers of a simulation: its processes, the share of tasks trained in batches of clients, and the
+    # mean number of clients in a batch
     how: Callable[[], tuple[int | None, float | None, float | None]] | None = None
 
     def __init__(self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the state of a run without rows; ``say`` prints events as lines, ``clock`` measures real time in seconds."""
+        """Start without any row; ``say`` prints events as lines, ``clock`` returns real time in seconds."""
         self.say, self._clock = say, clock
         self.title = self.runtime = ""
         self.goals = Goals()
@@ -82,8 +82,8 @@ class RunState:
         self._reached: set[Target] = set()
         self._version = self._updates = 0
         self._marks, self._trainings = Marks(), Trainings()
-        self._bytes = [0, 0]  # bytes sent to clients, and received from them
-        self._staleness = [0, 0]  # sum and maximum of the staleness of merged updates
+        self._bytes = [0, 0]  # bytes sent to clients, bytes received
+        self._staleness = [0, 0]  # sum and maximum over merged updates
         self._outcomes: Counter[str] = Counter()
 
     # ---- rows of the journal ----
@@ -127,7 +127,7 @@ class RunState:
             row.get("pace_s", 0.0),
         )
         self._working.pop(number, None)
-        self._working[number] = client  # re-inserted at the end: clients are ordered by the start of their tasks
+        self._working[number] = client  # move to the end: clients are ordered by the start of their tasks
         if self.say is not None:
             self._tell(f"client {number} trains {spec_in_words(row.get('spec'))} of version {client.task.version}")
 
@@ -216,7 +216,7 @@ class RunState:
         now_s, summary, is_simulated = self.now_s(), self.summary or {}, self.runtime == "simulated"
         updates = int(summary.get("updates_merged", self._updates))
         down, up = summary.get("bytes_down", self._bytes[0]), summary.get("bytes_up", self._bytes[1])
-        # of an ended run the rates are means over the whole run
+        # rates of a run that has ended are means over the whole run
         marks = self._marks if self.summary is None else Marks()
         updates_per_s, bytes_per_s = marks.rates(Mark(now_s, updates, down + up))
         found = etas(self.goals, now_s, updates, updates_per_s, self._evaluations, self._reached)
@@ -307,7 +307,7 @@ def spec_in_words(data: object, most: int | None = None) -> str:
     try:
         text = _in_words(data) if isinstance(data, dict) else str(data or "")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        text = "what cannot be read"  # the journal was altered by hand
+        text = "what cannot be read"  # somebody altered the journal
     return text if most is None or len(text) <= most else text[: most - 1] + "…"
 
 
@@ -334,7 +334,7 @@ def _number(value: object) -> float | None:
 
 
 def _as_float(value: object) -> float | None:
-    """Convert a table cell to a float; None if it is no number."""
+    """Convert a table cell to a float; return None if it is not a number."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -348,7 +348,7 @@ MERGES = 20
 EVALUATIONS = 10
 """Number of latest evaluations from which a metric is extrapolated and a simulation's speed computed."""
 
-_SECONDS = 10  # seconds over which a simulation's number of trainings per second is measured
+_SECONDS = 10  # seconds over which a simulation's trainings per second are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,14 +475,14 @@ class ClientProgress:
     """Progress of one client of a run."""
 
     client: int
-    doing: str = ""  # description of the submodel that it trains; empty if idle
-    num_tasks: int = 0  # number of its merged tasks
+    doing: str = ""  # submodel that the client trains; "" = it is idle
+    num_tasks: int = 0  # number of its merged updates
     device: str = ""
     there: bool = True  # whether the client is connected
-    version: int | None = None  # version of the global model from which it trains
-    behind: int = 0  # number of later versions of the global model
-    since_s: float | None = None  # seconds since its task began
-    due_in_s: float | None = None  # predicted seconds until its task ends, negative if it is late
+    version: int | None = None  # version of the global model that its task started from
+    behind: int = 0  # number of versions made since
+    since_s: float | None = None  # seconds since the task began
+    due_in_s: float | None = None  # predicted seconds until the task ends, negative if it is late
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,38 +492,35 @@ class ProgressState:
     version: int  # version of the global model
     num_updates: int  # number of updates merged so far
     time_s: float  # seconds on the run's clock: wall time, or the virtual clock of a simulation
-    # metrics of the newest evaluation; ``evaluated`` has its time and version
+    # metrics of the latest evaluation, whose time and version are in ``evaluated``
     metrics: Mapping[str, float] = field(default_factory=dict)
-    clients: tuple[ClientProgress, ...] = ()  # clients to show, one entry each
+    clients: tuple[ClientProgress, ...] = ()  # clients to show
     num_updates_goal: int | None = None  # number of updates after which the run ends; None = another limit ends it
     title: str = ""
     simulated: bool = False
-    finished: str | None = None  # reason for which the run has ended; None = it goes on
-    # number of clients that have ever joined, which may be more than are shown; ``num_there`` are connected, and
-    # ``num_working`` are training
+    finished: str | None = None  # why the run has ended; None = it goes on
+    # clients that ever joined, of which ``num_there`` are connected and ``num_working`` train; may be more than are
+    # shown
     num_clients: int | None = None
     num_there: int | None = None
     num_working: int | None = None
     bytes_down: int = 0
     bytes_up: int = 0
-    # recent rate of updates on the run's clock; ``bytes_per_s``: recent rate of bytes, up and down together
+    # recent merged updates and recent bytes in both directions, each per second of the run's clock
     updates_per_s: float | None = None
     bytes_per_s: float | None = None
     staleness_mean: float = 0.0  # mean staleness of the updates merged so far
     staleness_max: int = 0
-    # number of ended tasks by outcome: merged, refused, lost and unused
+    # number of ended tasks by outcome: merged, refused, lost or unused
     outcomes: Mapping[str, int] = field(default_factory=dict)
-    # estimated seconds until each goal of the run is met; ``ends_in_s``: seconds until the run ends. Both are in
-    # seconds of the run's clock
+    # estimated seconds, on the run's clock, until each goal is met, and until the run ends
     etas: tuple[Eta, ...] = ()
     ends_in_s: float | None = None
     speed: float | None = None  # seconds of the run's clock per second of real time
-    # trainings of a simulation per second of real time; ``num_processes``: number of processes that train, if
-    # known
+    # trainings of a simulation per second of real time, and number of processes that train
     trainings_per_s: float | None = None
     num_processes: int | None = None
-    # share of the training tasks that ran together with others as one batch; ``mean_cohort``: mean number of
-    # clients in such a batch
+    # share of tasks that were trained in batches of clients, and mean number of clients in a batch
     share_batched: float | None = None
     mean_cohort: float | None = None
     evaluated: tuple[float, int] | None = None

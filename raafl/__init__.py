@@ -48,10 +48,10 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name or a method at its first use, so that `import raafl` stays fast."""
+    """Import a public name's or method's module at its first use, so that `import raafl` stays fast."""
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
-    lower = name.islower() and not name.startswith("_")  # a method's name is in lower case
+    lower = name.islower() and not name.startswith("_")  # only methods have lower-case names
     public = lower and importlib.util.find_spec(f"raafl.{name}") is None  # no submodule, as raafl.data
     methods = importlib.import_module("raafl.algorithms").ALGORITHMS if public or name == "__all__" else {}
     if name == "__all__":

@@ -62,7 +62,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name at its first use, so that importing this module stays fast."""
+    """Import the module of a public name at its first use, so that importing this one stays fast."""
     if name not in _HOME:
         raise AttributeError(f"module 'raafl.algorithm' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -39,7 +39,7 @@ def quick_imports() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # extension modules warn about objects that still exist at exit
+        atexit.register(gc.unfreeze)  # some extension modules warn about objects that still exist at exit
         if was_enabled:
             gc.enable()
 
@@ -78,7 +78,8 @@ def _import_beside_lean_torchmetrics() -> None:
     vars(package)["_logger"] = logging.getLogger("torchmetrics")
     sys.modules["torchmetrics"] = package
     try:
-        importlib.import_module("torchmetrics.utilities")  # imports `metric`; `metric` first would be circular
+        # this imports `metric`; to import `metric` first would be circular
+        importlib.import_module("torchmetrics.utilities")
         importlib.import_module("lightning")
     finally:
         sys.modules.pop("torchmetrics", None)
@@ -87,14 +88,14 @@ def _import_beside_lean_torchmetrics() -> None:
 
 
 def _lean_attribute(name: str) -> object:
-    """Return a class of torchmetrics from the submodule that defines it; used while Lightning is imported."""
+    """Import a class of torchmetrics from the submodule that defines it; only used while Lightning is imported."""
     if name not in _HOME:
         raise AttributeError(f"module 'torchmetrics' has no attribute {name!r} before its __init__ has run")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
 class _Resume(importlib.abc.MetaPathFinder):
-    """Import finder by which a later `import torchmetrics` runs `__init__` in the package object that already exists."""
+    """Import finder that, at a later `import torchmetrics`, runs its `__init__` in the package object that exists already."""
 
     def __init__(self, package: ModuleType) -> None:
         self.package = package
@@ -110,7 +111,7 @@ class _Resume(importlib.abc.MetaPathFinder):
         return spec
 
     def _take(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        # only a real import gets here: find_spec("torchmetrics") alone leaves the finder in place
+        # only a real import gets here; `find_spec("torchmetrics")` alone must leave the finder in place
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         return self.package

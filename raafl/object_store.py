@@ -14,10 +14,9 @@ _WITH_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 
 
 def _whole_url(url: str, field: str) -> str:
-    """Normalize a URL: its scheme in lower case, without a final slash.
+    """Normalise a URL: scheme in lower case, no slash at the end.
 
-    Raises:
-        BadInput: the URL lacks scheme, bucket or folder, as after expanding an empty shell variable.
+    Raises BadInput if it lacks its scheme, bucket or folder, for example because a shell variable was empty.
     """
     found = URL.fullmatch(url)
     scheme, rest = ("", "") if found is None else (found[1].lower(), found[2].rstrip("/"))
@@ -38,17 +37,16 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, field: str = "output") -> None:
-        """Find the file system for ``url`` without a request to it.
+        """Find the file system for ``url``, without a request to it.
 
-        Raises:
-            BadInput: the URL lacks a part, no file system has its scheme, or a package is not installed.
+        Raises BadInput if the URL lacks a part, no file system has its scheme, or a package is missing.
         """
         from fsspec.core import url_to_fs
 
         self.url = _whole_url(url, field)
         try:
             self._files, self._root = url_to_fs(self.url)
-        except Exception as error:  # each file system raises errors of its own for a wrong URL
+        except Exception as error:  # each file system has its own types of error for a wrong URL
             raise BadInput(
                 f"{field} is '{sanitize_text(url, 200)}', which cannot be used ({sanitize_text(error, 200)}): install the "
                 "package for this kind of store, such as s3fs, gcsfs or adlfs, or name a folder"
@@ -64,7 +62,7 @@ class ObjectStore:
             yield store
         except BadInput:
             raise
-        except Exception as error:  # each store's library raises errors of its own
+        except Exception as error:  # each store's library has its own types of error
             why = one_line(f"{type(error).__name__}: {error}")
             raise BadInput(
                 f"{field} is '{sanitize_text(url, 200)}', which cannot be used ({why}): check the URL, the credentials and "
@@ -117,7 +115,7 @@ class ObjectStore:
 
     @contextmanager
     def _whole(self, name: str) -> Iterator[str]:
-        """Yield the path to write to, which for a local folder is a temporary file, renamed when the ``with`` block ends."""
+        """Yield the path to write to; in a local folder that is a temporary file, renamed when the ``with`` block ends."""
         path = f"{self._root}/{name}"
         from fsspec.implementations.local import LocalFileSystem
 

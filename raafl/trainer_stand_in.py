@@ -44,7 +44,7 @@ _FIXED: dict[str, Any] = {
     **{"callbacks": (), "checkpoint_callback": None, "early_stopping_callback": None, "progress_bar_callback": None},
     **{"num_val_batches": (), "limit_train_batches": 1.0},
     **{"current_epoch": 0, "global_step": 0, "is_last_batch": False},
-    # plausible numbers, so that schedulers can be created before a task has set its own
+    # plausible numbers, with which a module can create its schedulers before a task sets the real ones
     **{"max_epochs": 1, "max_steps": -1, "num_training_batches": 10, "estimated_stepping_batches": 10},
     **{
         "accumulate_grad_batches": 1,
@@ -61,10 +61,10 @@ _STAGES = ("training", "validating", "testing")
 class TrainerStandIn:
     """Replacement for the Lightning Trainer that a module sees as `self.trainer` in a federated task."""
 
-    asked: set[str]  # names of the trainer's attributes that the module has read
+    asked: set[str]  # attributes of the trainer that the module has read, by name
 
     def __init__(self, module: nn.Module) -> None:
-        """Create the replacement of a module's Trainer, with the values that attributes have outside of a task."""
+        """Create the stand-in for a module's Trainer, with the values that its attributes have outside of tasks."""
         vars(self)["asked"] = set()
         vars(self)["_values"] = {**_FIXED, "lightning_module": module, "model": module}
         vars(self)["_optimizers"], vars(self)["_schedulers"] = [], []
@@ -93,7 +93,7 @@ class TrainerStandIn:
         return sorted(self.asked & OF_A_TASK)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and pickling ask for special methods
+        if name.startswith("__"):  # copy and pickle look for special methods
             raise AttributeError(name)
         self.asked.add(name)
         if name in self._values:
@@ -119,11 +119,11 @@ class TrainerStandIn:
         )
 
     def __deepcopy__(self, memo: object) -> TrainerStandIn:
-        return self  # a copied module gets a Trainer stand-in of its own: see `attach`
+        return self  # a copied module gets its own stand-in, from `attach`
 
 
 def _strategy(trainer: TrainerStandIn) -> object:
-    """Return a Lightning strategy for one device, from which the module's `self.optimizers()` takes its optimizers."""
+    """Create a Lightning strategy for one device, from which the module's `self.optimizers()` takes its optimizers."""
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies import SingleDeviceStrategy
 

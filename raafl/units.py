@@ -21,7 +21,8 @@ def size(num_bytes: float) -> str:
     if math.isinf(num_bytes):
         return "no limit"
     for unit, name in _SIZES:
-        if num_bytes >= 0.9995 * unit:  # a size just below the unit would round up to 1000 of the smaller unit
+        # 0.9995: a size just below the unit would be rounded up to 1000 of the smaller unit
+        if num_bytes >= 0.9995 * unit:
             return f"{num_bytes / unit:.3g} {name}"
     return f"{num_bytes:.0f} B"
 

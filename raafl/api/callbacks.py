@@ -215,7 +215,7 @@ class Printing(Callback):
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
-        """Store the stream to print to; None = what is standard output at the time of printing."""
+        """Store the stream to print to; None = whatever sys.stdout is when something is printed."""
         self._file = file
 
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> None:
@@ -238,18 +238,18 @@ class Printing(Callback):
 
 @dataclass(frozen=True, slots=True)
 class MergedUpdate:
-    """An update that was merged, as described to callbacks."""
+    """A merged update, as callbacks see it."""
 
     client: int  # id of the client, 1 to N
-    version: int  # version of the global model that was made with the update
-    staleness: int  # number of versions made between the task's start and its merge
-    spec: str  # description of the submodel that was trained
+    version: int  # version of the global model that the merge made
+    staleness: int  # number of versions that were made after the task began
+    spec: str  # submodel that was trained, in words
     num_samples: int  # number of training samples of the client
     num_steps: int  # number of optimizer steps of the task
-    train_s: float  # seconds from the task's assignment to the update's arrival
-    bytes_down: int  # number of bytes sent to the client
-    bytes_up: int  # number of bytes received from the client
-    # metrics from the client: loss, values logged by training_step, and test/... measured on its own test data
+    train_s: float  # seconds from the assignment until the update arrived
+    bytes_down: int  # bytes sent to the client
+    bytes_up: int  # bytes received from the client
+    # what the client measured: loss, values logged by training_step, and test/... on its own test data
     metrics: Mapping[str, float]
 
 
@@ -265,7 +265,7 @@ class RunView:
     """
 
     def __init__(self, run: Run, unwrap: Callable[[nn.Module], nn.Module], ask: Callable[[str], None]) -> None:
-        """Store the run; ``unwrap`` returns the user's module from raafl's, ``ask`` requests the run's end."""
+        """Store the run; ``unwrap`` takes raafl's wrapper off the user's module, and ``ask`` requests the end of the run."""
         self._run, self._unwrap, self._ask = run, unwrap, ask
         self.experiment: Experiment = run.parts.experiment
         self.version, self.time_s = run.parts.coordinator.state.version, 0.0
@@ -305,7 +305,7 @@ def current_module(run: Run, *, anew: bool) -> nn.Module:
     parts = run.parts
     module = copy_structure(parts.module, {})
     for part in module.modules():
-        # remove raafl's stand-in for the Trainer from a LightningModule, which the user now owns
+        # the user now owns this copy, so remove raafl's stand-in for the Trainer
         if "_trainer" in vars(part):
             part.__dict__["_trainer"] = None
     with run.norms.filled(parts.coordinator.state.values, anew=anew):
@@ -317,15 +317,15 @@ class CallbackHooks(RunHooks):
     """Observer of a run that calls the user's callbacks in the given order; an exception in a callback ends the run."""
 
     def __init__(self, callbacks: Sequence[Callback], unwrap: Callable[[nn.Module], nn.Module]) -> None:
-        """Store the callbacks; ``unwrap`` returns the user's module from raafl's wrapper, for `RunView.module`."""
+        """Store the callbacks; ``unwrap`` takes raafl's wrapper off the user's module, for `RunView.module`."""
         self._callbacks, self.unwrap = list(callbacks), unwrap
         self.run: Run | None = None
         self.error: BaseException | None = None
         self._broken: Callback | None = None
         self._view: RunView | None = None
         self._stop: str | None = None
-        self._version = 0  # last version reported to callbacks
-        self._there: dict[int, int] = {}  # connected clients as reported to callbacks, id -> incarnation
+        self._version = 0  # latest version for which `on_version` was called
+        self._there: dict[int, int] = {}  # incarnation by id of the clients that callbacks believe to be connected
 
     def stop(self, reason: str) -> None:
         """Request the end of the run; only the first ``reason`` is used. Callable from any thread."""
@@ -404,7 +404,7 @@ class CallbackHooks(RunHooks):
                 self._tell("on_client_joined", client)
         elif isinstance(event, Lost) and coordinator.roster.find(event.client) is None:
             self._gone(event.client, event.reason)
-        # some clients were dismissed or suspended without an event
+        # a client that was dismissed or suspended leaves without an event
         if len(self._there) > len(coordinator.roster.clients):
             for client in sorted(client for client in self._there if coordinator.roster.find(client) is None):
                 self._gone(client, "unfit")
@@ -416,7 +416,7 @@ class CallbackHooks(RunHooks):
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
         """Add the state of the callbacks to a checkpoint that is being written."""
-        # copied, since a thread writes the checkpoint while callbacks continue
+        # copy: another thread writes the checkpoint while callbacks go on
         states = [copy.deepcopy(self._call(callback, "state_dict", even_so=True)) for callback in self._callbacks]
         clock["callbacks"] = {"states": states, "clients": {str(c): life for c, life in self._there.items()}}
 
@@ -435,7 +435,7 @@ class CallbackHooks(RunHooks):
         return self._view
 
     def _announce(self, version: int, now: float) -> None:
-        """Call ``on_version`` for each version up to this one that has not been reported yet."""
+        """Call `on_version` for each version that has been made since the last call."""
         view = self._seen()
         while self._version < version:
             self._version += 1
@@ -451,12 +451,12 @@ class CallbackHooks(RunHooks):
             self._call(callback, occasion, self._seen(), *what)
 
     def _call(self, callback: Callback, occasion: str, *what: object, even_so: bool = False) -> object:
-        """Call a callback's method; after a failure of any callback, call it only if ``even_so`` is set."""
+        """Call a callback's method ``occasion``; once any callback has failed, only calls with ``even_so`` are made."""
         if self.failure is not None and not even_so:
             return None
         try:
             return getattr(callback, occasion)(*what)
-        except KeyboardInterrupt:  # handled like a Ctrl-C at any other time
+        except KeyboardInterrupt:  # same as a Ctrl-C at any other time
             self._stop = "interrupted"
         except USER_ERRORS as error:
             self._fail(callback, occasion, error)
@@ -470,12 +470,12 @@ class CallbackHooks(RunHooks):
             self.error, self._broken = error, callback
 
     def _raise(self) -> None:
-        """Raise the exception of a callback that failed before the run started, if there is one."""
+        """Raise `RunFailed` if a callback has failed before the run started."""
         if self.failure is not None:
             raise RunFailed(self.failure.removeprefix("failed: ")) from self.error
 
     def _numbers(self, callback: Callback, metrics: Mapping[str, Any], known: Mapping[str, float]) -> dict[str, float]:
-        """Convert a callback's metrics to floats; the run fails if a value is not a number or a name is already used."""
+        """Convert the metrics that a callback returns to floats; fail the run for a value that is no number, or a name in use."""
         found = {}
         for name, value in metrics.items():
             if name in known and value is known[name]:

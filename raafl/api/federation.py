@@ -352,7 +352,7 @@ class Federation:
             return axes_report(self._looked_at(module, data, how), rates)
 
     def _looked_at(self, module: Any, data: Any, how: dict[str, Any]) -> Experiment:
-        """Return the settings of a simulation that is only predicted, with a chosen method in place of `auto`."""
+        """Build the config of a simulation that is only predicted, not run; `auto` is replaced by the chosen method."""
         spec, source, fields = self._given(module, data, how)
         num_clients = self.clients if self.clients is not None else count_of(self.devices) or 10
         return self._experiment(spec, source, self.devices, num_clients, None, fields, simulated=None)
@@ -360,7 +360,7 @@ class Federation:
     def _given(
         self, module: Any, data: Any, how: Mapping[str, Any], *, processes: bool = False
     ) -> tuple[ModuleSpec, Any, Mapping[str, Any]]:
-        """Return the module as a `ModuleSpec`, the data as a data module, and the fields of the config.
+        """Convert a caller's module and data to a `ModuleSpec` and a data module, and return the config's other fields, too.
 
         `how`: the caller's arguments loss, optimizer, metrics, batch_size and collate_fn.
         """
@@ -415,7 +415,7 @@ class Federation:
         *,
         simulated: bool | None,
     ) -> Experiment:
-        """Return a run's settings, with a chosen method for `auto`; ``simulated`` None: it is only predicted."""
+        """Build the config of a run, with a chosen method for `auto`; ``simulated`` None: the run is only predicted."""
         experiment = Experiment(
             model=lambda: spec.make(source),
             data=lambda: source,
@@ -428,7 +428,7 @@ class Federation:
         return _chosen(experiment, simulated) if experiment.algorithm.name == AUTO else experiment
 
     def _raises(self) -> bool:
-        """Check whether an interrupted run raises KeyboardInterrupt."""
+        """Check whether an interrupted run must raise KeyboardInterrupt, or return its result."""
         return not in_notebook() if self.on_interrupt is None else self.on_interrupt == "raise"
 
     def _notes(self) -> list[str]:
@@ -450,12 +450,13 @@ def _chosen(experiment: Experiment, simulated: bool | None) -> Experiment:
 
 
 def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> Result:
-    """Return the result of a run, or raise the reason for its failure."""
+    """Make the result of a run that has ended, or raise `RunFailed` with the reason why it failed."""
     if summary["finished"].startswith("failed"):
         why = summary["finished"].removeprefix("failed: ")
         error: BaseException | None = observer.error
         if isinstance(error, CodeFailed):
-            if error.__cause__ is None:  # without a cause the exception came from another process
+            # without a cause the exception comes from another process, and only its traceback as text is known
+            if error.__cause__ is None:
                 error.add_note(error.traceback)
             error = error.__cause__ or error
         raise RunFailed(f"{why} (run folder: {folder})") from error
@@ -465,17 +466,17 @@ def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> R
 
 @contextmanager
 def _left_as_it_was() -> Iterator[None]:
-    """Restore the process's random state and torch's numeric settings at the end of the ``with`` block."""
+    """Restore the process's random state and torch's numeric settings when the ``with`` block ends."""
     cuda: Any = torch.cuda
-    # do not initialise CUDA here: forked processes could not use it
+    # CUDA must not be initialised here: forked processes could not use it any more
     gpus = range(cuda.device_count()) if cuda.is_initialized() else ()
     with undisturbed(gpus), numerics_left():
         yield
 
 
-_LOADING: Final = ("batch_size", "collate_fn")  # how data sets that are no data module are loaded
+_LOADING: Final = ("batch_size", "collate_fn")  # arguments that say how data sets, which are no data module, are loaded
 _MARK: Final = "RAAFL_LOCAL_CLIENT"
-_SHOWN_LINES: Final = 20  # number of lines shown from the output of a client that ended before it joined
+_SHOWN_LINES: Final = 20  # number of last lines shown of a client that ended before it joined
 _END_S: Final = 1.0
 _log = logging.getLogger(__name__)
 _started: list[int] = []
@@ -510,33 +511,33 @@ def local_clients(num_clients: int | None) -> Iterator[RunHooks]:
 
 
 class _Starting(RunHooks):
-    """Observer that ends a run if a client's process ends before the client has joined.
+    """Observer of a run with local client processes: it ends the run if one of them ends before it has joined.
 
-    It prints the processes' standard error, and keeps the last lines of their output for the message.
+    It passes on what the processes write to standard error, and keeps their last lines for the error message.
     """
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Start to read the output of the processes of clients 1, 2, ..."""
+        """Begin to read the output of the processes, which are those of clients 1, 2, ..."""
         self._processes, self._joined = processes, set[int]()
         self._outputs = [(_Output(process.stdout), _Output(process.stderr, is_shown=True)) for process in processes]
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Record which clients have joined."""
+        """Record that a client has joined."""
         if isinstance(event, Joined):
             self._joined.add(event.client.id)
 
     def stop_asked(self) -> str | None:
-        """Return why the run must end, if a client's process has ended before the client joined."""
+        """Return why the run must end: a client's process has ended before the client joined; None otherwise."""
         for client, process in enumerate(self._processes, start=1):
             if client not in self._joined and (code := process.poll()) is not None:
                 return self._end(client, code)
         return None
 
     def _end(self, client: int, code: int) -> str:
-        """Log the end of the output of a client's process, and return why its exit ends the run."""
+        """Log the last output of a client's process that has ended too early; return the reason for which the run ends."""
         printed, errors = (output.last_lines() for output in self._outputs[client - 1])
         for _, other in self._outputs:
-            other.is_shown = False  # the other clients' errors only follow from the end of the run
+            other.is_shown = False  # the end of this run makes the other clients fail, too, which says nothing new
         lines = [*printed, *errors]
         _log.warning(
             f"client {client} {exit_in_words(code)} before it joined. The end of its output:\n"
@@ -547,13 +548,13 @@ class _Starting(RunHooks):
 
 
 class _Output:
-    """Thread that reads a process's output and keeps its last lines.
+    """Thread that reads the output of one process and keeps its last lines.
 
     `is_shown`: whether the output is also written to this process's standard error.
     """
 
     def __init__(self, stream: IO[bytes] | None, *, is_shown: bool = False) -> None:
-        """Start to read ``stream`` until its end."""
+        """Start the thread, which reads ``stream`` until its end."""
         assert stream is not None
         self._stream, self.is_shown = stream, is_shown
         self._lines = deque[str](maxlen=_SHOWN_LINES)
@@ -568,13 +569,13 @@ class _Output:
                     os.write(2, line)
 
     def last_lines(self) -> list[str]:
-        """Return the last non-empty lines of a process that has ended."""
-        self._thread.join(_END_S)  # with a timeout, since a child of that process may keep the pipe open
+        """Return the last lines, without empty ones, of a process that has ended."""
+        self._thread.join(_END_S)  # a child of that process may keep the pipe open, so wait a second at most
         return [line for line in self._lines if line.strip()]
 
 
 def _script(num_clients: int) -> list[str]:
-    """Return the command that started this script; raises `BadInput` if no clients can be started with it."""
+    """Return the command line that started this script, for its clients; raise `BadInput` if it cannot start any."""
     if num_clients < 1:
         raise BadInput(f"'local' is {num_clients}: give the number of clients to start, 1 or more")
     if _started:

@@ -45,13 +45,13 @@ class Plain(LightningModule):
         """Store the arguments, which are those of `ModuleSpec`."""
         super().__init__()
         self.net = net
-        # in a tuple, so that a loss that is an nn.Module does not become a submodule
+        # in a tuple: `nn.Module` would register a loss that is a module as a submodule
         self._parts = (loss, optimizer, metrics)
 
     def forward(self, *inputs: object, **named: object) -> Any:
         """Return the module's output; if it is a structure with the entry ``logits``, return these."""
         output = self.net(*inputs, **named)
-        # outputs of transformers models are dictionaries, too
+        # outputs of transformers models are mappings
         return output["logits"] if isinstance(output, Mapping) and "logits" in output else output
 
     def training_step(self, batch: object, batch_idx: int) -> Tensor:
@@ -98,7 +98,7 @@ def _label(batch: Mapping[str, Any]) -> str | None:
 
 
 def _measured(metric: Any, output: Any, target: Any) -> object:
-    """Return a metric function's value for a batch; a torchmetrics ``Metric`` is updated and returned itself."""
+    """Compute a metric of a batch; a torchmetrics ``Metric`` is updated, and returned itself for later averaging."""
     if isinstance(metric, nn.Module) and isinstance(output, Tensor):
         metric = metric.to(output.device)
     if not (callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None))):
@@ -114,7 +114,7 @@ def _are_logits(output: object, target: object) -> bool:
         return False
     if output.shape[2:] == target.shape[1:]:
         return output.shape[1] > 1
-    # (batch, position, class), as in language models
+    # (batch, position, class), as language models have it
     return output.shape[:-1] == target.shape and output.shape[-1] > 1
 
 
@@ -122,19 +122,19 @@ def _are_logits(output: object, target: object) -> bool:
 class ModuleSpec:
     """The user's model, and how to train it, as passed to `Federation`."""
 
-    # a LightningModule; an nn.Module; a function or class that returns one of them; or the name of a transformers
-    # model for text classification: on the hub, a folder, or ``package:NAME/FOLDER``
+    # a LightningModule, an nn.Module, a function or class that makes one of them, or the name of a transformers model
+    # for text classification: on the hub, a folder, or ``package:NAME/FOLDER``
     given: Any
     loss: Loss | None = None  # function of (output, target); only for an nn.Module
-    # function that gets a list of parameters and returns an optimizer or anything else that
-    # `configure_optimizers` may return. None = the LightningModule's own, SGD with learning rate 0.05 for an
-    # nn.Module, AdamW with 5e-5 for the name of a transformers model
+    # function from a list of parameters to an optimizer, or anything else that `configure_optimizers` may return. None:
+    # the LightningModule's own; SGD with learning rate 0.05 for an nn.Module; AdamW with 5e-5 for a transformers
+    # model's name
     optimizer: MakeOptimizer | None = None
-    # further functions of (output, target) by name, averaged over samples; only for an nn.Module
+    # more functions of (output, target) by name, averaged over samples; only for an nn.Module
     metrics: Metrics | None = field(default=None)
 
     def __post_init__(self) -> None:
-        """Unwrap a `torch.compile`d module; raises `BadInput` for arguments that cannot be a model."""
+        """Unwrap a `torch.compile`d module; raise `BadInput` if the arguments describe no model that can be trained."""
         object.__setattr__(self, "given", uncompiled(self.given))
         is_name = isinstance(self.given, str)
         if not is_name and not callable(self.given):
@@ -188,7 +188,7 @@ class ModuleSpec:
         return made  # type: ignore[no-any-return]
 
     def _copied(self) -> nn.Module:
-        """Return a copy of the user's module, in which each submodule has the train or eval mode for training."""
+        """Copy the user's module, with each submodule in the mode, train or eval, that it has during training."""
         if _is_of_trainer(self.given):
             return self.given.fresh()  # type: ignore[no-any-return]
         return with_modes_of_training(copy_structure(self.given, {}))
@@ -233,7 +233,7 @@ def _is_lightning(module: object) -> bool:
 
 
 def _is_of_trainer(module: object) -> bool:
-    """Check whether a module is a `raafl.local.from_trainer.TrainerModule`, without importing that module."""
+    """Check whether a module comes from `raafl.from_trainer`, without importing `raafl.local.from_trainer`."""
     return callable(getattr(type(module), "trained_model", None))
 
 
@@ -275,8 +275,8 @@ class Datasets(LightningDataModule):
     ) -> None:
         """Check and store the data sets.
 
-        `test`: samples on which to evaluate the global model; None = none.
-        `collate_fn`: makes a batch of a list of samples; None = torch's default.
+        `test`: samples on which the global model is evaluated; None = none. `collate_fn`: makes a batch of a list of
+        samples; None = torch's default.
         """
         super().__init__()
         for name, dataset in (("train", train), ("test", test)):
@@ -306,7 +306,7 @@ class Loaders(LightningDataModule):
     """Data module made of the user's own data loaders, for training and test."""
 
     def __init__(self, train: DataLoader[Any], test: DataLoader[Any] | None) -> None:
-        """Store the loaders; ``test`` None = the model is not evaluated."""
+        """Store the loaders; if ``test`` is None, the model is not evaluated."""
         super().__init__()
         self.train, self.test = train, test
 
@@ -438,7 +438,8 @@ def fits(value: object, hint: Any) -> bool:
     if hint in (None, type(None)):
         return value is None
     if hint in (int, float):
-        kind = numbers.Integral if hint is int else numbers.Real  # numpy's numbers are registered with these classes
+        # numpy's numbers are registered as subclasses of these classes
+        kind = numbers.Integral if hint is int else numbers.Real
         return isinstance(value, kind) and not isinstance(value, bool)
     if hint in (bool, str):
         return isinstance(value, hint)

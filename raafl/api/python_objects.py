@@ -89,7 +89,7 @@ class Data(LightningDataModule):
         return _take("data", given)()
 
     def __init__(self, given: str, settings: dict[str, Any] | None = None, shown: str = "") -> None:
-        """Describe the data in the config; never called."""
+        """Describe the data in config.yaml; `__new__` returns another class, so this is never called."""
 
 
 def algorithm(given: str, parts: dict[str, str] | None = None, shown: str = "") -> Algorithm:
@@ -113,7 +113,7 @@ def partition(given: str, shown: str = "") -> Partition:
 def digest(module: nn.Module) -> str:
     """Return a digest of a module's parameters and persistent buffers, 16 hex digits long."""
     sha = hashlib.sha256()
-    # not `state_dict`, which a module may override; tied parameters count under each name, as in a state dict
+    # not `state_dict`, which a module may override; a tied parameter counts under each of its names, as there
     state = dict(module.named_parameters(remove_duplicate=False))
     for path, part in module.named_modules(remove_duplicate=False):
         dot = f"{path}." if path else ""

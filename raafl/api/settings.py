@@ -104,7 +104,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, dict[str, Any]] = {}
     for name, value in ((name, plain_value(name, value)) for name, value in settings.items()):
         if value is None and (name in SECTIONS or name == "partition"):
-            continue  # None counts as not given
+            continue  # same as leaving it out
         if name in _FLAT:
             flat.setdefault(_FLAT[name], {})[name] = value
         elif name in known:
@@ -260,7 +260,7 @@ def _partition(partition: object) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    """Convert a value to one that YAML can represent; an object becomes the name of its class."""
+    """Convert a value to plain data for YAML; an object becomes the name of its class."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -269,7 +269,7 @@ def _plain(value: object) -> object:
         return [_plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         named = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        if isinstance(value, Device):  # other fields follow from the device's name
+        if isinstance(value, Device):  # the other fields follow from the device's name
             named = {name: item for name, item in named.items() if name in value.given or name not in FIGURES}
         return {name: _plain(item) for name, item in named.items()}
     return str(value) if isinstance(value, Path) else qualified_name(value)

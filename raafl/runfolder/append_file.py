@@ -32,7 +32,7 @@ def to_json(value: object, indent: int | None = None) -> str:
     """Convert plain data, tensors, numpy values or dataclasses to JSON text; NaN and infinity become null."""
     try:
         return _ENCODE(value) if indent is None else json.dumps(value, indent=indent, allow_nan=False, default=plain)
-    except ValueError:  # NaN or infinity, which JSON lacks: rare, so replaced only on error
+    except ValueError:  # NaN or infinity, which JSON lacks; they are rare, so values are only replaced after this error
         return json.dumps(finite(value), indent=indent, separators=None if indent else (",", ":"), allow_nan=False)
 
 
@@ -42,7 +42,7 @@ def plain(value: object) -> object:
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if hasattr(value, "tolist"):  # tensors and numpy arrays; a 0-dimensional one becomes a plain number
+    if hasattr(value, "tolist"):  # tensors and numpy arrays; one without dimensions becomes a plain number
         return value.tolist()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -94,7 +94,7 @@ class AppendFile(Generic[Item]):
         remake: Callable[[], None] = lambda: None,
         consequence: str = LOST,
     ) -> None:
-        """Open the file; raises OSError if that fails."""
+        """Open the file; raise OSError if that fails."""
         self.path, self._encode, self._warn, self._remake = path, encode, warn, remake
         self._consequence = consequence
         self._tried_s, self._looked_s = 0.0, time.monotonic()
@@ -161,19 +161,19 @@ class AppendFile(Generic[Item]):
     def close(self) -> None:
         """Try once more to write the rows that could not be written so far, and close the file; a second call does nothing."""
         self.flush()
-        # some file systems report a failed write only on close; the number of lost rows is then unknown
+        # some file systems report a failed write only now; how many rows are lost is then unknown
         with suppress(OSError):
             self._file.close()
 
     def _put(self, data: bytes) -> None:
-        """Write one row completely, or not at all."""
+        """Write one row completely or not at all; every few seconds, check that the file still exists."""
         if time.monotonic() - self._looked_s >= RETRY_S:
             self._look()
         self._prepare()
         self._write(data)
 
     def _look(self) -> None:
-        """Recreate the file if it was deleted: writes to a deleted file would be lost without an error."""
+        """Recreate the file if it was deleted: writes to a deleted file would be lost without any error."""
         self._looked_s = time.monotonic()
         if os.fstat(self._file.fileno()).st_nlink == 0:
             self._begin_anew()
@@ -181,7 +181,7 @@ class AppendFile(Generic[Item]):
     def _write(self, data: bytes) -> None:
         start, rest = -1, data
         try:
-            while rest:  # a signal or a nearly full disk may cut a write short
+            while rest:  # a signal, or a disk that is almost full, can cut a write short
                 num_bytes = self._file.write(rest)
                 if num_bytes < len(rest) and start < 0:
                     start = self._file.tell() - num_bytes
@@ -194,16 +194,16 @@ class AppendFile(Generic[Item]):
             raise
 
     def _prepare(self) -> None:
-        """Write the file's header before the first row, if it is missing."""
+        """Write the file's header before the first row; formats without a header do nothing."""
 
     def _emptied(self) -> None:
-        """Reset state that depends on the file's header, after a new file was begun."""
+        """Reset what depends on the file's header, after a new file was begun."""
 
     def _put_gap(self, num_rows: int) -> None:
-        """Record in the file that ``num_rows`` rows are missing there, if its format can express this."""
+        """Write into the file that ``num_rows`` rows are missing here, if its format can say so."""
 
     def _begin_anew(self) -> None:
-        """Recreate a deleted file; its rows count as lost, and pending rows are written to the new one."""
+        """Recreate a deleted file: its rows count as lost, rows that wait are written to the new file."""
         try:
             self._remake()
             self._open("ab")
@@ -239,7 +239,7 @@ class AppendFile(Generic[Item]):
 
 def complete_rows(data: bytes) -> list[bytes]:
     """Return the complete rows in the content of a file, with their line ends."""
-    # splitlines would also split at bytes other than the newline
+    # not splitlines, which splits at other bytes, too
     return [row + b"\n" for row in data.split(b"\n")[:-1]]
 
 

@@ -26,19 +26,19 @@ SIGNED: Final = "signed"
 class Books:
     """Result of checking the records of a run against their hashes and signatures."""
 
-    # descriptions of records that were changed, removed or added, a line each; empty = none
+    # what was changed, removed or added, a line each
     findings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # descriptions of what cannot be checked, a line each
-    # descriptions of rows that follow the last seal of an unfinished run, a line for each file
+    notes: list[str] = field(default_factory=list)  # what cannot be checked, a line each
+    # rows after the last seal of an unfinished run, a line for each file
     unsealed: list[str] = field(default_factory=list)
     num_rows: int = 0  # number of rows in the journal
-    num_signed: int = 0  # number of journal rows that are protected by a signature
+    num_signed: int = 0  # number of journal rows that a signed seal covers
     head: str = ""  # hash of the journal's last row
     has_chain: bool = False  # whether rows of the journal carry hashes
-    heads: set[str] = field(default_factory=set)  # hashes of all rows of the journal, if asked for
-    key: str | None = None  # public key of the signatures; None = nothing is signed
-    num_seals: int = 0  # number of seals, which are signed entries with hashes of all files
-    final: bool = False  # whether there is a seal for the end of the run
+    heads: set[str] = field(default_factory=set)  # hashes of all journal rows, if the caller wants them
+    key: str | None = None  # public key of the seals; None = they are unsigned
+    num_seals: int = 0  # number of seals: entries, signed or not, with hashes of all files
+    final: bool = False  # whether the last seal was written at the end of the run
 
     @property
     def state(self) -> str:
@@ -77,7 +77,7 @@ def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool =
         OSError: a file cannot be read.
     """
     books = Books()
-    seals = _read_seals(folder, books)  # read before the journal, which may grow meanwhile
+    seals = _read_seals(folder, books)  # seals first: the journal may grow meanwhile
     seen = _check_journal(folder, books, {seal.data["rows"] for _, seal in seals}, collect=heads)
     _check_seals(books, seals, seen, keys)
     _check_end(folder, books, seals, keys)
@@ -94,7 +94,7 @@ def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool =
 
 
 def _read_seals(folder: Path, books: Books) -> list[tuple[int, Seal]]:
-    """Return the valid seals with their numbers, counted from 1; add findings about the others to ``books``."""
+    """Read the seals; return the valid ones with their numbers from 1, and add a finding to ``books`` for each other."""
     path = folder / SEALS
     found = read_seals(path) if path.is_file() else []
     books.num_seals = len(found)
@@ -109,7 +109,7 @@ def _read_seals(folder: Path, books: Books) -> list[tuple[int, Seal]]:
 
 
 def _check_journal(folder: Path, books: Books, wanted: set[int], *, collect: bool) -> Mapping[int, str]:
-    """Check the journal's hash chain; return the chain's hash at each row number in ``wanted``."""
+    """Check the journal's hash chain; return the chain's hash after each row whose number is in ``wanted``."""
     chain, seen = ChainCheck(), dict[int, str]()
     seen[0] = chain.head
     if not (folder / JOURNAL).is_file():
@@ -143,7 +143,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _check_seals(books: Books, seals: list[tuple[int, Seal]], heads: Mapping[int, str], keys: Collection[str]) -> None:
-    """Check the seals' signatures and keys, and whether the hashes in them match the journal."""
+    """Check the seals' signatures and keys, and that the journal has the hashes that they contain."""
     for number, seal in seals:
         data, name = seal.data, f"{SEALS}: seal {number} (version {sanitize_text(seal.data.get('version'), 20)})"
         problem = _problem_of_signature(seal, books.key, keys)
@@ -164,9 +164,9 @@ def _check_seals(books: Books, seals: list[tuple[int, Seal]], heads: Mapping[int
 
 
 def _problem_of_signature(seal: Seal, before: str | None, keys: Collection[str]) -> str:
-    """Describe a fault in a seal's signature or key; "" if there is none.
+    """Describe what is wrong with a seal's signature or key; "" if nothing is.
 
-    `before`: public key of the earlier seals; None = they are unsigned.
+    `before`: public key of the seals before it; None = they are unsigned.
     """
     key = seal.data.get("key")
     if key is None:
@@ -181,7 +181,7 @@ def _problem_of_signature(seal: Seal, before: str | None, keys: Collection[str])
 
 
 def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: Collection[str]) -> None:
-    """Check that a finished run has a final seal, and that seals are signed if keys were given."""
+    """Check that a finished run has a final seal and, if keys were given, that seals are signed."""
     books.final = bool(seals) and seals[-1][1].data.get("final") is True
     if keys and books.key is None:
         books.findings.append(f"{SEALS}: no seal is signed, but a key was given to check")
@@ -204,7 +204,7 @@ def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: 
 
 
 def _check_tail(folder: Path, books: Books, name: str, num_rows: int) -> None:
-    """Report rows of a file after the last seal: as a finding for a finished run, else as unsealed."""
+    """Report rows of a file after the last seal: for a finished run as a finding, otherwise as not yet sealed."""
     if num_rows < 0 or not (folder / name).is_file():
         return
     num_bytes = measure(folder / name)[1]
@@ -232,7 +232,7 @@ def _check_tables(folder: Path, books: Books, tables: Mapping[str, Any]) -> None
         except (KeyError, TypeError, ValueError, csv.Error):
             books.findings.append(f"{name}: its seal cannot be read")
             continue
-        # a run that is still going may have added columns
+        # an unfinished run may have added columns since
         if header[: None if books.final else len(columns)] != columns:
             books.findings.append(f"{path.name}: its header was altered")
         if found.lines < lines:
@@ -245,9 +245,9 @@ def _check_tables(folder: Path, books: Books, tables: Mapping[str, Any]) -> None
 
 
 def _check_cells(path: Path, lines: int) -> tuple[list[str], int]:
-    """Return a table's header, and the first line with another number of cells; 0 if there is none.
+    """Return a table's header, and the number of the first line with another number of cells, 0 if there is none.
 
-    The digest ignores empty cells at the end of a row, so it cannot detect added or missing ones.
+    The seal's digest ignores empty cells at the end of a row, so it does not show whether any were added or removed.
     """
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         header = next(csv.reader(file), [])
@@ -259,7 +259,7 @@ def _check_cells(path: Path, lines: int) -> tuple[list[str], int]:
 
 
 def _check_files(folder: Path, books: Books, seals: list[Seal]) -> None:
-    """Compare each file with the last seal that lists it; a finished run must have exactly the sealed files."""
+    """Compare each file with the latest seal that lists it; a finished run must have the sealed files and no others."""
     sealed: dict[str, str] = {}
     for seal in seals:
         sealed |= seal.data["files"]
@@ -283,7 +283,7 @@ def _files(folder: Path, name: str) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in paths]
 
 
-_READ_BYTES = 2**16  # bytes read at a time from a file's end
+_READ_BYTES = 2**16  # number of bytes read at a time from a file's end
 
 
 def measure(path: Path) -> tuple[int, int]:
@@ -337,15 +337,15 @@ class ChainCheck:
     After a row with a wrong hash, the check continues from that hash, so that every wrong row is found.
     """
 
-    num_rows: int = 0  # number of lines checked so far
-    num_unlinked: int = 0  # number of rows at the beginning without a hash, written by an earlier version of raafl
-    head: str = START  # hash of the last row; `START` before the first row
-    # numbers of the rows with a wrong hash, from 1; at most `MAX_NAMED` of them
+    num_rows: int = 0  # number of lines checked
+    num_unlinked: int = 0  # number of rows before the first row with a hash, which an earlier version of raafl wrote
+    head: str = START  # hash of the last row
+    # numbers, from 1, of rows whose hash is wrong; at most `MAX_NAMED`
     broken: list[int] = field(default_factory=list)
-    num_broken: int = 0  # number of rows with a wrong hash
+    num_broken: int = 0  # number of rows whose hash is wrong
 
     def __post_init__(self) -> None:
-        """Start a digest of the rows before the first with a hash; the hash chain starts from this digest."""
+        """Start the digest of the first rows, which have no hash; the hash chain begins with it."""
         self._before = hashlib.sha256()
 
     def add(self, line: bytes) -> None:

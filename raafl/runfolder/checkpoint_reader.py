@@ -25,10 +25,10 @@ class SavedCheckpoint:
 
     path: Path  # path of the file
     version: int  # version of the global model
-    state_dict: dict[str, Any]  # state dict as the module saves it, with tensors on the CPU
-    hyper_parameters: dict[str, Any]  # arguments of the module
-    raafl: dict[str, Any]  # everything else that is needed to resume the run
-    values: dict[str, torch.Tensor]  # tensors of the global model by name
+    state_dict: dict[str, Any]  # as the module saves it, with tensors on the CPU
+    hyper_parameters: dict[str, Any]  # arguments from which the module is constructed
+    raafl: dict[str, Any]  # all else from which the run is resumed
+    values: dict[str, torch.Tensor]  # global model's tensors by name
 
 
 def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
@@ -50,16 +50,16 @@ def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
                 f"checkpoint is {found} of format {format_}, but this version reads format {FORMAT}: use the "
                 "version that wrote it"
             )
-        # checkpoints of earlier versions have no separate values
+        # checkpoints of earlier versions have no section of values
         state, more = content["state_dict"], section.get("values", {})
         values = {**{name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, **more}
         hyper_parameters = content.get("hyper_parameters", {})
         return SavedCheckpoint(found, section["version"], state, hyper_parameters, section["state"], values)
     except BadInput:
         raise
-    except Exception as error:  # torch.load and untrusted content raise errors of many types
+    except Exception as error:  # torch.load and untrusted content raise many types of error
         what = f"{type(error).__name__}: {error}".splitlines()[0]
-        # torch's message advises to load untrusted code, so it is not shown
+        # torch's own message recommends loading untrusted code
         if type(error).__name__ == "UnpicklingError":
             what = "it holds more than tensors and plain values"
         raise BadInput(
@@ -95,7 +95,7 @@ def load_plain(path: Path) -> Any:
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
-        # torch.save never compresses, so a compressed entry was made by something else
+        # torch.save never compresses, so another program wrote this, perhaps to fill the memory
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise ValueError("it is compressed")
         if sum(entry.file_size for entry in entries) > path.stat().st_size:

@@ -119,13 +119,13 @@ def newest(run_folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _versions(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder` in ascending order of version."""
+    """List the checkpoints in ``folder`` by ascending version."""
     matches = ((_NAME.fullmatch(file.name), file) for file in folder.glob("version-*.ckpt"))
     return [file for _, file in sorted((int(match[1]), file) for match, file in matches if match)]
 
 
 def _keep(folder: Path, new: Path, keep_last: int) -> None:
-    # keep the new checkpoint whatever its number: after a resume, later versions of the earlier attempt may exist
+    # the new one stays whatever its number: the attempt before a resume may have left later versions
     others = [file for file in _versions(folder) if file != new]
     for file in others[: max(0, len(others) + 1 - keep_last)]:
         with suppress(OSError):
@@ -133,7 +133,7 @@ def _keep(folder: Path, new: Path, keep_last: int) -> None:
 
 
 def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:
-    """Return the arguments from which Lightning constructs the module, except those that are not plain values."""
+    """Collect the arguments from which Lightning constructs the module, without those that are no plain values."""
     hparams = dict(getattr(module, "hparams", None) or {})
     kept = {}
     for name, value in hparams.items():
@@ -153,7 +153,7 @@ def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:
 
 
 def _without_graph(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Detach the tensors of a state dict from autograd; keep the module versions that torch stores with it."""
+    """Detach a state dict's tensors from autograd, and keep the module versions that torch stores beside them."""
     found = OrderedDict(
         (name, value.detach() if isinstance(value, torch.Tensor) else value) for name, value in state.items()
     )
@@ -163,7 +163,7 @@ def _without_graph(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _plain_state(state: Any, report: Callable[[str], None]) -> OrderedDict[str, Any]:
-    """Return a state dict without entries that a checkpoint cannot store; ``report`` gets a sentence about each."""
+    """Copy a state dict without the entries that a checkpoint cannot store; ``report`` is called with a sentence for each."""
     found: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
         problems = list(_not_plain(value, str(name), _READABLE))
@@ -181,7 +181,7 @@ def _plain_state(state: Any, report: Callable[[str], None]) -> OrderedDict[str, 
 
 
 def _is_kept(name: Any, value: Any, report: Callable[[str], None]) -> bool:
-    """Check whether an entry that the module's `on_save_checkpoint` has added can be saved; report one that cannot."""
+    """Check whether a checkpoint can store an entry that the module's `on_save_checkpoint` has added; report it if not."""
     problems = list(_not_plain(value, str(name), _READABLE))
     if problems:
         report(
@@ -192,7 +192,7 @@ def _is_kept(name: Any, value: Any, report: Callable[[str], None]) -> bool:
 
 
 def _is_same(saved: Any, value: torch.Tensor) -> bool:
-    """Check whether a tensor of a state dict shares its memory with the global model's tensor."""
+    """Check whether a state dict's tensor is the global model's own: same memory, shape, strides and dtype."""
     return (
         isinstance(saved, torch.Tensor)
         and (saved.data_ptr(), saved.dtype, saved.shape, saved.stride())
@@ -202,7 +202,7 @@ def _is_same(saved: Any, value: torch.Tensor) -> bool:
 
 
 def _not_plain(value: Any, where: str, types: tuple[type, ...] = _PLAIN) -> Iterable[tuple[str, Any]]:
-    """Yield path and value of all that `torch.load(weights_only=True)` would refuse to load."""
+    """Yield path and value of everything within ``value`` that `torch.load(weights_only=True)` would refuse."""
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
             yield from (

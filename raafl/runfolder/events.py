@@ -43,7 +43,7 @@ class RolledBackLines:
 
     def __init__(self) -> None:
         self.num_lines = 0
-        self._events = array("q")  # line numbers of the events that still count
+        self._events = array("q")  # line numbers of the events that no resume has undone
         self._ranges: list[range] = []
 
     def add(self, kind: str | None, kept: int | None = None) -> None:
@@ -52,7 +52,7 @@ class RolledBackLines:
         if kind in EVENTS:
             self._events.append(number)
         elif kind == "resumed" and kept is not None and kept < len(self._events):
-            begin = self._events[kept]  # assignments after the last kept event are not rolled back
+            begin = self._events[kept]  # assignments that follow the last kept event stay valid
             self._ranges = [one for one in self._ranges if one.start < begin] + [range(begin, number)]
             del self._events[kept:]
 
@@ -72,7 +72,7 @@ class JournalReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Store the path of the journal; ``path``: a run folder, or its `events.jsonl`."""
+        """Store the path of the journal; ``path`` is a run folder, or the journal itself."""
         path = Path(path)
         self.path = path / JOURNAL if path.is_dir() else path
 
@@ -96,7 +96,7 @@ class JournalReader:
                     raise ValueError(f"{where} is not JSON ({error}); {_REMEDY}") from error
                 if not isinstance(row, dict):
                     raise ValueError(f"{where} is not a JSON object, but a {type(row).__name__}; {_REMEDY}")
-                # "chain" belongs to the file format, see raafl.runfolder.append_file; it is no field of an event
+                # the chain's hash belongs to the file format of `raafl.runfolder.append_file`, not to the event
                 row.pop("chain", None)
                 yield cast(JournalRow, row)
 
@@ -136,7 +136,7 @@ def read_run(folder: Path, until: int | None = None) -> tuple[JournalReader, Sum
             raise BadInput(f"'{folder}' is not a run folder: it has no {name}")
     rows = JournalReader(folder)
     try:
-        # counting reads the whole journal, which also finds damaged rows
+        # for its effect: counting reads the whole journal, and so finds damaged rows
         _, summary = rows.num_events, read_summary(folder)
     except ValueError as error:
         raise BadInput(sanitize_text(error)) from None

@@ -90,7 +90,7 @@ class JournalFile(AppendFile[bytes]):
         self.head, self.length = head, self.length + 1
 
     def _emptied(self) -> None:
-        self.length = 0  # the chain's hash is kept, so that the gap row links to the rows that were lost
+        self.length = 0  # the hash stays, so that the row about the gap is chained to the lost rows
 
     def event(self, event: JournalRow) -> None:
         """Append an event to the journal file."""
@@ -125,7 +125,7 @@ class TableFile(AppendFile[list[Any]]):
         from raafl.runfolder.seals import TableDigest
 
         self._digest = TableDigest() if new else TableDigest.of_file(path)
-        # columns of the header in the file
+        # columns in the file's header
         self._header: tuple[str, ...] = () if new else tuple(next(read_table(path), ()))
         self.columns = self._header or tuple(columns)
         self.names = frozenset(self.columns)
@@ -179,7 +179,7 @@ _AS_THEY_ARE = frozenset({type(None), bool, int, float, str})
 
 
 class _Into:
-    """File object into which `csv.writer` writes; it appends each row to a list."""
+    """File object for `csv.writer` that appends each written row to a list."""
 
     def __init__(self, rows: list[str]) -> None:
         self.write = rows.append
@@ -207,8 +207,8 @@ class RunFolder:
         OSError: the folder cannot be created; nothing is left behind.
     """
 
-    reader: Reader | None = None  # object that also gets each row, such as the progress display; None = none
-    signer: Signer | None = None  # holder of the key that signs the records; None = they are unsigned
+    reader: Reader | None = None  # also gets each row, as the progress display does; None = nobody does
+    signer: Signer | None = None  # signs the records; None = they stay unsigned
     _seals: RunSeals | None = None
     _lock: FolderLock | None = None
 
@@ -254,7 +254,7 @@ class RunFolder:
         return folder
 
     def _take(self) -> None:
-        """Create and lock the folder, then check that it is empty, in case another process was faster."""
+        """Create and lock the folder, and check only then that it is empty: another process may have been faster."""
         if self.path.is_dir() or not self.path.exists():
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.path, "output")
@@ -274,19 +274,19 @@ class RunFolder:
             opened.append(self._metrics)
             self._clients = TableFile(self.path / CLIENTS, CLIENT_COLUMNS, self._warn, self._remake, new=new)
         except OSError:
-            for rows in opened:  # close without flushing, since the folder is given up
+            for rows in opened:  # without flushing, since the folder is given up
                 rows.abandon()
             raise
 
     def _remake(self) -> None:
-        """Recreate the folder and its config if they were deleted."""
+        """Create the folder and its config again if somebody has deleted them."""
         self.path.mkdir(parents=True, exist_ok=True)
         config = self.path / CONFIG
         if not config.exists():
             config.write_text(self._config, encoding="utf-8")
 
     def _remove(self, *, folder: bool) -> None:
-        """Remove what was created of a new run for which the disk has no space."""
+        """Delete the files of a new run for which the disk has no space."""
         with suppress(OSError):
             for name in (CONFIG, *GROWING):
                 (self.path / name).unlink(missing_ok=True)
@@ -400,7 +400,7 @@ class RunFolder:
             self._seals = RunSeals(self.path, self.signer, self._warn, self._remake)
         if not self._seals.seal(sealed, version, names, final=final, altered=altered):
             return
-        # rows still waiting for disk space are counted as unwritten; written after the final seal they would look added
+        # give up rows that wait for disk space: written after the final seal, they would look like a forgery
         if final:
             for file in (self._events, self._metrics, self._clients):
                 file.abandon()
@@ -434,7 +434,7 @@ def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path
 
 
 def _rounded(name: str, value: object) -> object:
-    """Round times and shares to 12 digits, which hides summation errors; leave metrics exact."""
+    """Round times and shares to 12 digits, against errors of summation in the last digits; metrics stay exact."""
     if type(value) is not float:
         return value
     is_figure = name in RUN_COLUMNS or name.endswith("_s") or name.startswith(TIME_TO)
@@ -484,7 +484,7 @@ class FolderLock:
         if descriptor is not None:
             os.close(descriptor)
 
-    def __del__(self) -> None:  # releases the lock if the run failed before `close` was called
+    def __del__(self) -> None:  # the run failed before `close` was called
         self.close()
 
     def __enter__(self) -> Self:
@@ -495,7 +495,7 @@ class FolderLock:
 
 
 def _leave_to_parent() -> None:
-    """Close a forked child's copies of its parent's locks, which would outlive a killed parent."""
+    """Close a forked child's copies of the folder locks: it may outlive its parent, which alone must hold them."""
     for lock in list(_held):
         lock.close()
 

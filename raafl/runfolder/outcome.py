@@ -69,7 +69,7 @@ def program() -> str:
 
 
 def _participation(participation: dict[str, int]) -> list[str]:
-    """Return a text bar for each of the first 16 clients, whose length shows how many of its updates were merged."""
+    """Draw a text bar for each of the first 16 clients, as long as its share of the merged updates."""
     total = max(sum(participation.values()), 1)
     shown = list(participation.items())[:16]
     widest = max((n for _, n in shown), default=1) or 1

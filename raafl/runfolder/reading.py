@@ -42,10 +42,10 @@ Numbers = npt.NDArray[np.float64]
 _FILES = (METRICS, CLIENTS, JOURNAL, SUMMARY)
 """A folder that has one of these, or a config.yaml, is a run folder."""
 _TEXT = ("client", "spec", "outcome")
-MOST_SAMPLES = 10_000  # rows of samples.csv that are read
-MOST_IMAGES = 64  # pictures of samples that are read
+MOST_SAMPLES = 10_000  # most rows of samples.csv that are read
+MOST_IMAGES = 64  # most pictures of samples that are read
 _MOST_IMAGE_BYTES = 100_000
-_AT_A_TIME = 10_000  # number of rows parsed at a time
+_AT_A_TIME = 10_000  # number of rows that are parsed at a time
 _TASK_NUMBERS = tuple(name for name in (*CLIENT_COLUMNS, *MEMORY_COLUMNS) if name not in _TEXT)
 
 
@@ -56,8 +56,8 @@ class ClientRecord:
     id: int
     num_samples: int = 0
     own_data: bool = False
-    profile: Mapping[str, Any] = field(default_factory=dict)  # fields of its device profile; None = infinite speed
-    # `(from, to)` times in seconds between which it was connected; `to` is infinite if it has not left
+    profile: Mapping[str, Any] = field(default_factory=dict)  # fields of the device profile; None stands for infinity
+    # seconds `(from, to)` between which the client was connected; `to` is infinite if it did not leave
     spells: list[tuple[float, float]] = field(default_factory=list)
 
     @property
@@ -84,7 +84,7 @@ class Tasks:
     """Index into `KINDS`."""
 
     def __post_init__(self) -> None:
-        """Classify the tasks' outcomes; an unknown outcome counts as lost."""
+        """Map the tasks' outcomes to codes of `KINDS`; an unknown outcome counts as lost."""
         codes = {kind: code for code, kind in enumerate(KINDS)}
         found = [codes.get(kind_of(outcome), codes[LOST]) for outcome in self.outcome]
         self.kind = np.array(found, np.int64)
@@ -93,7 +93,7 @@ class Tasks:
         return len(self.client)
 
     def __getitem__(self, name: str) -> Numbers:
-        """Return the numeric column ``name``, with a value for each task."""
+        """Return the numbers in the column ``name``, one for each task."""
         return self.numbers[name]
 
     def by_client(self) -> dict[int, npt.NDArray[np.intp]]:
@@ -116,22 +116,22 @@ class RecordedRun:
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
-    # columns of metrics.csv, by name; cells that are not numbers are NaN
+    # columns of metrics.csv by name; NaN where a cell is no number
     metrics: dict[str, Numbers] = field(default_factory=dict)
     tasks: Tasks = field(default_factory=lambda: _tasks([], []))
-    summary: Summary | None = None  # content of summary.json; None = the run has not ended
+    summary: Summary | None = None  # content of summary.json; None = there is none
     clients: dict[int, ClientRecord] = field(default_factory=dict)
-    # client and start time of each task that was in progress when the files end
+    # client and start in seconds of each task that was in progress when the files ended
     open_tasks: list[tuple[int, float]] = field(default_factory=list)
-    # number of messages and replies in the middle of a task, by task id
+    # number of messages between client and server within a task, by task id
     num_exchanges: dict[int, int] = field(default_factory=dict)
-    lost_at: dict[int, list[float]] = field(default_factory=dict)  # times at which each client was lost, by client
-    # limits given when the run was resumed, which are not in its config; empty if there are none
+    lost_at: dict[int, list[float]] = field(default_factory=dict)  # seconds at which a client was lost, by client id
+    # limits that were given to resume the run, which its config does not have
     goals: Mapping[str, Any] = field(default_factory=dict)
     runtime: str = ""
     last_event_s: float = 0.0
     has_journal: bool = False
-    notes: list[str] = field(default_factory=list)  # descriptions for readers of what is missing or damaged
+    notes: list[str] = field(default_factory=list)  # what is missing or damaged, as sentences for the reader
 
     @property
     def is_simulated(self) -> bool:
@@ -209,7 +209,7 @@ def _read_config(run: RecordedRun, path: Path) -> None:
     try:
         run.config = {str(name): value for name, value in load_untrusted_yaml(run.config_text).items()}
     except ValueError as error:
-        if run.config_text.strip() not in ("", "null"):  # a run started from Python has no config text
+        if run.config_text.strip() not in ("", "null"):  # a run from Python has no text of a config
             run.notes.append(f"config.yaml is not one of raafl's: {error}")
 
 
@@ -220,7 +220,7 @@ def _read_summary(run: RecordedRun, path: Path) -> None:
 
 
 def _rows(run: RecordedRun, path: Path) -> Iterator[list[str]]:
-    """Yield a table's header and its complete rows; damaged rows are skipped, and their number is noted."""
+    """Yield a table's header and its complete rows; damaged ones are counted in a note."""
     num_damaged = 0
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         found = _csv(line.replace("\0", "") for line in file)
@@ -241,7 +241,7 @@ def _csv(lines: Iterator[str]) -> Iterator[list[str]]:
             yield next(reader)
         except StopIteration:
             return
-        except csv.Error:  # a cell longer than csv's field limit
+        except csv.Error:  # a cell is longer than csv's limit
             yield ["damaged"]
 
 
@@ -267,7 +267,7 @@ def _read_clients(run: RecordedRun, path: Path) -> None:
             run.notes.append("clients.csv has no columns client and outcome; it is left out")
         return
     column, parts, num_unknown = header.index("client"), [_tasks([], [])], 0
-    while some := list(islice(rows, _AT_A_TIME)):  # parse in portions: as text, rows need ten times the memory
+    while some := list(islice(rows, _AT_A_TIME)):  # in portions: as text, rows take ten times the memory
         known = [row for row in some if row[column].isdecimal() and len(row[column]) < 18]
         num_unknown += len(some) - len(known)
         parts.append(_tasks(header, known))
@@ -293,7 +293,7 @@ def _tasks(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Tasks:
 
 
 def _read_journal(run: RecordedRun, path: Path) -> None:
-    """Read from the journal when clients were connected, their device profiles, and tasks that never ended."""
+    """Read from the journal when clients were connected, their device profiles, and which tasks never ended."""
     settled = set(run.tasks["assignment"].tolist())
     try:
         for event in JournalReader(path).written():

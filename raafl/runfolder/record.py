@@ -48,7 +48,7 @@ class RunRecord:
         """Figures beside the metrics, as they were when the version measured last was made."""
         self._due: dict[int, dict[str, float | None]] = {}
         self.folder, self.targets = folder, targets
-        self._series: dict[str, Any] = {}  # device profiles already written to the journal in full, by digest
+        self._series: dict[str, Any] = {}  # profiles that the journal has in full already, by digest
         self.started = time.perf_counter()
         self.outcomes: Counter[str] = Counter()
         self.participation: dict[int, int] = {}
@@ -58,7 +58,7 @@ class RunRecord:
         self.metrics: dict[str, float] = {}
         self.evaluated_version = -1
         self.num_events = self.num_rows = 0
-        self._busy_s = 0.0  # seconds that clients have spent in finished tasks, summed over clients
+        self._busy_s = 0.0  # seconds of finished tasks, summed over clients
         self._staleness_sum = self._staleness_max = 0
         self._turned_away: Counter[str] = Counter()
         self._kept_out: Counter[int] = Counter()
@@ -93,7 +93,7 @@ class RunRecord:
             self._keep_received(event)
         if self.folder is not None:
             row = {"time_s": now, **event_to_json(event)}
-            # shorten repeated profiles, so that a client that keeps joining does not fill the disk
+            # a repeated profile is written as a reference: a client that joins again and again must not fill the disk
             if isinstance(event, Joined) and event.client.profile.has_series:
                 from raafl.devices.recordings import shortened
 
@@ -101,7 +101,7 @@ class RunRecord:
             self.folder.event(cast(JournalRow, row))
 
     def _keep_received(self, event: Event) -> None:
-        """Store tensors that a replay cannot compute: models of the server above, and updates of subfederations."""
+        """Store tensors that a replay cannot compute: models from a server above, and updates of whole subfederations."""
         assert self.folder is not None
         if isinstance(event, Received):
             keep_received(self.folder.path, event.fingerprint, event.tensors)
@@ -200,7 +200,7 @@ class RunRecord:
 
     def _figures(self, version: int, now: float) -> dict[str, float | None]:
         merged, num_clients, memory = self.outcomes[MERGED], len(self.participation), self.figures.memory()
-        measured = memory["measured_bytes"]  # a simulation measures no memory, and its table has no such column
+        measured = memory["measured_bytes"]  # a simulation measures no memory, and its table lacks the column
         figures: RunFigures = {
             "utilisation": self._utilisation(now),
             "participation": self.figures.mean_participation(version, num_clients),
@@ -218,7 +218,7 @@ class RunRecord:
         return {**self.figures.clients(), **cast(dict[str, float | None], figures)}
 
     def _utilisation(self, now: float) -> float:
-        """Return RU: the clients' seconds in tasks, divided by (N * elapsed seconds); Co-S2P paper, eq. 12."""
+        """Compute the utilisation RU: seconds of all tasks / (N * elapsed seconds); Co-S2P paper, eq. 12."""
         busy = self._busy_s + self.figures.working_s(now)
         return min(busy / (max(len(self.participation), 1) * now), 1.0) if now > 0 else 0.0
 

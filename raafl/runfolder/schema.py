@@ -306,13 +306,13 @@ def _hints(kind: type) -> Mapping[str, Any]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Check whether a value from JSON matches a type; contents of containers are not checked."""
+    """Check whether a JSON value has the type ``hint``; what is in a container is not checked."""
     if hint is Any or get_origin(hint) is Literal:
         return True
     if get_origin(hint) is UnionType:
         return any(_fits(value, one) for one in get_args(hint))
     if hint is int:
-        return isinstance(value, int) and abs(value) < 2**64  # seeds are 64-bit integers
+        return isinstance(value, int) and abs(value) < 2**64  # seeds have 64 bits
     return isinstance(value, int | float if hint is float else get_origin(hint) or hint)
 
 
@@ -321,8 +321,8 @@ class TableSeal:
     """Digest of the rows of a table, with their number and the columns."""
 
     lines: int  # number of lines after the header
-    columns: Sequence[str]  # columns of the header; later rows may add more
-    sha256: str  # digest of the rows without empty cells at their ends, so that new columns do not change it
+    columns: Sequence[str]  # columns of the header; rows may have got more since
+    sha256: str  # digest of the rows without empty last cells, which a new column adds
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,9 +82,9 @@ class TableDigest:
 class Seal:
     """A seal, read from the file of seals: a signed entry with hashes of the run's files."""
 
-    data: Mapping[str, Any]  # fields of the seal, by name
-    text: str  # text that was signed
-    signature: str | None = field(default=None)  # signature of the text; None = unsigned
+    data: Mapping[str, Any]  # fields of the seal
+    text: str  # text that the signature covers
+    signature: str | None = field(default=None)  # signature in base64; None = unsigned
 
 
 class SealFile:
@@ -101,7 +101,7 @@ class SealFile:
         *,
         remake: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the file; an existing one is continued.
+        """Open the file of seals, or continue an existing one.
 
         `signer`: signs each seal; None = seals are unsigned. Raises OSError if the file cannot be opened.
         """
@@ -141,7 +141,7 @@ class SealFile:
         self._file.add(line)
 
     def _sync(self) -> None:
-        """Flush the sealed files to disk, so that after a power failure no seal exists without its rows."""
+        """Flush the sealed files to disk, so that after a power failure no seal covers rows that were lost."""
         for name in GROWING:
             with suppress(OSError):
                 descriptor = os.open(self._folder / name, os.O_RDONLY)
@@ -167,7 +167,7 @@ class RunSeals:
     ) -> None:
         self._folder, self._signer, self._warn, self._remake = folder, signer, warn, remake
         self._file: SealFile | None = None
-        self._files: dict[str, str] = {}  # digests of the files sealed so far
+        self._files: dict[str, str] = {}  # digests of all files sealed so far, by name
 
     def seal(
         self, sealed: Sealed, version: int, names: Iterable[str], *, final: bool = False, altered: Iterable[str] = ()
@@ -262,10 +262,8 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-# Sign the records of a run with a private key, and check such signatures.
-#
-# The key is the one that a server or a site has for TLS, if it is named; else an Ed25519 key of this user, made at its first
-# use in the state folder, which only the user can read.
+# Sign the records of a run with a private key, and check such signatures. It is the TLS key of a server or site, if one
+# is named; else an Ed25519 key that is made at first use in the user's state folder, where only the user can read it.
 
 KEY_FILE: Final = "signing.key"
 """Name of the key file in the user's state folder."""
@@ -276,7 +274,7 @@ class Signer:
     """A private key that signs the records of runs."""
 
     key: Ed25519PrivateKey | EllipticCurvePrivateKey
-    public: str  # public key, in base64 (DER)
+    public: str  # public key as DER in base64
 
     @classmethod
     def load(cls, path: Path) -> Signer:
@@ -397,7 +395,7 @@ def _ecdsa() -> ECDSA:
 
 
 def _make_key(path: Path) -> None:
-    """Write a new Ed25519 key; if two processes do so at once, the first one's key stays."""
+    """Write a new Ed25519 key; of two processes that do so at once, the first one's key stays."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 

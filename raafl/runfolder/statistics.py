@@ -28,7 +28,7 @@ class Coverage:
     def __init__(self, submodels: Submodels) -> None:
         self._submodels, self._payload = submodels, Payload(submodels)
         self._shares: OrderedDict[frozenset[Spec], float | None] = OrderedDict()
-        self._layout = submodels.layout(FULL, "trained")  # only trained values: frozen ones may be most of the model
+        self._layout = submodels.layout(FULL, "trained")  # trained tensors only: frozen ones may be most of the model
         self._entries = [entry for entry in self._layout.entries if entry.name in submodels.parameters]
         self._total = sum(entry.numel for entry in self._entries)
 
@@ -76,15 +76,16 @@ class RunStatistics:
         trained; None = the model is no language model.
         """
         self._coverage, self._peak_bytes, self._num_tokens = coverage, peak_bytes, num_tokens
-        self._tokens = 0.0  # of merged updates
-        self._open: tuple[int, set[Spec]] = (0, set())  # the version being made, and the submodels that its tasks train
-        self._shares: list[float] = [0, 0.0, math.inf]  # number, sum and minimum of the coverage over versions
-        self._since: dict[int, float] = {}  # by assignment: time at which it was handed out, in seconds
-        self._rounds: dict[int, list[int]] = {}  # by client: last version that it took part in, and number of versions
-        self._num_rounds = 0  # number of client participations, summed over clients
-        # by client: number of test samples and latest metrics
+        self._tokens = 0.0  # tokens of all merged updates
+        self._open: tuple[int, set[Spec]] = (0, set())  # next version, and submodels of the tasks merged into it
+        self._shares: list[float] = [0, 0.0, math.inf]  # number, sum and minimum of the coverage of all versions so far
+        self._since: dict[int, float] = {}  # seconds at which each open task was assigned, by assignment id
+        # latest version in which a client took part, and the number of versions in which it did, by client id
+        self._rounds: dict[int, list[int]] = {}
+        self._num_rounds = 0  # sum over clients of the number of versions in which they took part
+        # number of test samples, and latest metrics on them, by client id
         self._tested: dict[int, tuple[float, dict[str, float]]] = {}
-        self._memory = [0.0, 0.0]  # highest predicted and measured memory, in bytes
+        self._memory = [0.0, 0.0]  # most memory of a task in bytes, predicted and measured
         self.regions: Counter[int] = Counter()
         self.logged = LoggedMeans()
 
@@ -142,7 +143,7 @@ class RunStatistics:
         rounds[0] = version
 
     def _close(self) -> None:
-        """Record the coverage of the version that a merge has just completed."""
+        """Store the coverage of the version that the latest merge has completed."""
         specs = self._open[1]
         share = self._coverage.share(specs) if self._coverage is not None and specs else None
         if share is not None:
@@ -217,19 +218,20 @@ class RunStatistics:
         self._tested.update({client: (size, dict(metrics)) for client, (size, metrics) in data["tested"].items()})
         self.regions.update(data["regions"])
         self.logged.restore(data["logged"])
-        self._tokens = data.get("tokens", 0.0)  # checkpoints of earlier versions have none
+        self._tokens = data.get("tokens", 0.0)  # checkpoints of earlier versions lack tokens
 
 
 def _own_metrics(update: Update, known: Mapping[str, float]) -> dict[str, float]:
-    """Return the known metrics that a client measured on its own test data; empty if their number is invalid."""
+    """Select the known metrics that a client has measured on its own test data; none if its number of samples is invalid."""
     if not 1 <= update.metrics.get(NUM_TESTED, 0.0) < MOST:
         return {}
     found = {name: update.metrics.get(TEST + name, math.nan) for name in known}
-    return {name: value for name, value in found.items() if abs(value) <= MAX_METRIC}  # the comparison also drops NaN
+    # the comparison is False for NaN, too
+    return {name: value for name, value in found.items() if abs(value) <= MAX_METRIC}
 
 
-# Average the values that clients' `training_step` logs over the tasks between two evaluations. They come from clients,
-# so their number, names and sizes are bounded.
+# Average what clients' `training_step` logs, over the tasks between two evaluations. Clients choose it freely, so the
+# number, names and sizes are bounded.
 
 MAX_NAME = 100
 """Characters kept of a metric's name."""
@@ -265,8 +267,8 @@ class LoggedMeans:
     """
 
     def __init__(self) -> None:
-        self._names: dict[str, bool] = {}  # by metric name: whether the trial step has logged it
-        self._named_by: Counter[int] = Counter()  # by client: number of names that it was the first to log
+        self._names: dict[str, bool] = {}  # whether the trial step has logged it, by the metric's name
+        self._named_by: Counter[int] = Counter()  # number of names that a client was the first to log, by client id
         self._open: Sums = {}
         self._closed: list[tuple[int, Sums]] = []
 
@@ -319,7 +321,7 @@ class LoggedMeans:
     def restore(self, data: Mapping[str, Any]) -> None:
         """Restore the means from the result of `save`."""
         self._names |= data["names"]
-        self._named_by.update(dict(data.get("named_by", ())))  # checkpoints of earlier versions have no "named_by"
+        self._named_by.update(dict(data.get("named_by", ())))  # checkpoints of earlier versions lack it
         self._open = _copied(data["open"])
         self._closed = [(version, _copied(sums)) for version, sums in data["closed"]]
 

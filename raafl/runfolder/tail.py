@@ -18,11 +18,11 @@ from raafl.sanitize import sanitize_tree
 
 _RESUMED = '"resumed"'
 _KIND = re.compile(r'"event": ?"(\w+)"')
-_READ_BYTES = 2**22  # bytes read at once, since a long run's journal may be larger than memory
+_READ_BYTES = 2**22  # number of bytes read at a time: a long run's journal may be larger than memory
 
 
 class _WrittenAnew(Exception):
-    """Raised when a file was replaced, so that all rows read so far are invalid."""
+    """Raised when a file was replaced: all rows that were read before are invalid."""
 
 
 class NewLines:
@@ -37,7 +37,7 @@ class NewLines:
 
         For a long file only the first lines are returned; call again for the next.
         """
-        if not self.path.is_file():  # a device or a pipe might never end
+        if not self.path.is_file():  # reading a device or pipe might never end
             return None if self._read else []
         try:
             with self.path.open("rb") as file:
@@ -88,7 +88,7 @@ class RunTail(Generic[R]):
     """
 
     def __init__(self, path: Path, make: Callable[[], R], clock: Callable[[], float] = time.time) -> None:
-        """Store the run's folder; ``make`` creates an empty reader, ``clock`` returns the time as files have it."""
+        """Store the run's folder; ``make`` creates the reader's empty state, ``clock`` returns the time, as files have it."""
         self.path, self._make, self._clock = path, make, clock
         self._begin()
 
@@ -123,7 +123,7 @@ class RunTail(Generic[R]):
         return self._take_summary() or news
 
     def _take_rows(self, name: str, take: Callable[[Mapping[str, str]], None]) -> bool:
-        """Pass the new rows of a file to the reader; return whether there were any."""
+        """Pass the new rows of a table to ``take``; return whether there were any."""
         news = False
         for line in self._new(name):
             news = True
@@ -148,7 +148,7 @@ class RunTail(Generic[R]):
                 self.state.event(row, at)
                 self.begun |= row.get("event") == "run"
                 self._resumed |= row.get("event") == "resumed"
-            except (TypeError, ValueError, AttributeError, KeyError):  # valid JSON, but not a row that raafl wrote
+            except (TypeError, ValueError, AttributeError, KeyError):  # valid JSON, but no row of raafl's
                 self.num_damaged += 1
         return number >= 0
 
@@ -173,7 +173,7 @@ class RunTail(Generic[R]):
             self.num_damaged += 1
 
     def _take_summary(self) -> bool:
-        """Read the summary; ignore one of an interruption or failure after which the run was resumed."""
+        """Read the summary, unless it is of an interruption or failure after which the run was resumed."""
         if self._has_ended:
             return False
         try:
@@ -192,7 +192,7 @@ class RunTail(Generic[R]):
 
 
 def _undone(journal: Path) -> RolledBackLines:
-    """Return which journal lines were rolled back; only the few "resumed" lines are parsed as JSON."""
+    """Find the journal's lines that a resume has undone; only the few lines about a resume are parsed as JSON."""
     new_lines, undone = NewLines(journal), RolledBackLines()
     while lines := new_lines.lines():
         for line in lines:
@@ -202,7 +202,7 @@ def _undone(journal: Path) -> RolledBackLines:
 
 
 def _num_kept(line: str) -> int | None:
-    """Return how many events a "resumed" line keeps; None for a damaged line."""
+    """Read from a line about a resume how many events it keeps; None if the line is damaged."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         return int(json.loads(line)["kept"])
     return None

@@ -240,9 +240,10 @@ class Summary(TypedDict, total=False):
     `batched` tells which clients were trained together in one operation, `captured` how many tasks had steps that are
     CUDA graphs, and why others had none; `data_on_device` of how many tasks the data lay on the GPU, and why others' were
     sent. `trials` has the metric, virtual seconds, updates, share of the run's work and real seconds of trials of methods
-    before the run. `subfederations` has the number of simulated ones, and the updates and bytes below them. `model` and
-    `traceback` are files in the folder; `model_copy` is the path of a model that could not be saved there. `best` has
-    version, metric and value of `checkpoints/best.ckpt`. `mirror` describes the copy in an object store, `hub` the upload
+    before the run, the untrained model's metric, and whether the trials were decisive. `subfederations` has the number of
+    simulated ones, and the updates and bytes below them. `model` and `traceback` are files in the folder; `model_copy` is
+    the path of a model that could not be saved there. `best` has version, metric and value of `checkpoints/best.ckpt`.
+    `mirror` describes the copy in an object store, `hub` the upload
     to the Hugging Face hub. `unwritten` has the number of rows that each file lacks.
     """
 

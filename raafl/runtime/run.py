@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +13,7 @@ from raafl.config.experiment import Experiment
 from raafl.config.options import seconds
 from raafl.core.hooks import HookList, RunHooks
 from raafl.core.types import Assignment, Update, Warn
+from raafl.data.federated import Sized
 from raafl.errors import USER_ERRORS, BadInput, CodeFailed, cause
 from raafl.local.evaluate import MAX_LOGGED, Evaluator
 from raafl.rules import Rules
@@ -301,11 +302,11 @@ def _own_signer() -> Signer | None:
     return Signer.own()
 
 
-def evaluator_of(parts: ServerSetup, norms: AsItIs) -> Evaluator:
-    """Return the evaluator of the global model on the data by which a run is measured."""
+def evaluator_of(parts: ServerSetup, norms: AsItIs, batches: Callable[..., Iterable[Sized]] | None = None) -> Evaluator:
+    """Return the evaluator of the global model on the data by which a run is measured, or on other ``batches``."""
     return Evaluator(
         parts.submodels,
-        parts.data.test_batches,
+        batches or parts.data.test_batches,
         parts.coordinator.state.values.device,
         norms.fill_,
         seed=evaluation_seed(parts.experiment),

@@ -294,8 +294,8 @@ def choose(
         elif only_plan:
             notes.append(plan.announcement())
         else:
-            trials, notes = _tried(experiment, candidates, plan, loads)
-    best = candidates[order[0] if trials is None else trials.order[0]]
+            trials, notes = _tried(experiment, candidates, plan, loads, order)
+    best = candidates[_first(order, trials)]
     relative = {label: scores[label] / scores[best.label] for label in order}
     best = _adjusting(best, found[best.label], experiment)
     reasons = (*_reasons(best, relative, found[best.label].update_s or 0.0, fleet, table), *notes)
@@ -306,6 +306,13 @@ def trial_share(algorithm: Algorithm, *, simulated: bool) -> float:
     """Return the share of a run's work for trials: as the user says, else `SHARE` in a simulation and 0 with real clients."""
     own = algorithm.select.trials if isinstance(algorithm.select, Unchosen) else 0.0
     return (SHARE if simulated else 0.0) if own is None else own
+
+
+def _first(order: Sequence[str], trials: Trials | None) -> str:
+    """Return the label of the candidate to take: the trials' first; the table's, if they were not made or say nothing."""
+    if trials is None:
+        return order[0]
+    return trials.order[0] if trials.decisive else next(label for label in order if label not in trials.problems)
 
 
 def _promise(table: Table, features: Features, found: Mapping[str, Prediction]) -> dict[str, float]:
@@ -323,14 +330,18 @@ def _promise(table: Table, features: Features, found: Mapping[str, Prediction]) 
 
 
 def _tried(
-    experiment: Experiment, candidates: Mapping[str, Candidate], plan: TrialPlan, loads: Mapping[str, Load]
+    experiment: Experiment,
+    candidates: Mapping[str, Candidate],
+    plan: TrialPlan,
+    loads: Mapping[str, Load],
+    order: Sequence[str],
 ) -> tuple[Trials | None, list[str]]:
     """Run the trials of candidate methods; return their result, or None if they failed, and lines about it for the user."""
     quiet = experiment.progress == "quiet"
     if not quiet:
         _log.info(plan.announcement(), extra={"prefix": ""})
     try:
-        found = tried(experiment, {label: candidates[label].algorithm() for label in plan.labels}, plan, loads)
+        found = tried(experiment, {label: candidates[label].algorithm() for label in plan.labels}, plan, loads, order)
     except (BadInput, RunFailed) as error:
         return None, [f"auto: by the table alone, since the trials failed: {one_line(str(error))}"]
     if not quiet:

@@ -3,16 +3,21 @@
 All candidates are simulated up to the same virtual time and compared by a metric; the better half goes on from there, twice as
 far. They train with the run's settings and seed, and are measured on training samples that no client has, so that the test set
 plays no part. The plan is made by predictions alone (`planned`), so that it can be announced; `tried` carries it out.
+
+A difference counts only if it is clear beside the noise of so few samples: these are measured in parts, and the mean of the
+parts' differences must be over twice its standard error. Else the table's order decides, also between all candidates where none
+is clearly better than the untrained model.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from statistics import fmean
+from functools import partial
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -21,10 +26,12 @@ from raafl.config.experiment import Experiment
 from raafl.config.options import Engine, Samples, seconds
 from raafl.config.targets import direction
 from raafl.core.algorithm import Algorithm
+from raafl.data.federated import FederatedData, Sized
 from raafl.errors import USER_ERRORS, RunFailed, format_error, one_line
 from raafl.lab.plan.dry import Prediction
 from raafl.local.evaluate import Evaluator
 from raafl.runfolder.record import RunRecord
+from raafl.runtime.lifecycle.saved_form import AsItIs
 from raafl.runtime.run import evaluator_of, form_of
 from raafl.runtime.setup import build, load_data, make_executor
 from raafl.runtime.simulation import Simulation
@@ -39,6 +46,10 @@ _LEAST_TASKS = 0.5
 """Least length of the first stage, in tasks of the median client: before that nothing has been learnt."""
 _VALIDATION_SHARE, _VALIDATION_ROWS = 0.1, 2048
 _MEASURED_AT = (0.75, 1.0)  # shares of a stage's time after which a candidate is evaluated: one evaluation is noisy
+_PARTS = 8
+"""Number of parts of the validation samples whose metrics tell how noisy a comparison is."""
+_CLEAR = 2.0
+"""Mean of the parts' differences, in its standard errors, above which one candidate is clearly better than another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,10 @@ class Trials:
         share: share of the run's predicted work that they took.
         metric: metric by which candidates were compared.
         stages: virtual time of each comparison, and the metric of each candidate there; a failed one has None.
+        untrained: metric of the untrained model.
+        decisive: whether a candidate of the last comparison is clearly better than the untrained model; else the trials say
+            nothing, and the table decides.
+        decided_by_table: whether the first of ``order`` measured no better than another, and is before it in the table.
         problems: reason for which a trial failed, by label.
     """
 
@@ -95,6 +110,9 @@ class Trials:
     share: float
     metric: str
     stages: Sequence[tuple[float, Mapping[str, float | None]]]
+    untrained: float | None = None
+    decisive: bool = True
+    decided_by_table: bool = False
     problems: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -102,6 +120,8 @@ class Trials:
         return {
             "metric": self.metric,
             "stages": [{"virtual_s": at_s, "measured": dict(found)} for at_s, found in self.stages],
+            "untrained": self.untrained,
+            "decisive": self.decisive,
             "virtual_s": round(self.virtual_s, 6),
             "updates": self.updates,
             "share": round(self.share, 4),
@@ -112,10 +132,18 @@ class Trials:
         """Return one sentence that says what was measured and what it took, without real seconds: the journal has it."""
         at_s, found = self.stages[-1]
         shown = ", ".join(f"{label} {'failed' if value is None else f'{value:.4g}'}" for label, value in found.items())
-        return (
+        text = (
             f"auto: {len(self.order)} methods were tried before virtual time 0, in {self.share:.0%} of the run's work; "
             f"{self.metric} after {at_s:.3g} virtual s: {shown}"
         )
+        if not self.decisive:
+            start = "not finite" if self.untrained is None else f"{self.untrained:.4g}"
+            return f"{text}; none is clearly better than the untrained model, {start}, so that the table decides"
+        first = self.order[0]
+        others = [label for label in self.order if label != first and label in found]
+        if others and self.decided_by_table:
+            return f"{text}; {', '.join(others)} and {first} differ by no more than noise, so that the table decides between them"
+        return text
 
 
 def planned(
@@ -182,15 +210,20 @@ def _relative_work(costs: Sequence[float]) -> float:
 
 
 def tried(
-    experiment: Experiment, methods: Mapping[str, Algorithm], plan: TrialPlan, loads: Mapping[str, Load]
+    experiment: Experiment,
+    methods: Mapping[str, Algorithm],
+    plan: TrialPlan,
+    loads: Mapping[str, Load],
+    order: Sequence[str],
 ) -> Trials:
-    """Carry out a plan; candidates that measure alike stay in the plan's order.
+    """Carry out a plan; between candidates of which none is clearly better, the table's order decides.
 
     Args:
         experiment: settings of the run.
         methods: candidates by label.
         plan: plan of the trials.
         loads: predicted work of each candidate, by label.
+        order: labels of all candidates in the table's order, the best first.
 
     Raises:
         RunFailed: every trial failed, or no metric is known of which better values could be told.
@@ -206,32 +239,93 @@ def tried(
             except USER_ERRORS as error:
                 problems[label] = one_line(format_error(error))
                 dropped.append(label)
-        going = list(trials)
+        going = [label for label in order if label in trials]
+        untrained = trials[going[0]].metrics() if going else {}
+        start, ranking = None, Ranking([], False, False)
         for until_s, num_left in plan.stages:
             passed_s = until_s - (stages[-1][0] if stages else 0.0)
             work += passed_s * sum(loads[label].per_s for label in going)
             virtual_s += passed_s * len(going)
             measured = _measured({label: trials[label] for label in going}, until_s, problems)
             metric = metric or _metric(experiment, measured)
+            sign = 1.0 if _grows(experiment, metric) else -1.0
+            start = _finite(untrained.get(metric))
             values = {label: _finite(measured.get(label, {}).get(metric)) for label in going}
-            sign = -1.0 if _grows(experiment, metric) else 1.0
-            # stable: equal candidates stay in the plan's order
-            ranked = sorted(going, key=lambda label: _rank(values[label], sign))
-            stages.append((until_s, values))
-            dropped = [*ranked[num_left:], *dropped]
-            going = [label for label in plan.labels if label in ranked[:num_left]]
+            stages.append(
+                (until_s, {label: None if value is None else fmean(value) for label, value in values.items()})
+            )
+            ranking = ranked(values, start, sign)
+            dropped = [*ranking.order[num_left:], *dropped]
+            going = [label for label in going if label in ranking.order[:num_left]]
         updates = sum(trial.coordinator.merged for trial in trials.values())
-    order = [*going, *dropped]
-    if order[0] in problems or not metric:
-        raise RunFailed(f"{order[0]}: {problems.get(order[0], 'no metric says which values are better')}")
+    found = [*going, *dropped]
+    if not found or found[0] in problems or not metric:
+        why = problems.get(found[0]) if found else None
+        raise RunFailed(f"{next(iter(found), 'auto')}: {why or 'no metric says which values are better'}")
     run_work = _work_of(experiment, loads[plan.labels[0]]) or math.inf
     real_s = time.perf_counter() - begun_s
-    return Trials(order, virtual_s, real_s, updates, work / run_work, metric, stages, problems)
+    return Trials(
+        found,
+        virtual_s,
+        real_s,
+        updates,
+        work / run_work,
+        metric,
+        stages,
+        None if start is None else fmean(start),
+        ranking.decisive,
+        ranking.by_table,
+        problems,
+    )
 
 
-def _measured(going: Mapping[str, _Trial], until_s: float, problems: dict[str, str]) -> dict[str, dict[str, float]]:
-    """Continue each trial until a virtual time and return its metrics, by label; add failed trials to ``problems``."""
-    found = dict[str, dict[str, float]]()
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Candidates in the order of a comparison, the best first."""
+
+    order: Sequence[str]
+    decisive: bool  # whether one of them is clearly better than the untrained model
+    by_table: bool  # whether the first has a worse mean than another, and is before it in the table
+
+
+def ranked(values: Mapping[str, Sequence[float] | None], untrained: Sequence[float] | None, sign: float) -> Ranking:
+    """Rank candidates by their metrics; the first in the table of those than which none is clearly better is next.
+
+    Where none is clearly better than the untrained model, the table's order is kept. Failed candidates come last.
+
+    Args:
+        values: metric of each candidate in each part of the validation samples, in the table's order; None = it failed.
+        untrained: metric of the untrained model in each part; None = it is not finite.
+        sign: 1 if larger values are better, -1 if smaller ones are.
+    """
+    measured = {label: value for label, value in values.items() if value is not None}
+    failed = [label for label in values if label not in measured]
+    decisive = untrained is None or any(_clearly_better(value, untrained, sign) for value in measured.values())
+    if not decisive or not measured:
+        return Ranking([*measured, *failed], decisive and bool(measured), False)
+    left, found = dict(measured), list[str]()
+    while left:
+        best = max(left.values(), key=lambda value: sign * fmean(value))
+        found.append(next(label for label, value in left.items() if not _clearly_better(best, value, sign)))
+        del left[found[-1]]
+    means = {label: sign * fmean(value) for label, value in measured.items()}
+    return Ranking([*found, *failed], True, means[found[0]] < max(means.values()))
+
+
+def _clearly_better(one: Sequence[float], other: Sequence[float], sign: float) -> bool:
+    """Check whether a metric is better by more than `_CLEAR` standard errors of the differences in the parts."""
+    gains = [sign * (a - b) for a, b in zip(one, other, strict=True)]
+    error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+    return fmean(gains) > _CLEAR * error
+
+
+_Parts = tuple[float, ...]
+"""A metric in each part of the validation samples."""
+
+
+def _measured(going: Mapping[str, _Trial], until_s: float, problems: dict[str, str]) -> dict[str, dict[str, _Parts]]:
+    """Continue trials until a virtual time and return the metrics of each; record failures in ``problems``."""
+    found = dict[str, dict[str, _Parts]]()
     for label, trial in going.items():
         try:
             found[label] = trial.measured(until_s)
@@ -240,17 +334,12 @@ def _measured(going: Mapping[str, _Trial], until_s: float, problems: dict[str, s
     return found
 
 
-def _rank(value: float | None, sign: float) -> float:
-    """Return a sort key for a trial's metric: ``sign`` is -1 if larger is better, and failed trials (None) come last."""
-    return math.inf if value is None else sign * value
+def _finite(value: _Parts | None) -> _Parts | None:
+    return value if value is not None and all(map(math.isfinite, value)) else None
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _metric(experiment: Experiment, measured: Mapping[str, Mapping[str, float]]) -> str:
-    """Choose the metric by which trials are compared: the first target's, else accuracy, loss or any other; "" if none."""
+def _metric(experiment: Experiment, measured: Mapping[str, Mapping[str, _Parts]]) -> str:
+    """Return the metric by which to compare trials: the first target's, else accuracy, loss or another; "" = none."""
     names = next(iter(measured.values()), {})
     wanted = [*(target.metric for target in experiment.targets()), "accuracy", "loss", *names]
     return next((name for name in wanted if name in names and _grows(experiment, name) is not None), "")
@@ -291,23 +380,40 @@ class _Trial(Simulation):
         executor = make_executor(parts, experiment.workers)
         stack.callback(executor.close)
         trial = cls(parts.coordinator, parts.clients, executor, RunRecord(None), None)
-        trial._measure_now = evaluator_of(parts, form_of(parts))
+        trial._norms = form_of(parts)
+        batches, trial._bounds = _in_parts(parts.data)
+        trial._evaluator = evaluator_of(parts, AsItIs(), batches)
         return trial
 
-    _measure_now: Evaluator
+    _evaluator: Evaluator
+    _norms: AsItIs
+    _bounds: Sequence[tuple[int, int]]
 
-    def measured(self, until_s: float) -> dict[str, float]:
-        """Continue until a virtual time; return metrics of the model, averaged over that time and one shortly before."""
-        from_s, found = self.reached_s, list[dict[str, float]]()
+    def measured(self, until_s: float) -> dict[str, _Parts]:
+        """Continue until a virtual time; return the mean metrics of the model at that time and shortly before it."""
+        from_s, found = self.reached_s, list[dict[str, _Parts]]()
         for part in _MEASURED_AT:
             self.reached_s = from_s + part * (until_s - from_s)
             while self._heap and self._heap[0][0] <= self.reached_s and not self.reason:
                 self._turn()
                 if self.error is not None:
                     raise self.error
-            state = self.coordinator.state
-            found.append(self._measure_now(state.values, state.version))
-        return {name: fmean(one[name] for one in found) for name in found[-1] if all(name in one for one in found)}
+            found.append(self.metrics())
+        return {
+            name: tuple(map(fmean, zip(*(one[name] for one in found), strict=True)))
+            for name in found[-1]
+            if all(name in one for one in found)
+        }
+
+    def metrics(self) -> dict[str, _Parts]:
+        """Return the metrics of the model in each part of the validation samples."""
+        state, found = self.coordinator.state, list[dict[str, float]]()
+        with self._norms.filled(state.values, anew=True):
+            for start, stop in self._bounds:
+                self._evaluator.begin(state.values, state.version)
+                self._evaluator.measure(start, stop)
+                found.append(self._evaluator.end())
+        return {name: tuple(one[name] for one in found) for name in found[-1] if all(name in one for one in found)}
 
     def save(self) -> dict[str, Any]:
         """Return an empty state: a trial cannot be resumed."""
@@ -315,3 +421,13 @@ class _Trial(Simulation):
 
     def _take_raised(self, error: BaseException, client: int | None) -> None:
         raise error
+
+
+def _in_parts(data: FederatedData) -> tuple[Callable[..., Iterable[Sized]], list[tuple[int, int]]]:
+    """Return what yields the validation batches, and the first batch of each part with the first after it."""
+    sizes = [num for _, num in data.test_batches()]
+    size = min(sizes[0], max(1, sum(sizes) // _PARTS))
+    num = sum(1 for _ in data.test_batches(size))
+    ends = [num * (part + 1) // _PARTS for part in range(_PARTS)]
+    bounds = [(start, end) for start, end in zip([0, *ends], ends, strict=False) if start < end]
+    return partial(data.test_batches, size), bounds

@@ -13,7 +13,7 @@ from raafl.core.options import Privacy
 from raafl.errors import BadInput
 from raafl.lab.plan import choose as choosing
 from raafl.lab.plan.choose import Candidate, Cell, Features, Table, auto, choose, trial_share
-from raafl.lab.plan.trials import Load, planned
+from raafl.lab.plan.trials import Load, planned, ranked
 from tests.helpers.cached_models import reuse_findings
 
 FEATURES = Features(slowest=0.0, fastest=0.0, link=0.0, fits=1.0, present=1.0, clients=1.0)
@@ -97,12 +97,52 @@ def test_each_tasks_favourite_is_tried_and_the_same_is_chosen_again(experiment):
     assert found.trials.metric == "accuracy" and 0 < found.trials.share <= 0.31
     _, values = found.trials.stages[-1]
     best = max(values, key=lambda label: values[label])
-    assert found.trials.order[0] == best and found.candidate.label == best
+    assert found.trials.decisive and found.trials.untrained < 0.3
+    assert (
+        found.trials.order[0] == found.candidate.label
+        and (found.candidate.label == best) != found.trials.decided_by_table
+    )
     assert found.reasons[2].startswith("auto: ") and "before virtual time 0" in found.reasons[2]
     again = choose(replace(experiment, workers=2, batch_clients=4), TABLE, share=0.3)
     assert again.trials.to_json() == found.trials.to_json()
     told = choose(experiment, TABLE, share=0.3, only_plan=True)
     assert told.trials is None and told.reasons[2].startswith("auto: tries ")
+
+
+def test_a_difference_within_the_noise_leaves_the_order_to_the_table():
+    """By hand: "b" is 0.02 above "a" with a standard error of 0.02 (two parts of 0.04 and 0.0); "c" is 0.5 below in each."""
+    values = {"c": (0.1, 0.1), "a": (0.6, 0.6), "b": (0.64, 0.6), "failed": None}
+    found = ranked(values, (0.0, 0.05), 1.0)
+    assert (found.order, found.decisive, found.by_table) == (["a", "b", "c", "failed"], True, True)
+    turned = {"b": values["b"], "a": values["a"]}
+    assert ranked(turned, (0.0, 0.05), 1.0).order == ["b", "a"] and not ranked(turned, (0.0, 0.05), 1.0).by_table
+    losses = {"far": (1.0, 1.1), "near": (0.5, 0.55)}  # smaller is better, and 0.5 and 0.55 are clearly so
+    assert ranked(losses, (2.3, 2.4), -1.0).order == ["near", "far"]
+
+
+def test_where_nothing_is_clearly_learnt_a_comparison_says_nothing():
+    """Candidates at chance, one of them worse than the untrained model in one part: the table's order stays, failures last."""
+    values = {"failed": None, "a": (0.1, 0.1, 0.1), "b": (0.2, 0.05, 0.12), "c": (0.0, 0.1, 0.0)}
+    found = ranked(values, (0.1, 0.1, 0.1), 1.0)
+    assert (found.order, found.decisive) == (["a", "b", "c", "failed"], False)
+    assert ranked({"a": (0.3, 0.4, 0.3)}, (0.1, 0.1, 0.1), 1.0).decisive
+    assert ranked({"a": (0.3, 0.4, 0.3)}, None, 1.0).decisive  # the untrained loss is not finite, and this one is
+
+
+def test_the_table_decides_where_the_trials_say_nothing(monkeypatch, tmp_path, capsys):
+    """At a rate of 0 no candidate learns; the table's first of all candidates is taken, and message and files tell it."""
+    monkeypatch.setattr(Table, "load", classmethod(lambda cls: TABLE))
+    asked = ["--algorithm", "auto", "--algorithm.trials", "0.3", "--output", str(tmp_path / "run"), "--json"]
+    assert main(["simulate", *CONFIG, *asked, "--model.lr", "0", "--max_updates", "40"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    chosen = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])["chosen"]
+    assert chosen["trials"]["decisive"] is False and summary["trials"]["decisive"] is False
+    assert summary["trials"]["untrained"] == chosen["trials"]["stages"][-1]["measured"][next(iter(chosen["scores"]))]
+    assert (
+        chosen["reasons"][2].endswith("so that the table decides")
+        and "than the untrained model" in chosen["reasons"][2]
+    )
+    assert min(chosen["scores"].values()) == 1.0  # the best by the table
 
 
 def test_trials_are_booked_and_not_made_again(monkeypatch, tmp_path, capsys):

@@ -455,8 +455,7 @@ def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> R
         why = summary["finished"].removeprefix("failed: ")
         error: BaseException | None = observer.error
         if isinstance(error, CodeFailed):
-            # without a cause the exception comes from another process, and only its traceback as text is known
-            if error.__cause__ is None:
+            if error.__cause__ is None:  # it comes from another process, so only its traceback as text is known
                 error.add_note(error.traceback)
             error = error.__cause__ or error
         raise RunFailed(f"{why} (run folder: {folder})") from error

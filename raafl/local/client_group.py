@@ -279,10 +279,12 @@ def _own_way(what: str) -> str:
     return f"this client spans several processes, but its training {what}: join with one process, without torchrun"
 
 
-# Shard a client's submodel over its processes, with FSDP2 (`torch.distributed.fsdp.fully_shard`).||Each of W processes
-# holds 1/W of the trained parameters, of their gradients and of the optimizer's state. Each member of a `ModuleList` or
-# `Sequential` is gathered while it computes, all other parameters during the whole step. The values that the server
-# sent, and those of the result, exist as a whole only on the leader, which scatters and gathers them tensor by tensor.
+# Shard a client's submodel over its processes, with FSDP2 (`torch.distributed.fsdp.fully_shard`).
+#
+# Each of W processes holds 1/W of the trained parameters, of their gradients and of the optimizer's state. Each member
+# of a `ModuleList` or `Sequential` is gathered while it computes, all other parameters during the whole step. The
+# values that the server sent, and those of the result, exist as a whole only on the leader, which scatters and gathers
+# them tensor by tensor.
 
 _STEPS = ("training_step", "validation_step")
 

@@ -22,7 +22,7 @@ __all__ = ["RateSelect", "Rated", "RollingWindows", "WindowPieces"]
 
 
 def __getattr__(name: str) -> object:
-    """Import a part when its name is first used; an import at the top would be circular, since core imports parts."""
+    """Import a part at its first use, since importing all here would be circular: core imports parts."""
     if name not in _HOME:
         raise AttributeError(f"module 'raafl.parts' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -161,8 +161,8 @@ class Adapted(Local):
 class PrunedAdapted(Adapted):
     """Local training of LoRA adapters with a loss that shrinks the ranks to be pruned."""
 
-    share: float = 1.0  # share of the ranks that pruning would keep; the loss does not affect them
-    penalty: float = 0.0  # weight of the loss that shrinks the other ranks
+    share: float = 1.0  # share of the ranks that pruning would keep, and that the loss does not penalise
+    penalty: float = 0.0  # weight of the penalty on all other ranks
 
     @property
     def traits(self) -> Traits:
@@ -175,7 +175,7 @@ class PrunedAdapted(Adapted):
 
 
 def _check_base(module: nn.Module, pair: LoraPair, lora: str) -> None:
-    """Raise `BadInput` unless the weight under an adapter is floating-point and unshared, so ``B A`` can be added."""
+    """Raise `BadInput` unless ``B A`` can be added to the weight under an adapter: it must be floating-point and unshared."""
     base = module.get_parameter(pair.base)
     shape = [module.get_parameter(pair.b).shape[0], module.get_parameter(pair.a).shape[1]]
     if not base.is_floating_point() or list(base.shape) != (shape[::-1] if pair.transposed else shape):
@@ -195,7 +195,7 @@ class Starting(WrappedSelect):
     """Wrapper of a select part (choice of submodels) that records from which version of the model each client starts."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work; record the version of the model from which the client starts."""
+        """Return the wrapped selector's work, and record the version of the model from which the client starts."""
         work = super().__call__(client, fleet)
         fleet.state.memory.of(LoraMemory).at_work[client.id] = fleet.state.version
         return work
@@ -211,7 +211,7 @@ class Alternating(WrappedSelect):
     """Wrapper of a select part (choice of submodels): only B trains in even versions of the model, only A in odd ones."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work with one of the two factors of each adapter frozen."""
+        """Return the wrapped selector's work with A or B of each adapter frozen, in turn by version."""
         work, submodels = super().__call__(client, fleet), fleet.state.submodels
         frozen = {pair.b if fleet.state.version % 2 else pair.a for pair in pairs(submodels)}
         names = (entry.name for entry in submodels.layout(work.spec, "trained").entries)

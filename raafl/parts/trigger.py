@@ -47,11 +47,11 @@ class BufferMemory(MergeMemory):
     """State of a trigger whose buffer size follows the number of clients at work."""
 
     key = "buffer"
-    size: int  # number of updates in a merge at present
-    since_s: float = 0.0  # start of the current measurement of clients at work, in seconds on the run's clock
+    size: int  # present number of updates in a merge
+    since_s: float = 0.0  # time on the run's clock, in seconds, at which the measurement of working clients began
     until_s: float = 0.0  # time of the latest update
-    num_updates: int = 0  # number of updates that have arrived since ``since_s``
-    work_s: float = 0.0  # total seconds that clients were at work since ``since_s``, summed over clients
+    num_updates: int = 0  # number of updates since ``since_s``
+    work_s: float = 0.0  # seconds that clients have worked since ``since_s``, summed over clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,8 @@ class Buffered(Trigger):
         It is at least half of `size` and at most twice.
         """
         assert self.at_work is not None
-        least = max(self.size / 2, min(self.size, 2))  # at least two if `size` is: robust means need several updates
+        # at least two unless `size` is one: robust means need several updates
+        least = max(self.size / 2, min(self.size, 2))
         return min(max(self.size * (at_work - 1) / (self.at_work - 1), least), 2 * self.size)
 
     def needed(self, num_more: int, num_waiting: int) -> int | None:
@@ -179,7 +180,7 @@ class AllReported(Trigger):
             return arrived_s[enough - 1]
         if self.deadline is None or len(arrived_s) < half:
             return None
-        # later reports take longer than this one, so the median is known already
+        # known already, since later reports take longer than this one
         median_s = arrived_s[half - 1] - waiting.opened_s
         return waiting.opened_s + self.deadline * median_s if median_s > 0 else None
 
@@ -225,7 +226,7 @@ class MinRatio(Trigger):
     def wake_at(self, waiting: TriggerContext) -> float | None:
         """Return the time at which the wait ends, in seconds of the run's clock; None = too few clients have reported."""
         total = len(waiting.arrived_s) + waiting.num_active
-        needed = max(1, math.ceil(self.min_ratio * total - 1e-9))  # in floating point 0.28 * 25 is slightly above 7
+        needed = max(1, math.ceil(self.min_ratio * total - 1e-9))  # rounding puts 0.28 * 25 slightly above 7
         if len(waiting.arrived_s) < needed:
             return None
         return waiting.arrived_s[needed - 1] + self.wait_s

@@ -64,7 +64,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what not every run uses at its first use."""
+    """Import at its first use a name that only some runs need."""
     module = _LATER.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

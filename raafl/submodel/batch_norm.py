@@ -42,7 +42,8 @@ def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[
     module.eval()
     for norm in layers:
         norm.reset_running_stats()
-        # None = a plain mean over batches, which torch computes in the buffers' dtype; `_Mean` replaces it for half precision
+        # None = a plain mean over batches, which torch computes in the buffers' dtype; for half precision `_Mean`
+        # computes it in float32
         norm.momentum = 1.0 if norm in means else None
         norm.train()
     try:
@@ -60,7 +61,7 @@ def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[
 
 
 class _Mean:
-    """Mean, in float32, of the statistics that a batch norm measures in each of several calls."""
+    """Mean in float32 of the batch statistics that a batch norm of half precision computes in its calls."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         self._statistics: list[Any] = [norm.running_mean, norm.running_var]
@@ -73,7 +74,7 @@ class _Mean:
             total.add_(one)
 
     def store(self) -> None:
-        """Write the means into the batch norm's running statistics, in place; each is rounded only once."""
+        """Write the mean into the batch norm's running statistics, which rounds it only once."""
         for one, total in zip(self._statistics, self._sums, strict=True):
             one.copy_(total / self._num if self._num else one)
 
@@ -89,7 +90,7 @@ class Pooling:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Find the batch norms of ``module``, and its buffers of half precision."""
+        """Find the batch norms of ``module``, and the names of its half-precision buffers."""
         self.pairs = statistics_of(module)
         self._half = {name for name, buffer in module.named_buffers() if buffer.dtype.itemsize == 2}
 
@@ -121,7 +122,8 @@ class Pooling:
         old_moments = [moment.clone() for moment in variances]
         yield values
         for mean, moment, *before in zip(means, variances, old_means, old, old_moments, strict=True):
-            # in floating point (var + mean^2) - mean^2 differs from var: restore exact values where no update contributed
+            # rounding makes (var + mean^2) - mean^2 differ from var, so elements that no update has changed get their
+            # old values
             same = (moment == before[2]) & (mean == before[0])
             moment.copy_(torch.where(same, before[1], (moment - mean.square()).clamp_min_(0)))
 

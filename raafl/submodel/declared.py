@@ -24,7 +24,7 @@ class Stack:
     names: tuple[str, ...]
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
+        """Return the number of blocks in the stack."""
         return len(self.names)
 
     def block(self, index: int) -> str:
@@ -87,7 +87,7 @@ def find_stacks(module: nn.Module) -> dict[str, Stack]:
     known = [stack.path for stack in stacks.values()]
     lists = [(path, part) for path, part in module.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
     lists = [(path, part) for path, part in lists if len(part) > 1 and len(set(map(type, part))) == 1]
-    lists = [(path, part) for path, part in lists if part[0] is not None]  # leave out lists whose first block is None
+    lists = [(path, part) for path, part in lists if part[0] is not None]  # a list may have None in place of blocks
     mixed = {type(part[0]) for _, part in lists if len(set(map(_form, part))) > 1}
     for path, part in lists:
         if _form(part[0]) and type(part[0]) not in mixed and not within(path, known):
@@ -97,7 +97,7 @@ def find_stacks(module: nn.Module) -> dict[str, Stack]:
 
 
 def _form(block: nn.Module) -> tuple[Any, ...]:
-    """Return the names and shapes of a block's parameters; empty for a block without submodules."""
+    """Return names and shapes of a block's parameters, by which blocks are compared; empty for a layer without parts."""
     has_parts = next(block.children(), None) is not None
     return tuple((name, tuple(p.shape)) for name, p in block.named_parameters()) if has_parts else ()
 

@@ -113,7 +113,7 @@ def stack_of(submodels: Submodels, name: str | None = None) -> Stack:
 
 
 def _prefixes(submodels: Submodels, chosen: Iterable[str]) -> list[str]:
-    """Return the fewest paths and names that together match all parameters in ``chosen``, and no other parameter."""
+    """Return the shortest list of paths and names that matches all parameters in ``chosen`` and no others."""
     wanted = set(chosen)
     every = {**{name: name for name in submodels.parameters}, **submodels.aliases}
     others = {".".join(n.split(".")[:k]) for n in every if every[n] not in wanted for k in range(1, n.count(".") + 1)}
@@ -127,8 +127,8 @@ def _prefixes(submodels: Submodels, chosen: Iterable[str]) -> list[str]:
 
 # Add exit heads to transformers of Hugging Face and torchvision, which have none of their own.
 #
-# An exit after k blocks has its own copy of the layers after the last block. A submodel with k blocks and that exit puts the
-# copy in place of the original, so that the model's own forward ends early.
+# An exit after k blocks is a copy of the layers after the last block. In a submodel with k blocks and this exit the
+# copy replaces the original, so that the model's own forward ends early.
 
 
 def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
@@ -155,7 +155,7 @@ def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
     if hasattr(model, "submodel_exits") or hasattr(model, "exits"):
         raise BadInput(f"exits: {type(model).__name__} has exits already: call add_exits once, with all depths")
     sizes = {s: sum(p.numel() for p in model.get_submodule(s.path).parameters()) for s in find_stacks(model).values()}
-    # the longest list: a model may have lists of adapters, too
+    # the stack with the most parameters, since a model may have lists of adapters, too
     stack = max(sizes, key=sizes.__getitem__, default=Stack("", ()))
     exits, declared, after = nn.ModuleDict(), {}, {}
     for depth in sorted(set(depths)):
@@ -217,7 +217,7 @@ class EarlyLogits:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Register hooks on the blocks of a model in ``module`` to which `add_exits` was applied, or of its submodel.
+        """Register hooks that record the outputs of the blocks before exits, in a model to which `add_exits` was applied.
 
         Raises:
             BadInput: no model in ``module`` has exits.
@@ -233,7 +233,7 @@ class EarlyLogits:
         self._handles.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
 
     def _watch(self, name: str, path: str) -> bool:
-        """Record a block's output in forward passes; False if the model lacks the block or ends with its exit."""
+        """Register a hook for the block before an exit; False if this submodel lacks the block, or ends with that exit."""
         own = self.model.submodel_exits[name]
         parts = dict(self.model.named_modules())
         taken = any(
@@ -273,9 +273,9 @@ class EarlyLogits:
 class Tail:
     """Description of the layers after a model's last block (norm and head), for one type of model."""
 
-    names: str  # paths of the modules that an exit copies; in them, {} stands for the model's ``base_model_prefix``
-    # function ``logits(model, modules, hidden, input_ids)`` that computes logits from hidden states (batch,
-    # positions, width) with copies of these modules
+    names: str  # paths of the modules that an exit copies; {} is the model's ``base_model_prefix``
+    # function ``logits(model, modules, hidden, input_ids)`` that computes logits from hidden states (batch, positions,
+    # width) with copies of these modules
     logits: Callable[[Any, Any, Tensor, Tensor | None], Any]
 
     def paths(self, model: nn.Module) -> list[str]:
@@ -322,7 +322,7 @@ _ENDS: list[tuple[list[str], Tail]] = [
         [f"{_GENERIC}ForTokenClassification"],
         Tail("{}.norm score", lambda model, own, hidden, ids: own[1](model.dropout(own[0](hidden)))),
     ),
-    # the vocabulary is large and often tied to the embedding: every exit of a language model reads the same one
+    # all exits of a language model share its last layer, which is large and often tied to the embedding
     (
         hugging_face("llama.LlamaForCausalLM mistral.MistralForCausalLM qwen2.Qwen2ForCausalLM"),
         Tail("{}.norm", lambda model, own, hidden, ids: model.lm_head(own[0](hidden))),

@@ -31,7 +31,7 @@ ListUpdate = Callable[[list[Tensor], list[Tensor]], object]
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """Block of elements that is a strided view of both the whole model's storage and the submodel's."""
+    """Elements that are one strided view in the whole model's storage and one in the submodel's."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -40,17 +40,17 @@ class _Views:
 
     @property
     def is_flat(self) -> bool:
-        """Whether this block of elements is contiguous in the whole model's storage and in the submodel's."""
+        """Whether the elements are contiguous in both storages."""
         return self.full[0] == self.small[0] == (1,)
 
     @property
     def end(self) -> tuple[torch.dtype, int, int]:
-        """Return the dtype, and the offsets just after this block in the whole model's storage and in the submodel's."""
+        """Return the dtype, and the offsets after the last element in the whole model's storage and in the submodel's."""
         return self.dtype, self.full[1] + self.size[0], self.small[1] + self.size[0]
 
 
 class _Indexed:
-    """Selection from a tensor: dimensions with a single kept range are narrowed, the others indexed by lists."""
+    """Elements of one tensor that a submodel keeps, with index lists for dimensions in which they are no single range."""
 
     def __init__(self, full: TensorEntry, small: TensorEntry, selection: Mapping[int, Runs]) -> None:
         self.full, self.small = full, small
@@ -59,23 +59,22 @@ class _Indexed:
         self.indices = {dim: torch.tensor([i for run in runs for i in range(*run)]) for dim, runs in several.items()}
 
     def region(self, full: FlatTensors) -> Tensor:
-        """Return a view of the full tensor, narrowed to the ranges that the submodel keeps."""
+        """Return a view of the whole model's tensor, narrowed in dimensions with a single kept range."""
         view = full.view(self.full)
         for dim, (start, stop) in self.narrow.items():
             view = view.narrow(dim, start, stop - start)
         return view
 
     def pick(self, region: Tensor) -> Tensor:
-        """Return a copy of the elements that the submodel keeps, from a view that `region` has returned."""
+        """Return a copy of the kept elements of ``region``, a view that `region` has returned."""
         for dim in self.indices:
             region = region.index_select(dim, self.index(dim, region.device))
         return region
 
     def put(self, region: Tensor, values: Tensor, dims: tuple[int, ...] | None = None) -> None:
-        """Write a submodel's values to the elements that it keeps, in place.
+        """Write ``values``, which have the submodel's shape, into the kept elements of ``region``.
 
-        `values`: values to write, in the submodel's shape.
-        `dims`: dimensions still to be indexed, in a recursive call; None = all that have a list of indices.
+        `dims`: dimensions that remain to be indexed, in a recursive call; None = all that have an index list.
         """
         dim, *rest = dims if dims is not None else tuple(self.indices)
         index = self.index(dim, region.device)
@@ -86,7 +85,7 @@ class _Indexed:
         region.index_copy_(dim, index, values)
 
     def index(self, dim: int, device: torch.device) -> Tensor:
-        """Return the kept indices of a dimension as a tensor on ``device``, which is cached."""
+        """Return the kept indices of a dimension as a tensor on ``device``, cached there."""
         index = self.indices[dim]
         if index.device != device:
             index = self.indices[dim] = index.to(device)
@@ -107,7 +106,7 @@ class CopyPlan:
     def __init__(
         self, spec: Spec, full_layout: Layout, layout: Layout, selections: Mapping[str, Mapping[int, Runs]]
     ) -> None:
-        """Compute the blocks to copy; ``selections`` are the kept ranges by tensor and dimension."""
+        """Compute which elements to copy; ``selections`` are the kept index ranges by tensor and dimension."""
         self.spec, self.full_layout, self.layout = spec, full_layout, layout
         self._views: list[_Views] = []
         self._indexed: list[_Indexed] = []
@@ -119,7 +118,8 @@ class CopyPlan:
             else:
                 self._add_rectangles(full, small, selection)
         self._views = _repeated(self._views)
-        # On a GPU one kernel serves a list of contiguous views of one dtype; in a mixed list each view takes a kernel.
+        # On a GPU one kernel copies a whole list of contiguous views of one dtype; in a mixed list each view takes a
+        # kernel.
         lists = [list(views) for _, views in groupby(sorted(self._views, key=_kind), _kind)]
         self._full_side = [[(view.dtype, view.size, *view.full) for view in views] for views in lists]
         self._small_side = [[(view.dtype, view.size, *view.small) for view in views] for views in lists]
@@ -170,7 +170,7 @@ class CopyPlan:
                 )
 
     def _pairs(self, full: FlatTensors, small: FlatTensors) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Yield pairs of lists of views: kept ranges of the whole model, and the matching ones of the submodel."""
+        """Yield pairs of lists of views: elements of the whole model, and the same elements in the submodel."""
         self._check(full, small)
         return zip(self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True)
 
@@ -228,7 +228,7 @@ class CopyPlan:
 
 
 def _call(fn: Callable[..., object], lists: Callable[..., object] | None, *views: list[Tensor]) -> None:
-    """Call the foreach function ``lists`` on all views at once; without it, or for one view, call ``fn`` on each."""
+    """Call the foreach function ``lists`` once on all views, or ``fn`` on each if there is only one view or no ``lists``."""
     if lists is not None and len(views[0]) > 1:
         lists(*views)
         return
@@ -237,9 +237,9 @@ def _call(fn: Callable[..., object], lists: Callable[..., object] | None, *views
 
 
 def _repeated(views: list[_Views]) -> list[_Views]:
-    """Join pairs of views that recur at equal distances in source and target into one pair with one more dimension.
+    """Join views that recur at equal distances in both storages to views with one more dimension, to copy them at once.
 
-    The blocks of a transformer give such views. One kernel then copies them all, instead of one kernel for each view.
+    The blocks of a transformer give such views, and one kernel then copies all of them.
     """
     joined = [view for view in views if view.is_flat]
     alike: defaultdict[tuple[object, ...], list[_Views]] = defaultdict(list)
@@ -259,7 +259,7 @@ def _repeated(views: list[_Views]) -> list[_Views]:
 
 def _goes_on(run: Sequence[_Views], view: _Views) -> bool:
     distance = _distance(run[-1], view)
-    # a view cannot go backwards: tensors may lie in another order in the submodel than in the whole model
+    # distances must be positive: tensors may have another order in the submodel than in the whole model
     return distance == _distance(run[0], run[1]) if len(run) > 1 else min(distance) > 0
 
 
@@ -290,7 +290,7 @@ def _starts(runs: Runs) -> list[int]:
 
 
 def _flattened(piece: _Views) -> _Views:
-    """Return a block of elements as one dimension if it is contiguous in both storages."""
+    """Return the elements as a view of one dimension if they are contiguous in both storages, else unchanged."""
     step = 1
     for size, full, small in zip(reversed(piece.size), reversed(piece.full[0]), reversed(piece.small[0]), strict=True):
         if size != 1 and not full == small == step:

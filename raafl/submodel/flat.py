@@ -158,7 +158,7 @@ class Layout:
         return hash(self.entries)
 
     def __hash__(self) -> int:
-        """Return the hash of the entries, computed once."""
+        """Return the hash of the entries, computed once since layouts are keys of many caches."""
         return self._hash
 
     def to_json(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class FlatTensors:
     __slots__ = ("__weakref__", "buffers", "layout", "views")
 
     def __init__(self, layout: Layout, buffers: dict[torch.dtype, Tensor]) -> None:
-        """Combine a layout with buffers that match it.
+        """Combine a layout with buffers of its dtypes and lengths.
 
         Raises:
             BadInput: a buffer is missing, has another length or dtype, or is not contiguous.
@@ -275,7 +275,7 @@ class FlatTensors:
         return flat
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the tensor as a view; writing to it writes to the buffer."""
+        """Return a tensor as a view of its buffer."""
         return self.view(self.layout.by_name[name])
 
     def view(self, entry: TensorEntry) -> Tensor:
@@ -284,11 +284,11 @@ class FlatTensors:
         return buffer.as_strided(entry.shape, entry.stride, buffer.storage_offset() + entry.offset)
 
     def __contains__(self, name: object) -> bool:
-        """Check whether a tensor of that name is here."""
+        """Check whether there is a tensor of that name."""
         return name in self.layout.by_name
 
     def __len__(self) -> int:
-        """Return the number of tensors."""
+        """Return the number of tensors in the layout."""
         return len(self.layout.entries)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
@@ -335,7 +335,7 @@ class FlatTensors:
     def to(self, device: torch.device | str) -> FlatTensors:
         """Return the same values on ``device``: self if they are there already, or else a copy."""
         device = torch.device(device)
-        if device == torch.device("cuda"):  # the current GPU, by its index: devices are compared
+        if device == torch.device("cuda"):  # the current GPU has an index, without which devices would compare unequal
             device = torch.device("cuda", torch.cuda.current_device())
         if device == self.device:
             return self
@@ -357,9 +357,9 @@ class FlatTensors:
         return self
 
     def _as_reals(self, wide: FlatTensors) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return pairs of tensors with equal content: one of this object, as real numbers, and one of ``wide``."""
+        """Return pairs of tensors of equal size: one of this object as real numbers, and one of ``wide``."""
         _same_layout(self.layout.wide, wide.layout)
-        if len(wide.buffers) == len(self.buffers):  # each dtype has a wide dtype of its own, so whole buffers match
+        if len(wide.buffers) == len(self.buffers):  # no two dtypes share a wide dtype, so whole buffers match
             return zip((reals(one).view(-1) for one in self.buffers.values()), wide.buffers.values(), strict=True)
         return ((reals(tensor), wide[name]) for name, tensor in self.items())
 
@@ -401,7 +401,7 @@ class FlatTensors:
         return digest.hexdigest()
 
     def __repr__(self) -> str:
-        """Return the numbers of tensors and bytes, and the device, as text."""
+        """Describe the tensors by their number, bytes and device."""
         return f"FlatTensors({len(self)} tensors, {self.num_bytes} bytes, {self.device})"
 
 
@@ -417,7 +417,7 @@ def _same_layout(one: Layout, other: Layout) -> None:
 
 def _bytes(buffer: Tensor) -> Any:
     if buffer.dtype is torch.float32 and buffer.device.type == "cpu" and not buffer.requires_grad:
-        return buffer.numpy()  # an eighth of the time, in a run of small tasks
+        return buffer.numpy()  # eight times as fast as what follows, which counts for small tasks
     return buffer.detach().cpu().view(torch.uint8).numpy()
 
 
@@ -432,5 +432,5 @@ def is_finite(piece: Tensor) -> bool:
 
 
 def _sum(piece: Tensor) -> Tensor:
-    """Return a tensor's sum, which is NaN if any element is; half precision is summed in float32, to avoid overflow."""
+    """Return a tensor's sum, which is NaN if any element is; half precision is summed in float32, against overflow."""
     return piece.sum(dtype=torch.float32 if piece.dtype.itemsize == 2 else None)

@@ -27,7 +27,7 @@ class FrozenBase:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Store ``tensors`` without copying them."""
+        """Create a frozen base of ``tensors``, which are not copied."""
         self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._on: dict[torch.device, dict[str, Tensor]] = {}
         self._digests: dict[str, str] = {}
@@ -87,7 +87,7 @@ class Bases:
     """
 
     def __init__(self, module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
-        """Read from a module on the meta device in which precisions ``frozen``, its frozen parameters, can be sent."""
+        """Read from a module in which precisions its frozen parameters ``frozen`` can be sent."""
         self.names: tuple[str, ...] = tuple(getattr(module, "submodel_bases", ()))
         self._module, self._frozen = module, frozen
         self._own: FrozenBase | None = None

@@ -84,7 +84,7 @@ def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
 
 
 def _tensors_given(answer: object) -> Iterator[Tensor]:
-    """Yield the tensors in a module's output, also those in mappings, lists and dataclasses."""
+    """Yield the tensors in a module's output, and in mappings, lists and dataclasses there."""
     for one in tree_leaves(dict(answer) if isinstance(answer, Mapping) else answer):
         if isinstance(one, Tensor):
             yield one
@@ -108,7 +108,7 @@ def loss_of(module: Any, batch: Any) -> Any:
     batch = move_batch(module, batch, device, lambda batch, device: batch)
     begin(module, batch)
     answer = module.training_step(batch, 0)
-    # some steps return None for their first batch
+    # some steps skip their first batch by returning None
     answer = module.training_step(batch, 1) if answer is None else answer
     return answer["loss"] if isinstance(answer, Mapping) else answer
 
@@ -171,10 +171,11 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-# Hide what a user's code has cached while its steps are followed, measured and proven, and remove what these steps cache.
+# Hide what a user's code has cached while its steps are followed, measured and proven, and remove what these steps
+# cache.
 #
-# What is found about a model must not depend on what ran before in the same process. And a followed step computes tensors
-# without values, which must not get into later training through a cache.
+# What is found about a model must not depend on what ran before in the process. And a followed step computes tensors
+# without values, which must not get into later training by a cache.
 
 _CACHED = functools._lru_cache_wrapper
 _TABLES = (dict, OrderedDict, defaultdict)
@@ -188,7 +189,7 @@ _NOT_THEIRS = frozenset(
 class Hidden:
     """Outcome of hiding what is cached, for a context of `uncached`."""
 
-    # whether any cache was hidden; code that fails without it may need it, such as a dictionary of constant tensors
+    # whether any cache was hidden, so that code which fails may need it, as a dict of constant tensors
     any: bool = False
 
 
@@ -225,7 +226,7 @@ def uncached(module: nn.Module, *, is_cold: bool = True) -> Iterator[Hidden]:
 
 
 def _restore_(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    """Restore a dictionary's entries; new entries without tensors or sizes stay, such as registered plugins."""
+    """Restore a dict's entries; new ones stay if they have no tensors or sizes, as registered plugins do."""
     new = {key: value for key, value in table.items() if key not in entries}
     if new or len(table) != len(entries) or any(table[key] is not value for key, value in entries.items()):
         table.clear()
@@ -241,9 +242,9 @@ def _functions_with_a_cache() -> list[Any]:
 
 
 def _up_to_date() -> tuple[int, weakref.WeakSet[Any], list[ModuleType]]:
-    """Return the number of imported modules, and the user's cached functions and modules.
+    """Return the number of imported modules, the user's cached functions, and the user's Python modules.
 
-    All objects are scanned again only if modules were imported since the last scan.
+    All objects are scanned anew only after further imports.
     """
     global _known
     if _known[0] != len(sys.modules):
@@ -254,7 +255,7 @@ def _up_to_date() -> tuple[int, weakref.WeakSet[Any], list[ModuleType]]:
 
 
 def _is_theirs(module: ModuleType) -> bool:
-    """Check whether a Python module is the user's own: not installed, and not of raafl or torch."""
+    """Check whether a Python module is the user's: neither installed nor of raafl or torch."""
     file, name = getattr(module, "__file__", None), module.__name__
     return name == "__main__" or (
         file is not None and _top(name) not in _NOT_THEIRS and not file.startswith(_INSTALLED)
@@ -262,7 +263,7 @@ def _is_theirs(module: ModuleType) -> bool:
 
 
 def _top(name: str | None) -> str:
-    """Return the top-level package in a module's name."""
+    """Return the top-level package of a module's name."""
     return (name or "").partition(".")[0]
 
 
@@ -270,7 +271,7 @@ _INSTALLED = tuple({*site.getsitepackages(), *(sysconfig.get_path(name) for name
 
 
 def _namespaces(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the attribute dictionaries of the user's Python modules, of the model's modules, and of their classes."""
+    """Yield the attributes of the user's Python modules, of the model's modules, and of the classes in them."""
     names = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
     named = [sys.modules[name] for name in names if name in sys.modules and _top(name) not in _NOT_THEIRS]
     for one in {id(one): one for one in (*_up_to_date()[2], *named)}.values():
@@ -286,11 +287,11 @@ _without_tensors: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionar
 
 
 def _caches_tensors(function: Any) -> bool:
-    """Check whether the cache of a function contains tensors."""
+    """Check whether a cached function's results contain tensors."""
     info = function.cache_info()
     if not info.currsize or _without_tensors.get(function) == info.misses:
         return False
-    # an unbounded cache refers to one dictionary of results, a bounded one to the results themselves
+    # an unbounded cache refers to a dict of results, a bounded one to each result
     refers_to = gc.get_referents(function)
     if any(_has_tensors(one.values() if type(one) is dict else (one,)) for one in refers_to):
         return True
@@ -299,7 +300,7 @@ def _caches_tensors(function: Any) -> bool:
 
 
 def _has_tensors(values: Iterable[Any]) -> bool:
-    """Check whether any of the values is a tensor, or a list, tuple or dictionary that contains one."""
+    """Check whether any value is a tensor, or a list, tuple or dict with one."""
     for value in values:
         if isinstance(value, Tensor):
             return True
@@ -310,7 +311,7 @@ def _has_tensors(values: Iterable[Any]) -> bool:
 
 
 def _has_sizes(key: object) -> bool:
-    """Check whether a dictionary's key is an integer or a tuple with one, as in a cache keyed by sizes."""
+    """Check whether a dict's key is an integer or a tuple with one, as in caches keyed by sizes."""
     if isinstance(key, tuple):
         return any(map(_has_sizes, key))
     return isinstance(key, int) and not isinstance(key, bool)

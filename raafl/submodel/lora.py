@@ -25,9 +25,9 @@ def is_lora(layer: nn.Module) -> bool:
 
 
 def _factors(layer: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield each adapter's name, and the names of its matrices A, (rank, in), and B, (out, rank).
+    """Yield each adapter's name, with the names of its matrices A, (rank, in), and B, (out, rank).
 
-    In AdaLoRA both matrices are parameters of the layer; in other kinds of LoRA they are weights of layers.
+    AdaLoRA has them as parameters of the layer, other kinds of LoRA as weights of layers within it.
     """
     for adapter, down in layer.lora_A.items():
         weight = ".weight" if isinstance(down, nn.Module) else ""
@@ -44,7 +44,7 @@ def ranks(module: nn.Module) -> list[Axis]:
         for adapter, down, up in factors:
             name = f"{prefix}rank" + (f".{adapter}" if len(factors) > 1 else "")
             members = [Member(f"{prefix}{down}", 0), Member(f"{prefix}{up}", 1)]
-            if adapter in getattr(layer, "lora_E", ()):  # AdaLoRA's singular values, (rank, 1)
+            if adapter in getattr(layer, "lora_E", ()):  # singular values of AdaLoRA, (rank, 1)
                 members.append(Member(f"{prefix}lora_E.{adapter}", 0))
             axes.append(Axis(name, layer.get_parameter(down).shape[0], tuple(members)))
     return axes
@@ -66,7 +66,7 @@ class LoraPair:
 
     a: str  # name of the matrix A, of shape (rank, in)
     b: str  # name of the matrix B, of shape (out, rank)
-    base: str  # name of the layer's own weight, of shape (out, in), or (in, out) if it is ``transposed``
+    base: str  # name of the layer's own weight, of shape (out, in), or (in, out) if ``transposed``
     scaling: float
     transposed: bool
 

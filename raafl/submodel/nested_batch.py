@@ -40,7 +40,7 @@ def mapped(
             return _sequence(item, [walk(one, is_inside) for one in item])
         if movable is not None and callable(getattr(item, "to", None)):
             return movable(item)
-        # inside an object only dataclasses are entered: other objects may contain cycles
+        # within an object only dataclasses are entered, since other objects may refer to each other in cycles
         return _object(item, {name: walk(value, True) for name, value in _attributes(item, is_inside)})
 
     return walk(batch, False)
@@ -70,7 +70,8 @@ def to_device(batch: object, device: torch.device) -> object:
     return mapped(
         batch,
         lambda x: x if x.is_meta else pinned(x, device).to(device, non_blocking=True),
-        movable=lambda item: item.to(device),  # as Lightning does: an object with ``to`` may store its tensors anywhere
+        # as in Lightning: such an object moves its own tensors, wherever it stores them
+        movable=lambda item: item.to(device),
     )
 
 
@@ -149,7 +150,7 @@ def _repacked(packed: PackedSequence, change: Change) -> object:
 def _mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> object:
     if type(batch) is dict or not isinstance(batch, MutableMapping):
         return items
-    found = copy.copy(batch)  # keep the mapping's class, such as that of a tokenizer's result
+    found = copy.copy(batch)  # a copy, to keep the mapping's class, such as that of a tokenizer's result
     for key, value in items.items():
         found[key] = value
     return found
@@ -162,14 +163,14 @@ def _sequence(batch: list[Any] | tuple[Any, ...], items: list[Any]) -> object:
         found = copy.copy(batch)
         found[:] = items
         return found
-    # skips the subclass's `__new__`, which may take other arguments, as in named tuples
+    # bypasses the subclass's `__new__`, whose arguments may differ, as in named tuples
     made = tuple.__new__(type(batch), items)
     made.__dict__.update(getattr(batch, "__dict__", {})) if hasattr(made, "__dict__") else None
     return made
 
 
 def _attributes(item: object, is_inside: bool) -> list[tuple[str, Any]]:
-    """Return the attributes of a user's object; within another object (``is_inside``) only of dataclasses."""
+    """List the attributes of a user's object; within another object (``is_inside``) only those of a dataclass."""
     if callable(item) or type(item).__module__.partition(".")[0] in _LIBRARIES:
         return []
     if is_dataclass(item):
@@ -178,11 +179,11 @@ def _attributes(item: object, is_inside: bool) -> list[tuple[str, Any]]:
 
 
 def _object(batch: object, attributes: dict[str, Any]) -> object:
-    """Return a copy of an object with new attributes, or the object itself if none differs."""
+    """Copy an object with new attributes, or return it itself if none differs."""
     changed = {name: value for name, value in attributes.items() if value is not getattr(batch, name)}
     if not changed:
         return batch
     found = copy.copy(batch)
     for name, value in changed.items():
-        object.__setattr__(found, name, value)  # works for frozen dataclasses, too
+        object.__setattr__(found, name, value)  # also works for frozen dataclasses
     return found

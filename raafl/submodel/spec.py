@@ -40,13 +40,13 @@ class Spec:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        """Normalise the fields; raise `SpecError` for empty selections, bad indices, or a name given twice."""
+        """Normalise the fields; raise `SpecError` for an empty selection, a bad index, or a name given twice."""
         put = object.__setattr__
         put(self, "kept", _pairs("axis", self.kept))
         put(self, "blocks", _pairs("blocks of", self.blocks))
         put(self, "trained", None if self.trained is None else tuple(sorted(set(self.trained))))
         put(self, "exits", None if self.exits is None else tuple(sorted(set(self.exits))))
-        # specs are keys of many caches and may have long index lists: hash them once
+        # computed once, since specs may have long index lists and are keys of many caches
         put(self, "_hash", hash((self.kept, self.blocks, self.trained, self.exits, self.base)))
 
     @classmethod
@@ -74,7 +74,7 @@ class Spec:
         )
 
     def __hash__(self) -> int:
-        """Return the hash computed at construction."""
+        """Return the hash that was computed at construction."""
         return self._hash
 
     @property
@@ -100,7 +100,7 @@ class Spec:
     def __str__(self) -> str:
         """Describe the spec briefly: ``full``, or ``fc1[0:40] conv1[3 of them] blocks[0,2] trains fc2 on nf4``.
 
-        More than four axes with the same kept units are counted: ``12 axes[0:8]``.
+        More than four axes with equal units are counted: ``12 axes[0:8]``.
         """
         alike: dict[str, list[str]] = {}
         for name, kept in self.kept:
@@ -230,10 +230,10 @@ class Member:
     Unit i of the axis covers the elements ``offset + [i * unit, (i + 1) * unit)`` of the dimension.
     """
 
-    name: str  # name of the parameter or buffer that has the dimension
+    name: str  # name of the parameter or buffer
     dim: int  # index of the dimension, from 0
-    unit: int = 1  # number of elements for each unit of the axis, such as the width of an attention head
-    offset: int = 0  # element at which unit 0 begins, such as the beginning of k in a fused qkv tensor
+    unit: int = 1  # number of elements for each unit of the axis, as the width of an attention head
+    offset: int = 0  # element at which unit 0 begins, as the start of k in a fused qkv tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class AxisTable:
     """All axes of a model (groups of tensor dimensions that shrink together), checked against its tensors."""
 
     def __init__(self, axes: Iterable[Axis], shapes: Shapes) -> None:
-        """Store the axes; raise `SpecError` for a member outside its tensor, or on elements of another axis."""
+        """Store the axes; raise `SpecError` for a member that exceeds its tensor or overlaps another axis."""
         self.axes = {axis.name: axis for axis in axes}
         self.shapes = shapes
         self._places: dict[tuple[str, int], list[tuple[int, int, Axis]]] = {}

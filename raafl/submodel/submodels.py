@@ -65,11 +65,11 @@ class Caches:
 class Shrunk:
     """A physically smaller module and the storage of its tensors."""
 
-    module: nn.Module  # ordinary module, whose parameters and buffers are views into ``present``
-    # storage of all tensors of the submodel, except frozen ones that are shared with other modules. Fill it
-    # before use; training changes it in place
+    module: nn.Module  # module whose parameters and buffers are views of ``present``
+    # storage of all tensors of the submodel but frozen ones, which other modules share; to be filled before use, and
+    # changed by training
     present: FlatTensors
-    trained: FlatTensors  # tensors that are sent back, a view of the beginning of ``present``
+    trained: FlatTensors  # tensors that are sent back, a view of the first part of ``present``
 
 
 Part = Literal["present", "sent", "trained"]
@@ -96,7 +96,7 @@ class Submodels:
     In names of stacks and exits, the path of the submodule that declares them comes first.
     """
 
-    # submodels of the whole model, if this object covers only some of its tensors (`raafl.core.exchange`)
+    # submodels of the whole model, if this object covers a part of its tensors (`raafl.core.exchange`)
     whole: Submodels | None = None
 
     def __init__(
@@ -140,7 +140,7 @@ class Submodels:
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(p)] for name, p in every if name != first[id(p)]}
         self.discovered: DiscoveredAxes | None = None
-        # reason why a (tensor, dimension) cannot shrink; filled when `axes` is first read
+        # by (tensor, dimension): reason for which it cannot shrink; filled when `axes` is first read
         self.whole_dims: dict[tuple[str, int], str] = {}
         self.refuted: dict[str, str] = {}
         self._overlapping: dict[str, str] = {}

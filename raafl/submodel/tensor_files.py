@@ -33,20 +33,20 @@ class NoRoom(OSError):
 
 
 class _Held:
-    """Number of bytes of payloads that are in memory."""
+    """Counter of the bytes of all payloads in memory, which threads share."""
 
     def __init__(self) -> None:
         self.num_bytes, self._lock = 0, threading.Lock()
 
     def take(self, num_bytes: int, most_bytes: int) -> bool:
-        """Add ``num_bytes`` and return True, unless the sum would exceed ``most_bytes``."""
+        """Count ``num_bytes`` more and return True, or return False if that would exceed ``most_bytes``."""
         with self._lock:
             fits = self.num_bytes + num_bytes <= most_bytes
             self.num_bytes += num_bytes if fits else 0
             return fits
 
     def give(self, num_bytes: int) -> None:
-        """Subtract ``num_bytes``."""
+        """Count ``num_bytes`` fewer, after a payload was freed."""
         with self._lock:
             self.num_bytes -= num_bytes
 
@@ -58,15 +58,14 @@ class PayloadRoom:
     A file's content need not stay in memory: the operating system can write it to disk and free the memory.
     """
 
-    folder: str | None = None  # folder of the files; None = store all payloads in memory
-    most_bytes: int = 0  # size of the largest payload to store in memory
-    most_in_all_bytes: int = (
-        1 << 30
-    )  # size of all payloads in memory together, of which each of 10,000 clients may have one
+    folder: str | None = None  # folder of the files; None = all payloads are in memory
+    most_bytes: int = 0  # largest payload that is stored in memory, in bytes
+    # bytes of all payloads in memory together: 10,000 clients may have one each
+    most_in_all_bytes: int = 1 << 30
     _held: _Held = field(default_factory=_Held, compare=False)
 
     def __call__(self, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
-        """Return uninitialised storage for ``layout``; raises NoRoom if the disk is full."""
+        """Allocate storage for ``layout`` in memory or in a file, uninitialised; raises NoRoom if the disk is full."""
         return self._made(FlatTensors.empty, layout, device)
 
     def zeros(self, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
@@ -183,14 +182,14 @@ def is_in_ram(folder: str) -> bool:
 
 
 def _mapped(folder: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros in a new memory-mapped file, whose disk space is reserved, since a write to a full disk is fatal."""
+    """Create a file of zeros and map it into memory; its disk space is reserved, as a write to a full disk would be fatal."""
     if numel == 0:
         return torch.zeros(0, dtype=dtype)
     file, path = tempfile.mkstemp(prefix="raafl-", dir=folder)
     try:
         os.posix_fallocate(file, 0, numel * dtype.itemsize)
         return torch.from_file(path, shared=True, size=numel, dtype=dtype)
-    except RuntimeError as error:  # torch raises this if the process has too many mapped files (vm.max_map_count)
+    except RuntimeError as error:  # torch raises this if the process has mapped too many files (vm.max_map_count)
         raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({str(error).splitlines()[0]})") from None
     finally:
         os.close(file)

@@ -167,8 +167,10 @@ def by_slices(
 
 
 # Compute linear layers and embeddings of several clients in one product where its bits equal those of separate
-# products.||That depends only on shapes and memory alignment. So each kind is first tried on random numbers, and
-# computed separately if any result differs. The clients' own numbers would not do: three equal results may be chance.
+# products.
+#
+# That depends only on shapes and memory alignment. So each kind is first tried on random numbers, and computed
+# separately if any result differs. The clients' own numbers would not do: three equal results may be chance.
 
 CACHE_LINE_BYTES = 64
 _ENOUGH = 4096  # number of results to compare: some products differ in one of a hundred only

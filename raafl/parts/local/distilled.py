@@ -63,7 +63,7 @@ def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted
     `teacher`: logits from which it learns, of the same shape; they get no gradient.
     `counted`: mask of the positions to average over, shape (...); None = all of them.
     """
-    # detached: the teacher must learn from the labels alone, not move towards its students
+    # detached, since the teacher learns from the labels alone
     teacher_log = F.log_softmax(teacher.detach() / temperature, -1)
     student_log = F.log_softmax(student / temperature, -1)
     divergence = F.kl_div(student_log, teacher_log, reduction="none", log_target=True).sum(-1) * temperature**2
@@ -74,7 +74,7 @@ def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted
 
 
 def _early_exits(module: nn.Module) -> EarlyLogits | None:
-    """Return the trainable exits of ``module``, except the last one, which ends the model; None if there are none."""
+    """Record the logits of the exits of ``module`` that are trained, without the last exit; None if there are none."""
     if not any("submodel_exits_after" in part.__dict__ for part in module.modules()):
         return None
     early = EarlyLogits(module)
@@ -127,12 +127,12 @@ class TrainsExits(Local):
 
 
 def _values_read_by_exits(module: nn.Module) -> int:
-    """Return the size of a language model's output layer times the number of early exits that share this layer."""
+    """Count the values that early exits read in a language model's output layer: its size times the number of exits."""
     early = _early_exits(module)
     if early is None:
         return 0
     early.close()
-    head = getattr(early.model, "lm_head", None)  # exits that `raafl.submodel.depth` adds share this layer
+    head = getattr(early.model, "lm_head", None)  # shared by the exits that `raafl.submodel.depth` adds
     return 0 if head is None else len(early.names) * sum(p.numel() for p in head.parameters())
 
 
@@ -169,9 +169,9 @@ class ByExits(Hook):
         early = self.students.logits()
         after, output, others = _generators(device), self._output, []
         for logits in early.values():
-            _restore(device, before)  # random numbers before the forward pass must be the same
+            _restore(device, before)  # each exit's loss draws the random numbers that the first one drew
             model, exit_output = self.students.model, _with_logits(output, logits)
-            # the forward pass does not run again: the step gets this exit's logits in its place
+            # in place of a second forward pass, the step gets this exit's logits
             with patched({(model, "forward"): _constant(exit_output), **quiet(self.task.module)}):
                 others.append(Exit(logits, self.task.loss(batch, index)))
         _restore(device, after)
@@ -229,7 +229,7 @@ def _with_logits(output: Tensor | HasLogits, logits: Tensor) -> object:
 
 
 def _constant(output: object) -> Callable[..., Any]:
-    """Return a forward method that always returns ``output``."""
+    """Return a forward method that ignores its arguments and returns ``output``."""
     return lambda *args, **kwargs: output
 
 

@@ -33,7 +33,7 @@ def score_layout(submodels: Submodels, number: int, spec: Spec | None) -> Layout
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Autograd function that returns a 0/1 sample, and passes its gradient unchanged to the sample's probability."""
+    """Autograd function that draws 0 or 1, and passes the gradient on to the probability unchanged (straight-through)."""
 
     @staticmethod
     def forward(ctx: object, probability: Tensor, sample: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class MaskTraining(Hook):
     """
 
     def __init__(self, task: Task, segments: Mapping[str, Segments], lr: float, strength: float) -> None:
-        """Load the received scores, with a first value where none was received, and create their optimizer."""
+        """Load the scores that the client received, with a start value where there are none, and create their optimizer."""
         super().__init__(task)
         extra, received = task.assignment.extra, task.down[SCORES]
         device = next(task.module.parameters()).device

@@ -41,7 +41,7 @@ def with_parameters(module: nn.Module, values: FlatTensors) -> Iterator[None]:
     Logging is off within the context. Do not call backward across its boundary, since parameters point to other memory
     inside.
     """
-    # `.data` is swapped, not the parameters: optimizers and hooks keep their references, and no values are copied back
+    # swapping `.data` keeps the references of optimizers and hooks, and needs no copy back
     parameters = [(p, p.data, values[name]) for name, p in module.named_parameters() if name in values]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
@@ -112,7 +112,7 @@ class InputCapture:
     """
 
     def __init__(self, module: nn.Module, path: str | None = None) -> None:
-        """Register a hook on the layer at ``path`` (None = the last linear layer), which `close` removes."""
+        """Register a hook that records the input of the layer at ``path`` (None = the last linear layer) until `close`."""
         self.seen: Tensor = torch.empty(0)
         self._handle = linear_in(module, path)[1].register_forward_pre_hook(self._see, with_kwargs=True)
 
@@ -144,7 +144,7 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, keep_buffe
             )
         places.append((layer, leaf, tensor))
     own = [layer._parameters[leaf] for layer, leaf, _ in places]
-    # use copies: the backward pass needs a batch norm's buffers, and fails if they are restored in place before
+    # copies, since the backward pass needs a batch norm's buffers after they are restored
     buffers = [] if keep_buffers else [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     try:
         for part, _ in buffers:

@@ -61,13 +61,13 @@ class Deltas(Merge):
     def apply(self, state: GlobalState) -> None:
         """Move the model by the mean change in the buffer."""
         sums = Accumulator(state, state.memory.of(DeltasMemory))
-        if sums.common is not None:  # the sum is 0 on elements that no update covers
+        if sums.common is not None:  # where no update covers an element the sum is 0
             for is_parameter, (theta, total) in trained_pieces(state, sums.total):
                 theta.add_(total, alpha=(self.server_lr if is_parameter else 1.0) / sums.weight)
         else:
             for is_parameter, flats in trained_pieces(state, sums.total, sums.cover()):
                 for old, total, count in chunks(*flats):
-                    # an element that no update covers adds 0 / tiny = 0, so that theta keeps its bits
+                    # where no update covers an element, 0 / tiny = 0 is added, which leaves its bits as they are
                     tiny = torch.finfo(old.dtype).tiny
                     old.addcdiv_(total, count.clamp_min_(tiny), value=self.server_lr if is_parameter else 1.0)
         sums.clear()

@@ -26,8 +26,8 @@ class RowsMemory(MergeMemory):
 
     key = "label_split"
     sum: FlatTensors  # weighted sum of the rows in the updates
-    weight: FlatTensors  # total weight of the updates that trained an element
-    masked: bool = False  # whether any update lacked a class
+    weight: FlatTensors  # for each element, total weight of the updates that trained it
+    masked: bool = False  # whether any update lacks a class
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,7 @@ def _are_rows(rows: object, num_classes: int) -> bool:
 
 
 def _add(memory: RowsMemory, plan: CopyPlan, tensors: FlatTensors, weight: float, rows: list[int] | None) -> None:
-    """Add an update's rows times its weight to the weighted sum, and its weight to the total weight of these rows.
-
-    `rows`: rows that the client trained; None = all.
-    """
+    """Add an update's ``rows`` (None = all) to the weighted sum, and its weight to the total weight of these rows."""
     ones, values = (FlatTensors.zeros(plan.layout, tensors.device) for _ in range(2))
     chosen = slice(None) if rows is None else rows
     for name, view in values.items():
@@ -136,9 +133,9 @@ def _add(memory: RowsMemory, plan: CopyPlan, tensors: FlatTensors, weight: float
 
 
 def _output(submodels: Submodels) -> Layout | None:
-    """Return the layout of the output layer's trained tensors, one row per class; None if there is no such layer.
+    """Return the layout of the output layer, one row for each class; None without such a layer.
 
-    The layer must produce the logits, and no other layer may use parts of its rows.
+    The layer must compute the logits, and no other layer may use parts of its rows.
     """
     return submodels.cached("output layer", "", lambda: _found(submodels))
 

@@ -72,7 +72,7 @@ Sent = tuple[list[int], Tensor, Tensor, Factors | None]
 
 @dataclass(slots=True)
 class _AdapterUpdate:
-    """LoRA adapters of one update by the name of their matrix A, and the update's weight and staleness factor."""
+    """Weight and staleness factor of an update, with its LoRA adapters by the name of their matrix A."""
 
     weight: float
     factor: float
@@ -84,13 +84,13 @@ class LoraMemory(MergeMemory):
     """Server state of merges of LoRA adapters."""
 
     key = "lora"
-    # version of the model from which a client started its current task, by client id
+    # by client: version of the model from which its current task started
     at_work: dict[int, int] = field(default_factory=dict)
-    # adapters of earlier versions, by version and name of A, kept while a client that started from them works
+    # by version and name of A: adapters of earlier versions, kept while a client works from them
     starts: dict[int, dict[str, Factors]] = field(default_factory=dict)
-    # adapters of the updates that wait, by the name of A, in the order of `GlobalState.waiting`
+    # in the order of `GlobalState.waiting`: each waiting update's adapters by the name of A
     updates: list[dict[str, Sent]] = field(default_factory=list)
-    # singular values of the latest merged result, by the name of A
+    # by name of A: singular values after the latest merge
     spectra: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
@@ -104,11 +104,11 @@ class LoraMemory(MergeMemory):
 class LowRank(Wrapped):
     """Base class of the methods that merge LoRA adapters: a wrapped mean merges everything else."""
 
-    inner: Mean | Deltas  # the algorithm's own merge, a mean
+    inner: Mean | Deltas  # the algorithm's own merge, which averages all other tensors
     by_client: ClassVar[bool] = True
-    # whether weights are normalised for each rank separately, over the clients that have the rank
+    # whether each rank's weights are normalised over the clients that have this rank
     by_rank: ClassVar[bool] = False
-    # whether the merge changes the weights under the adapters, so that clients must receive them
+    # whether the merge changes the weights under the adapters, which clients must then receive
     moves_base: ClassVar[bool] = False
 
     @property
@@ -125,7 +125,7 @@ class LowRank(Wrapped):
         starts = memory.starts[state.version - staleness] if self.is_relative and staleness else None
         for pair in pairs(state.submodels):
             if pair.a not in update.tensors or pair.b not in update.tensors:
-                continue  # the update's submodel lacks the adapter's block, or does not train it
+                continue  # the submodel of this update lacks the block of the adapter, or freezes it
             runs = selections.get(pair.a, {}).get(0, ((0, len(state.values[pair.a])),))
             ranks = [rank for run in runs for rank in range(*run)]
             start = None if starts is None else _cut(starts[pair.a], ranks)
@@ -155,7 +155,7 @@ class LowRank(Wrapped):
                 self.fold(state, pair, old[pair.a], *self._terms(with_pair, len(old[pair.a][1])))
 
     def _weighed(self, state: GlobalState, received: Sequence[dict[str, Sent]]) -> list[_AdapterUpdate]:
-        """Return the adapters of each update in this merge, with the update's weight and staleness factor."""
+        """Return the adapters of each update to be merged, with the update's weight and staleness factor."""
         weighed = []
         for item, adapters in zip(state.waiting, received, strict=True):
             weight, factor = self.inner.weigh(item.update, item.staleness)
@@ -175,8 +175,8 @@ class LowRank(Wrapped):
         return weight
 
     def _terms(self, updates: Sequence[tuple[_AdapterUpdate, Sent]], rank: int) -> tuple[Tensor, list[Term]]:
-        """Return the share of each old rank that the merge keeps, 0 to 1, shape (rank,), and the products to add."""
-        # float64 on the CPU: a few numbers, whose differences from 1 decide whether old ranks vanish exactly
+        """Return the share of each present rank that remains after the merge, (rank,), and the products to be added."""
+        # float64 on the CPU: the numbers are few, and their difference from 1 decides whether a rank vanishes exactly
         weights = torch.zeros(len(updates), rank, dtype=torch.float64)
         for row, (update, (ranks, b, a, _)) in zip(weights, updates, strict=True):
             row[ranks if self.by_rank else slice(None)] = self.weight_of(update.weight, b, a)
@@ -329,7 +329,7 @@ class RankEnergy(RunHooks):
     """Observer that adds the energy of the global adapters' ranks to the metrics of each version."""
 
     def __init__(self, run: Any) -> None:
-        """Do nothing; a run is passed to every observer, but this one does not need it."""
+        """Accept a run, as all observers do, of which this one needs nothing."""
 
     def figures(self, state: GlobalState) -> dict[str, float]:
         """Return the shares of the energy; see `rank_energy`."""
@@ -366,7 +366,7 @@ def rank_energy(state: GlobalState) -> dict[str, float]:
 
 
 def _squared_norm(b: Tensor, a: Tensor) -> float:
-    """Return ``||B A||_F^2``, as ``sum (B^T B) * (A A^T)``, which needs only matrices of size rank x rank."""
+    """Return ``||B A||_F^2`` as ``sum (B^T B) * (A A^T)``, whose matrices have the size rank x rank."""
     return max(((b.double().T @ b.double()) * (a.double() @ a.double().T)).sum().item(), 0.0)
 
 
@@ -375,7 +375,7 @@ def _cut(factors: Sequence[Tensor], ranks: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _stacked(old: tuple[Tensor, Tensor], keep: Tensor, terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
-    """Return the merged matrix M' as two factors, (out, n) and (n, in), in single precision or wider."""
+    """Return the merged matrix as a product of (out, n) and (n, in), in single precision or wider."""
     b, a = old
     dtype = torch.promote_types(b.dtype, torch.float32)
     left = [b.to(dtype) * keep.to(b.device, dtype), *(b.to(dtype) * c.to(b.device, dtype) for c, _, b, _ in terms)]
@@ -383,10 +383,10 @@ def _stacked(old: tuple[Tensor, Tensor], keep: Tensor, terms: Sequence[Term]) ->
 
 
 def _svd(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return U, S and V^T of a product of thin factors (out, n) and (n, in), without forming the product."""
+    """Return U, S and V^T of the product of (out, n) and (n, in), which is never formed, as n is small."""
     (q, r), (p, t) = torch.linalg.qr(left), torch.linalg.qr(right.T)
     core = r @ t.T
-    # on such input LAPACK raises or never returns: let a diverged model become NaN, which the run detects
+    # LAPACK raises or never returns on such input: a diverged model becomes NaN instead, which the run detects
     if not core.isfinite().all():
         return q * math.nan, core.diagonal() * math.nan, p.T * math.nan
     u, s, v = torch.linalg.svd(core, full_matrices=False)
@@ -402,9 +402,9 @@ class RankMemory(MergeMemory):
     """Record of the clients whose LoRA ranks were pruned."""
 
     key = "lora ranks"
-    # number of times that each client's ranks were pruned, by client
+    # by client: how often its ranks were pruned
     pruned: dict[int, int] = field(default_factory=dict)
-    # norm of the ranks that pruning would remove next, in the values that a client received, by client
+    # by client: norm of the ranks to be pruned next, in the values that it received
     tails: dict[int, float] = field(default_factory=dict)
 
 
@@ -430,7 +430,7 @@ class Penalised(Hook):
     """Hook that adds to the loss a penalty on the last LoRA ranks, which shrinks them until they can be pruned."""
 
     def __init__(self, task: Task, share: float, penalty: float) -> None:
-        """Find the adapters of the task's module, whose last ranks the loss will penalise."""
+        """Find the adapters of the task's module, on whose last ranks the loss puts a penalty."""
         super().__init__(task)
         self._share, self._penalty = share, penalty
         module = task.module
@@ -445,11 +445,11 @@ class Penalised(Hook):
 class PrunedRanks(WrappedSelect):
     """Wrapper of a select part (choice of submodels) that gives a client only the first LoRA ranks, fewer after each pruning."""
 
-    adapters: Callable[[Submodels], tuple[LoraPair, ...]]  # function that returns the LoRA adapters of a model
-    share: float  # share of its ranks that a client keeps at each pruning
+    adapters: Callable[[Submodels], tuple[LoraPair, ...]]  # function that finds the LoRA adapters of a model
+    share: float  # share of its ranks that a client keeps in each pruning
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work on the client's ranks; record the norm of those to be pruned next."""
+        """Return the wrapped selector's work on the ranks that the client still has; record the norm of those pruned next."""
         work, state = super().__call__(client, fleet), fleet.state
         memory = state.memory.of(RankMemory)
         chosen, sent = dict(work.spec.kept), []
@@ -473,7 +473,7 @@ class PrunedRanks(WrappedSelect):
 
 
 def _axis_of(pair: LoraPair, state: GlobalState) -> str | None:
-    """Return the axis of an adapter's ranks; None if the ranks cannot be cut."""
+    """Return the name of the axis of an adapter's ranks; None if there is none."""
     for name, axis in state.submodels.axes.items():
         if isinstance(axis, Axis) and any(member.name == pair.a and member.dim == 0 for member in axis.members):
             return name

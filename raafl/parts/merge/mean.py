@@ -56,7 +56,7 @@ class Staleness:
             raise BadInput(f"staleness_b is {self.b}, but staleness is {self.kind}: leave it out, or use hinge")
 
     def __call__(self, staleness: float) -> float:
-        """Return the factor for an update ``staleness`` merges late; 1 for a fresh one."""
+        """Return the factor of an update that is merged ``staleness`` merges after it was assigned; 1 for a fresh one."""
         if self.kind == "constant":
             return 1.0
         if self.kind == "polynomial":
@@ -87,7 +87,7 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split equally large tensors into matching pieces, to save memory, and yield these as flat views."""
     flat = [tensor.view(-1) for tensor in tensors]
     size = CHUNK if flat[0].device.type == "cpu" else ACCELERATOR_CHUNK
-    if flat[0].numel() <= size:  # a split costs more than the arithmetic of a small model
+    if flat[0].numel() <= size:  # to split the tensors of a small model costs more than its arithmetic
         return iter((tuple(flat),))
     return zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
 
@@ -96,8 +96,8 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 class SumMemory(MergeMemory):
     """Running sum of a merge's updates."""
 
-    updates: list[tuple[Spec, float]] = field(default_factory=list)  # submodel and weight of each update in the sum
-    sum: FlatTensors | None = None  # weighted sum, of the model's size; None = no update was added
+    updates: list[tuple[Spec, float]] = field(default_factory=list)  # submodel and weight of each update in ``sum``
+    sum: FlatTensors | None = None  # weighted sum of the updates, of the model's size; None = there is none yet
 
 
 class Accumulator:
@@ -149,7 +149,7 @@ class Accumulator:
         self.updates.extend(shares)
 
     def _storage(self, name: str, *, zero: bool = True) -> FlatTensors:
-        """Return tensors of the model's size, reused from an earlier merge; with ``zero`` trained elements are 0."""
+        """Return tensors of the model's size from an earlier merge, or else new ones; with ``zero`` trained elements are 0."""
         flat: FlatTensors | None = self.state.scratch.pop(name, None)
         if flat is None:
             return zeros_like(self.state.values)
@@ -229,16 +229,16 @@ def trained_pieces(state: GlobalState, *others: FlatTensors) -> Iterator[tuple[b
 
 @dataclass
 class _MeanMemory(SumMemory):
-    """Sum of the updates that `Mean` has received and not yet merged."""
+    """Sum of the updates that `Mean` has received since the last merge."""
 
     key = "mean"
-    factors: list[float] = field(default_factory=list)  # staleness factor of each update in the sum
-    # tensors, submodel, weight and factor of the only update, until `Mean.detach` adds it; None = all are in the sum
+    factors: list[float] = field(default_factory=list)  # staleness factor of each update in ``sum``
+    # a single update (tensors, submodel, weight, factor) that `Mean.detach` will add to the sum; None = all are in it
     lone: tuple[FlatTensors, Spec, float, float] | None = None
 
     @classmethod
     def from_plain(cls, data: Any) -> Self:
-        """Restore the record; earlier versions of raafl stored each update's weight together with its factor."""
+        """Restore the sum; earlier versions of raafl stored each update's weight together with its factor."""
         received = data.get("received")
         return super().from_plain(data if received is None else {**data, "factors": [factor for _, factor in received]})
 
@@ -312,20 +312,20 @@ class Mean(Merge):
         spec = sums.common
         if spec is None:
             self._apply_covered(state, sums, factors)
-        elif sums.weight:  # all updates cover the same elements, so one number replaces the weight on each
+        elif sums.weight:  # all updates cover the same elements, so one number is the weight of each element
             mixed = math.fsum(weight * factor for (_, weight), factor in zip(sums.updates, factors, strict=True))
             plan, weight = state.submodels.plan(spec), sums.weight
-            # theta + sum w a (theta_n - theta) / W = theta (1 - sum w a / W) + (sum w a theta_n) / W, with W = sum w. In this
-            # order one pass over the model suffices for any number of updates, and where all a are 1 the first term is exactly
-            # 0, so that the result is the weighted mean without rounding errors of theta.
+            # theta + sum w a (theta_n - theta) / W = theta (1 - sum w a / W) + (sum w a theta_n) / W, with W = sum w.
+            # In this order one pass over the model suffices for any number of updates, and if all a are 1 the first
+            # term is exactly 0, so that theta's rounding errors do not enter the weighted mean.
             keep = 1.0 - mixed / weight
             total = sums.total.prefix(plan.layout) if spec.is_full else plan.gather(sums.total)
             plan.apply_(state.values, total, lambda target, source: _mix(target, source, keep, 1.0 / weight))
         sums.clear()
 
     def _apply_covered(self, state: GlobalState, sums: Accumulator, factors: list[float]) -> None:
-        # As in _apply_sum, but each element has its own W and sum w a, over the updates that cover it. If all updates have
-        # one factor a, sum w a / W is a everywhere, and sum w a need not be counted.
+        # As in _apply_sum, but each element has its own W and sum w a, over the updates that cover it. If all updates
+        # have one factor a, sum w a / W is a everywhere, so sum w a need not be computed.
         weights = sums.cover()
         alike = all(factor == factors[0] for factor in factors)
         mixed = weights if alike else sums.cover(factors, "mixed")
@@ -333,7 +333,7 @@ class Mean(Merge):
             flats = (theta, *(other.buffers[dtype][: len(theta)] for other in (sums.total, weights, mixed)))
             for old, total, weight, share in chunks(*flats):
                 keep = 1.0 - factors[0] if alike else 1.0 - share / weight
-                # 0 / 0 = NaN on elements that no update covers, which the next line leaves out
+                # 0 / 0 = NaN where no update covers an element, which the next line leaves out
                 new = (old * keep).addcdiv_(total, weight)
                 torch.where(weight > 0, new, old, out=old)
 
@@ -365,7 +365,7 @@ class Mean(Merge):
 
 
 def _mix(target: Tensor, source: Tensor, keep: float, scale: float) -> None:
-    """Set ``target`` to ``keep * target + scale * source``."""
+    """Compute ``target = keep * target + scale * source`` in place."""
     if keep == 0.0:
         torch.mul(source, scale, out=target)
     elif target.is_contiguous():

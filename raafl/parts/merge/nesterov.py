@@ -36,10 +36,10 @@ class NesterovMemory(SumMemory):
     """State of the server's optimizer with Nesterov momentum, and the running sum of a merge's changes."""
 
     key = "nesterov"
-    m: FlatTensors | None = None  # momentum, of the model's size; None = there was no step with momentum yet
-    # sum of the changes since the last step with momentum, used by `DelayedNesterov`; None = not used yet
+    m: FlatTensors | None = None  # momentum, of the model's size; None before the first step with momentum
+    # sum of the changes since the last step with momentum, for `DelayedNesterov`; None before its first use
     pending: FlatTensors | None = None
-    # submodels of the latest updates, newest last; as many as `DelayedNesterov` has in a period
+    # submodels of the latest updates, newest last, as many as `DelayedNesterov` merges between two such steps
     recent: list[Spec] = field(default_factory=list)
     num_pending: int = 0  # number of updates since the last step with momentum
 
@@ -103,7 +103,7 @@ class Nesterov(Merge):
         for is_parameter, flats in trained_pieces(state, *others):
             for old, total, *more in chunks(*flats):
                 weight = sums.weight if count is None else more.pop(0)
-                # 0 / tiny = 0 on elements that no update covers
+                # 0 / tiny = 0 where no update covers an element
                 delta = total / (weight if isinstance(weight, float) else weight.clamp_min(_tiny(old)))
                 where = weight > 0 if isinstance(weight, Tensor) else None
                 m, lr = (next(iter(more), None), self.lr) if is_parameter else (None, 1.0)
@@ -114,7 +114,7 @@ class Nesterov(Merge):
         if m is not None:
             new = torch.add(delta, m, alpha=self.beta)
             m.copy_(new if where is None else torch.where(where, new, m))
-            # an element that no update covers has its old momentum in m, and is not moved by it
+            # where no update covers an element, m has its old momentum, which must not move theta
             moved = m if where is None else torch.where(where, m, 0.0)
             delta = torch.add(delta, moved, alpha=self.beta)
         theta.add_(delta, alpha=lr)
@@ -143,7 +143,7 @@ class DelayedNesterov(Nesterov):
     """
 
     every: int | None = None
-    merges_means: ClassVar[bool] = False  # N counts updates one by one
+    merges_means: ClassVar[bool] = False  # false, since N counts single updates
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,7 +176,7 @@ class DelayedNesterov(Nesterov):
         sums.clear()
 
     def _delay(self, theta: Tensor, delta: Tensor, state: Sequence[Tensor], is_due: bool, where: Tensor | None) -> None:
-        """Add a delta to the pending sum; if momentum is due, update m by that sum and then theta by m.
+        """Add a delta to the pending sum and, if momentum is due, update m by this sum and theta by m.
 
         Args:
             theta: parameters, changed in place.
@@ -197,7 +197,7 @@ class DelayedNesterov(Nesterov):
         pending.zero_()
 
     def _count(self, state: GlobalState, memory: NesterovMemory, every: int) -> FlatTensors | None:
-        """Return for each element how many of the last N updates cover it; None = all of them cover all elements."""
+        """Count for each element how many of the last N updates cover it; None = all N cover every element."""
         if all(spec.is_full for spec in memory.recent):
             return None
         count: FlatTensors = state.scratch.setdefault("recent", zeros_like(state.values))

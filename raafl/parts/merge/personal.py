@@ -23,9 +23,10 @@ class TaskStart:
     """Record of the submodel and parameter values with which a client's current task started."""
 
     spec: Spec  # submodel of the task
-    # names of the axes (dimensions whose units can be cut) for which the task trains which units to keep
+    # names of the axes for which the task trains scores, which decide the units that the client keeps
     masks: list[str]
-    start: FlatTensors | None = None  # copy of the parameter values; None = the global model has not changed since
+    # copy of the parameter values; None = those of the global model, which has not changed since
+    start: FlatTensors | None = None
 
 
 @dataclass
@@ -66,7 +67,7 @@ class RecordingSelect(WrappedSelect):
     """Wrapper of a select part (choice of submodels) that records on the server what each client trains."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work; record its submodel, and the version from which the client starts."""
+        """Return the wrapped selector's work; record its submodel, and the version from which the client starts."""
         work = self.inner(client, fleet)
         record_work(fleet.state, client.id, work)
         return work

@@ -26,14 +26,13 @@ LATEST = "latest update"
 
 @dataclass
 class _LatestMemory(MergeMemory):
-    """Server state of `Remembered`: sums over all clients' latest updates, which are in `GlobalState.clients`."""
+    """Sums over the latest updates of all clients, which themselves are in `GlobalState.clients`."""
 
     key = "ram_fed"
     sum: FlatTensors  # sum of all latest updates
     change: FlatTensors  # sum of the changes of these updates since the last merge
-    since: int = 0  # number of updates merged after the sum was last recomputed from scratch
-    # version and submodel of each client's remembered update, by client, oldest first; empty if updates have no
-    # age limit
+    since: int = 0  # number of updates merged since the sum was last computed anew
+    # by client: version and submodel of each remembered update, oldest first; empty if updates have no age limit
     log: dict[int, list[tuple[int, Spec]]] = field(default_factory=dict)
 
 
@@ -131,7 +130,7 @@ class Remembered(Merge):
 
     def apply(self, state: GlobalState) -> None:
         """Move the model by the mean of all remembered changes, corrected by the new ones."""
-        # With the new sum U' = U + sum (d - u), v in this class's equation is U'/N + (1/Gamma - 1/N) sum (d - u).
+        # With the new sum U' = U + sum (d - u), this class's v equals U'/N + (1/Gamma - 1/N) sum (d - u).
         memory = self._memory(state)
         num_clients = state.num_clients if self.of_all else len(self._latest(state))
         rate = math.fsum(self.staleness(item.staleness) for item in state.waiting) / len(state.waiting)
@@ -142,8 +141,8 @@ class Remembered(Merge):
         for dtype, total in memory.sum.buffers.items():
             theta = state.values.buffers[dtype][: total.numel()]
             for old, summed, change, gamma in chunks(theta, total, memory.change.buffers[dtype], count.buffers[dtype]):
-                # Subtract 1/N, since `summed` (U') contains the change already. Where Gamma is 0 the change is 0, too, so
-                # Gamma may be replaced by 1 to avoid a division by 0.
+                # 1/N is subtracted, since `summed` (U') includes the change. Where Gamma is 0 so is the change, and
+                # Gamma becomes 1 to avoid a division by 0.
                 more = change * gamma.clamp_min(1.0).reciprocal_().sub_(1.0 / num_clients)
                 old.add_(more.add_(summed, alpha=1.0 / num_clients), alpha=rate)
                 change.zero_()
@@ -167,14 +166,14 @@ class Remembered(Merge):
     def _sum_anew(self, state: GlobalState, memory: _LatestMemory) -> None:
         memory.since = 0
         memory.sum.zero_()
-        # in the order of ids, so that a resumed run adds in the same order and gets the same bits
+        # by client id: a resumed run adds in the same order, and so gets the same bits
         for _, latest in sorted(self._latest(state).items()):
             for dtype, buffer in memory.sum.buffers.items():
                 buffer.add_(latest.buffers[dtype].to(buffer.device))
             release(latest)
 
     def _forget_old(self, state: GlobalState, memory: _LatestMemory, next_merge: int) -> None:
-        """Zero those remembered updates that will be older than ``max_age`` merges at the next merge."""
+        """Set those remembered updates to 0 that will be more than ``max_age`` merges old at the next merge."""
         for client, log in memory.log.items():
             recent = [(version, spec) for version, spec in log if next_merge - version <= (self.max_age or 0)]
             if len(recent) == len(log):
@@ -215,15 +214,13 @@ def _statistics(submodels: Submodels, layout: Layout) -> Iterator[str]:
 
 
 class _Owned:
-    """Part of the trained tensors that a spec's regions own.
+    """Elements of the trained tensors that belong to a spec's regions; of a tensor cut along several dimensions, rows of the first.
 
-    In a tensor cut along several dimensions these are the rows of the first one.
-
-    `plan`: copy plan between the whole trained part and the owned part.
+    `plan`: copies these elements from and to the whole trained part.
     """
 
     def __init__(self, submodels: Submodels, spec: Spec) -> None:
-        """Compute the copy plans; ``spec`` and the whole model may train floating-point tensors only."""
+        """Compute the copy plans of a spec; all trained tensors must be floating-point."""
         whole, present = submodels.layout(part="trained"), submodels.layout(spec, "trained")
         selections = submodels.selections(submodels.normal(spec))
         first = {name: {min(dims): dims[min(dims)]} for name, dims in selections.items()}
@@ -239,7 +236,7 @@ class _Owned:
         self._inner = None if owned == present else CopyPlan(spec, owned, present, others)
 
     def widened(self, tensors: FlatTensors) -> FlatTensors:
-        """Extend a client's update by zeros to all elements that the client's regions own."""
+        """Extend a client's update to all elements of its regions, with 0 for those that it did not train."""
         if self._inner is None:
             return tensors
         wide = FlatTensors.zeros(self.plan.layout, tensors.device)
@@ -292,7 +289,7 @@ def load_(
     if own is None:
         return
     for key, tensor in _plan(state, spec, only).gather(own).items():
-        # NaN marks elements that were never stored: an update with NaN of its own has been refused
+        # NaN marks elements that were never stored; updates that contain NaN are refused
         out[key].copy_(torch.where(tensor.isnan(), out[key], tensor))
 
 

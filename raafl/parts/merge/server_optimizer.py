@@ -106,12 +106,12 @@ class ServerOptimizer(Merge):
         sums.clear()
 
     def _step_of(self, state: GlobalState) -> Step:
-        """Return the function that makes the optimizer's step in this merge; called once per merge."""
+        """Return the function that makes the optimizer's step in this merge; it is called once in each."""
         return self._step
 
     def _step(self, theta: Tensor, delta: Tensor, moments: Sequence[Tensor], where: Tensor | None) -> None:
         m, v = moments
-        if where is not None:  # computed on copies, of which the elements that some update trained are taken
+        if where is not None:  # elements that no update trained keep their values: the step is made on copies
             news = [tensor.clone() for tensor in (theta, m, v)]
             self._step(news[0], delta, news[1:], None)
             for old, new in zip((theta, m, v), news, strict=True):
@@ -121,7 +121,8 @@ class ServerOptimizer(Merge):
         square = delta.mul_(delta)
         if self.kind == "adagrad":
             v.add_(square)
-        elif self.kind == "yogi":  # changes v by at most (1 - beta2) Delta^2, while adam's may fall by (1 - beta2) v
+        # yogi changes v by at most (1 - beta2) Delta^2, whereas adam may lower it by (1 - beta2) v
+        elif self.kind == "yogi":
             sign = torch.sub(v, square).sign_()
             v.sub_(square.mul_(1 - self.beta2).mul_(sign))
         else:

@@ -16,13 +16,13 @@ from raafl.submodel.extract import CopyPlan
 
 @dataclass
 class _VariatesMemory(MergeMemory):
-    """Server state of the control variates: their sum over all clients."""
+    """Sum of all clients' control variates, which themselves are in `GlobalState.clients`."""
 
-    sum: FlatTensors  # sum at the time of the last merge
-    new: FlatTensors  # changes of variates since the last merge
-    count: FlatTensors  # total weight of the clients that have trained each element
+    sum: FlatTensors  # sum of the variates at the last merge
+    new: FlatTensors  # changes of the variates since the last merge
+    count: FlatTensors  # for each element, total weight of the clients that have trained it
     weights: dict[int, float] = field(default_factory=dict)  # weight of each client, from its first update
-    seen: dict[int, list[Spec]] = field(default_factory=dict)  # submodels that a client has trained so far, by client
+    seen: dict[int, list[Spec]] = field(default_factory=dict)  # by client: submodels that it has trained so far
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,10 @@ class Variates:
     element would be too small to cancel the clients' variates, and the clients would drift away from their optimum.
     """
 
-    # name of the variates in `GlobalState.clients`, and of the bundle (tensors beside the model) that carries
-    # them
+    # name of the variates in `GlobalState.clients`, and of the bundle (tensors beside the model) in which they are sent
     name: str
-    mean: str | None = None  # name of the bundle that carries the mean; None = it is not sent
-    by_samples: bool = False  # whether the mean weights clients by |D_n|; False = equally
+    mean: str | None = None  # name of the bundle in which the mean is sent; None = it is not sent
+    by_samples: bool = False  # whether clients are weighted by |D_n| in the mean; False = equally
 
     def own_(self, state: GlobalState, client: int, spec: Spec, out: FlatTensors) -> None:
         """Write a client's control variate, cut to its submodel, into ``out``."""
@@ -52,7 +51,7 @@ class Variates:
         """Write the mean of all control variates, cut to a submodel, into ``out``."""
         memory, plan = self._memory(state), plan_of(state, spec)
         plan.gather(memory.sum, out)
-        # clients that never sent an update count at every element, as variates of 0 with the mean weight of the others
+        # a client without updates counts at every element, as a variate of 0 with the mean weight of the other clients
         count, unheard = plan.gather(memory.count), float(state.num_clients - len(memory.seen))
         if memory.seen:
             unheard *= math.fsum(memory.weights.get(client, 1.0) for client in memory.seen) / len(memory.seen)
@@ -64,7 +63,7 @@ class Variates:
     ) -> None:
         """Add ``alpha * change`` to a client's control variate; `settle` later adds it to the mean."""
         memory, plan = self._memory(state), plan_of(state, spec)
-        # checkpoints of earlier versions lack this entry
+        # earlier versions stored no weight
         weight = memory.weights.setdefault(client, 1.0 if client in memory.seen else weight)
         own = state.clients.of(self.name, client, plan.full_layout, state.values.device)
         for flat, scale in ((own, alpha), (memory.new, alpha * weight)):
@@ -83,13 +82,13 @@ class Variates:
             self._count(state, memory, item.update.client, item.spec)
 
     def _count(self, state: GlobalState, memory: _VariatesMemory, client: int, spec: Spec) -> None:
-        """Add the client's weight to the count of each element that the client has not trained before."""
+        """Add the client's weight to the count of each element that it trains for the first time."""
         seen = memory.seen.setdefault(client, [])
         if spec in seen:
             return
         new = FlatTensors.zeros(memory.count.layout, state.values.device)
         plan_of(state, spec).cover_(new, memory.weights.get(client, 1.0))
-        # elements of an earlier submodel are counted already, so they are set back to 0
+        # elements that it has trained before are counted already
         for other in seen:
             plan_of(state, other).scatter_(new, FlatTensors.zeros(plan_of(state, other).layout, new.device))
         for dtype, count in memory.count.buffers.items():

@@ -32,8 +32,8 @@ class WideSubmodels(Submodels):
     """
 
     def __init__(self, own: Submodels) -> None:
-        """Share the axes of ``own``, the run's submodels; layouts in wide dtypes get caches of their own."""
-        _ = own.axes  # find the axes now, on the model's own shapes
+        """Share the axes of ``own``, the submodels of the run; layouts of wide dtypes have separate caches."""
+        _ = own.axes  # finds the axes now, on the model's own shapes
         self.__dict__.update(own.__dict__)
         self.own, self._caches = own, Caches()
 
@@ -102,7 +102,8 @@ class WideMerge(Wrapped):
 
     def view(self, state: GlobalState) -> GlobalState:
         """Return ``state`` with wide values; all other fields are shared, and changed in place."""
-        # `_version`, private to torch, counts all writes to a storage through any view: by a merge, a resume or a callback
+        # `_version`, private to torch, counts all writes to a storage, through any view: by a merge, a resume or a
+        # callback
         counters = [buffer._version for buffer in state.values.buffers.values()]
         values, seen_counters = state.scratch.get(VALUES, (None, None))
         if counters != seen_counters:
@@ -139,15 +140,15 @@ class WideMerge(Wrapped):
 
 
 def _widened(state: GlobalState, update: Update) -> Update:
-    """Return the update in wide dtypes; the next update overwrites its storage."""
+    """Copy an update to wide dtypes, in memory that the next update will overwrite."""
     bundles = {name: bundle.widen(_room(state, name, bundle)) for name, bundle in update.bundles.items()}
     return replace(update, tensors=update.tensors.widen(_room(state, "", update.tensors)), bundles=bundles)
 
 
 def _room(state: GlobalState, name: str, flat: FlatTensors) -> FlatTensors | None:
-    """Return storage for a copy of ``flat`` in wide dtypes; None if its dtypes are wide already.
+    """Return memory for a copy of ``flat`` in wide dtypes; None if its dtypes are wide already.
 
-    Storage is reused if it is large enough, since new memory pages cost more than the copy.
+    The memory of an earlier copy is reused if it is large enough, since new memory pages cost more than the copy.
     """
     wide = flat.layout.wide
     if wide is flat.layout:

@@ -30,7 +30,7 @@ class Wrapped(Merge):
     sends: Literal["values", "delta"] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Copy ``sends``, the form of update that clients send, from the wrapped merge."""
+        """Copy ``sends`` from the wrapped merge: whether clients send values or differences."""
         object.__setattr__(self, "sends", self.inner.sends)
 
     def view(self, state: GlobalState) -> GlobalState:
@@ -107,7 +107,7 @@ class WrappedSelect(Select):
         return self.inner.needs_last_update
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work."""
+        """Return the wrapped selector's work."""
         return self.inner(client, fleet)
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:

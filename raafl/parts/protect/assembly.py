@@ -89,9 +89,9 @@ def bounded(algorithm: Algorithm, max_norm_ratio: float | None) -> Algorithm:
 
 # Refuse updates that are finite but would ruin the model: huge norms, and merges that overflow. Wraps every merge.
 #
-# Sums, squares and products in a merge overflow far below the largest number that an update may contain, so one client could
-# turn the global model into NaN. Which merges overflow depends on the method, so this module tries instead of predicting: it
-# merges an update that is large enough, checks the result, and restores the state. No honest update of a sane model is that
+# Sums, squares and products in a merge overflow far below the largest number that an update may contain, so that one
+# client could turn the global model into NaN. Which merges overflow depends on the method; so an update that is large
+# enough is merged on trial, the result is checked, and the state is restored. No honest update of a sound model is that
 # large.
 
 MEMORY = "bounded"
@@ -135,13 +135,13 @@ class Norms:
 
 @dataclass(slots=True)
 class _Accepted:
-    """Number of accepted updates of one layout, and the norms of their parameters and other content."""
+    """Number of accepted updates of one layout, and norms of what they contain."""
 
     num: int = 0
     of: dict[str, Norms] = field(default_factory=dict)
 
     def add(self, norms: Mapping[str, float]) -> None:
-        """Record an accepted update by the norms of its contents, such as parameters and running statistics."""
+        """Count an accepted update, and record the norm of each kind of its content, such as parameters."""
         self.num += 1
         for name, norm in norms.items():
             self.of.setdefault(name, Norms()).add(norm)
@@ -152,13 +152,13 @@ class BoundedMemory(MergeMemory):
     """State of `Bounded` on the server: norms of accepted updates and of the model."""
 
     key = MEMORY
-    # records of accepted updates, by the fingerprint of their layout
+    # by fingerprint of a layout: the accepted updates
     norms: dict[str, _Accepted] = field(default_factory=dict)
-    # assignment id and norms of the update checked last, and whether it is large (above `SAFE`); None = the
-    # wrapped merge has received this update
+    # the update checked last: its assignment id, its norms, and whether it is large (above `SAFE`); None once the
+    # wrapped merge has it
     measured: tuple[int, dict[str, float], bool] | None = None
-    large: bool = False  # whether a large update waits for the merge
-    # a version of the model and the norm of its parameters; None = the norm is not known
+    large: bool = False  # whether a large update waits to be merged
+    # version at which the norm of the model's parameters was measured, and this norm; None = not measured
     model: tuple[int, float] | None = None
 
     def to_plain(self) -> dict[str, object]:
@@ -204,7 +204,7 @@ class Bounded(Wrapped):
         memory = state.memory.of(BoundedMemory)
         norms, is_large = self._measure(state, memory, update, spec)
         memory.measured = (update.assignment, norms, is_large)
-        if not norms:  # `_measure` has found the update within bounds
+        if not norms:  # `_measure` has found this update to be within all limits
             return None
         most = self._most(state, memory, spec, norms)
         return HUGE_NORM if any(norm > most.get(name, math.inf) for name, norm in norms.items()) else None
@@ -245,7 +245,7 @@ class Bounded(Wrapped):
     def _measured(
         self, state: GlobalState, memory: BoundedMemory, update: Update, spec: Spec
     ) -> tuple[dict[str, float], bool]:
-        """Return an update's norms, and whether it is large; cached from its admission until the merge receives it."""
+        """Return an update's norms and whether it is large, which are cached until the wrapped merge gets the update."""
         if memory.measured is None or memory.measured[0] != update.assignment:
             memory.measured = (update.assignment, *self._measure(state, memory, update, spec))
         return memory.measured[1:]
@@ -255,9 +255,9 @@ class Bounded(Wrapped):
     ) -> tuple[dict[str, float], bool]:
         """Return the norms by which an update is judged, and whether it is large.
 
-        If clients send values, the norm of their difference from the model takes two more passes over memory. So it is
-        computed only for one update in `EVERY`, and for updates whose own norm and the model's do not prove them in
-        bounds.
+        If clients send values, the norm of their difference from the model takes two passes over memory. So it is
+        computed for one update in `EVERY`, and for those that their own norm and the model's do not prove to be within
+        limits.
         """
         buffers, parts = update.tensors.buffers, _parts(state, spec)
         norms = {name: _norm(flat.buffers) for name, flat in update.bundles.items()}
@@ -268,7 +268,7 @@ class Bounded(Wrapped):
         if self.max_norm_ratio is None or self.sends == "delta":
             return norms, is_large
         most, model = self._most(state, memory, spec, parts), _norm_of_model(state, memory)
-        # twice the norm, since the model may have grown since it was measured
+        # doubled, since the model may have grown since its norm was measured
         are_within = all(norms[name] + 2 * model <= most.get(name, 0.0) for name in parts)
         if are_within and _accepted(state, memory, spec).num % EVERY:
             return {name: norm for name, norm in norms.items() if name not in parts}, is_large
@@ -276,7 +276,7 @@ class Bounded(Wrapped):
         return norms | {name: _norm(buffers, before, part) for name, part in parts.items()}, is_large
 
     def _most(self, state: GlobalState, memory: BoundedMemory, spec: Spec, names: Iterable[str]) -> dict[str, float]:
-        """Return the largest accepted norm of an update of ``spec``, for each kind of its content that has a limit."""
+        """Return the largest norm that is accepted for each kind of content of an update; kinds without a limit are omitted."""
         if self.max_norm_ratio is None:
             return {}
         accepted = _accepted(state, memory, spec).of
@@ -288,14 +288,14 @@ class Bounded(Wrapped):
 
 
 def _norm_of_model(state: GlobalState, memory: BoundedMemory) -> float:
-    """Return the L2 norm of the global model's trained parameters, measured at most `EVERY` versions ago."""
+    """Return the L2 norm of the global model's trained parameters, which is measured anew every `EVERY` versions."""
     if memory.model is None or state.version >= memory.model[0] + EVERY:
         memory.model = (state.version, _norm(_before(state, FULL)))
     return memory.model[1]
 
 
 def _accepted(state: GlobalState, memory: BoundedMemory, spec: Spec) -> _Accepted:
-    """Return the record of accepted updates that have the layout of ``spec``."""
+    """Return the record of accepted updates that have the layout of ``spec``, or create it."""
     fingerprint = state.submodels.layout(spec, "trained").fingerprint
     found = memory.norms.get(fingerprint)
     if found is None:
@@ -304,14 +304,14 @@ def _accepted(state: GlobalState, memory: BoundedMemory, spec: Spec) -> _Accepte
 
 
 def _is_near_half(state: GlobalState, update: Update) -> bool:
-    """Check whether an update or the model has float16 values above `SAFE_HALF`, which a small step may overflow."""
+    """Check whether the model or an update has float16 values above `SAFE_HALF`, from which a small step may overflow."""
     flats = (state.values, update.tensors, *update.bundles.values())
     buffers = [flat.buffers[torch.float16] for flat in flats if torch.float16 in flat.buffers]
     return any(bool((buffer.abs() > SAFE_HALF).any()) for buffer in buffers)
 
 
 def _before(state: GlobalState, spec: Spec) -> Buffers:
-    """Return the global values of the tensors that ``spec`` trains; for the whole model they are not copied."""
+    """Return the global values of the tensors that ``spec`` trains, which are views if these are the whole model."""
     if spec.is_full:
         sizes = state.submodels.layout(part="trained").numel
         return {dtype: state.values.buffers[dtype][:size] for dtype, size in sizes.items()}
@@ -319,7 +319,7 @@ def _before(state: GlobalState, spec: Spec) -> Buffers:
 
 
 def _parts(state: GlobalState, spec: Spec) -> dict[str, dict[torch.dtype, slice]]:
-    """Return the slices of each buffer with the parameters that ``spec`` trains, and those with running statistics."""
+    """Return where in each buffer the parameters that ``spec`` trains are, and where its running statistics."""
     return state.submodels.cached("parts", spec, lambda: _find_parts(state.submodels, spec))
 
 
@@ -338,12 +338,9 @@ _ALL = slice(None)
 
 
 def _norm(buffers: Buffers, before: Buffers | None = None, part: Mapping[torch.dtype, slice] | None = None) -> float:
-    """Return the L2 norm of flat buffers, or of their difference from ``before``.
+    """Return the L2 norm of the slices ``part`` (None = all) of flat buffers, or of their difference from ``before``.
 
     A piece whose square overflows is squared in double precision.
-
-    `before`: buffers to subtract; None = none.
-    `part`: slice of each buffer to measure; None = the whole buffer.
     """
     squares: list[float] = []
     for dtype, buffer in buffers.items():
@@ -363,7 +360,7 @@ def _norm(buffers: Buffers, before: Buffers | None = None, part: Mapping[torch.d
 
 
 def _square(piece: Tensor) -> float:
-    # dot is the fastest sum of squares; double only if it overflows, since that costs another pass
+    # dot is the fastest sum of squares; only if it overflows, a second pass uses double precision
     single = piece.float() if piece.dtype.itemsize == 2 else piece
     square = torch.dot(single, single).item()
     return square if math.isfinite(square) else piece.double().square().sum().item()

@@ -139,7 +139,7 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
         pairs = -(-min(CHUNK, num - start) // 2)
         stream = hashlib.shake_256(key + number.to_bytes(8, "little")).digest(16 * pairs)
         bits = np.frombuffer(stream, dtype="<u8") >> np.uint64(11)
-        # a double in [0, 1) has 53 random bits; adding a half avoids log(0), and bounds |noise| by 8.7
+        # a double in (0, 1) made of 53 random bits; the added half avoids log(0), and bounds |noise| by 8.7
         uniform = (bits + 0.5) * 2.0**-53
         radius, angle = np.sqrt(-2.0 * np.log(uniform[:pairs])), 2.0 * math.pi * uniform[pairs:]
         both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
@@ -151,10 +151,10 @@ class PrivacyMemory(MergeMemory):
     """State of `Private`: the privacy budget spent so far, and the sums of the updates that wait."""
 
     key = "privacy"
-    updates: dict[int, int] = field(default_factory=dict)  # number of a client's updates that were merged, by client
-    # sum of n^2 over all merges, where n is the number of a client's updates in the merge, by client
+    updates: dict[int, int] = field(default_factory=dict)  # by client: number of its updates that were merged
+    # by client: sum of n^2 over all merges, where n of its updates are in one merge
     squares: dict[int, int] = field(default_factory=dict)
-    sums: dict[Spec, FlatTensors] = field(default_factory=dict)  # sum of clipped changes, by submodel
+    sums: dict[Spec, FlatTensors] = field(default_factory=dict)  # by submodel: sum of clipped changes
 
 
 @dataclass(frozen=True)
@@ -250,11 +250,11 @@ class Private(Wrapped):
         self._feed(state, {spec: state.submodels.plan(spec).gather(total) for spec in specs})
 
     def _spend(self, state: GlobalState, contributions: Mapping[int, int]) -> None:
-        """Count one release of a sum; ``contributions``: number of updates in the sum, by client."""
+        """Account for the release of one noisy sum; ``contributions``: number of updates in it by client."""
         memory = state.memory.of(PrivacyMemory)
         for client, num in contributions.items():
             memory.updates[client] = memory.updates.get(client, 0) + num
-            # j updates of one client move a sum by up to j C, which costs as much as j^2 mechanisms of sensitivity C
+            # n updates of one client change a sum by up to n C, which costs as much as n^2 mechanisms of sensitivity C
             memory.squares[client] = memory.squares.get(client, 0) + num**2
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
@@ -264,11 +264,11 @@ class Private(Wrapped):
         super().on_rollback(state, merged)
 
     def _make_noisy(self, state: GlobalState, total: FlatTensors) -> None:
-        """Add noise to the sum of the waiting clipped changes, and divide it to get their mean, in place."""
+        """Turn the sum of clipped changes into their noisy mean, in place."""
         assignments = [item.update.assignment for item in state.waiting]
         scale = self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
         for number, (dtype, buffer) in enumerate(total.buffers.items()):
-            if not is_merged(dtype):  # integer buffers are not part of updates
+            if not is_merged(dtype):  # updates have no integer buffers
                 continue
             if scale:
                 key = hashlib.blake2b(self.key + repr((assignments, number)).encode(), digest_size=32).digest()
@@ -277,7 +277,7 @@ class Private(Wrapped):
             buffer.div_(self.divisor)
 
     def _feed(self, state: GlobalState, means: Mapping[Spec, FlatTensors]) -> None:
-        """Pass each submodel's noisy mean to the wrapped merge, plus the global values if that expects values."""
+        """Pass the noisy means to the wrapped merge as updates, with the global values added if the merge expects values."""
         if self.inner.sends == "values":
             for spec, part in means.items():
                 current = state.submodels.plan(spec).gather(state.values)

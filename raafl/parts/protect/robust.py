@@ -69,7 +69,7 @@ def norm_of(tensors: FlatTensors, submodels: Submodels) -> float:
     """
     squares = []
     for dtype, buffer in tensors.buffers.items():
-        # every buffer stores parameters before running statistics
+        # each buffer has parameters before running statistics
         size = sum(e.numel for e in tensors.layout.entries if e.dtype == dtype and e.name in submodels.parameter_names)
         for piece in torch.split(buffer[:size], CHUNK if buffer.device.type == "cpu" else max(size, 1)):
             squares.append(piece.double().square().sum().item())
@@ -84,10 +84,10 @@ class GuardMemory(MergeMemory):
     """State of `NormFilter`: norms of accepted updates, and the number of clipped ones."""
 
     key = "guard"
-    # norms of the latest accepted updates, by size class (group of submodels of similar size)
+    # by size class (group of submodels of similar size): norms of the latest accepted updates
     norms: dict[int, list[float]] = field(default_factory=dict)
     clipped: int = 0  # number of updates that were clipped
-    # assignment and norm of an update that has passed the checks and is received next; None = there is none
+    # assignment and norm of the update that was accepted and comes next to `take`; None = there is none
     measured: tuple[int, float] | None = None
 
 
@@ -170,7 +170,7 @@ def num_dropped(combine: Combine, trim: float, num: int) -> int:
     """Return the number of values to drop at each end: floor(trim * num); for a median, so many that one or two are left."""
     if combine == "median":
         return max(num - 1, 0) // 2
-    # in floating point 0.29 * 100 is slightly below 29
+    # rounding puts 0.29 * 100 slightly below 29
     return int(trim * num + 1e-9) if combine == "trimmed_mean" else 0
 
 
@@ -206,7 +206,7 @@ def trimmed(values: Tensor, drop: Tensor) -> Tensor:
     Returns:
         Means of the columns, shape (n,); NaN for a column without values.
     """
-    # inf sorts behind every value, so that a column's k values fill its first k rows
+    # inf sorts last, so that a column with k values has them in its first k rows
     absent = values.isinf()
     for low, high in comparators(len(values)):
         smaller = torch.minimum(values[low], values[high])
@@ -247,8 +247,8 @@ def locate(
 
 
 def _placed(state: GlobalState, spec: Spec, tensors: FlatTensors) -> FlatTensors:
-    """Return a tensor set shaped like the whole model, with a submodel's values in their places and inf elsewhere."""
-    # inf marks missing values: finite updates have none, since others are refused before they get here
+    """Place a submodel's values in tensors of the whole model's shapes, where all other elements are inf."""
+    # inf marks missing values, since updates that contain inf are refused
     whole = FlatTensors.zeros(state.values.layout, state.values.device)
     for dtype in filter(is_merged, whole.buffers):
         whole.buffers[dtype].fill_(math.inf)
@@ -340,9 +340,10 @@ class CentredMemory(MergeMemory):
     """State of `Centred`."""
 
     key = "centred"
-    # copies of the tensors of the updates that wait, in the order of `GlobalState.waiting`
+    # in the order of `GlobalState.waiting`: copies of each waiting update's tensors
     stored: list[FlatTensors] = field(default_factory=list)
-    centre: FlatTensors | None = None  # clipping centre v; None before the first merge
+    # centre around which differences are clipped, the paper's v; None before the first merge
+    centre: FlatTensors | None = None
 
     @classmethod
     def from_plain(cls, data: Any) -> Self:
@@ -396,7 +397,7 @@ class Centred(Wrapped):
         )
 
     def _median(self, state: GlobalState, stored: list[Stored]) -> FlatTensors:
-        """Return the coordinate-wise median of the updates' differences from the model; 0 where no update trains."""
+        """Return the coordinate-wise median of the updates' differences from the model; 0 where no update covers an element."""
         centre = zeros_like(state.values)
         for spec, values in locate(state, stored, "median", 0.0).items():
             change = values.clone()
@@ -405,17 +406,18 @@ class Centred(Wrapped):
         return centre
 
     def _subtract(self, state: GlobalState, spec: Spec, tensors: FlatTensors) -> None:
-        """Subtract the global values from an update in place, if clients send values and not deltas."""
+        """Subtract the global values from an update in place, unless clients send differences."""
         if self.sends == "values":
             _sub_(tensors, state.submodels.plan(spec).gather(state.values))
 
     def _move(self, state: GlobalState, centre: FlatTensors, stored: list[Stored]) -> None:
-        """Add the mean of the updates' clipped differences from ``centre`` to it; overwrites the updates' tensors."""
+        """Move ``centre`` by the mean of the updates' clipped differences from it; the updates' tensors are overwritten."""
         distances = []
         for spec, tensors in stored:
             self._subtract(state, spec, tensors)
             _sub_(tensors, state.submodels.plan(spec).gather(centre))
-            # with a fixed radius distances are L2 norms; for a median over submodels of several sizes divide by sqrt(parameters)
+            # a fixed radius limits L2 norms; a median over submodels of several sizes is of norms divided by
+            # sqrt(parameters)
             scale = 1.0 if self.radius is not None else _num_parameters(state, tensors) ** -0.5
             distances.append(norm_of(tensors, state.submodels) * scale)
         radius = statistics.median(distances) if self.radius is None else self.radius
@@ -429,7 +431,7 @@ class Centred(Wrapped):
                 old.add_(step.div_(on.clamp_min(1)))
 
     def _moved(self, state: GlobalState, centre: FlatTensors, spec: Spec) -> FlatTensors:
-        """Return ``centre`` as an update of ``spec``: plus the global values if clients send values."""
+        """Return ``centre`` as an update of submodel ``spec``, with the global values added if the merge expects values."""
         plan = state.submodels.plan(spec)
         moved = plan.gather(centre)
         if self.sends == "values":

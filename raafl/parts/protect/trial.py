@@ -41,7 +41,7 @@ def is_sound_merge(
     tried = replace(update, tensors=update.tensors.clone(), bundles=bundles)
     for flat in (tried.tensors, *bundles.values()) if scale != 1 else ():
         for dtype, buffer in flat.buffers.items():
-            # sums of float16 are float32, which has room enough; scaling could overflow float16 itself
+            # not for float16, which scaling could overflow; its sums are float32, which has enough room
             if dtype != torch.float16:
                 buffer.mul_(scale)
     try:
@@ -71,7 +71,7 @@ def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
     state.values.copy_(saved["values"])
     state.memory.load(saved["memory"], but)
     state.waiting[:] = saved["waiting"]
-    state.scratch.clear()  # the scratch memory from before may be shared with the copied state
+    state.scratch.clear()  # scratch memory may be shared with the state that was tried
     for (name, client), flat in saved["clients"].items():
         if flat is None:
             state.clients.forget(name, client)
@@ -93,7 +93,7 @@ def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
 
 
 def _copy(value: object) -> object:
-    """Copy containers and tensors recursively; other values are immutable and returned as they are."""
+    """Copy containers and tensors recursively; all other values are immutable, and returned as they are."""
     match value:
         case Tensor() | FlatTensors():
             return value.clone()
@@ -105,7 +105,7 @@ def _copy(value: object) -> object:
 
 
 def _leaves(value: object) -> Iterator[Tensor]:
-    """Yield every tensor in the memory that a merge keeps between updates."""
+    """Yield every tensor in nested containers, such as the memory of a merge."""
     match value:
         case Tensor():
             yield value

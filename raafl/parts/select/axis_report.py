@@ -69,7 +69,7 @@ def sentence_of(shares: Shares) -> str:
 
 
 def _whole(submodels: Submodels) -> dict[tuple[str, int], str]:
-    """Return why each parameter's dimension that is on no axis cannot shrink, by parameter name and dimension."""
+    """Map each parameter's dimension that is on no axis, as (name, dimension), to the reason for which it cannot shrink."""
     on_axes = {(m.name, m.dim) for axis in submodels.axes.values() for m in axis.members}
     otherwise = submodels.problem or "the model's declared axes do not include it"
     if submodels.discovered is not None and submodels.problem is None:

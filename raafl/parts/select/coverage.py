@@ -56,14 +56,14 @@ class RegionCoverage:
     In the last two kinds, the region that the fewest clients train is trained by exactly ``coverage`` clients.
     """
 
-    takes: tuple[int, ...]  # number m_n of regions that client n trains in a round, by client
+    takes: tuple[int, ...]  # by client n: number m_n of regions that it trains in a round
     regions: int = 4  # number K of regions in the model
     trained: int | None = None  # number of regions that are trained in each round (S*); None = all K
-    # smallest number of clients that train a region (Gamma*); None = 1, or an even spread with ``rest`` or
-    # ``hold``
+    # smallest number of clients that train a region (Gamma*); None = 1, or an even spread with ``rest`` or ``hold``
     coverage: int | None = None
-    rest: int | None = None  # largest number of rounds in a row in which a client skips a region (tau); None = no limit
-    hold: bool = False  # whether each client keeps its regions in all rounds
+    # largest number of successive rounds in which a client does not train a region (tau); None = no limit
+    rest: int | None = None
+    hold: bool = False  # whether a client has the same regions in all rounds
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "takes", tuple(self.takes))
@@ -93,7 +93,7 @@ class RegionCoverage:
         self._check_rotation()
 
     def _check_rotation(self) -> None:
-        """Raise `BadInput` if no schedule meets the limits ``rest`` and ``coverage``."""
+        """Raise `BadInput` if no schedule can satisfy ``rest`` and ``coverage``."""
         if self.rest is not None and self.hold:
             raise BadInput(
                 f"'rest' is {self.rest}, but with 'hold' the assignment never changes: leave out 'rest' or 'hold'"
@@ -119,10 +119,10 @@ class RegionCoverage:
         return 1 if self.coverage is None else self.coverage
 
     def _offsets(self) -> list[int]:
-        """Return for each client the index of its first region among the round's S regions.
+        """Return the index of each client's first region among the S regions of the round.
 
-        Offsets are even unless ``coverage`` demands less. Then ``coverage`` clients, those with the most regions, start
-        at region 0 and the others after it; if that does not give ``coverage`` either, offsets stay even.
+        Offsets are even unless ``coverage`` demands less: then the ``coverage`` clients with the most regions start at
+        region 0, and the others after it. If that does not give ``coverage`` either, offsets stay even.
         """
         offsets = [sum(self.takes[:n]) % self.num_trained for n in range(len(self.takes))]
         if self.coverage is None or self._least_covered(offsets) <= self.coverage:
@@ -163,7 +163,7 @@ class RegionCoverage:
         return tuple(tuple(sorted(regions)) for regions in taken)
 
     def _drawn(self, round: int, seed: int) -> list[list[int]]:
-        """Assign the round's regions in turn until each has ``coverage`` clients; the others get random regions."""
+        """Draw each client's regions: in turn until each region has ``coverage`` clients, then at random."""
         rng = random.Random(derive_seed(seed, "coverage", round))
         open_now = rng.sample(range(self.regions), self.num_trained)
         taken: list[list[int]] = [[] for _ in self.takes]
@@ -177,10 +177,10 @@ class RegionCoverage:
         return taken
 
     def _in_turn(self, round: int, seed: int, rest: int) -> list[list[int]]:
-        """Return each client's regions in ``round``; the order of steps lets no rest exceed ``rest`` rounds."""
+        """Return each client's regions in ``round``, in an order in which it skips none for more than ``rest`` rounds."""
         cycle, step = divmod(round, self.period)
-        # the longest possible rest is 2 * period - 2 rounds, from the first step of a cycle to the last of the next
-        # one, so any order will do
+        # any order will do if clients may skip 2 * period - 2 rounds, from the first step of a cycle to the last of the
+        # next
         is_free = rest >= 2 * self.period - 2
         length = self.period if is_free else rest - self.period + 2
         start = step - step % length
@@ -190,10 +190,7 @@ class RegionCoverage:
         return self._turn(random.Random(derive_seed(seed, "ring", cycle if is_free else 0)), window, visit)
 
     def _turn(self, rng: random.Random, window: int, visit: int) -> list[list[int]]:
-        """Return each client's regions in one step of a period.
-
-        The step trains the ``window``-th S regions, for the ``visit``-th time.
-        """
+        """Return each client's regions in the step that trains the ``window``-th S regions for the ``visit``-th time."""
         ring = rng.sample(range(self.regions), self.regions)
         clients = rng.sample(range(len(self.takes)), len(self.takes))
         open_now = [ring[(window * self.num_trained + i) % self.regions] for i in range(self.num_trained)]

@@ -48,7 +48,7 @@ def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int =
     units = {}
     for name, number in counts(axes, rate).items():
         scores = unit_scores(axes[name], state)
-        # a stable sort: among units of equal norm the first wins, on every machine
+        # a stable sort selects the first of equal units on every machine
         units[name] = torch.sort(scores, descending=True, stable=True).indices[:number].tolist()
     return spec_of(axes, units)
 
@@ -82,7 +82,7 @@ def unit_scores(axis: Axis | Stack, state: State, *, squared: bool = True) -> Te
 
 
 def _sums(rows: Tensor, squared: bool) -> Tensor:
-    # float32 elements, float64 sums: half precision would overflow in the squares, and long sums would lose small terms
+    # elements in float32, since half precision would overflow in squares; sums in float64, to keep small terms
     rows = reals(rows.detach()).flatten(1).float()
     return (rows.square() if squared else rows).sum(1, dtype=torch.float64).cpu()
 
@@ -109,16 +109,16 @@ SELECTORS: dict[str, Callable[..., Spec]] = {
 
 @dataclass
 class _RateMemory(MergeMemory):
-    """State of `RateSelect`: measured speeds of the present clients."""
+    """Measured speeds of the present clients, relative to the predicted ones."""
 
     key = "rate_select"
-    # measured duration of a client's latest task divided by the predicted one, by client; absent = as predicted
+    # by client: measured duration of its latest task divided by the predicted one; missing = as predicted
     ratio: dict[int, float] = field(default_factory=dict)
-    fleet: float = 1.0  # median of ``ratio`` over the present clients, as it was computed last
-    num_changes: int = 0  # number of ratios that have changed since the median was computed
+    fleet: float = 1.0  # median of ``ratio`` over the present clients when it was computed last
+    num_changes: int = 0  # number of ratios that have changed since then
 
 
-# No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
+# No slots: with slots dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class RateSelect(Select):
     """Select part (choice of submodels): each client gets a share of the model that fits its memory and limits on a task.
@@ -205,7 +205,7 @@ class RateSelect(Select):
         return self.rates[client.profile.name]
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the client's work, whose ``region`` is ``client.id``; raises `BadInput` if no size fits."""
+        """Return the client's work, with its id as the ``region``; raises `BadInput` if no size fits."""
         width = self._size(client, fleet)
         submodels, counts = fleet.state.submodels, fleet.state.counts
         round = fleet.state.version if self.rounds == "server" else counts.get(client.id, 0)
@@ -243,9 +243,9 @@ class RateSelect(Select):
                 self._compare(memory, fleet)
 
     def _compare(self, memory: _RateMemory, fleet: SelectContext) -> None:
-        """Count a changed speed ratio; recompute the fleet's median once a quarter of all have changed."""
+        """Count a changed ratio, and compute the median anew once a quarter of the clients have changed."""
         memory.num_changes += 1
-        if memory.num_changes * 4 < len(fleet.clients):  # not at each update, since it takes a pass over all clients
+        if memory.num_changes * 4 < len(fleet.clients):  # not at each update, as it takes a pass over all clients
             return
         memory.num_changes = 0
         median = median_low(memory.ratio.get(client, 1.0) for client in fleet.clients)
@@ -262,18 +262,18 @@ class RateSelect(Select):
     # ---- size and steps ----
 
     def _steps(self, client: ClientInfo, spec: Spec, fleet: SelectContext) -> int | None:
-        """Return the number of steps that fit into `steps_within_s`; None = all steps of the task fit."""
+        """Return the number of steps that fit into `steps_within_s`; None = all steps of a task fit."""
         limit_s = self.steps_within_s
         if limit_s is None or fleet.cost_s(client, Work(spec)) <= limit_s:
             return None
         one_s, two_s = (fleet.cost_s(client, Work(spec, num_steps=num)) for num in (1, 2))
-        if two_s <= one_s:  # a further step adds no time, since the transfers take longer
+        if two_s <= one_s:  # transfers take longer than computation, so another step adds no time
             return 1
-        # each further step costs the same; the small constant absorbs rounding errors
+        # each further step takes equally long; the small constant absorbs rounding errors
         return max(1 + math.floor((limit_s - one_s) / (two_s - one_s) + 1e-9), 1)
 
     def _size(self, client: ClientInfo, fleet: SelectContext) -> float:
-        """Return the share of units, 0 to 1, that the client gets of each axis."""
+        """Return the share of each axis's units that the client gets, 0 to 1."""
         if client.id not in fleet.cache:
             fleet.cache[client.id] = self._largest_size(client, fleet)
         size: float = fleet.cache[client.id]
@@ -283,7 +283,7 @@ class RateSelect(Select):
         axes, budget, rate = fleet.state.submodels.axes, self._budget(client, fleet), self.rate(client)
         most = {"model": width_of(rate), "width": rate, "parameters": 1.0}[self.rate_of]
         rates = [step for step in steps(axes) if step < most] + [most] if axes else [1.0]
-        # the choice of units does not change the cost, so the cheapest selector stands for all
+        # selectors choose other units at the same cost, so the cheapest one stands for all
         return largest_rate(
             lambda width: leading(axes, width), fleet.cost, budget, rates=rates, who=f"client {client.id}"
         )

@@ -28,12 +28,11 @@ class Segments:
     Segment i contains the units ``bounds[i]`` to ``bounds[i + 1] - 1``.
     """
 
-    bounds: tuple[int, ...]  # unit at which each segment begins, ascending, from 0 to the size of the axis
-    is_heads: bool = False  # whether the units of the axis are attention heads
-    # index of the block that contains the axis; None = no single block does, or the model does not have exactly
-    # one stack of blocks
+    bounds: tuple[int, ...]  # first unit of each segment in ascending order, and then the size of the axis
+    is_heads: bool = False  # whether the units are attention heads
+    # index of the block that contains the axis; None = no single one does, or the model has no stack or several
     block: int | None = None
-    can_train: bool = True  # whether a mask of the axis can be trained; see `readers`
+    can_train: bool = True  # whether a mask over the axis can be trained; see `readers`
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -86,7 +85,7 @@ def readers(submodels: Submodels, axis: Axis) -> tuple[Member, ...]:
 
 
 def _is_shared(submodels: Submodels, axis: Axis, member: Member) -> bool:
-    """Check whether a second axis lies on the same tensor dimension as this member."""
+    """Check whether another axis is on the same tensor dimension as this member."""
     others = (m for other in submodels.axes.values() if other.name != axis.name for m in other.members)
     return any((m.name, m.dim) == (member.name, member.dim) for m in others)
 
@@ -99,7 +98,7 @@ class Gates:
     """
 
     def __init__(self, module: nn.Module, submodels: Submodels, segments: Mapping[str, Segments]) -> None:
-        """Find the weights whose input columns lie on an axis, and map their columns to the axis's segments."""
+        """Find the weights whose input columns are units of an axis, and map these columns to the axis's segments."""
         self._places: list[tuple[nn.Module, str, Tensor]] = []
         for axis, cut in segments.items():
             layers: dict[str, list[Member]] = {}
@@ -127,10 +126,7 @@ class Gates:
 
 
 def _spread(cut: Segments, members: Iterable[Member], weight: Tensor) -> Tensor:
-    """Return the one-hot segment of each column of ``weight``, shape (columns, segments + 1); the last = no segment.
-
-    `weight`: weight of shape (rows, columns, ...).
-    """
+    """Return the one-hot segment of each column of ``weight``, (columns, segments + 1), in which the last is "no segment"."""
     spread = torch.zeros(weight.shape[1], len(cut) + 1, dtype=weight.dtype)
     spread[:, -1] = 1.0
     for member in members:

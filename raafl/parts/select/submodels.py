@@ -15,7 +15,8 @@ from raafl.errors import BadInput, one_of, positive
 from raafl.parts.select.units import shared_fragments
 from raafl.submodel import Spec, Submodels
 
-# Rows of the table: minus the capability, so that it ascends for searchsorted; the client's id; then one row for each fragment.
+# Rows of the table: negative capability, so that it ascends for searchsorted; client id; then the cost of each
+# fragment.
 _KEY, _CLIENT, _COSTS = 0, 1, 2
 
 
@@ -27,7 +28,7 @@ class Ranking:
     """
 
     def __init__(self, sizes: Sequence[float], clients: Iterable[tuple[int, float, Sequence[float]]]) -> None:
-        """Sort clients by capability and fragments by size, largest first.
+        """Sort clients by capability, and fragments by size, the largest first.
 
         Args:
             sizes: size of each fragment.
@@ -53,7 +54,7 @@ class Ranking:
         """
         table, num = self._table, self._num
         if num == table.shape[1]:
-            # doubling: amortised constant time for each client that joins
+            # doubled in size, so that joins take constant time on average
             self._table = table = np.concatenate([table, np.empty_like(table)], axis=1)
         i = int(np.searchsorted(table[_KEY, :num], -capability, side="right"))
         table[:, i + 1 : num + 1] = table[:, i:num]
@@ -114,7 +115,7 @@ class Full(Select):
         return type(self) is not Full
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return work on the whole model."""
+        """Return work on the whole model for any client."""
         return Work()
 
     def check(self, fleet: SelectContext) -> list[str]:
@@ -185,9 +186,9 @@ class OneOf(Select):
     own evaluation.
     """
 
-    # rule for choosing: gre_raa (merged least often among those that finish in time), random, or fewest_updates
+    # gre_raa: the least merged one of those that finish in time; random; or fewest_updates
     how: Choice
-    bound_s: float | None  # time limit K in seconds; None = computed from the present clients (`Ranking.bound`)
+    bound_s: float | None  # time limit K in seconds; None = that of the present clients (`Ranking.bound`)
 
     @abstractmethod
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
@@ -206,7 +207,7 @@ class OneOf(Select):
             )
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return work on one of the submodels; raises `BadInput` if none satisfies K and the client's memory."""
+        """Return work on one of the submodels; raises `BadInput` if none fits the time limit K and the client's memory."""
         allowed = self.allowed(client, fleet)
         if not allowed:
             raise BadInput(self._problem(client, fleet))
@@ -263,7 +264,7 @@ class OneOf(Select):
 
     def allowed(self, client: ClientInfo, fleet: SelectContext) -> list[int]:
         """Return the numbers, from 1, of the submodels that the client can train in its memory and the time limit; cached."""
-        # K is the cost of some fragment on some client, which rounding must not exclude
+        # K is the cost of some fragment on some client, so rounding must not exclude that one
         limit = float("inf") if self.how == "fewest_updates" else self.bound(fleet) * (1 + 1e-9)
         cached: dict[int, list[int]] = fleet.cache.setdefault("S", {})
         if client.id not in cached:

@@ -86,7 +86,7 @@ def count(size: int, rate: float) -> int:
         BadInput: the rate is not in (0, 1].
     """
     fraction("rate", rate)
-    # in floating point 0.1 * 30 is slightly above 3
+    # rounding puts 0.1 * 30 slightly above 3
     return max(1, math.ceil(rate * size - 1e-9 * size))
 
 
@@ -210,9 +210,9 @@ def _filled_ranges(bounds: Sequence[float], size: int) -> list[range]:
 
 
 def _shared_units(bounds: Sequence[float], size: int) -> list[range]:
-    """Return the one unit of each fragment, for more fragments than units; each unit is in at least one fragment.
+    """Return the one unit that each fragment gets if there are more fragments than units; each unit is in some fragment.
 
-    A fragment's unit is near the middle of the fragment's share.
+    The unit is near the middle of the fragment's share.
     """
     num, units = len(bounds) - 1, [0]
     for j in range(1, num):
@@ -222,12 +222,12 @@ def _shared_units(bounds: Sequence[float], size: int) -> list[range]:
 
 
 def _bounds(ratios: Sequence[float]) -> list[float]:
-    """Divide [0, 1] in proportion to ``ratios``; return the start of each share, and the end of the last one."""
+    """Divide [0, 1] in proportion to ``ratios``; return the start of each share, and the end of the last."""
     for ratio in ratios:
         positive("a ratio in fragments", ratio)
     total = math.fsum(ratios)
     bounds = [min(bound / total, 1.0) for bound in accumulate(ratios, initial=0.0)]
-    bounds[-1] = 1.0  # rounding must not lose the last unit
+    bounds[-1] = 1.0  # exact, so that rounding does not lose the last unit
     return bounds
 
 
@@ -240,12 +240,12 @@ class Budget:
 
     memory_bytes: float = _INF  # largest peak memory of a task in bytes (`Cost.peak_bytes`)
     flops: float = _INF  # largest number of training FLOPs of a task
-    wire_bytes: float = _INF  # largest number of bytes that a task transfers, download and upload together
-    seconds: float = _INF  # longest predicted time of a task on ``profile``: download, computation and upload
+    wire_bytes: float = _INF  # largest number of bytes that a task transfers, down and up together
+    seconds: float = _INF  # longest predicted duration of a task on ``profile``: download, computation and upload
     params: float = _INF  # largest number of parameters in the submodel
-    profile: Profile = field(default_factory=Profile)  # profile of the client's device, needed for ``seconds``
+    profile: Profile = field(default_factory=Profile)  # the client's device, needed for ``seconds``
     samples: int = 1  # number of samples on which a task trains, needed for ``flops`` and ``seconds``
-    tested: float = 0.0  # number of test samples on which the client then evaluates, needed for ``seconds``
+    tested: float = 0.0  # number of test samples on which the client evaluates afterwards, needed for ``seconds``
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "flops", "wire_bytes", "seconds", "params", "samples"):

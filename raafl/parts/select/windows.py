@@ -78,20 +78,19 @@ def first_window(client: int, num: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Size of one client's submodels: the share of units kept, and the windows of consecutive blocks that it trains."""
+    """Submodels that fit one client: kept share of units, and the windows of consecutive blocks that it trains in turn."""
 
-    width: float  # r_w, kept share of each axis
-    num_blocks: int  # number of blocks that train
-    starts: tuple[int, ...]  # first blocks of the windows, in the client's order
-    # for each of the client's rounds until every score has trained, the axes whose scores train before the window
-    # does
+    width: float  # kept share of each axis, the paper's r_w
+    num_blocks: int  # number of blocks in a window
+    starts: tuple[int, ...]  # first block of each window, in the client's order
+    # by round of the client, until every score was trained: axes whose scores train before the window does
     masks: tuple[tuple[str, ...], ...] = ()
 
     def next_task(self, merged: int) -> tuple[int, tuple[str, ...]]:
-        """Return the client's round to which its next task belongs, and the names of the axes whose masks it trains.
+        """Return the client's round after ``merged`` merged tasks, and the axes whose masks its next task trains.
 
-        A mask selects the units of an axis that the client keeps. Without such axes the task trains the blocks of the
-        client's window instead.
+        A mask selects the units of an axis that the client keeps; without such axes the task trains the blocks of the
+        client's window.
         """
         for round, axes in enumerate(self.masks):
             if not axes or merged == 0:
@@ -105,7 +104,7 @@ class _Size:
         return len(self.masks) + merged, ()
 
 
-# No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
+# No slots: with slots dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class RollingWindows(Select):
     """Select part (choice of submodels) of Co-S2P: a window (consecutive blocks) that moves up each round, cut in width by a mask.
@@ -157,7 +156,7 @@ class RollingWindows(Select):
     # ---- the client's work ----
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the client's work, whose ``region`` is ``client.id``; raises `BadInput` if no submodel fits its memory."""
+        """Return the client's work, with its id as the ``region``; raises `BadInput` if no submodel fits its memory."""
         size, submodels = self._size(client, fleet), fleet.state.submodels
         round, wanted = size.next_task(fleet.state.counts.get(client.id, 0))
         start = size.starts[round % len(size.starts)]
@@ -179,7 +178,7 @@ class RollingWindows(Select):
         return cut.can_train and (self.attention if cut.is_heads else self.linear) == "trained"
 
     def _trained_axes(self, submodels: Submodels, start: int, stop: int, width: float) -> list[str]:
-        """Return the axes whose scores a window trains: those in its blocks, and those outside all blocks."""
+        """Return the axes whose scores a window trains: those in its blocks, and those in no block."""
         return [
             name
             for name, cut in self._cuts(submodels).items()
@@ -191,7 +190,7 @@ class RollingWindows(Select):
     def _masks(
         self, submodels: Submodels, starts: Sequence[int], num_blocks: int, width: float
     ) -> tuple[tuple[str, ...], ...]:
-        """Return the axes whose scores train in each of the client's rounds, until all have trained enough."""
+        """Return the axes whose scores train in each of the client's rounds, until all were trained often enough."""
         cuts, visits, masks = self._cuts(submodels), Counter[int | None](), []
         wanted = [self._trained_axes(submodels, start, start + num_blocks, width) for start in starts]
         for round in range(self.mask_rounds * len(starts) if any(wanted) else 0):
@@ -203,10 +202,7 @@ class RollingWindows(Select):
     def _kept(
         self, submodels: Submodels, stop: int, width: float, scores: Mapping[str, list[float]], seed: int
     ) -> dict[str, list[int]]:
-        """Return the kept units of each axis in blocks before ``stop`` or outside all blocks: the best by score.
-
-        Without scores the units are drawn at random.
-        """
+        """Return the kept units of each axis in blocks before ``stop``, or in no block: the best by score, else random ones."""
         units = {}
         for name, cut in self._cuts(submodels).items():
             number = count(len(cut), width)
@@ -243,12 +239,13 @@ class RollingWindows(Select):
         top = depth_window(submodels, start, stop, kept=kept)
         if not inside:
             return top
-        # naming exits would replace the model's own last layers, so all exits stay, and those inside the window train
+        # a spec that names exits lacks the model's own last layers; so all exits stay, and those inside the window
+        # train
         heads = [path for name in inside for path in submodels.exits[name].paths]
         return Spec(top.kept, top.blocks, (*(top.trained or ()), *heads), None)
 
     def _frozen_window(self, submodels: Submodels, start: int, stop: int, kept: Mapping[str, Sequence[int]]) -> Spec:
-        """Return the submodel for training scores: all its values are frozen, and its only exit is at the top."""
+        """Return the submodel in which scores are trained: all its values are frozen, and its only exit is at the top."""
         spec = self.window(submodels, start, stop, kept, distils=False)
         return Spec(spec.kept, spec.blocks, (), spec.exits)
 
@@ -265,7 +262,7 @@ class RollingWindows(Select):
             return (0,)
         ends = [*exit_depths(submodels), len(stack)]
         tops = [start + num_blocks for start in window_starts(len(stack), depth)]
-        if len(ends) > 1:  # with exits a window can end only at one of them
+        if len(ends) > 1:  # with exits, a window must end at one of them
             tops = [
                 max((e for e in ends if num_blocks <= e <= top), default=min(e for e in ends if e >= num_blocks))
                 for top in tops
@@ -302,7 +299,7 @@ class RollingWindows(Select):
         width, num_blocks, depth = self._shape(submodels, rate)
         starts, fit = self.starts(submodels, num_blocks, depth), True
         if budget.memory_bytes < float("inf"):
-            # higher windows cost more, since frozen blocks lie below them; the first one is known to fit
+            # later windows cost more, since frozen blocks are below them; the first is known to fit
             starts = starts[:1] + tuple(s for s in starts[1:] if not budget.over(fleet.cost(spec(rate, s))))
             fit = self.mask_rounds == 0 or all(self._mask_fits(s, width, num_blocks, budget, fleet) for s in starts)
         first = first_window(client.id, len(starts))
@@ -350,7 +347,7 @@ class RollingWindows(Select):
         return words if self.ratio == 1 else f"{words}, width:depth {self.ratio:g}"
 
 
-# No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
+# No slots: with slots dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class WindowPieces(OneOf):
     """Select part (choice of submodels) among pieces of the model: some consecutive blocks, and a slice of their width.
@@ -422,7 +419,7 @@ class WindowPieces(OneOf):
 
 
 def _units_of(cuts: Mapping[str, Segments], width: float, part: int) -> dict[str, list[int]]:
-    """Return the units of each axis's ``part``-th slice, a share ``width`` of all units; omit axes that stay whole."""
+    """Return the units of each axis in slice number ``part`` of share ``width``; axes that stay whole are omitted."""
     numbers = {name: count(len(cut), width) for name, cut in cuts.items()}
     return {
         name: cut.units([(part * numbers[name] + i) % len(cut) for i in range(numbers[name])])
@@ -453,7 +450,7 @@ class LeadingBlocks(Select):
             RateSelect(rates=rates)
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the client's work, whose ``region`` is ``client.id``; raises `BadInput` if no block fits its memory."""
+        """Return the client's work, with its id as the ``region``; raises `BadInput` if no block fits its memory."""
         if client.id not in fleet.cache:
             fleet.cache[client.id] = self._largest(client, fleet)
         return Work(fleet.cache[client.id], region=client.id)

@@ -82,9 +82,9 @@ class MethodSteps(Protocol):
 class MethodTask(Protocol):
     """Protocol of a method's task before its first step."""
 
-    # tensors that the task has received or will send; excluded here, since transfers count them
+    # tensors that the task has received or will send, which the costs of the transfers include already
     received_and_sent: list[Tensor]
-    # bytes of the copy of the trained values that the update sends together with other tensors; 0 = no copy
+    # bytes of the copy of the trained values that an update with further tensors sends; 0 = no copy
     answer_bytes: int
 
     def steps(

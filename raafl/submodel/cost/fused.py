@@ -30,9 +30,9 @@ class FusedKernels(TorchFunctionMode):
     """Context for predictions of cost: in it, attention and recurrent layers on the meta device run a CPU's fused kernels."""
 
     def __init__(self, rules: Rules | None = None, ledger: Ledger | None = None) -> None:
-        """Select the functions that ``rules`` let fused kernels replace; None = the rules of a new run.
+        """Select the functions that fused kernels replace under ``rules``; None = the rules of a new run.
 
-        `ledger`: ledger that counts operations of torch's own loops separately; None = there is none.
+        `ledger`: ledger that counts the operations of torch's own loops separately; None = there is none.
         """
         super().__init__()
         self._ledger = ledger
@@ -46,7 +46,7 @@ class FusedKernels(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Call the fused kernel if there is one for these arguments, else the function."""
+        """Call the fused kernel of a function if it has one for these arguments, else the function itself."""
         kwargs = kwargs or {}
         kernel = self._kernels.get(func)
         ledger = self._ledger if func in _LOOPS else None
@@ -68,10 +68,11 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Run the flash kernel on meta tensors (batch, heads, positions, width); None if it does not support them."""
+    """Run the flash kernel on meta tensors (batch, heads, positions, width); None if the kernel does not support them."""
     if dropout_p or query.dim() != 4 or not query.is_meta or query.shape[-1] != value.shape[-1]:
         return None
-    if attn_mask is not None and attn_mask.requires_grad:  # torch has no flash kernel for a learned bias, such as T5's
+    # no flash kernel supports a bias that is trained, such as T5's
+    if attn_mask is not None and attn_mask.requires_grad:
         return None
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -107,13 +108,13 @@ def _lstm(
     bidirectional: bool,
     batch_first: bool = False,
 ) -> tuple[Tensor, ...] | None:
-    """Run an LSTM by one oneDNN operation for each layer and direction; return None if torch would not use oneDNN.
+    """Run an LSTM by one oneDNN operation for each layer and direction; None if torch would not use oneDNN.
 
     `x`: inputs, (positions, batch, inputs) or, with ``batch_first``, (batch, positions, inputs).
     """
     if not isinstance(hidden, list | tuple) or not x.is_meta or x.dtype != torch.float32:
         return None
-    if hidden[0].shape[-1] != hidden[1].shape[-1]:  # torch does not use oneDNN for an LSTM with a projection
+    if hidden[0].shape[-1] != hidden[1].shape[-1]:  # with a projection, torch does not use oneDNN
         return None
     x = (x.transpose(0, 1) if batch_first else x).contiguous()
     states = list(zip(*hidden, strict=True))
@@ -123,7 +124,7 @@ def _lstm(
 
 
 def _by_steps(cell: Cell) -> Callable[..., tuple[Tensor, Tensor] | None]:
-    """Return an RNN that multiplies all positions' inputs at once, as torch does on a CPU, then runs step by step."""
+    """Return an RNN on ``cell`` that multiplies all positions' inputs at once, as on a CPU, then runs step by step."""
 
     def layer(
         x: Tensor, state: Tensor, weights: Sequence[Tensor], backwards: bool, train: bool, workspace: list[Tensor]
@@ -146,7 +147,7 @@ def _by_steps(cell: Cell) -> Callable[..., tuple[Tensor, Tensor] | None]:
         bidirectional: bool,
         batch_first: bool = False,
     ) -> tuple[Tensor, Tensor] | None:
-        if not isinstance(has_biases, bool) or not x.is_meta:  # packed sequences pass other arguments here
+        if not isinstance(has_biases, bool) or not x.is_meta:  # a packed sequence has other arguments here
             return None
         x, states = x.transpose(0, 1) if batch_first else x, hidden.unbind(0)
         y, ends = _stacked_layers(layer, x, states, parameters, has_biases, num_layers, dropout, train, bidirectional)
@@ -174,15 +175,12 @@ def _stacked_layers(
     train: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, list[Any]]:
-    """Run the layers of a recurrent net; return its outputs and the last state of each layer and direction.
-
-    `x`: inputs, (positions, batch, inputs).
-    """
+    """Run the layers of a recurrent net on inputs (positions, batch, inputs); return its outputs and all last states."""
     directions, size = 2 if bidirectional else 1, 4 if has_biases else 2
     ends: list[Any] = []
     for layer in range(num_layers):
         outputs: list[Tensor] = []
-        workspace: list[Tensor] = []  # keeps tensors alive until both directions are concatenated, as torch does
+        workspace: list[Tensor] = []  # keeps tensors alive until both directions are concatenated, as in torch
         for direction in range(directions):
             at = layer * directions + direction
             weights = parameters[at * size : (at + 1) * size]

@@ -35,7 +35,7 @@ _TIMES = {
     _aten.max_pool3d_with_indices: 7.0,
     _aten._softmax: 6.0,
     _aten._safe_softmax: 6.0,
-    _aten.sqrt: 2.2,  # for a mixture of zeros and other numbers; see `root_times`
+    _aten.sqrt: 2.2,  # measured on zeros and other numbers mixed; see `root_times`
     _aten._scaled_dot_product_flash_attention_for_cpu: 2.3,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.3,
     _aten.native_batch_norm: 2.0,
@@ -119,7 +119,7 @@ def workspace_bytes(packet: object, args: Sequence[Any], results: Sequence[Tenso
         return _unfolded(x, weight, y)
     result_bytes = sum(map(_bytes, results))
     passes = _passes(x, weight, y, groups, masks)
-    if not masks:  # memory is highest during the computation, or while the result is reordered
+    if not masks:  # memory peaks during the computation, or while the result is reordered
         return max(passes[0].num_bytes, passes[0].y_bytes + _bytes(y)) - result_bytes
     kept, needs = _bytes(x) if masks[0] else 0, [0]
     if masks[1]:
@@ -130,10 +130,10 @@ def workspace_bytes(packet: object, args: Sequence[Any], results: Sequence[Tenso
 
 
 def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: object) -> int:
-    """Count the temporary bytes that oneDNN's LSTM allocates for a layer, without its operands and results.
+    """Count the temporary bytes that oneDNN allocates for an LSTM layer, beside its operands and results.
 
-    They hold blocked copies of both weights, the gates of all positions and of three additional ones, and a copy of
-    each argument that is not contiguous, such as the gradient of outputs whose first dimension is the batch.
+    They are blocked copies of both weights, the gates of all positions and of three more, and a copy of each argument
+    that is not contiguous, such as the gradient of outputs whose first dimension is the batch.
     """
     gates = x.itemsize * (x.shape[0] + 3) * x.shape[1] * of_hidden.shape[0]
     strewn = [one for one in args if isinstance(one, Tensor) and not one.is_contiguous()]
@@ -141,7 +141,7 @@ def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: 
 
 
 def _convolution(packet: object, args: Sequence[Any], made: Sequence[Tensor]) -> _Convolution | None:
-    """Return a convolution's tensors, groups, wanted gradients (none = forward), and whether oneDNN runs it."""
+    """Return tensors, groups and wanted gradients (none = forward) of a convolution, and whether oneDNN computes it."""
     masks: Sequence[bool] = ()
     if packet is _aten.convolution:
         x, weight, _, stride, _, dilation, transposed, _, groups = args[:9]
@@ -159,7 +159,7 @@ def _unfolded(x: Tensor, weight: Tensor, y: Tensor) -> int:
 
 
 class _Pass(NamedTuple):
-    """Bytes that one pass of a convolution copies: of input (0 = read in place), weights, output or gradients."""
+    """Bytes that one pass of a convolution copies: of its input (0 = it is read in place), weights, and output or gradient."""
 
     x_bytes: int
     weight_bytes: int
@@ -171,7 +171,7 @@ class _Pass(NamedTuple):
 
 
 def _passes(x: Tensor, weight: Tensor, y: Tensor, groups: int, masks: Sequence[bool]) -> list[_Pass]:
-    """Return the passes of a convolution: one forward or, for each wanted gradient (input, weights), one backward."""
+    """Return a convolution's passes: one forward, or a backward one for each wanted gradient (input, weights)."""
     channels, outputs = x.shape[1], y.shape[1]
 
     def one(block: int, plain: bool = False) -> _Pass:
@@ -188,7 +188,7 @@ def _passes(x: Tensor, weight: Tensor, y: Tensor, groups: int, masks: Sequence[b
     if not masks:
         return [one(_BLOCK, plain=channels < _BLOCK)]
     found = [one(_BLOCK)] if masks[0] else []
-    if masks[1]:  # oneDNN has special kernels for images with 3 channels
+    if masks[1]:  # oneDNN has kernels of their own for images with 3 channels
         plain = channels == 3 or (_BLOCK > _SMALL_BLOCK and channels < 3)
         found.append(one(_BLOCK if plain or channels >= _BLOCK else _SMALL_BLOCK, plain))
     return found
@@ -203,7 +203,7 @@ def _bytes(value: Tensor) -> int:
 
 
 def _uses_onednn(x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int) -> bool:
-    """Check whether torch runs a convolution with oneDNN on one thread, by the same rule as torch."""
+    """Check by torch's own rule whether torch computes a convolution with oneDNN on one thread."""
     if x.dtype in (torch.bfloat16, torch.float16):
         return True
     kernel = weight.shape[2:]
@@ -263,12 +263,12 @@ def _convolution_flops(x: Tensor, weight: Tensor, *args: Any, out_val: Tensor) -
 
 
 def _convolution_backward_flops(y: Tensor, x: Tensor, weight: Tensor, *args: Any, out_val: Any) -> int:
-    wanted: list[bool] = args[7]  # gradients of input, weights and bias
+    wanted: list[bool] = args[7]  # gradients wanted: of input, weights, bias
     return convolution_flops(x, weight, y, transposed=args[4]) * sum(wanted[:2])
 
 
 def _grouped(left: Tensor, right: Tensor, *args: object, out_val: object = None, **kwargs: object) -> int:
-    """Count the FLOPs of a grouped product, in which each expert's matrix multiplies some of the rows."""
+    """Count the FLOPs of a grouped product, in which each expert's matrix multiplies its own rows."""
     rows = left.shape[:-1].numel() if right.dim() == 3 else left.shape[-2]
     return 2 * rows * left.shape[-1] * right.shape[-1]
 
@@ -288,7 +288,7 @@ def _summed_products(
 
 
 def _trilinear(*args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """Count the FLOPs of a bilinear layer or its gradient, a product of three tensors, each without some dimensions."""
+    """Count the FLOPs of a bilinear layer or its gradient: a product of three tensors, summed over some dimensions."""
     sizes: dict[int, int] = {}
     for tensor, missing in zip(args[:3], args[3:6], strict=True):
         there = [axis for axis in range(tensor.dim() + len(missing)) if axis not in missing]
@@ -297,7 +297,7 @@ def _trilinear(*args: Any, out_val: Tensor, **kwargs: Any) -> int:
 
 
 def _distances(left: Tensor, right: Tensor, *args: object, out_val: Tensor, **kwargs: object) -> int:
-    """Count the FLOPs of pairwise distances: subtraction, power and addition for each pair of rows and each column."""
+    """Count the FLOPs of pairwise distances: for each pair of rows and each column a subtraction, a power and an addition."""
     return 3 * left.numel() * right.shape[-2]
 
 
@@ -308,7 +308,7 @@ def _distances_backward(
 
 
 def _recurrent_layer(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: object, out_val: object) -> int:
-    """Count the FLOPs of a recurrent layer in one direction, for inputs of shape (t, n, c)."""
+    """Count the FLOPs of a recurrent layer in one direction over inputs (t, n, c)."""
     return 2 * x.shape[0] * x.shape[1] * (of_input.numel() + of_hidden.numel())
 
 
@@ -317,7 +317,7 @@ def _recurrent_layer_backward(x: Tensor, of_input: Tensor, of_hidden: Tensor, *a
 
 
 def _transform(x: Tensor, dims: Sequence[int], *args: object, out_val: Tensor, **kwargs: object) -> float:
-    """Count the FLOPs of a fast Fourier transform: 5 n log2 n for n complex values, half of that for real ones."""
+    """Count the FLOPs of a fast Fourier transform: 5 n log2 n for n complex values, half as many for real ones."""
     whole = x if x.numel() >= out_val.numel() else out_val
     size = math.prod(whole.shape[dim] for dim in dims)
     real = not (x.is_complex() and out_val.is_complex())
@@ -335,14 +335,14 @@ def _formulas() -> Mapping[Any, Callable[..., float]]:
     convolutions = (_aten.convolution, _aten._convolution, _aten.cudnn_convolution, _aten._slow_conv2d_forward)
     vectors = (_aten.mv, _aten.addmv, _aten.dot, _aten.vdot)
     return {
-        # torch before 2.15 does not count the CPU's attention kernels; they compute the same as a GPU's
+        # torch before 2.15 lacks formulas for a CPU's attention, which computes the same as a GPU's
         _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[attention],
         _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[backward],
         **flop_registry,
-        # torch counts a grouped convolution's gradient of the weights as if it had one group
+        # torch counts the weights' gradient of a grouped convolution as that of one group
         **dict.fromkeys(convolutions, _convolution_flops),
         _aten.convolution_backward: _convolution_backward_flops,
-        # torch does not count the following operations
+        # torch has no formula for the following operations
         **dict.fromkeys(vectors, _matrix_vector),
         _aten.addr: _outer,
         _aten.addbmm: _summed_products,
@@ -358,14 +358,14 @@ def _formulas() -> Mapping[Any, Callable[..., float]]:
 
 # Run operations on the meta device, computing each distinct form of an operation once.
 #
-# On the meta device torch computes most results in Python, which takes ten times as long as creating them, and the blocks of
-# a model are alike: a result whose operation and arguments occurred before is created in the form it had then.
+# On the meta device torch computes most results in Python, which takes ten times as long as to create them; and the
+# blocks of a model are alike. So a result is cached by the operation and the form of its arguments.
 
 _MOST = 8192
 """Largest number of cached forms; then the cache is emptied."""
 _PLAIN = (Tensor, nn.Parameter)
 _META = torch.device("meta")
-# the overload is called directly, so that no torch-function mode intercepts it
+# called directly, so that no torch-function mode intercepts the call
 _EMPTY = torch.ops.aten.empty_strided.default
 _RECURRENT = torch.ops.aten.mkldnn_rnn_layer
 _PAGE = 4096
@@ -377,8 +377,8 @@ GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 class CachedResult:
     """Cached outcome of an operation on the meta device (on tensors without values), used again for equal arguments."""
 
-    key: Any  # key of the entry: the operation, the default dtype, and shapes and dtypes of the arguments
-    result: Any = None  # shapes and dtypes of the result; None = unknown, or the key does not determine them
+    key: Any  # the operation, the default dtype, and shapes and dtypes of the arguments
+    result: Any = None  # shapes and dtypes of the result; None = unknown, or not determined by the key
     cost: Any = None  # FLOPs and bytes of the operation; None = unknown
 
     def remember(self) -> None:
@@ -393,7 +393,7 @@ _known: dict[Any, CachedResult] = {}
 
 
 class _OfItsOwn(Exception):
-    """Raised for an argument or result that a cache key cannot describe, such as a tensor with values."""
+    """Raised if a cache key cannot describe an argument or result, such as a tensor with values."""
 
 
 def result_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
@@ -408,7 +408,7 @@ def cached_result(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Return the cache entry of an operation's call, new if need be; None if shapes and dtypes do not determine its result."""
     tensors: list[Tensor] = []
     try:
-        # otherwise each read of a tensor's attribute would go through all active modes
+        # else each attribute of a tensor that is read would go through all active modes
         with torch._C.DisableTorchFunction():
             forms = _form(args, tensors), _form(tuple(kwargs.items()), tensors)
         if not tensors:  # without tensors among the arguments the device is unknown
@@ -417,7 +417,7 @@ def cached_result(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         same = tuple([first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)])
         key = func, torch.get_default_dtype(), *forms, same
         return _known.get(key) or CachedResult(key)
-    except (_OfItsOwn, TypeError):  # TypeError: an argument is not hashable
+    except (_OfItsOwn, TypeError):  # an argument is not hashable
         return None
 
 
@@ -440,7 +440,7 @@ def run(
 
 
 def _made_here(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Return raafl's function for an operation whose result torch's meta device cannot create; None = use torch's."""
+    """Return raafl's function for an operation that torch's meta device cannot run; None if torch's own serves."""
     if packet is _RECURRENT and args[0].is_meta:
         return _recurrent
     if packet is GROUPED and args[0].is_meta and args[0].dtype in (torch.float32, torch.float16):
@@ -449,10 +449,10 @@ def _made_here(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> Ca
 
 
 def _recurrent(x: Tensor, *args: object) -> tuple[Tensor, ...]:
-    """Create the results of oneDNN's LSTM over ``x``, (positions, batch, inputs), including the backward workspace.
+    """Create the results of oneDNN's LSTM over ``x``, (positions, batch, inputs), with the workspace of its backward pass.
 
-    The workspace's size follows torch 2: gates twice, six arrays of states as wide as the wider of inputs and hidden
-    units, one of cells, rows padded to 64 bytes, more where rows would share cache lines, and some memory pages.
+    Its size follows torch 2: the gates twice, six arrays of states as wide as the wider of inputs and hidden units, one
+    of cells, rows padded to 64 bytes, more where rows would share cache lines, and some memory pages.
     """
     y, h, c, _ = torch.ops.aten.mkldnn_rnn_layer.default(x, *args)
     num, batch, hidden = *x.shape[:2], h.shape[-1]
@@ -466,7 +466,7 @@ def _row(width: int) -> int:
 
 
 def _grouped_once(left: Tensor, right: Tensor, offs: Tensor | None = None, *args: object, **kwargs: object) -> Tensor:
-    """Create the result of grouped products, for which torch's meta device accepts only bfloat16."""
+    """Create the result of a grouped product, which torch's meta device computes in bfloat16 only."""
     shape = left.shape[-2], right.shape[-1]
     if left.dim() == right.dim():
         groups = left.shape[0] if offs is None else offs.shape[0]
@@ -475,7 +475,7 @@ def _grouped_once(left: Tensor, right: Tensor, offs: Tensor | None = None, *args
 
 
 def _fresh(result: object, before: list[Tensor]) -> tuple[Any, ...] | None:
-    """Return shapes and dtypes of a result that `_made` can recreate, each tensor with a new storage; else None."""
+    """Describe a result that `_made` can create anew because each of its tensors has a storage of its own; else None."""
     after: list[Tensor] = []
     again: list[Tensor] = []
     try:
@@ -494,12 +494,12 @@ def _sizes(tensors: list[Tensor]) -> Iterator[int]:
 
 @cache
 def _is_functional(func: torch._ops.OpOverload) -> bool:
-    """Check whether an operation changes none of its arguments and returns no view of them."""
+    """Check whether an operation neither changes its arguments nor returns views of them."""
     return all(one.alias_info is None for one in (*func._schema.arguments, *func._schema.returns))
 
 
 def _form(item: object, tensors: list[Tensor]) -> tuple[Any, ...]:
-    """Describe an argument or result as a nested tuple of types, shapes and dtypes; append its tensors to ``tensors``."""
+    """Describe an argument or result by nested types, shapes and dtypes; append its tensors to ``tensors``."""
     kind = type(item)
     if kind in _PLAIN and isinstance(item, Tensor):
         if not item.is_meta or item.dtype.is_complex or item.layout != torch.strided:
@@ -510,7 +510,7 @@ def _form(item: object, tensors: list[Tensor]) -> tuple[Any, ...]:
         return (kind, *[_form(part, tensors) for part in item])
     if issubclass(kind, Tensor):
         raise _OfItsOwn
-    return kind, item  # with the type: 1, 1.0 and True are equal, but promote to different dtypes
+    return kind, item  # the type distinguishes 1, 1.0 and True, which are equal but lead to different dtypes
 
 
 def _made(form: tuple[Any, ...]) -> object:

@@ -66,7 +66,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, held: Iterable[Tensor] = (), rules: Rules | None = None) -> None:
-        """Start an empty ledger, which never counts the storages of the tensors ``held`` as live memory.
+        """Create an empty ledger, which counts no memory of the tensors ``held``.
 
         `rules`: rules of the run, by which times are predicted; None = those of a new run.
         """
@@ -98,12 +98,12 @@ class Ledger(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Run one operation and add its cost to the ledger."""
+        """Run an operation, and add its cost to the ledger."""
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             about_some = self._answers.get(args[0], False)  # type: ignore[no-untyped-call]
             self.asked = self.asked or about_some
-            return about_some and self.some  # by default assume that no mask is all ones and nothing is NaN
+            return about_some and self.some  # unless ``some`` is set, no mask is all ones and nothing is NaN
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         packet, form = func._overloadpacket, cached_result(func, args, kwargs)
@@ -121,7 +121,7 @@ class Ledger(TorchDispatchMode):
             if packet is _aten.native_batch_norm_backward and self._rules.sees_norms_twice and args[-1][0]:
                 workspace = made[0].numel() * made[0].itemsize
             moved_bytes = self._weighted(packet, args, result, work)
-        # costs of convolutions also depend on the processor
+        # the cost of a convolution depends on the processor, too, so it is not cached
         if form is not None and form.cost is None and packet not in CONVOLUTIONS:
             form.cost = work
             form.remember()
@@ -133,7 +133,7 @@ class Ledger(TorchDispatchMode):
             self.kernels[packet] += 1
             self.launches += _LOOP_LAUNCHES if self._in_loop and packet not in RECURRENT else 1.0
             draws = packet is _aten.bernoulli_ or (packet is _aten.div_ and self._last is _aten.bernoulli_)
-            if not draws:  # a GPU draws the mask of a dropout, scales it and multiplies by it in one kernel
+            if not draws:  # on a GPU one kernel draws a dropout's mask, scales it and multiplies by it
                 self.launched[packet, work.flops, work.num_bytes] += 1
             self._last = packet
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace)
@@ -145,14 +145,14 @@ class Ledger(TorchDispatchMode):
         return found
 
     def __exit__(self, *error: Any) -> None:
-        """Leave the context, and a loop that an error or the end of a backward pass did not close."""
+        """Leave the context, and the loop state that an error or the end of a backward pass left set."""
         self._in_loop = False
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _weighted(
         self, packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...], result: Any, work: OperationCost
     ) -> int:
-        """Return an operation's moved bytes, weighted for zeros in its operand and for a loop of torch around it."""
+        """Weight an operation's moved bytes for zeros in its operand, and for a loop of torch in which it runs."""
         moved_bytes: float = work.moved_bytes
         if self._rules.sees_zeros:
             self._follow_zeros(packet, args, result)
@@ -161,7 +161,7 @@ class Ledger(TorchDispatchMode):
         return int(_LOOP_BYTES * moved_bytes if self._in_loop and packet not in RECURRENT else moved_bytes)
 
     def _follow_zeros(self, packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...], result: Any) -> None:
-        """Track which share of an embedding's rows stays zero, in its gradient and in the mean of its squares."""
+        """Track which share of an embedding's rows is zero: in its gradient, and in Adam's mean of squared gradients."""
         share = None
         if packet is _aten.embedding_dense_backward:
             share = math.exp(-args[1].numel() / max(args[2], 1))
@@ -196,7 +196,8 @@ class Ledger(TorchDispatchMode):
             if node is None or node in seen:
                 continue
             seen.add(node)
-            is_within = node not in before and not hasattr(node, "variable")  # gradients of leaves are added outside
+            # gradients of leaf tensors are added outside of the loop
+            is_within = node not in before and not hasattr(node, "variable")
             node.register_prehook(partial(self._set_loop, is_within))
             if is_within:
                 nodes += [above for above, _ in node.next_functions]
@@ -205,7 +206,7 @@ class Ledger(TorchDispatchMode):
         self._in_loop = is_within
 
     def _note(self, tensor: Tensor, counted: bool = True) -> None:
-        if tensor.layout != torch.strided:  # a sparse tensor has no storage
+        if tensor.layout != torch.strided:  # sparse tensors have no storage
             return
         storage = tensor.untyped_storage()
         key = storage_key(tensor)
@@ -230,11 +231,12 @@ class Launches(NamedTuple):
     """
 
     steps: float = 0.0  # number of steps
-    operations: float = 0.0  # number of operations in forward and backward pass, without products and views
+    operations: float = 0.0  # number of operations in forward and backward pass, products and views excluded
     products: float = 0.0  # number of matrix products, convolutions and attentions of both passes
-    # number of operations without autograd: the optimizer's, one for each tensor
+    # operations without autograd: those of the optimizer, one for each tensor
     plain: float = 0.0
-    # number of kernels, each with its FLOPs and its bytes of operands and results; of the optimizer one for each kind
+    # for each kernel its number, its FLOPs, and the bytes of its operands and results; the optimizer's once for each
+    # kind
     kernels: tuple[tuple[float, float, float], ...] = ()
 
     def captured(self) -> Launches:
@@ -273,7 +275,7 @@ def launches_of(
 
 
 def _finds_nothing(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> bool:
-    """Check whether an operation searches for NaN or inf: `isnan` runs as ``x != x``, `isinf` as ``abs(x) == inf``."""
+    """Check whether an operation searches for NaN or infinity: `isnan` runs as ``x != x``, `isinf` as ``abs(x) == inf``."""
     if packet is _aten.ne:
         return args[0] is args[1]
     return packet in (_aten.isnan, _aten.isinf) or (
@@ -285,9 +287,9 @@ class OperationCost(NamedTuple):
     """FLOPs and bytes of one operation."""
 
     flops: float = 0.0  # FLOPs of products; see `product_flops`
-    padding_flops: float = 0.0  # FLOPs of a convolution on padded channels
+    padding_flops: float = 0.0  # FLOPs that a convolution spends on padded channels
     num_bytes: int = 0  # number of bytes of operands and results
-    moved_bytes: int = 0  # bytes of operands and results, weighted by time; see `traffic`
+    moved_bytes: int = 0  # ``num_bytes`` weighted by time; see `traffic`
     arithmetic: float = 0.0  # FLOPs of an operation that is not a product; see `arithmetic_flops`
 
 
@@ -314,7 +316,7 @@ def _moved_bytes(
     changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in _changed_by(func)]
     written = sum(map(_bytes_of, tensors_in(changed)))
     if not fresh and not written:
-        return 0  # a view moves no bytes
+        return 0  # a view
     if packet in _READS_ROWS:
         return 2 * fresh + sum(map(_bytes_of, operands[1:]))
     read = sum(map(_bytes_of, operands))
@@ -323,13 +325,13 @@ def _moved_bytes(
 
 @cache
 def _changed_by(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
-    """Return position and name of the arguments that an operation changes in place."""
+    """Return position and name of each argument that an operation writes to."""
     arguments = enumerate(func._schema.arguments)
     return [(i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write]
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; elements repeated by broadcasting count once."""
+    """Return the bytes of a tensor, in which elements repeated by broadcasting count once."""
     number = tensor.itemsize
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         number *= size if stride or not size else 1

@@ -49,13 +49,13 @@ class Step:
 
     flops: float | None  # FLOPs of forward and backward pass; None = they could not be run
     moved_bytes: int  # bytes that all operations move, weighted by time (see `raafl.submodel.cost.kernels.traffic`)
-    peak_bytes: int  # largest memory that is alive at once, from the second step on
+    peak_bytes: int  # largest number of bytes alive at once, from the second step on
     padding_flops: float = 0.0  # FLOPs of forward and backward pass on padded channels
-    # number of operations in forward and backward pass, weighted as `Ledger.launches`, plus the number of different
-    # operations in the optimiser's step
+    # operations in forward and backward pass, weighted as `Ledger.launches`, plus the kinds of operations in the
+    # optimizer's step
     num_kernels: float = 0.0
-    guessed: str = ""  # description of what is only estimated, and why; "" = nothing
-    launches: Launches | None = None  # launches on a GPU; None = the passes could not be run
+    guessed: str = ""  # which part is only estimated, and why; "" = none
+    launches: Launches | None = None  # kernels that a GPU launches; None = the passes could not be run
     pool_bytes: int = 0  # largest memory that the step allocates and frees again
 
 
@@ -111,7 +111,7 @@ def predict(
         step, held_bytes = _cold(follow, lambda spec: begin(spec, make(spec), batch), spec, on_values)
     flops = step.flops
     if flops is None:
-        looked_up = frozenset() if batch is not None else _looked_up(make(spec))  # a real task always has a batch
+        looked_up = frozenset() if batch is not None else _looked_up(make(spec))  # every real task has a batch
         flops = 6.0 * batch_size * sum(e.numel for e in trained.entries if e.name in names - looked_up)
     samples = max(batch_size, 1)
     peak = down_bytes + idle_bytes + held_bytes + step.peak_bytes
@@ -133,7 +133,7 @@ def predict(
 def _cold(
     follow: Callable[[Begin, Spec, OnValues], Followed], begin: Begin, spec: Spec, on_values: OnValues
 ) -> Followed:
-    """Return the result of ``follow`` with the user code's caches hidden, since they may hold tensors of old steps."""
+    """Predict a step with the user code's caches hidden, since they may contain tensors of earlier steps."""
     module = begin(spec).module
     found = failure = None
     with uncached(module) as hidden:
@@ -141,7 +141,7 @@ def _cold(
             found = follow(begin, spec, on_values)
         except USER_ERRORS as error:
             failure = error
-    # the step may need what was hidden: a table of constants instead of a cache
+    # the step may need a hidden dictionary, as one of constants
     if hidden.any and (found is None or found[0].guessed):
         with uncached(module, is_cold=False):
             return follow(begin, spec, on_values)
@@ -152,7 +152,7 @@ def _cold(
 
 
 def _looked_up(module: nn.Module) -> frozenset[str]:
-    """Return the names of embedding weights; a step only reads single rows of them."""
+    """Return the names of embedding weights, of which a step reads single rows only."""
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     others = {
         id(p) for part in module.modules() if not isinstance(part, nn.Embedding) for p in part.parameters(recurse=False)
@@ -161,7 +161,7 @@ def _looked_up(module: nn.Module) -> frozenset[str]:
 
 
 def _follow(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
-    """Predict a step, estimating what cannot be run; return its cost and the bytes of module and batch."""
+    """Predict the cost of a step, and estimate what cannot be run; return the cost, and the bytes of module and batch."""
     found, failure = _without_values(begin, spec, on_values)
     if found is not None:
         return found
@@ -187,7 +187,7 @@ def _follow(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
 
 
 def _follow_method(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
-    """Predict a step of a method's task; return its cost and the bytes of module and batch, or raise its error."""
+    """Predict the cost of a step of a method's task; return it with the bytes of module and batch, or raise the step's error."""
     found, failure = _without_values(begin, spec, on_values)
     found = on_values() if found is None else found
     if found is None:
@@ -196,9 +196,9 @@ def _follow_method(begin: Begin, spec: Spec, on_values: OnValues) -> Followed:
 
 
 def _without_values(begin: Begin, spec: Spec, on_values: OnValues) -> tuple[Followed | None, BaseException | None]:
-    """Run a step on the meta device; return its cost and the bytes of module and batch, else None and the error."""
+    """Run a step on the meta device; return its cost and the bytes of module and batch, or else None and the error."""
     failure: BaseException | None = None
-    # tensors created without a device go to the meta device first; code that reads their values needs the CPU
+    # "meta" is the default device of tensors that the user's code creates; code that reads their values needs "cpu"
     for default in ("meta", "cpu"):
         run = begin(spec)
         if run.batch is None:
@@ -215,7 +215,7 @@ def _without_values(begin: Begin, spec: Spec, on_values: OnValues) -> tuple[Foll
 
 
 def _on_values(drawn: Callable[[object], _Run], example_batch: object, batch_size: int) -> Followed | None:
-    """Run a step on random values and the example batch, repeated to size; None if it fails or takes too long."""
+    """Run a step on random values and ``batch_size`` repeated samples; None if that fails or would take too long."""
     num = num_samples(example_batch)
 
     def followed(size: int) -> Followed:
@@ -233,24 +233,24 @@ def _on_values(drawn: Callable[[object], _Run], example_batch: object, batch_siz
 
 
 def _draw_values(module: nn.Module) -> None:
-    """Set a module's parameters to random values and its buffers to 1, so that its step can run."""
+    """Fill a module with values on which its step can run: random parameters, buffers of 1."""
     seeded(5)
     draw(module, 0)
-    for buffer in persistent_buffers(module).values():  # their true values are not known here
+    for buffer in persistent_buffers(module).values():  # the buffers' true values are not known here
         if buffer.is_floating_point() or buffer.dtype == torch.bool:
-            buffer.fill_(1)  # 1, since code may divide by it
+            buffer.fill_(1)  # not 0, by which code may divide
 
 
 def _with_some(begin: Begin, spec: Spec, default: str, step: Step) -> Step:
-    """Run a step again with each condition on values taken as true; return its cost, or ``step`` if it fails."""
+    """Repeat a step with each condition on tensor values taken as true; return its cost, or ``step`` if that fails."""
     run = begin(spec)
     run.ledger.some = True
     try:
         return run.step(default)
-    except NotImplementedError as error:  # the step reads values, such as the number of samples of an expert
+    except NotImplementedError as error:  # the step reads values, such as an expert's number of samples
         guess = begin(spec).update()
         return replace(guess, guessed=f"{_not_followed(error)}: {_BY_PARAMETERS}")
-    except USER_ERRORS:  # with a condition taken as true, the user's code may raise
+    except USER_ERRORS:  # the user's code may raise an error, as the condition is not really true
         return step
 
 
@@ -269,16 +269,16 @@ def _runs_whole(begin: Begin) -> bool:
 
 
 class _Run:
-    """Run of one training step of the submodel, on the meta device or with values, to count its cost."""
+    """Training step of a submodel whose cost is counted, on the meta device or with values."""
 
     def __init__(self, module: Any, batch: object, rules: Rules, known: list[Tensor] | None = None) -> None:
-        """Start a ledger that does not count the memory of the module, the batch and the tensors ``known``."""
+        """Create a ledger that counts no memory of the module, the batch and the tensors ``known``."""
         from raafl.submodel.cost.fused import FusedKernels
 
         self.module, self.batch = module, batch
         settle(self.module)
         held = [*self.module.parameters(), *self.module.buffers(), *batch_tensors(batch)]
-        held = [x for x in held if x.layout == torch.strided]  # a sparse tensor has no storage
+        held = [x for x in held if x.layout == torch.strided]  # sparse tensors have no storage
         self.held_bytes = sum({storage_key(x): x.untyped_storage().nbytes() for x in held}.values())
         self.trains = [p for p in self.module.parameters() if p.requires_grad]
         self.gradient_bytes = sum(p.numel() * p.itemsize for p in self.trains)
@@ -286,7 +286,7 @@ class _Run:
         self.fused = FusedKernels(rules, self.ledger)
 
     def step(self, default: str, every: bool = False) -> Step:
-        """Run a training step with its backward pass and optimizer step; return their FLOPs, memory and traffic."""
+        """Run forward, backward and optimizer step; return their FLOPs, memory and traffic."""
 
         def passes() -> None:
             with uncached(self.module, is_cold=False), torch.device(default):
@@ -301,7 +301,7 @@ class _Run:
         return self._updated(work.task_flops, work.moved_bytes, peak_bytes, work.padding_flops, work.launches)
 
     def forward(self) -> Step:
-        """Estimate a training step by three times a forward pass, plus the optimizer's step."""
+        """Estimate a training step: three times the cost of a forward pass, plus the optimizer's step."""
         peak_bytes = self._peak_of(lambda: call(self.module, self.batch)) + self.gradient_bytes
         work = self.ledger
         return self._updated(
@@ -309,10 +309,7 @@ class _Run:
         )
 
     def update(self) -> Step:
-        """Estimate a training step of which only the optimizer's step can be run.
-
-        The forward and backward passes count as three reads of all parameters.
-        """
+        """Estimate a step of which only the optimizer's part can run; its passes count as three reads of all parameters."""
         values = sum(p.numel() * p.itemsize for p in self.module.parameters())
         return self._updated(None, 3 * values, self.gradient_bytes)
 
@@ -325,12 +322,9 @@ class _Run:
         num_kernels: float = 0.0,
         num_passes: float = 1.0,
     ) -> Step:
-        """Add the optimizer's step to the cost of the passes, and return the total.
-
-        The optimizer's state counts as memory during the passes, too.
-        """
+        """Add the optimizer's step to the cost of the passes; its state takes memory during the passes, too."""
         passes = self.ledger.take_launched()
-        if all(parameter.grad is None for parameter in self.trains):  # there was no backward pass
+        if all(parameter.grad is None for parameter in self.trains):  # no backward pass was run
             self._give_gradients()
         gradients, guessed = self.ledger.live_bytes, ""
         try:
@@ -338,7 +332,7 @@ class _Run:
             state, before = self.ledger.live_bytes - gradients, self.ledger.moved_bytes
             self.ledger.kernels.clear()
             self.ledger.take_launched()
-            self._peak_of(self._optimise_again)  # now the optimizer's state exists
+            self._peak_of(self._optimise_again)  # run again, since the optimizer's state exists only now
             moved_bytes += self.ledger.moved_bytes - before
             num_kernels += len(self.ledger.kernels)
         except USER_ERRORS as error:
@@ -351,19 +345,19 @@ class _Run:
         return Step(flops, moved_bytes, peak_bytes, padding_flops, num_kernels, guessed, launches, pool_bytes)
 
     def _give_gradients(self) -> None:
-        """Create a gradient for each trained parameter that has none."""
+        """Create a gradient for each trained parameter without one."""
         for parameter in self.trains:
             if parameter.grad is None:
                 with self.ledger:
                     parameter.grad = torch.empty_like(parameter)
 
     def _optimise(self) -> None:
-        with torch.device("cpu"):  # optimizers keep their step counters on the CPU
+        with torch.device("cpu"):  # optimizers have their step counters on the CPU
             self._configure()
         self._optimise_again()
 
     def _configure(self) -> None:
-        if not self.trains:  # no parameter is trained, or only by the method; optimizers refuse an empty list
+        if not self.trains:  # no parameter is trained, or only by the method; an optimizer refuses an empty list
             self.optimizers: list[Optimizer] = [_no_optimiser()]
             return
         self.optimizers = _optimizers(self.module.configure_optimizers())
@@ -374,7 +368,7 @@ class _Run:
                 optimizer.step()
 
     def _peak_of(self, call: Callable[[], Any]) -> int:
-        """Return the largest number of bytes that are alive at once during a call."""
+        """Return the largest number of bytes alive at once during a call."""
         self.ledger.peak_bytes = self.ledger.live_bytes
         with self.ledger, self.fused:
             call()
@@ -382,17 +376,17 @@ class _Run:
 
 
 class _TaskRun(_Run):
-    """Run of two steps of a method's task, which counts the memory that lives across both."""
+    """Two steps of a method's task whose costs are counted, with the memory that persists between them."""
 
     def __init__(self, method: Method, spec: Spec, module: Any, batch: object, rules: Rules) -> None:
-        """Begin the method's task, without running a step."""
+        """Begin the method's task for a submodel; no step is run yet."""
         self.task = method.begin(spec, module, lambda batch, index: _some_loss(module, batch))
         super().__init__(module, batch, rules, self.task.received_and_sent)
         self.held_bytes += self.task.answer_bytes
         self.unknown: list[str] = []
 
     def step(self, default: str, every: bool = False) -> Step:
-        """Run two steps; return FLOPs and moved bytes of the second, and the peak memory of both."""
+        """Run two steps; return FLOPs and traffic of the second, and the peak memory of both."""
         try:
             with self.ledger, torch.device("cpu"):
                 self._configure()
@@ -456,7 +450,7 @@ class _TaskRun(_Run):
             uncached(self.module, is_cold=False),
             torch.device(default),
         ):
-            steps.finish()  # errors are ignored: the end may read values, and needs less memory than a step
+            steps.finish()  # errors are ignored: the hook's end may read values, and needs less memory than a step
 
     def _update(self) -> None:
         try:
@@ -468,7 +462,7 @@ class _TaskRun(_Run):
 
 
 def _state_bytes(optimizers: list[Optimizer]) -> int:
-    """Return the size of the optimizers' state in bytes."""
+    """Return the bytes that all optimizers' state takes."""
     values = [x for one in optimizers for state in one.state.values() for x in state.values() if isinstance(x, Tensor)]
     return sum(x.numel() * x.itemsize for x in values)
 
@@ -478,7 +472,7 @@ def _no_optimiser() -> Optimizer:
 
 
 def _some_loss(module: Any, batch: object) -> Tensor:
-    """Return the loss of a training step; raises `NotImplementedError` if the step returns None."""
+    """Return the loss of a training step; raise `NotImplementedError` if the step returns None."""
     loss = loss_of(module, batch)
     if loss is None:
         raise NotImplementedError("training_step returns None")
@@ -495,7 +489,7 @@ def _of_optimiser(why: str) -> str:
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """Run backward within the active modes, which `Tensor.backward` leaves, so that recomputed blocks count."""
+    """Run the backward pass within the active modes, so that recomputed blocks are counted; `Tensor.backward` leaves them."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -503,7 +497,7 @@ def _backward(loss: torch.Tensor) -> None:
 
 
 def _optimizers(answer: object) -> list[Optimizer]:
-    """Return the optimizers in a result of `configure_optimizers`; raises `TypeError` if there are none."""
+    """Return the optimizers that `configure_optimizers` has returned; raise `TypeError` if there are none."""
     if isinstance(answer, Mapping):
         answer = answer.get("optimizer")
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], list):

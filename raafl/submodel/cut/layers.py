@@ -39,9 +39,10 @@ def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for attribute in _ATTACHED:
             if part.__dict__.get(attribute) is not None:
                 memo[id(part.__dict__[attribute])] = sentinel
-        # a module has a dozen dictionaries of hooks, nearly always empty: copying them would take half of deepcopy's time
+        # each module has a dozen dicts of hooks, mostly empty, to copy which would take half of deepcopy's time
         memo |= {id(x): type(x)() for x in vars(part).values() if type(x) in (dict, OrderedDict, set) and not x}
-        # deepcopy refuses tensors that a hook computes before each forward pass, such as the weight of `nn.utils.weight_norm`
+        # deepcopy refuses a tensor that a hook computes before each forward pass, such as the weight of
+        # `nn.utils.weight_norm`
         memo |= {id(x): x.detach() for x in vars(part).values() if isinstance(x, Tensor) and not x.is_leaf}
     small = _deep_copy(module, memo)
     for part in small.modules():
@@ -53,10 +54,10 @@ def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep-copy a module with the ``memo`` of `copy.deepcopy`; objects that cannot be copied are shared."""
+    """Deep-copy a module with deepcopy's ``memo``; objects that cannot be copied are shared with the copy."""
     try:
         return copy.deepcopy(module, dict(memo))
-    except Exception:  # objects in a user's module may raise anything
+    except Exception:  # copying a user's object may raise any error
         own = {id(x): x for x in (*module.modules(), *module.parameters(), *module.buffers())} | memo
         shared = {id(x): x for part in module.modules() for x in _uncopyable(vars(part), own)}
         if not shared:
@@ -65,7 +66,7 @@ def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _uncopyable(thing: object, own: dict[int, Any]) -> Iterator[Any]:
-    """Yield objects in ``thing`` that `copy.deepcopy` refuses; ``own``: the module's parts by id, which it copies."""
+    """Yield the objects within ``thing`` that deepcopy refuses; ``own`` maps ids to the module's parts, which it copies."""
     if id(thing) in own:
         return
     try:
@@ -91,7 +92,7 @@ def without_values(module: nn.Module) -> nn.Module:
 
 def on_meta(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape on the meta device, without values."""
-    # empty_like would import sympy to answer on the meta device: 0.3 s of a client's start
+    # empty_like on the meta device imports sympy, which takes 0.3 s of a client's start
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

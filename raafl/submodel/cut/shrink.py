@@ -34,7 +34,7 @@ def skeleton() -> Iterator[None]:
     from torch.utils.weak import WeakIdKeyDictionary
 
     thread = threading.get_ident()
-    made: Any = WeakIdKeyDictionary()  # a parameter with two names becomes one parameter again
+    made: Any = WeakIdKeyDictionary()  # by the original, so that a parameter with two names is created once
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.device.type == "meta" or threading.get_ident() != thread:
@@ -54,17 +54,17 @@ def skeleton() -> Iterator[None]:
 class Structure:
     """Instructions for building a submodel's module: the full module, and the units and blocks to keep."""
 
-    module: nn.Module  # full module, whose values are never read
-    # ranges of elements to keep, by tensor and dimension, for tensors that shrink
+    module: nn.Module  # whole module, of which no values are read
+    # index ranges to keep, by tensor and dimension, for tensors that shrink
     selections: Mapping[str, Mapping[int, Runs]]
     trains: frozenset[str]  # names of the parameters that are trained
     absent: tuple[str, ...]  # paths of the modules to leave out
-    # path of each replaced module, such as the head, mapped to the path of its replacement, such as an exit
+    # paths of replaced modules, such as the head, mapped to those of their replacements, such as an exit
     stand_ins: Mapping[str, str]
     counts: Mapping[str, int]  # number of kept units of each axis that shrinks
     # values of frozen parameters that are shared with other modules
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
-    sizes: Sizes = field(default_factory=Sizes)  # numbers in the module's own code that must shrink with the axes
+    sizes: Sizes = field(default_factory=Sizes)  # numbers in the module's own code that shrink with the axes
     full: Mapping[str, int] = field(default_factory=dict)  # number of units of each axis in the full module
     unscaled: frozenset[str] = frozenset()  # paths of layers whose output is not rescaled when they lose units
 
@@ -87,7 +87,7 @@ def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Mo
     if rescale:
         _rescale(full, small, structure.unscaled)
     if present.device.type != "cpu":
-        small.to(present.device)  # moves tensors that are not in the state dict; the views are on the device already
+        small.to(present.device)  # moves tensors outside of the state dict; the views are on the device already
     return small
 
 
@@ -100,7 +100,8 @@ def _replacements(structure: Structure, present: FlatTensors) -> dict[int, Any]:
         memo[id(parameter)] = nn.Parameter(view, requires_grad=name in structure.trains)
     for name, buffer in structure.module.named_buffers():
         if name in present:
-            # `.data` gives the buffer a version counter of its own: else autograd would take a write to one buffer for one to all
+            # `.data` gives the buffer a version counter of its own, else autograd would take a write to one buffer for
+            # a write to all
             memo[id(buffer)] = present[name].data
         elif name in structure.selections:
             memo[id(buffer)] = select(buffer, structure.selections[name])
@@ -119,7 +120,7 @@ def _resize_layers(small: nn.Module, structure: Structure) -> None:
 
 
 def _renumber(full: nn.Module, small: nn.Module, path: str) -> None:
-    """Adapt a Hugging Face model's config and layer indices to the blocks that are left, in place."""
+    """Adapt a Hugging Face model's config and layer indices, in place, to the blocks that remain."""
     layers, owner = small.get_submodule(path), small.get_submodule(path.rpartition(".")[0])
     config: Any = getattr(owner, "config", None)
     if getattr(config, "num_hidden_layers", None) != len(full.get_submodule(path)._modules) or not path:
@@ -130,14 +131,14 @@ def _renumber(full: nn.Module, small: nn.Module, path: str) -> None:
     config.num_hidden_layers = len(layers._modules)
     for place, layer in enumerate(layers.children()):
         for part in layer.modules():
-            if "layer_idx" in part.__dict__:  # the layer's index in the key-value cache
+            if "layer_idx" in part.__dict__:  # index of the layer in the key-value cache
                 part.__dict__["layer_idx"] = place
 
 
 class _Rescale:
-    """Forward hook that rescales a layer's output in training; an object, so that the module can still be copied.
+    """Forward hook that rescales a layer's output in training; an object, so that deepcopy can copy it.
 
-    It reads the mode of the model: a layer that its author has set to eval mode is trained, too.
+    It reads the mode of the whole model, since a layer in eval mode is trained, too.
     """
 
     def __init__(self, factor: float, model: nn.Module) -> None:
@@ -148,7 +149,8 @@ class _Rescale:
 
 
 def _rescale(full: nn.Module, small: nn.Module, unscaled: frozenset[str]) -> None:
-    # Compared tensor by tensor, not by name: a tied weight has one name and may be the output of one layer only.
+    # Compared by tensor, not by name: a tied weight has one name, and may be the output weight of only one of its
+    # layers.
     for name, layer in small.named_modules():
         if isinstance(layer, FewerHeads):
             layer.scale = full.get_submodule(name).num_heads / layer.num_heads
@@ -171,10 +173,10 @@ class StandIn(nn.Module):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Store ``module``, which is elsewhere in the same model, and whose calls this object will pass on to it."""
+        """Create a module that passes its calls on to ``module``, which is elsewhere in the same model."""
         super().__init__()
         self.training = module.training
-        # in a list, since a module as an attribute would become a submodule here
+        # in a list: as a plain attribute it would become a submodule
         self.__dict__["stands_for"] = [module]
 
     def forward(self, *args: object, **kwargs: object) -> Any:
@@ -182,8 +184,8 @@ class StandIn(nn.Module):
         return self.stands_for[0](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up attributes that this class lacks in the module that it stands for."""
-        if "stands_for" not in self.__dict__:  # during a copy the attribute is not set yet
+        """Return an attribute of the module that this one stands for."""
+        if "stands_for" not in self.__dict__:  # not set yet while an instance is being copied
             raise AttributeError(name)
         return getattr(self.__dict__["stands_for"][0], name)
 
@@ -196,7 +198,7 @@ class Gaps(nn.ModuleList):
 
 
 def _leave_out(small: nn.Module, path: str) -> None:
-    """Remove a block from its list without renaming the other blocks; replace any other module by None."""
+    """Delete a block from its list without renaming the others, or replace any other module by None."""
     parent_path, _, name = path.rpartition(".")
     parent = small.get_submodule(parent_path)
     if isinstance(parent, nn.ModuleList | nn.Sequential):
@@ -215,11 +217,11 @@ def _leave_out(small: nn.Module, path: str) -> None:
 class FewerHeads(nn.MultiheadAttention):
     """An `nn.MultiheadAttention` from which heads were removed, so that ``num_heads * head_dim`` differs from its ``embed_dim``."""
 
-    scale: float = 1.0  # factor on the joint output of all heads while training; see `Submodels.shrink`
-    # the model whose mode says whether it trains, in a tuple so that it is no submodule; empty = it is not scaled
+    scale: float = 1.0  # factor on the output of all heads while training; see `Submodels.shrink`
+    # model whose mode decides whether the output is scaled, in a tuple so that it is no submodule; empty = never
     model: tuple[nn.Module, ...] = ()
 
-    def forward(  # the signature is torch's
+    def forward(  # torch's own signature
         self,
         query: Tensor,
         key: Tensor,
@@ -267,7 +269,7 @@ class FewerHeads(nn.MultiheadAttention):
         return output if self.batch_first else output.transpose(0, 1), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, is_self: bool) -> tuple[Tensor, ...]:
-        weight: Any = self.in_proj_weight  # of q, k and v, or None
+        weight: Any = self.in_proj_weight  # weight of q, k and v together, or None
         bias: Any = self.in_proj_bias
         if is_self and weight is not None:
             return F.linear(query, weight, bias).chunk(3, -1)
@@ -277,7 +279,7 @@ class FewerHeads(nn.MultiheadAttention):
         return tuple(F.linear(x, w, b) for x, w, b in zip(inputs, parts, biases, strict=True))
 
     def _mask(self, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """Combine both masks into one to add to the scores: (batch or 1, heads or 1, queries or 1, keys)."""
+        """Combine padding and attention mask to one that is added to the scores: (batch or 1, heads or 1, queries or 1, keys)."""
         mask, padding = _added(mask, q), _added(padding, q)
         if mask is not None and mask.dim() == 3:
             if mask.shape[0] != q.shape[0] * self.num_heads:
@@ -308,5 +310,5 @@ def _resize_multihead(layer: nn.MultiheadAttention) -> None:
     layer.num_heads, layer.embed_dim = heads, width
     if layer.in_proj_weight is not None:
         layer.kdim = layer.vdim = layer.in_proj_weight.shape[1]
-    # else torch's encoder layer would use its fused kernel, which does not support such heads
+    # else torch's encoder layer would use its fused kernel, which cannot have fewer heads
     layer._qkv_same_embed_dim = False

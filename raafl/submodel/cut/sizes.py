@@ -42,12 +42,11 @@ Site = tuple[tuple[str, int], ...]
 class Extent:
     """Formula for the size of a tensor dimension, given how many units of each axis are kept: a sum of products."""
 
-    # pairs ``(factor, axes)``, each for the factor times the numbers of kept units of these axes; ``(64, ())`` is
-    # the number 64
+    # pairs ``(factor, axes)``: the factor times the product of the axes' numbers of kept units; ``(64, ())`` is 64
     terms: tuple[tuple[int, tuple[str, ...]], ...]
 
     def __call__(self, counts: Counts) -> int:
-        """Return the size in a submodel that keeps ``counts`` units of each axis."""
+        """Return the size in a submodel with ``counts`` units of each axis."""
         return sum(factor * math.prod(counts[axis] for axis in axes) for factor, axes in self.terms)
 
     @property
@@ -99,7 +98,7 @@ def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int
     own: set[tuple[str, str]] = set()
     for (path, (name, *inside)), value in values.items():
         if path not in modules or name not in modules[path].__dict__:
-            continue  # the module is left out, or replaced by another
+            continue  # the submodel lacks this module, or has another in its place
         attributes = modules[path].__dict__
         if not inside:
             set_carried(modules[path], str(name), value)
@@ -132,11 +131,11 @@ class Corrected:
     """Replacement for a method of a module, which passes corrected sizes to torch; it survives copying and pickling."""
 
     def __init__(self, module: nn.Module, method: str, table: Mapping[Site, Mapping[Where, int]]) -> None:
-        """Store the method to run, and the table of the sizes to correct in its calls."""
+        """Create a replacement of a module's method, in whose calls the sizes in ``table`` are corrected."""
         self.module, self.method, self.correct = module, method, _Correct(table)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Run the method, with the sizes in its calls corrected."""
+        """Call the method with corrected sizes."""
         with self.correct:
             return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
@@ -158,7 +157,7 @@ def site_of(frame: FrameType | None) -> Site:
 
 
 class _Correct(TorchFunctionMode):
-    """Torch-function mode that changes the sizes passed in the calls that ``table`` lists."""
+    """Torch-function mode that corrects the sizes in those calls of the user's code that ``table`` lists."""
 
     def __init__(self, table: Mapping[Site, Mapping[Where, int]]) -> None:
         super().__init__()
@@ -172,7 +171,7 @@ class _Correct(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs, caller = kwargs or {}, sys._getframe(1)
-        # check the call's position first: it is cheap, and rules out nearly every call
+        # the position in the code is cheap to compare, and rules out nearly all calls
         if caller.f_lasti in self.places and func.__name__ in TAKERS and (sizes := self.table.get(site_of(caller))):
             if func.__name__ in PARTS:
                 return torch.split(args[0], list(sizes.values()), _along(args, kwargs))
@@ -182,7 +181,7 @@ class _Correct(TorchFunctionMode):
 
 
 def _replaced(value: Any, where: Where, size: int) -> Any:
-    """Return nested arguments (tuples, lists, slices) with the number at position ``where`` replaced by ``size``."""
+    """Return nested arguments (tuples, lists, slices) with ``size`` at the position ``where``."""
     if not where:
         return size
     part, *rest = where
@@ -210,7 +209,7 @@ TAKERS: dict[str, Sized] = {}
 
 
 def _takes_sizes(*names: str) -> Callable[[Sized], Sized]:
-    """Return a decorator that registers a function to find the sizes among the arguments of the calls ``names``."""
+    """Return a decorator that registers a function to find the sizes in the arguments of the torch functions ``names``."""
 
     def add(function: Sized) -> Sized:
         TAKERS.update(dict.fromkeys(names, function))
@@ -238,20 +237,20 @@ class Part:
 
 
 def _along(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the dimension along which a call of torch.split or torch.chunk divides its tensor."""
+    """Return the dimension along which a call of torch.split or torch.chunk splits its tensor."""
     dim: int = kwargs.get("dim", args[2] if len(args) > 2 else 0)
     return dim
 
 
 def _row(args: Sequence[Any], first: int) -> list[tuple[Where, Any]]:
-    """Return each size from argument ``first`` on with its position; sizes come as arguments or in one tuple."""
+    """Return position and value of each size from argument ``first`` on, which may be several arguments or one tuple."""
     if len(args) > first and isinstance(args[first], tuple | list):
         return [((first, i), size) for i, size in enumerate(args[first])]
     return [((first + i,), size) for i, size in enumerate(args[first:])]
 
 
 def _shape(first: int) -> Sized:
-    """Return a function that yields the sizes in a call whose arguments from ``first`` on are the result's shape."""
+    """Return a function that finds the sizes in a call whose arguments from ``first`` on are the result's shape."""
 
     def sized(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> Iterator[Taken]:
         row = _row(args, first)
@@ -288,7 +287,8 @@ def _split(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> It
 
 @_takes_sizes("chunk")
 def _chunk(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Iterator[Taken]:
-    return _split((args[0], None, *args[2:]), kwargs, answer)  # as if the sizes were omitted, which torch then computes
+    # without the number of chunks, torch.split's rule applies
+    return _split((args[0], None, *args[2:]), kwargs, answer)
 
 
 @_takes_sizes("narrow")
@@ -337,10 +337,10 @@ def _convolution(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object)
         yield (6,), args[6], Part(args[0], 1 + args[0].dim() - args[1].dim(), outer=int(args[6]))
 
 
-# Preserve attributes set on a layer of a small module through copying and pickling.
+# Preserve attributes that were set on a layer of a submodel when the layer is copied or pickled.
 #
-# A layer whose class defines `__getstate__` or `__setstate__`, as einops layers do, is rebuilt when copied and would lose corrected
-# sizes. Such a layer gets a subclass of its class that adds them to its state.
+# A layer whose class defines `__getstate__` or `__setstate__`, as einops layers do, is rebuilt when copied and would
+# lose corrected sizes. Such a layer gets a subclass that adds them to its state.
 
 _NAMES = "_raafl_carried"
 """Attribute of a layer that lists the names of its carried attributes."""
@@ -358,14 +358,14 @@ def set_carried(layer: nn.Module, name: str, value: object) -> None:
 
 
 def _is_made_anew(kind: type[nn.Module]) -> bool:
-    """Check whether a class outside torch defines how its instances are copied: copies may lack attributes."""
+    """Check whether a class outside torch customizes copying, so that copies of its instances may lack attributes."""
     names = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__")
     owners = (next((base for base in kind.__mro__ if name in vars(base)), object) for name in names)
     return not all(owner is object or owner.__module__.startswith("torch.nn.") for owner in owners)
 
 
 class _Carrying(nn.Module):
-    """Base class that adds attributes to be carried over to a layer's pickled state."""
+    """Base class of layers whose pickled state includes further attributes."""
 
     _kind: type[nn.Module]
 
@@ -461,10 +461,10 @@ def resize(layer: nn.Module) -> None:
 
 @torch.no_grad()
 def _compute_anew(layer: nn.Module) -> None:
-    """Let hooks such as weight norm recompute the tensors that they set, for the shapes of the new parameters."""
+    """Let a layer's hooks, such as weight norm, recompute the tensors that they set from the new parameters."""
     for hook in layer._forward_pre_hooks.values():
         name = computed_by(hook)
-        if isinstance(hook, SpectralNorm):  # calling it would change its power-iteration vectors
+        if isinstance(hook, SpectralNorm):  # to call this hook would advance its power iteration
             setattr(layer, hook.name, hook.compute_weight(layer, do_power_iteration=False))
         elif name is not None:
             hook(layer, ())
@@ -472,7 +472,7 @@ def _compute_anew(layer: nn.Module) -> None:
 
 @contextmanager
 def _looked_at(layer: nn.Module) -> Iterator[None]:
-    """Set parametrizations to eval mode in the block: reading a weight then changes no spectral norm's state."""
+    """Set a layer's parametrizations to eval mode in the ``with`` block, since reading a weight may change their state."""
     parts = list(layer.parametrizations.modules()) if parametrize.is_parametrized(layer) else []  # type: ignore[union-attr]
     modes = [part.training for part in parts]
     try:
@@ -487,13 +487,13 @@ def _looked_at(layer: nn.Module) -> Iterator[None]:
 def produces(layer: nn.Module) -> tuple[str, int] | None:
     """Return the parameter and dimension along which a layer's output features lie, such as ``("weight", 0)``; else None."""
     if isinstance(layer, nn.modules.conv._ConvNd) and layer.groups > 1:
-        return None  # in a grouped convolution each output channel reads its own inputs
+        return None  # each output channel of a grouped convolution reads other inputs
     found = next((base for base in type(layer).__mro__ if base in OUTPUTS), None)
     return OUTPUTS[found] if found is not None and type(layer).forward is found.forward else None
 
 
 def _from(**sizes: tuple[str, int]) -> Resize:
-    """Return a function that sets each named attribute of a layer to the size of a dimension of one of its tensors."""
+    """Return a function that sets each named attribute of a layer to the size of a dimension of one of the layer's tensors."""
 
     def set_(layer: object) -> None:
         for attribute, (tensor, dim) in sizes.items():
@@ -540,7 +540,7 @@ def _resize_layer_norm(layer: nn.LayerNorm | nn.RMSNorm) -> None:
 
 def adopt(layer: nn.RNNBase) -> None:
     """Refresh a recurrent layer's internal list of weights after its tensors were replaced."""
-    layer.__dict__["flatten_parameters"] = _stays  # it would move the weights into a storage of cuDNN's
+    layer.__dict__["flatten_parameters"] = _stays  # it would move the weights to other memory, for cuDNN
     layer._init_flat_weights()
 
 

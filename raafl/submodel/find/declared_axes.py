@@ -32,14 +32,14 @@ def declared_axes(declaration: Mapping[str, Any], shapes: Shapes, aliases: Mappi
                     f"axis '{name}' is declared with {item!r}: give (parameter name, dim[, unit[, offset]])"
                 )
             members.append(Member(aliases.get(item[0], item[0]), *item[1:]))
-        # a tied tensor named twice is one member
+        # a tied tensor may be declared under both of its names
         unique = tuple(dict.fromkeys(members))
         axes.append(Axis(name, _size(name, unique, shapes), unique))
     return axes
 
 
 def _size(axis: str, members: Sequence[Member], shapes: Shapes) -> int:
-    """Return the size at which the axis's members fill their dimensions, of which a rest may remain."""
+    """Return the number of an axis's units: the most for which each member's elements fit into its dimension."""
     sizes: dict[tuple[str, int], int] = {}
     for member in members:
         check_member(Axis(axis, 1, ()), member, shapes)
@@ -48,7 +48,7 @@ def _size(axis: str, members: Sequence[Member], shapes: Shapes) -> int:
         sizes[member.name, member.dim] = room // sum(m.unit for m in together)
     if not sizes:
         raise SpecError(f"axis '{axis}' is declared without members: give at least one (parameter name, dim)")
-    # a dimension that only partly is on the axis (q, k, v with only q) has room for more units: the smallest counts
+    # the smallest counts: if a fused qkv tensor has only q on the axis, its dimension has room for more
     size = min(sizes.values())
     for (name, dim), found in sizes.items():
         alone = sum((m.name, m.dim) == (name, dim) for m in members) == 1 and all(

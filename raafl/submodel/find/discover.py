@@ -24,18 +24,18 @@ _REMEDY = "declare `submodel_axes` on the model, or train the full model"
 class DiscoveredAxes:
     """Result of the search for the axes of a model (groups of dimensions that can shrink together)."""
 
-    # axes that were found, in the order of the tensors in which they begin
+    # found axes, in the order of the tensors in which each first occurs
     axes: list[Axis] = field(default_factory=list)
-    # reason for which a dimension cannot shrink, by (parameter, dimension)
+    # by (parameter, dimension): reason for which that dimension cannot shrink
     whole: Mapping[tuple[str, int], Reason] = field(default_factory=dict)
-    # reason for which a layer's width cannot shrink, by layer
+    # by layer: reason for which its width cannot shrink
     kept_whole: Mapping[str, str] = field(default_factory=dict)
-    sizes: Sizes = field(default_factory=Sizes)  # numbers in the module's own code that must shrink with the axes
-    # names of axes over which a norm computes statistics, such as the width of the residual stream
+    sizes: Sizes = field(default_factory=Sizes)  # numbers in the module's own code that shrink with the axes
+    # names of axes over which a norm computes statistics, as over the width of the residual stream
     spanned: frozenset[str] = frozenset()
-    # layers whose output is not rescaled when they lose units (see `Submodels.shrink`)
+    # layers whose output is not rescaled when units are missing (see `Submodels.shrink`)
     unscaled: frozenset[str] = frozenset()
-    problem: str | None = None  # reason for which no training step could be traced to its end; None = one was
+    problem: str | None = None  # reason for which no training step could be traced to its end; None if one was
 
     def structure_arguments(self) -> dict[str, Any]:
         """Return the arguments of `raafl.submodel.cut.shrink.Structure` that this result determines, by name."""
@@ -91,7 +91,7 @@ def discover_axes(
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the path and the declaration of each module that declares its axes, but no modules within such a module."""
+    """Yield path and declaration of each outermost module that declares its axes."""
     paths: list[str] = []
     for path, declaration in declarations(module, "submodel_axes"):
         if not any(path.startswith(f"{other}.") for other in paths):
@@ -100,7 +100,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _declared(path: str, declaration: Mapping[str, Any], shapes: Shapes, aliases: Mapping[str, str]) -> Iterator[Axis]:
-    """Yield the axes that the module at ``path`` declares, with the path before their names."""
+    """Yield the axes declared by the module at ``path``, which precedes their names."""
     prefix = f"{path}."
     inner = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
     own = {name.removeprefix(prefix): other for name, other in aliases.items() if name.startswith(prefix)}
@@ -127,21 +127,21 @@ class Occurrence:
 
     name: str  # name of the tensor
     dim: int  # index of the dimension, from 0
-    # index of the first element of each occurrence; from there on, each unit has ``unit`` elements
+    # index of the first element of each occurrence, from which each unit has ``unit`` elements
     starts: tuple[int, ...]
     unit: int  # number of elements for each unit
-    is_read: bool  # whether a matrix product has summed over the dimension, as over the input side of a weight
-    is_made: bool  # whether a product or look-up has produced the dimension, as the output side of a weight does
+    is_read: bool  # whether a matrix product sums over the dimension, as over the inputs of a weight
+    is_made: bool  # whether a product or a look-up creates the dimension, as the outputs of a weight
 
 
 @dataclass
 class Candidate:
     """A possible axis: units that might be dropped, and their positions in all tensors."""
 
-    atom: Atom  # label of the units; units with the same label must be dropped together
-    # positions of the units in the model's tensors, in the tensors' order
+    atom: Atom  # label of the units; units with one label must be dropped together
+    # positions of the units in the model's tensors, in the order of the tensors
     spots: list[Occurrence] = field(default_factory=list)
-    # labels of units that enclose these in one flattened dimension, such as the heads around their features
+    # labels of units around these in one flattened dimension, as heads are around their features
     outside: set[Atom] = field(default_factory=set)
 
     @property
@@ -165,7 +165,7 @@ class Candidates:
     def __init__(
         self, seen: TraceResult, module: nn.Module, residual_width: bool, declared: Iterable[Axis] = ()
     ) -> None:
-        """Find the axes of ``module`` in its trace ``seen``, besides those that its modules declare."""
+        """Find the axes of ``module`` in its trace ``seen``, except those that its modules declare."""
         self._declared = {(member.name, member.dim) for axis in declared for member in axis.members}
         self.seen, self.module = seen, module
         self._held = dict(self._hold())
@@ -190,11 +190,11 @@ class Candidates:
         self._name_of = {candidate.atom: name for name, candidate in self.axes.items()}
 
     def _hold(self) -> Iterator[tuple[tuple[str, int], Reason]]:
-        """Keep the layers of `WHOLE_LAYERS` whole; yield their dimensions that stay whole, with the reason."""
+        """Prevent the layers of `WHOLE_LAYERS` from shrinking; yield their dimensions with the reason."""
         for path, is_wide in whole_layers(self.module):
             name = f"{path}.weight"
             if name not in self.seen.dims:
-                continue  # this model lacks the layer
+                continue  # absent from this model
             _, place = produces(self.module.get_submodule(path)) or ("", 0)
             made, read = self.seen.dims[name][place], self.seen.dims[name][1 - place]
             if is_wide:
@@ -206,7 +206,7 @@ class Candidates:
                 )
 
     def _pin_numbers(self) -> None:
-        """Keep axes whole whose size the code uses as a number, as in a scale, unless a norm reads all their units."""
+        """Prevent axes from shrinking whose size the code uses as a number, as in a scale, unless a norm spans them."""
         for (origin, _), place in self.seen.watch.uses.numbers.items():
             units = list(origin.units()) if isinstance(origin, Dim) else []
             if not any(atom.span is not None for atom in units):
@@ -220,7 +220,7 @@ class Candidates:
             candidate.outside.update(other for other in outside if other is not atom)
 
     def _copy_to_exits(self) -> None:
-        """Give each exit's module the axes of the module that it replaces, since the trace did not call it."""
+        """Copy axes from each replaced module to the exit that replaces it, since the trace did not call the exit."""
         places = [
             (join(prefix, place), join(prefix, path))
             for prefix, exits in declarations(self.module, "submodel_exits")
@@ -235,13 +235,13 @@ class Candidates:
                     self.seen.untouched.discard(own)
 
     def _pin_outputs(self) -> None:
-        """Keep axes whole that lie within one module and appear in its output, whose shape must stay the same."""
+        """Prevent axes from shrinking that are within one module and in its output, whose shape must stay."""
         for path, dims in self.seen.given:
             for atom in (atom for dim in dims for atom in dim.units()):
                 candidate = self._by_atom.get(atom)
                 if candidate is not None and all(within(spot.name, (path,)) for spot in candidate.spots):
                     reason = Reason(f"it is an output of '{path}'" if path else "it is an output of the model")
-                    atom.pin = reason  # overwrite: this reason says more than one from the loss
+                    atom.pin = reason  # replaces an earlier reason, since this one is more specific
 
     def _why_whole(self, candidate: Candidate, residual_width: bool) -> Reason | None:
         atom = candidate.atom
@@ -266,7 +266,7 @@ class Candidates:
     # ---- name the axes ----
 
     def _names(self, picked: Sequence[Candidate]) -> list[str]:
-        """Name the axes: heads and feed-forward units by their block, others by the first layer that produces them."""
+        """Name the axes: heads and feed-forward units by their block, all others by the first layer that creates them."""
         blocks = [self._block(c) for c in picked]
         heads = {block for c, block in zip(picked, blocks, strict=True) if "batch" in c.atom.marks}
         alone = [b for c, b in zip(picked, blocks, strict=True) if "batch" not in c.atom.marks and c.atom.span is None]
@@ -285,7 +285,7 @@ class Candidates:
         return names
 
     def _block(self, candidate: Candidate) -> str:
-        """Return the path of the innermost block, or else module, that contains all occurrences of the axis."""
+        """Return the path of the innermost block that contains the whole axis, or of the innermost module if no block does."""
         home = _common(spot.name.rpartition(".")[0] for spot in candidate.spots)
         for path in filter(None, (home, *reversed(above(home)))):
             parent = self.module.get_submodule(path.rpartition(".")[0])
@@ -294,7 +294,7 @@ class Candidates:
         return home
 
     def _width(self, candidate: Candidate) -> list[str]:
-        """Return ``[PATH.width]`` for the outermost packaged model that contains all producers of the axis, else []."""
+        """Return ``[PATH.width]`` of the outermost library model around all layers that create the axis; [] without one."""
         home = _common(name.rpartition(".")[0] for name in candidate.producers)
         packages = (path for path in (*above(home), home) if is_packaged(self.module.get_submodule(path)))
         return [join(path, "width") for path in packages][:1]
@@ -372,10 +372,10 @@ class Candidates:
 def _spots(
     dim: Dim, starts: tuple[int, ...], unit: int, outside: tuple[Atom, ...]
 ) -> Iterator[tuple[Atom, tuple[int, ...], int, tuple[Atom, ...]]]:
-    """Yield each atom (undivided factor) of a dimension, with the positions of its indices in the tensor.
+    """Yield each undivided factor of a dimension, with the positions of its units in the tensor.
 
-    ``starts`` are the dimension's offsets, and ``unit`` is the number of elements per index. In a product (a, b) the
-    indices of b repeat within each index of a, so b has a start at each index of a.
+    ``starts`` are the dimension's offsets, and ``unit`` is its elements per index. In a product (a, b), b repeats for
+    each index of a, so that it has a start at each.
     """
     unit *= dim.size
     for atom in dim.leaves():
@@ -393,7 +393,7 @@ def _spots(
 
 
 def _common(paths: Iterable[str]) -> str:
-    """Return the longest module path that is a prefix of all paths."""
+    """Return the longest module path that is a prefix of all ``paths``."""
     first, *others = ([*path.split(".")] if path else [] for path in dict.fromkeys(paths))
     for other in others:
         while other[: len(first)] != first:

@@ -57,7 +57,7 @@ class Atom:
     __slots__ = ("_same_as", "factors", "marks", "parts", "pin", "size", "span")
 
     def __init__(self, size: int, like: Atom | None = None) -> None:
-        """Create an atom of ``size`` units without parts; pin, span and marks are copied from ``like``."""
+        """Create a label of ``size`` units that is no concatenation, with pin, span and marks of ``like``."""
         self.size = size
         self.pin: Reason | None = like.pin if like is not None else None
         self.span: Reason | None = like.span if like is not None else None
@@ -91,7 +91,7 @@ class Dim:
     __slots__ = ("atoms", "is_made", "is_read")
 
     def __init__(self, atoms: Sequence[Atom] = ()) -> None:
-        """Create the label of a dimension that is the product of ``atoms``; no atoms = a dimension of size 1."""
+        """Label a dimension as the product of ``atoms``, the first outermost; none = a dimension of size 1."""
         self.atoms = tuple(atoms)
         self.is_read = self.is_made = False
 
@@ -128,7 +128,7 @@ class Labels:
     """Registry of labels (`Dim`) of tensor dimensions: records which dimensions shrink together, are split, or cannot shrink."""
 
     def __init__(self, place: Callable[[], str] = str) -> None:
-        """Create an empty registry; ``place`` returns the running line of the user's code, for reasons."""
+        """Create an empty registry; ``place`` returns the user's line of code that runs, for messages."""
         self.place = place
         self.is_spanning = True
 
@@ -162,7 +162,7 @@ class Labels:
     def _note(self, dim: Dim, why: str | Reason, attribute: str) -> None:
         for atom in dim.units():
             if getattr(atom, attribute) is None:
-                # looking up the line is slow: once, and only if there is an atom to pin
+                # looked up once, and only if needed, since finding the line is slow
                 why = Reason(why, self.place()) if isinstance(why, str) else why
                 setattr(atom, attribute, why)
 
@@ -228,7 +228,7 @@ class Labels:
                 self._split(a, b.size)
             elif b.size % a.size == 0:
                 self._split(b, a.size)
-            else:  # for example (2, 3) and (3, 2), of which no index can be dropped without breaking the other shape
+            else:  # as (2, 3) and (3, 2): dropping an index of one shape would break the other
                 self.pin(Dim([*ours, *theirs]), "it is factored in two ways that do not fit")
                 return
 
@@ -239,7 +239,7 @@ class Labels:
         atoms = dim.leaves()
         inner = math.prod(atom.size for atom in atoms[1:])
         if atoms and length and start % inner == 0 and length % inner == 0:
-            # the slice takes whole indices of the first factor, so the other factors are complete
+            # whole indices of the first factor, so that all other factors stay complete
             first = self._cut(atoms[0], start // inner, length // inner)
             return Dim([*first.atoms, *atoms[1:]])
         self.pin(dim, "a slice takes a part of it")
@@ -257,19 +257,20 @@ class Labels:
     # ---- atoms ----
 
     def _split(self, atom: Atom, outer: int) -> None:
-        """Split ``atom`` into the product of an atom of size ``outer`` and one of the remaining size."""
+        """Split ``atom`` into a product of ``outer`` times a smaller atom."""
         inner = atom.size // outer
         high, low = Atom(outer, atom), Atom(inner, atom)
         sizes = [part.size for part in atom.parts]
         if sizes and all(size % inner == 0 for size in sizes):
-            # Each part consists of whole runs of `inner` elements, such as q, k and v of heads: unify the runs of all parts.
+            # Each part consists of whole runs of `inner` elements, as q, k and v consist of heads: unify the runs of
+            # all parts.
             for place, part in enumerate(atom.parts):
                 runs, run = self.regroup([part], [part.size // inner, inner])
                 self.unify(run, Dim([low]))
                 atom.parts[place] = runs
             high.parts, low = atom.parts, low.now()
         elif sizes and (period := self._period(sizes, outer)):
-            # Each run of `inner` elements has the same parts: unify them, so that all runs lose the same elements.
+            # Each run of `inner` elements has the same parts: unify these, so that all runs lose the same elements.
             for place, part in enumerate(atom.parts):
                 self.unify(part, atom.parts[place % period])
             low.parts = atom.parts[:period]
@@ -280,17 +281,17 @@ class Labels:
         atom.factors, atom.parts = (high, low), []
 
     def _period(self, sizes: list[int], outer: int) -> int:
-        """Return the number of parts in each of ``outer`` equal runs; 0 if the parts do not divide into equal runs."""
+        """Return how many parts make up each of ``outer`` equal runs; 0 if the runs are not equal."""
         period, rest = divmod(len(sizes), outer)
         return period if not rest and sizes == sizes[:period] * outer else 0
 
     def _merge(self, a: Atom, b: Atom) -> None:
-        """Unify two atoms of equal size, neither of which is a product."""
+        """Unify two atoms of equal size that are not products."""
         if a.parts and b.parts:
             self._merge_joined(a, b)
             return
         if a.parts:
-            a, b = b, a  # the atom without parts is merged into the other one
+            a, b = b, a  # the one without parts becomes the other one
         for attribute in ("pin", "span"):
             if (reason := getattr(a, attribute)) is not None:
                 self._note(Dim([b]), reason, attribute)
@@ -311,7 +312,7 @@ class Labels:
         a.become(b)
 
     def _borders(self, atom: Atom) -> list[int]:
-        """Return the index at which each part of the atom ends."""
+        """Return the end index of each part of a concatenation."""
         ends, end = [], 0
         for part in atom.parts:
             end += part.size
@@ -319,11 +320,11 @@ class Labels:
         return ends
 
     def _cut(self, atom: Atom, start: int, length: int) -> Dim:
-        """Return the label of ``length`` consecutive indices of the atom, from index ``start`` on."""
+        """Label ``length`` consecutive indices of an atom from ``start`` on."""
         if start == 0 and length == atom.size:
             return Dim([atom])
         if not atom.parts and atom.pin is not None:
-            dim = Dim([Atom(length, atom)])  # a pinned atom never shrinks, so its indices need no labels of their own
+            dim = Dim([Atom(length, atom)])  # a pinned atom never shrinks, so parts of it need no own labels
             return dim if length > 1 else Dim()
         if not atom.parts:
             lengths = (start, length, atom.size - start - length)
@@ -338,7 +339,7 @@ class Labels:
         return self.join(inside)
 
     def _cut_at(self, atom: Atom, border: int) -> None:
-        """Split the part of a concatenated atom that contains ``border`` at it, unless this would split a factor."""
+        """Split the part of a concatenation that contains the index ``border`` there, unless that divides a factor."""
         for place, (part, end) in enumerate(zip(list(atom.parts), self._borders(atom), strict=True)):
             begin = end - part.size
             if begin < border < end:

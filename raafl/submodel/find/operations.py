@@ -31,12 +31,12 @@ Dims = Sequence[Dim]
 class Call:
     """One call of a torch operation with its tensors; the input of a rule, which finds dimensions that must shrink together."""
 
-    name: str  # name of the operation, without its namespace
+    name: str  # arguments by their names in the operation's schema
     arguments: Mapping[str, Any]  # arguments by name, as in the schema of the operation
     ins: Sequence[Tensor]  # input tensors, in their order
     outs: Sequence[Tensor]  # output tensors, in their order
-    labels: Labels  # object that creates and combines labels of dimensions
-    dims_of: Callable[[Tensor], Dims]  # function that returns the labels of a tensor's dimensions
+    labels: Labels  # registry that creates and combines the labels of dimensions
+    dims_of: Callable[[Tensor], Dims]  # function from a tensor to its dimensions' labels
     is_view: bool = False  # whether outputs share memory with an input
 
     def __getitem__(self, name: str) -> Any:
@@ -122,7 +122,7 @@ def rule_of(func: torch._ops.OpOverload) -> Rule | None:
         return found
     if torch.Tag.pointwise in func.tags or plain in POINTWISE:
         return pointwise
-    # torch does not tag every in-place variant, so look at the tags of the operation without underscore
+    # torch tags not every in-place variant, so the operation without the underscore is checked, too
     packet = getattr(torch.ops.aten, plain, None) if plain != name else None
     if packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads()):
         return pointwise
@@ -145,7 +145,7 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
             found = []
         fits = [[dim.size for dim in dims] == list(out.shape) for dims, out in zip(found, call.outs, strict=False)]
         if len(fits) == len(call.outs) and all(fits):
-            # only views pass the label object itself on, which identifies a parameter's dimension
+            # only a view passes on the very label object, which identifies a parameter's dimension
             return found if call.is_view else [[Dim(dim.atoms) for dim in dims] for dims in found]
     for tensor in call.ins:
         for dim in call.dims_of(tensor):
@@ -162,12 +162,12 @@ def pointwise(call: Call) -> list[Dims]:
 
 
 def _broadcast(call: Call, out: Tensor) -> Dims:
-    """Return the labels of the dimensions of a broadcast result."""
+    """Label the dimensions of a broadcast result."""
     dims: list[Dim | None] = [None] * out.dim()
     is_gate = call.name == "mul" and len(call.ins) > 1 and call.ins[0].shape == call.ins[1].shape
     for back, dim in (pair for tensor in call.ins for pair in enumerate(reversed(call.dims_of(tensor)), 1)):
         if back > out.dim() or dim.size == 1 or dim.size != out.shape[-back]:
-            continue  # broadcast dimensions have no label to pass on
+            continue  # of a broadcast dimension no label is passed on
         known = dims[-back]
         if known is None:
             dims[-back] = dim
@@ -223,7 +223,8 @@ def _same(call: Call) -> list[Dims]:
     "randn",
 )
 def _filled(call: Call) -> list[Dims]:
-    return [call.new(out.shape) for out in call.outs]  # all values are equal, or drawn from one distribution
+    # all values are equal, or drawn from one distribution, so no unit differs
+    return [call.new(out.shape) for out in call.outs]
 
 
 @rule("arange", "scalar_tensor", "randint", "linspace", "eye", "randperm", "tril_indices")
@@ -243,7 +244,7 @@ FORMS: dict[str, Callable[[Call, list[Dim]], Dims]] = {
 
 
 def _viewed(call: Call, dims: list[Dim]) -> Dims:
-    """Label a view's dimensions: groups with equal products in both shapes are matched, and each is regrouped."""
+    """Label the dimensions of a view: match groups of equal product in both shapes, and regroup each group."""
     rest, wanted, found = list(dims), list(call.outs[0].shape), list[Dim]()
     while rest or wanted:
         ours, sizes = [rest.pop(0)] if rest else [], [wanted.pop(0)] if wanted else []

@@ -17,7 +17,7 @@ _GROUP = "the channels of a group only go together"
 
 
 def _reads(call: Call, one: Dim, weight: Dim, *makes: Dim) -> None:
-    """Record that a product sums over ``one`` and ``weight``, which are the same axis, and outputs ``makes``."""
+    """Record that a product sums over the dimensions ``one`` and ``weight``, which are one axis, and creates ``makes``."""
     call.labels.unify(one, weight)
     one.is_read = weight.is_read = True
     call.labels.mark(weight, "read")
@@ -27,7 +27,7 @@ def _reads(call: Call, one: Dim, weight: Dim, *makes: Dim) -> None:
 
 @rule("mm", "bmm", "mv", "dot", "vdot", "addmm", "baddbmm", "addmv")
 def _product(call: Call) -> list[Dims]:
-    """Label ``left @ right``, for matrices or batches of matrices."""
+    """Label the result of ``left @ right``, for matrices or batches of them."""
     left, right = call.dims(-2), call.dims(-1)
     inner, last = right[-2 if len(right) > 1 else -1], right[-1:] if len(right) > 1 else []
     _reads(call, left[-1], inner, *left[-2:-1], *last)
@@ -55,7 +55,7 @@ def _grouped_mm(call: Call) -> list[Dims]:
     for dim in right[:-2]:
         call.labels.pin(dim, "they are experts, of which a router chooses")
     for dim in (right[-2], right[-1]):
-        if dim.size % 8 == 0:  # the kernel requires rows of a multiple of 16 bytes
+        if dim.size % 8 == 0:  # torch's kernel needs rows of a multiple of 16 bytes
             call.labels.pin(call.labels.regroup([dim], [dim.size // 8, 8])[1], "torch multiplies by experts in eights")
     return [[left[0], right[-1]]]
 
@@ -66,12 +66,13 @@ def _convolution(call: Call) -> list[Dims]:
     pixels = call.new(out.shape[2:], "they are pixels")
     for i, (dim, width) in enumerate(zip(x[2:], weight[2:], strict=True)):
         if (width.size, *(call[name][i % len(call[name])] for name in ("stride", "padding"))) == (1, 1, 0):
-            pixels[i] = dim  # each dimension of pixels keeps its own label
+            pixels[i] = dim  # 1 x 1 without padding: pixels keep their label
         else:
             call.labels.pin(dim, "they are pixels")
             call.labels.pin(width, "they are pixels")
-    # Of `groups` convolutions side by side, each reads its own channels and makes its own. The weight has all channels of
-    # one side, (out, in / groups, ...) or of a transposed one (in, out / groups, ...), and those of a group of the other.
+    # Each of the ``groups`` parallel convolutions reads its own channels and makes its own. The weight has all channels
+    # of one side, (out, in / groups, ...) or of a transposed one (in, out / groups, ...), and those of a single group
+    # of the other side.
     group = call.labels.new(groups)
     every, part = weight[0], Dim([*group.atoms, *weight[1].atoms]) if groups > 1 else weight[1]
     if groups > 1:
@@ -93,7 +94,7 @@ def _convolution(call: Call) -> list[Dims]:
 )
 def _attention(call: Call) -> list[Dims]:
     q, k, v = call.dims("query"), call.dims("key"), call.dims("value")
-    repeats = q[1].size // k[1].size  # number of consecutive query heads that share one key and value head
+    repeats = q[1].size // k[1].size  # number of adjacent query heads that share a key and value head
     call.labels.unify(q[1], Dim([*k[1].atoms, *call.labels.new(repeats).atoms]))
     for one, other in ((q[0], k[0]), (k[0], v[0]), (k[1], v[1]), (k[2], v[2]), (q[3], k[3])):
         call.labels.unify(one, other)
@@ -140,7 +141,7 @@ def _group_norm(call: Call) -> list[Dims]:
 def _batch_norm(call: Call) -> list[Dims]:
     x = call.dims("input")
     call.unify_named(x[1], "weight", "bias", "running_mean", "running_var")
-    for dim in (x[0], *x[2:]):  # samples and pixels; of a standardised weight, its inputs
+    for dim in (x[0], *x[2:]):  # samples and pixels, or for a standardised weight its inputs
         call.labels.span(dim, "a norm takes statistics across it")
     return call.others(x)
 
@@ -154,7 +155,7 @@ def _weight_norm(call: Call) -> list[Dims]:
 
 @rule("_trilinear")
 def _trilinear(call: Call) -> list[Dims]:
-    """Label the product of three broadcast tensors, summed over some dimensions."""
+    """Label a product of three broadcast tensors that is summed over some dimensions."""
     rows, summed = [call.dims(name) for name in ("i1", "i2", "i3")], call["sumdim"]
     for row, name in zip(rows, ("expand1", "expand2", "expand3"), strict=True):
         for place in sorted(call[name]):
@@ -194,27 +195,27 @@ def _distances(call: Call) -> list[Dims]:
 
 
 class _Along(NamedTuple):
-    """Rule for an operation that reduces or scans some dimensions of its input, such as a sum or a softmax."""
+    """Rule of an operation that reduces or scans some dimensions of its input, such as a sum or a softmax."""
 
-    where: str | int  # name of the argument that lists these dimensions; or a number n, for the last n dimensions
-    then: str  # effect on these dimensions in the output: "stay", "gone", or "new" with other indices
-    why: str  # reason for which these dimensions cannot shrink; "" = they can, since zeros add nothing to a sum
-    # whether they can shrink, although this changes the results of the remaining indices, as in a norm
+    where: str | int  # name of the argument with these dimensions, or a number n for the last n dimensions
+    then: str  # their dimensions in the output: "stay", "gone", or "new" with other indices
+    why: str  # reason for which these dimensions cannot shrink; "" if they can, as zeros add nothing to a sum
+    # whether they can shrink although that changes the results for the remaining indices, as in a norm
     is_span: bool = False
 
     def __call__(self, call: Call) -> list[Dims]:
-        """Label the results of a reduction or scan, and mark the dimensions that cannot shrink."""
+        """Label the results, and pin the input dimensions that cannot shrink."""
         if call.name in ("max", "min") and len(call.ins) == 2:
             return pointwise(call)
         places = self.places(call)
         for place in places if self.why else ():
             (call.labels.span if self.is_span else call.labels.pin)(call.dims()[place], self.why.format(call.name))
-        for place in () if self.why else places:  # dropped units would only add zeros to the sum
+        for place in () if self.why else places:  # dropped units would add zeros to the sum
             call.labels.mark(call.dims()[place], "read")
         return [self._left(call, out, places) for out in call.outs]
 
     def places(self, call: Call) -> set[int]:
-        """Return the indices of the dimensions that the operation reduces or scans; all if the call names none."""
+        """Return the positions of the dimensions that the operation reduces or scans, which are all by default."""
         ndim = call.ins[0].dim()
         if isinstance(self.where, int):
             return set(range(ndim - self.where, ndim))
@@ -284,7 +285,7 @@ def _embedding(call: Call) -> list[Dims]:
 
 
 def _indexed(call: Call) -> list[int]:
-    """Mark each dimension that is indexed by a tensor as one that cannot shrink; return their positions."""
+    """Prevent each dimension from shrinking that is indexed by a tensor; return their positions."""
     place = 0
     found: list[int] = []
     for index in call["indices"]:
@@ -304,7 +305,7 @@ def _index(call: Call) -> list[Dims]:
     dims, places, out = call.dims("self"), _indexed(call), call.outs[0]
     rest = [dim for i, dim in enumerate(dims) if i not in places]
     together = places == list(range(places[0], places[0] + len(places)))
-    at = places[0] if together else 0  # torch puts the indexed dimensions first if they are not adjacent
+    at = places[0] if together else 0  # torch puts indexed dimensions first if they are not adjacent
     looked_up = call.new(out.shape[at : at + out.dim() - len(rest)], "it is looked up by an index")
     return [[*rest[:at], *looked_up, *rest[at:]]]
 
@@ -322,7 +323,7 @@ def _index_put(call: Call) -> list[Dims]:
 @rule("gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index_add", "index_copy")
 def _gather(call: Call) -> list[Dims]:
     dims, place = call.dims("self"), call.place()
-    by_row = call.name.startswith("index_")  # in these operations ``index`` has one dimension
+    by_row = call.name.startswith("index_")  # in `index_...` operations ``index`` has one dimension
     others = [call.dims(name) for name in ("index", "src", "source") if call.has(name)][by_row:]
     for i, dim in enumerate(dims):
         for other in (row[i] for row in others):
@@ -379,7 +380,7 @@ def _col2im(call: Call) -> list[Dims]:
 
 @rule("as_strided")
 def _as_strided(call: Call) -> list[Dims]:
-    """Label `as_strided`: a dimension with unchanged size and stride keeps its label, all others count as windows."""
+    """Label the result of `as_strided`: dimensions of unchanged size and stride keep their label, all others are windows."""
     x, out = call.ins[0], call.outs[0]
     if x.storage_offset() != out.storage_offset():
         raise ShapeConflict
@@ -396,7 +397,7 @@ def _as_strided(call: Call) -> list[Dims]:
 
 
 def _laid(x: Tensor) -> list[tuple[int, int] | None]:
-    """Return size and stride of each dimension whose index an element's address determines; None for others."""
+    """Return (size, stride) of each dimension whose index follows from an element's address; None for the others."""
     laid: list[tuple[int, int]] = [(n, step) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1]
     found: list[tuple[int, int] | None] = []
     for size, step in zip(x.shape, x.stride(), strict=True):

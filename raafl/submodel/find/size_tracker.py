@@ -41,7 +41,7 @@ ALONE = (nn.MultiheadAttention, nn.RNNBase)
 
 @dataclass(frozen=True, slots=True)
 class _Attr:
-    """Origin of a number that was read from an attribute of a module."""
+    """Origin of a number that was read from a module's attribute: the module's path, and the attribute's."""
 
     key: Attribute
 
@@ -50,16 +50,16 @@ class _Attr:
 class SizeUse:
     """Use of a size of a tensor as an argument of a torch function, and where this number came from."""
 
-    method: tuple[str, str]  # path of the module whose method is running, and the method's name
-    site: Site  # position of the call in that method
-    where: Where  # position of the number among the call's arguments
+    method: tuple[str, str]  # path of the module, and name of its method, that makes the call
+    site: Site  # position of the call in the method's code
+    where: Where  # position of the size in the call's arguments
     name: str  # name of the torch function
-    origin: Origin  # source of the number: an attribute of a module, a tensor's shape, or the number itself
-    dim: Dim  # label of the dimension, or of a part of one, that has this size
+    origin: Origin  # origin of the size: attribute of a module, tensor dimension, or the number itself
+    dim: Dim  # label of the dimension, or of a part of it, that has this size
 
 
 class _Method:
-    """Wrapper of a module's method that records that the method is running."""
+    """Wrapper of a module's method, by which the tracker knows which method is running."""
 
     def __init__(self, watch: SizeTracker, module: nn.Module, path: str, name: str) -> None:
         self.watch, self.module, self.path, self.name = watch, module, path, name
@@ -94,7 +94,7 @@ class SizeTracker(TorchFunctionMode):
         *,
         are_keys_plain: bool = False,
     ) -> None:
-        """Replace the numbers stored in ``module``, a copy, by numbers that know their origin.
+        """Replace the numbers stored in ``module``, a copy of the model, by numbers that know their origin.
 
         Args:
             module: copy of the model.
@@ -126,7 +126,7 @@ class SizeTracker(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        # attention weights averaged over heads are rarely used; if they are, the proof detects it
+        # weights averaged over heads are rarely used, and if they are, the proof notices it
         self._labels.is_spanning = name != "multi_head_attention_forward"
         answer = func(*_with_slices(name, args), **kwargs)
         self._labels.is_spanning = True
@@ -136,7 +136,7 @@ class SizeTracker(TorchFunctionMode):
             for part in args:
                 if isinstance(part, Size):
                     self.uses.number(part)
-        # on devices without such a kernel the call does not occur
+        # a device without that kernel does not get here
         if name == "scaled_dot_product_attention" and kwargs.get("scale") is None:
             self._labels.pin(self._dims_of(args[0] if args else kwargs["query"])[-1], DIVIDED)
         takes = TAKERS.get(name)
@@ -149,14 +149,14 @@ class SizeTracker(TorchFunctionMode):
         return answer
 
     def _origin(self, value: int | None, part: Part) -> Any:
-        """Return the source of ``value``, a number that code passed as the size of ``part``; None = unknown."""
+        """Return the origin of ``value``, which code has passed as the size of ``part``; None = unknown."""
         origin = None if value is None else origin_of(value)
-        if value is not None and value < 0 and part.stop is not None:  # a slice counted from the end
+        if value is not None and value < 0 and part.stop is not None:  # a slice that ends before the end
             return ("add", self._dims_of(part.tensor)[part.dim], origin)
         return origin
 
     def _measured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> object:
-        """Return the result of `size` or `shape` as numbers that know the labels of the tensor's dimensions."""
+        """Return the result of `size` or `shape` as numbers whose origin is the tensor's dimensions."""
         if not self._knows(args[0]):
             return answer
         dims = self._dims_of(args[0])
@@ -225,11 +225,11 @@ class SizeTracker(TorchFunctionMode):
         for (method, site), noted in places.items():
             sizes: dict[Where, Extent | None] = {}
             if any(sizes.setdefault(asked.where, extent) != extent for asked, extent in noted):
-                continue  # one call in the code had several sizes, so that no single correction exists
+                continue  # one call of the code has had several sizes, so no one correction fits
             wrong = {asked.where for asked, extent in noted if extent is not None and not is_right(asked, extent)}
             name = noted[0][0].name
             if name in PARTS and (wrong or (name == "chunk" and len(set(sizes.values())) > 1)):
-                wrong = set(sizes)  # torch.split takes the sizes of all parts at once
+                wrong = set(sizes)  # torch.split takes the sizes of all parts together
             replaced = {where: extent for where, extent in sizes.items() if extent is not None and where in wrong}
             if replaced:
                 calls.setdefault(method, {})[site] = replaced
@@ -242,7 +242,7 @@ class SizeTracker(TorchFunctionMode):
         extent_of: Callable[[Dim], Extent | None],
         counts: Counts,
     ) -> int | None:
-        """Return the value of a number of origin ``origin`` in a submodel with ``counts`` units; None = unknown."""
+        """Compute a number of origin ``origin`` for a submodel with ``counts`` units of each axis; None = unknown."""
         if isinstance(origin, _Attr):
             return attributes[origin.key](counts) if origin.key in attributes else self.values[origin.key]
         if isinstance(origin, Dim):
@@ -258,9 +258,9 @@ class SizeTracker(TorchFunctionMode):
 
 
 def _beside_the_batch(asked: SizeUse, extent_of: Callable[[Dim], Extent | None]) -> tuple[Origin, Extent | None]:
-    """Return the factor other than the batch size in a size such as `batch * heads`, and that factor's formula.
+    """Return the other factor, and its formula, of a size that is a product with the batch size, such as `batch * heads`.
 
-    Both are None if the size is no such product. `extent_of`: returns a dimension's size as a formula; None = it
+    Both are None if the size is no such product. `extent_of`: returns the formula of a dimension's size; None = it
     depends on the batch.
     """
     if not isinstance(asked.origin, tuple) or asked.origin[0] != "mul":
@@ -275,7 +275,7 @@ def _beside_the_batch(asked: SizeUse, extent_of: Callable[[Dim], Extent | None])
 
 
 def _with_slices(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an indexing call, with a list of consecutive indices replaced by a slice."""
+    """Return the arguments of an indexing call, where a list of consecutive indices becomes a slice."""
     index = args[1] if name == "__getitem__" and isinstance(args[1], tuple) else ()
     lists = [i for i, one in enumerate(index) if isinstance(one, list | Tensor)]
     places = index[lists[0]] if len(lists) == 1 else ()
@@ -293,10 +293,10 @@ def _spoiling(
     comes_to: Any,
     samples: list[Counts],
 ) -> set[Attribute]:
-    """Return the attributes that must keep their values, since other numbers computed from them would be wrong.
+    """Return the attributes whose correction would make other numbers wrong that are computed from them.
 
-    ``width // heads`` is the size of a head only with the full number of heads, and numbers computed from it, such as
-    the scale of attention scores, depend on this. Then the calls are corrected, not the attribute.
+    ``width // heads`` is the size of a head only for the whole number of heads, and the scale of attention scores
+    depends on it. So calls are corrected, and not the attribute.
     """
     found = set()
     for origin, extent in worked_out:
@@ -321,7 +321,7 @@ PLAIN = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.Me
 
 
 def _numbers(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[Attribute, int]]:
-    """Yield the integers in the attributes of modules, also in tuples, dictionaries and plain objects."""
+    """Yield the integers in modules' attributes, also those in tuples, dicts and plain objects there."""
     for path, module in modules:
         if isinstance(module, ALONE):
             continue
@@ -361,7 +361,7 @@ class NonTorchUses:
     """
 
     def __init__(self, place: Callable[[], str], *, are_keys_plain: bool = False) -> None:
-        """Store ``place``, which returns the user's running line of code. `are_keys_plain`: see `SizeTracker`."""
+        """Create an empty record; ``place`` returns the user's line of code that runs; `are_keys_plain`: see `SizeTracker`."""
         self.numbers: dict[tuple[Origin, int], str] = {}
         self.was_key, self.are_keys_plain = False, are_keys_plain
         self._place = place
@@ -383,15 +383,15 @@ class Size(int):
     uses: NonTorchUses
 
     def __new__(cls, value: int, origin: Origin, uses: NonTorchUses) -> Size:
-        """Create the number ``value`` with its origin; ``uses`` records where Python code uses it."""
+        """Create a number with its origin; ``uses`` records its uses outside of torch."""
         size = super().__new__(cls, value)
         size.origin, size.uses = origin, uses
         return size
 
     def __hash__(self) -> int:
-        # A cache keyed by sizes could return a result computed from an equal number of another origin, or in
-        # an earlier step that nobody traced: the origins would be wrong, or lost. So a dictionary or `lru_cache` finds a size
-        # only by one of the same origin.
+        # A cache keyed by sizes could return a result for an equal number of another origin, or one of an earlier step
+        # without a trace: origins would be wrong or lost. So a dict or `lru_cache` finds a size only by one of equal
+        # origin.
         self.uses.was_key = True
         return hash(int(self) if self.uses.are_keys_plain else (Size, int(self), self.origin))
 
@@ -417,7 +417,7 @@ def _arithmetic(name: str, swapped: bool) -> Callable[[Size, Any], Any]:
             return getattr(float(self), plain.__name__)(other)
         value = plain(int(self), int(other) if isinstance(other, Size) else other)
         for size in (self, other) if type(value) is float else ():
-            float(size)  # records the use
+            float(size)  # which records the use
         if type(value) is not int or name not in OPERATORS:
             return value
         origins = (self.origin, origin_of(other))

@@ -55,26 +55,26 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 class TraceResult:
     """Result of following a model's dimensions through a training step."""
 
-    # labels of the dimensions of each parameter and buffer; dimensions with the same label shrink together
+    # labels of each tensor's dimensions, by name of the parameter or buffer; dimensions with one label shrink together
     dims: dict[str, list[Dim]]
-    labels: Labels  # object that created the labels
+    labels: Labels  # registry of the labels
     parameters: frozenset[str]  # names of the tensors in ``dims`` that are parameters
-    watch: SizeTracker  # record of the sizes that the model's code has used
+    watch: SizeTracker  # tracker of the sizes that the model's code has used
     untouched: set[str] = field(default_factory=set)  # names of the parameters that no operation has read
-    # labels of the outputs of modules that the training step calls directly, by path
+    # labels of the outputs of those modules that the training step calls itself, by path
     given: list[tuple[str, list[Dim]]] = field(default_factory=list)
-    problem: str | None = None  # reason for which the step could not be followed to its end; None = it was
+    problem: str | None = None  # reason for which the step could not be followed to its end; None if it was
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that follows every torch operation and labels dimensions: those that must shrink together get the same label."""
 
     def __init__(self, module: nn.Module, *, is_blind: bool = False) -> None:
-        """Label parameters and buffers of ``module``; with ``is_blind`` each condition on a tensor counts as false."""
+        """Label the parameters and buffers of ``module``; ``is_blind``: each condition on a tensor counts as false."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_blind, self.num_conditions = is_blind, 0
         self.labels = Labels(_place_in_code)
-        # the tensors are kept alive, so that no two get the same id
+        # tensors are stored, too, so that no other gets the same id
         self._dims: dict[int, tuple[Tensor, Dims]] = {}
         self._read: set[int] = set()
         self.named = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -123,14 +123,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.is_blind and self.num_conditions < _MOST_CONDITIONS:
                 return False
         ins = tensors_in((args, kwargs))
-        # before the call, since an operation may change a shape in place
+        # before the call, which may change a shape in place
         before = {id(tensor): self.dims_of(tensor) for tensor in ins}
         answer = result_of(func, args, kwargs)
         outs = tensors_in(answer)
         schema = func._schema
         alias = schema.returns[0].alias_info if schema.returns else None
         is_view = alias is not None and not alias.is_write
-        if not is_view and (not outs or any(x.numel() for x in outs)):  # a view or an empty result reads no values
+        if not is_view and (not outs or any(x.numel() for x in outs)):  # views and empty results read no values
             self._read.update(filter(None, map(_storage, ins)))
         if not outs:
             return answer
@@ -150,7 +150,7 @@ def _storage(tensor: Tensor) -> int | None:
 
 
 def _place_in_code() -> str:
-    """Return the running line of the user's code as ``file.py:line``; "" if none is running."""
+    """Return the user's line of code that runs, as ``file.py:line``; "" if none does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -191,7 +191,7 @@ def _unseen(module: nn.Module, problem: str) -> TraceResult:
 
 
 def _runs(module: nn.Module, batch: object) -> bool:
-    """Check whether the module's forward pass accepts ``batch`` on the meta device."""
+    """Check on the meta device whether a module's forward pass accepts ``batch``."""
     copy = _copy(module, values=False)
     try:
         with torch.no_grad(), torch.device("meta"):
@@ -202,9 +202,9 @@ def _runs(module: nn.Module, batch: object) -> bool:
 
 
 def _attempt_cold(module: nn.Module, batch: object, run: Callable[[Any, Any], Any], way: str) -> TraceResult:
-    """Trace a step with the user code's caches hidden or, if that fails, with them.
+    """Trace a step with the user code's caches hidden and, if that fails, with them; arguments as of `_attempt`.
 
-    A dictionary that looks like a cache may contain constants, or map sizes to actions. Arguments: see `_attempt`.
+    What looks like a cache may be a dict of constants, or one from sizes to functions.
     """
     with uncached(module) as hidden:
         seen = _attempt(module, batch, run, way)
@@ -221,10 +221,10 @@ def _attempt_cold(module: nn.Module, batch: object, run: Callable[[Any, Any], An
 def _attempt(
     module: nn.Module, batch: object, run: Callable[[Any, Any], Any], way: str, *, are_keys_plain: bool = False
 ) -> TraceResult:
-    """Trace a step or a call of the module in the way ``way``.
+    """Trace a step, or a call, of the module: on random values or on the meta device.
 
-    "values" uses random values. All other ways use the meta device: with "cpu" code creates its tensors on the CPU, and
-    with "blind" every condition on a tensor is false.
+    `way`: "values" for random values; else the default device "meta" or "cpu" of tensors that code creates, or "blind",
+    where each condition on a tensor is false, too.
     """
     values, default = way == "values", "cpu" if way in ("cpu", "values") else "meta"
     copy = _copy(module, values)
@@ -264,7 +264,7 @@ def _attempt(
         if time < TIMES:
             seen.problem = ": ".join(filter(None, (isolated_run.user_frame(error), isolated_run.one_line(error))))
     if values and tracer.num_conditions and seen.problem is None:
-        # again, with "is the mask all ones?" answered by no, so that the code for padding is traced, too
+        # once more with each condition on a mask taken as false, so that the code for padding is traced, too
         tracer.is_blind, tracer.num_conditions = True, 0
         with suppress(Exception):
             step(end)
@@ -274,13 +274,13 @@ def _attempt(
 
 
 def _has_step(module: object) -> bool:
-    """Check whether a module defines a training step itself."""
+    """Check whether a module's class defines a training step itself."""
     own = getattr(type(module), "training_step", None)
     return own is not None and not own.__module__.startswith(("lightning.", "pytorch_lightning."))
 
 
 def _copy(module: nn.Module, values: bool) -> nn.Module:
-    """Return a copy of the module on the meta device or, with ``values``, on the CPU for random values.
+    """Copy a module to the meta device or, with ``values``, to the CPU for random values.
 
     Hooks that an algorithm has marked by ``is_beside_axes`` are left out; the step need not call modules so marked.
     """
@@ -318,7 +318,7 @@ def made_batch(module: nn.Module, runs: Callable[[Mapping[str, Any]], bool]) -> 
 
 
 def _options(module: nn.Module, names: list[str]) -> Iterator[Mapping[str, Any]]:
-    hub = getattr(module, "dummy_inputs", None)  # Hugging Face models have such an attribute
+    hub = getattr(module, "dummy_inputs", None)  # an attribute of Hugging Face models
     if getattr(module, "main_input_name", None) == "input_ids":
         yield {"input_ids": torch.ones(2, 9, dtype=torch.long), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
     if isinstance(hub, Mapping):
@@ -335,7 +335,7 @@ def _options(module: nn.Module, names: list[str]) -> Iterator[Mapping[str, Any]]
 
 
 def _values(first: nn.Module) -> Iterator[Tensor]:
-    """Yield inputs to try on a model whose first layer is ``first``."""
+    """Yield inputs of several shapes, to be tried on a model whose first layer is ``first``."""
     if isinstance(first, nn.Embedding | nn.EmbeddingBag):
         yield from (torch.ones(2, length, dtype=torch.long) for length in LENGTHS)
     elif isinstance(first, nn.modules.conv._ConvNd):
@@ -349,7 +349,7 @@ def _values(first: nn.Module) -> Iterator[Tensor]:
 
 
 def _required(module: nn.Module) -> list[str]:
-    """Return the names of the positional arguments of the module's forward method that have no default."""
+    """Return the names of forward's positional parameters without default."""
     forward = inspect.signature(module.forward)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in forward.parameters.values() if p.kind in kinds and p.default is inspect.Parameter.empty]

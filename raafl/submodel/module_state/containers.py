@@ -67,7 +67,7 @@ _ATOMS: Any = (
     weakref.ReferenceType,
 )
 
-# a look-up by exact type is faster than `isinstance`
+# exact types, since a look-up is faster than `isinstance`
 _COMMON = frozenset((type(None), bool, int, float, str, types.FunctionType))
 
 _RUN_BY_OTHERS = (
@@ -116,7 +116,7 @@ class ClassData:
     """Plain values (numbers, text) among the attributes of a class that the user wrote."""
 
     def __init__(self, kind: type) -> None:
-        """Store the class whose attributes are recorded."""
+        """Refer to a class whose attributes are recorded."""
         self.kind = kind
 
     def values(self) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def slots_of(thing: object) -> dict[str, Any]:
     for member in _slots_in(type(thing)):  # type: ignore[arg-type]
         try:
             found[member.__name__] = member.__get__(thing)
-        except AttributeError:  # the slot has no value
+        except AttributeError:  # the slot is empty
             continue
     return found
 
@@ -256,7 +256,7 @@ class Record(ABC):
     can_restore = True
 
     def __init__(self, reached: Reached) -> None:
-        """Copy the name and kind of ``reached``, for use in messages."""
+        """Copy name and kind of a reached object, which messages show."""
         self.name, self.of_metric, self.of_class = reached.name, reached.of_metric, reached.of_class
 
     @abstractmethod
@@ -276,7 +276,7 @@ class Glance:
     """The items of many live collections, to see in one pass whether all are the same objects as before."""
 
     def __init__(self, collections: list[Collection[Any]]) -> None:
-        """Record the items of ``collections``."""
+        """Record the items of ``collections``, to tell quickly later whether any was exchanged."""
         self._collections = collections
         self.take()
 
@@ -290,7 +290,7 @@ class Glance:
 
     def is_same(self) -> bool:
         """Check whether no collection has gained, lost or exchanged an item; False may be a false alarm."""
-        # lengths first, since `map` ends with the shorter of two sequences
+        # lengths first: `map` ends with the shorter of two sequences
         if self._items is None or sum(map(len, self._collections)) != len(self._items):
             return False
         return all(map(is_, chain.from_iterable(self._collections), self._items))
@@ -382,7 +382,7 @@ class TensorsRecord(Record):
         return [name for name, before, now in self._other() if _trains(before) or _trains(now)]
 
     def _other(self) -> list[tuple[str, Any, Any]]:
-        """Return for each replaced parameter or submodule its name, the old object and the new one."""
+        """Return the name of each replaced parameter or submodule, with the old and the new object."""
         return [
             (f"{self.name}.{name}" if self.name else name, saved.get(name), table.get(name))
             for table, saved, values in (self._tables[0], self._tables[2])
@@ -400,12 +400,12 @@ class TensorsRecord(Record):
 
 
 def _trains(thing: object) -> bool:
-    """Check whether ``thing`` is a parameter, or a module with parameters."""
+    """Check whether an object is a parameter, or a module with parameters."""
     return isinstance(thing, nn.Parameter) or (isinstance(thing, nn.Module) and any(True for _ in thing.parameters()))
 
 
 def _are(found: Collection[Any], values: tuple[Any, ...]) -> bool:
-    """Check whether both collections contain the same objects in the same order."""
+    """Check whether two collections have the same objects in the same order."""
     return len(found) == len(values) and all(map(is_, found, values))
 
 
@@ -549,7 +549,7 @@ class FlagsRecord:
     """Record of the flag ``requires_grad`` of each parameter of a module, and of the mode (train or eval) of each part."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Record the ``requires_grad`` flags of parameters and the modes of modules."""
+        """Record the ``requires_grad`` flag of each parameter and the mode of each module."""
         self._parameters = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._parts = [(part, part.training) for part in module.modules()]
 

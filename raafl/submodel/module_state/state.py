@@ -54,14 +54,14 @@ class ModuleState:
     """Record of a module's state other than parameters and persistent buffers, so that every task starts from the same state."""
 
     def __init__(self, module: nn.Module, submodels: Submodels) -> None:
-        """Record the state of the module outside of its parameters and persistent buffers."""
+        """Record all that the module stores besides parameters and persistent buffers."""
         own = [*module.parameters(), *persistent_buffers(module).values()]
         storages = {local_part(tensor).untyped_storage().data_ptr() for tensor in own}
         original = submodels.cached("reached", None, lambda: _ids(reach(submodels.module, ())))
         self._storages = storages
         self._flags = FlagsRecord(module)
         self._restored: list[Record] = []
-        self._shared: list[Reached] = []  # objects shared among copies, whose contents are not restored
+        self._shared: list[Reached] = []  # objects that all copies of the module share, whose contents are not restored
         self._fixed: list[Record] = []
         for reached in reach(module, own):
             if isinstance(reached.thing, ClassData) or id(reached.thing) in original:
@@ -74,17 +74,17 @@ class ModuleState:
         self._watch()
 
     def _watch(self) -> None:
-        """Record shared objects again, since callbacks or the user's program may change them between tasks."""
+        """Record shared objects again, which callbacks or the user's program may change between tasks."""
         self._watched = [
             record for reached in self._shared for record in _records_of(reached, self._storages, shared=True)
         ]
-        # most modules change nothing but tensors: one pass over all containers says so, in place of one for each record
+        # most modules change nothing but tensors, which one pass over all containers can tell
         live = [(record, record.live()) for record in (*self._restored, *self._fixed, *self._watched)]
         self._glance = Glance([collection for _, collections in live for collection in collections])
         self._unseen = {id(record) for record, collections in live if not collections}
 
     def _left(self, records: Iterable[Record], is_same: bool) -> Iterable[Record]:
-        """Return the records that may have changed; ``is_same``: whether a quick look found no changed container."""
+        """Return the records that may have changed; ``is_same``: a quick look has found all containers unchanged."""
         return (record for record in records if id(record) in self._unseen) if is_same else records
 
     def restore(self, *, metrics: bool = True) -> None:
@@ -97,7 +97,7 @@ class ModuleState:
         if any(record.changed() for record in self._left(self._watched, is_same)):
             self._watch()
         if not metrics:
-            self._glance.forget()  # the last quick look may have seen changed metrics
+            self._glance.forget()  # the quick look may have been taken after the metrics changed
         elif not is_same:
             self._glance.take()
 
@@ -144,12 +144,12 @@ def _refusal(name: str, *, of_class: bool) -> str:
 
 
 def _ids(found: Iterable[Reached]) -> frozenset[int]:
-    """Return the ids of objects, except of `ClassData`, which do not live on, so that ids would be reused."""
+    """Return ids of the objects, without `ClassData`, which is temporary, so that its id would be reused."""
     return frozenset(id(reached.thing) for reached in found if not isinstance(reached.thing, ClassData))
 
 
 def _records_of(reached: Reached, storages: set[int], *, shared: bool) -> list[Record]:
-    """Return records of an object's contents; [] if they cannot change, or lie in ``storages``, restored elsewhere."""
+    """Record the contents of an object; [] if these cannot change, or are in ``storages``, which are restored elsewhere."""
     thing = reached.thing
     if isinstance(thing, ClassData):
         return [ClassRecord(reached)]
@@ -202,7 +202,7 @@ class TensorRecord(Record):
     def restore(self) -> None:
         """Put the recorded values back into the tensor."""
         assert self._saved is not None
-        self._now.data = self._data  # a step may have replaced the tensor's storage
+        self._now.data = self._data  # a step may have given the tensor another storage
         self._data.copy_(self._saved)
         self._version = self._now._version
         if self._now.is_leaf:
@@ -242,7 +242,7 @@ class RandomRecord(Record):
 
     def _bits(self) -> Any:
         if isinstance(self._now, np.random.RandomState):
-            return self._now._bit_generator  # numpy's private attribute, which has the random state
+            return self._now._bit_generator  # private: numpy has no other access to the random state of a RandomState
         return self._now.bit_generator if isinstance(self._now, np.random.Generator) else self._now
 
     def changed(self) -> list[str]:
@@ -281,7 +281,7 @@ def has_values_of_its_own(tensor: Tensor, storages: set[int]) -> bool:
         return False
     tensor = local_part(tensor)
     storage = tensor.untyped_storage()
-    # an expanded tensor has a smaller storage, and cannot be written
+    # an expanded tensor, which cannot be written, has a smaller storage
     return storage.data_ptr() not in storages and storage.nbytes() >= tensor.nbytes
 
 
@@ -292,7 +292,7 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def _plain(state: object) -> Any:
-    """Return a random generator's state in a form that ``==`` compares by value."""
+    """Convert a random generator's state to values that ``==`` can compare."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     return state.tobytes() if isinstance(state, np.ndarray) else state
@@ -310,6 +310,6 @@ def progress_of(thing: Any) -> object:
             return operator.length_hint(thing)
         if hasattr(type(thing), "qsize"):
             return thing.qsize()
-    except (OSError, ValueError, NotImplementedError):  # a text file raises while it is iterated over
+    except (OSError, ValueError, NotImplementedError):  # a text file raises while it is being iterated
         return "unknown"
     return repr(thing) if isinstance(thing, itertools.count) else None

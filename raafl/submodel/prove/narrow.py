@@ -52,16 +52,16 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Su
                 name: least.get(name, axis.size) for name, axis in submodels.axes.items()
             }:
                 return narrow, copy
-        except USER_ERRORS:  # raised by user code, such as axes declared for one size only
+        except USER_ERRORS:  # the user's code may fail at other sizes, as with axes declared for one size
             continue
     return None
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    """Return the model with ordinary layers in place of quantised ones, whose packed weights cannot be cut.
+    """Replace quantised layers by ordinary ones, since packed weights cannot be cut.
 
-    The copy has no values and a single dtype, since ordinary layers do not convert their inputs as packed ones do. A
-    model without packed layers is returned itself.
+    The result has no values and a single dtype, as ordinary layers do not convert their inputs; a model without
+    quantised layers is returned itself.
     """
     if not any(hasattr(layer, "submodel_plain") for layer in module.modules()):
         return module
@@ -73,7 +73,7 @@ def _plain(module: nn.Module) -> nn.Module:
 
 
 def _cut(submodels: Submodels, module: nn.Module, spec: Spec) -> nn.Module:
-    """Return the module of the submodel ``spec``, with parameters of 0 and its part of the buffers of ``module``."""
+    """Build the module of a submodel with parameters of 0, and its part of the buffers of ``module``."""
     small = submodels.shrink(spec, present=FlatTensors.zeros(submodels.layout(spec)))
     selections = submodels.selections(spec)
     for name, buffer in persistent_buffers(module).items():
@@ -93,7 +93,7 @@ def random_values(submodels: Submodels, module: nn.Module) -> FlatTensors:
             value.copy_(buffers[name])
             if name in statistics:
                 value.add_(0.3 * noise.abs())
-        elif name in buffers:  # vectors of 0 would make a spectral norm divide by 0
+        elif name in buffers:  # not 0, by which a spectral norm would divide
             value.copy_(noise.abs()) if is_merged(value.dtype) else value.zero_()
         else:
             draw_(name, value, noise)

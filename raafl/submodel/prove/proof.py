@@ -68,9 +68,9 @@ def refuted(
 
 
 def _proven(begun: Callable[[], _Proof], module: nn.Module) -> dict[str, str] | str:
-    """Return the axes that cannot shrink, each with the reason; or a reason why nothing can be compared."""
+    """Return the axes that cannot shrink, each with the reason; or the reason for which nothing could be compared."""
     problem = ""
-    for is_cold in (True, False):  # if code fails with its caches hidden, leave them: they hold constants
+    for is_cold in (True, False):  # caches are hidden first; code that fails without them may store constants there
         with uncached(module, is_cold=is_cold) as hidden:
             proof = begun()
             problem = proof.begin() or ""
@@ -82,7 +82,7 @@ def _proven(begun: Callable[[], _Proof], module: nn.Module) -> dict[str, str] | 
 
 
 def _candidates(submodels: Submodels, module: nn.Module, batch: object) -> Iterator[tuple[Submodels, nn.Module, Any]]:
-    """Yield what the proof may train: submodels, module, batch; the next is tried if a step on this one fails."""
+    """Yield what the proof can run on (submodels, module, batch), where each is tried if a step on those before fails."""
     is_small = num_values(submodels) <= MOST_VALUES
     if num_values(submodels) > LARGE and (narrow := narrowed(submodels, module, batch)) is not None:
         if not is_small:
@@ -93,13 +93,13 @@ def _candidates(submodels: Submodels, module: nn.Module, batch: object) -> Itera
 
 
 class _Proof:
-    """Comparison of submodels with the whole model on random values."""
+    """Comparison of submodels with the whole model, on random values."""
 
     def __init__(
         self, submodels: Submodels, module: nn.Module, batch: object, dtype: torch.dtype, measures_rounding: bool = True
     ) -> None:
         self.submodels, self.dtype = submodels, dtype
-        # NaN in the data would make every result NaN, so that nothing could be compared
+        # NaN in a batch would make all results NaN, which cannot be compared
         self.batch = mapped(batch, lambda x: x.to(dtype).nan_to_num(0, 0, 0) if x.is_floating_point() else x)
         self.values = random_values(submodels, module)
         self.spanned = {axis.name for axis in submodels.axes.values() if _norm_spans(submodels.module, axis)}
@@ -109,7 +109,7 @@ class _Proof:
         self.noise, self.measures_rounding = NOISE, measures_rounding
 
     def begin(self) -> str | None:
-        """Run the whole model once; return why it cannot be compared with submodels, None if it can."""
+        """Run the whole model's step; return the reason for which submodels cannot be compared with it, None if they can."""
         try:
             self.whole = self._made(FULL, self.values)
             self.state = ModuleState(self.whole, self.submodels)
@@ -119,16 +119,16 @@ class _Proof:
         step = self.first
         if step.loss is None or not all(torch.isfinite(x).all() for x in step.loss_and_gradients()):
             return "its training step gives numbers that are not finite, whatever is cut: correct the step first"
-        # for example after a division by the number of kept elements, which is 0
+        # the second constant may drop all elements, whose mean is then a division by 0
         if step.noisy and not self._finite(self.noise[1]):
             self.noise = NOISE[:1] * 2
         self.uncut = largest_of(step.gradients) if self.measures_rounding else {}
-        if not self.spanned & self.submodels.axes.keys():  # no later comparison needs it
+        if not self.spanned & self.submodels.axes.keys():  # needed only for axes that a norm spans
             self.first = StepOutcome()
         return None
 
     def _finite(self, noise: float) -> bool:
-        """Check whether the whole model's step gives finite numbers if every random number is ``noise``."""
+        """Check whether the whole model's step is finite if each random number is ``noise``."""
         try:
             return all(bool(torch.isfinite(x).all()) for x in self._step(self.whole, noise).loss_and_gradients())
         except USER_ERRORS:
@@ -146,7 +146,7 @@ class _Proof:
         return found
 
     def _halved(self, failing: list[str]) -> Iterator[tuple[str, str]]:
-        """Bisect axes that fail together; yield each axis that fails alone, with the reason."""
+        """Halve a set of axes that fails together, and yield each axis that fails alone, with the reason."""
         middle = len(failing) // 2
         for half in (failing[:middle], failing[middle:]):
             if half and (problem := self._problem(half)) is not None:
@@ -156,7 +156,7 @@ class _Proof:
                     yield from self._halved(half)
 
     def _one_by_one(self, names: Sequence[str]) -> dict[str, str]:
-        """Test axes one after another, alone and with those accepted before; return why each failing one fails."""
+        """Test each axis alone and then with those accepted before; return the failing axes, each with the reason."""
         found: dict[str, str] = {}
         together: list[str] = []
         for name in names:
@@ -169,14 +169,14 @@ class _Proof:
         return found
 
     def _failing(self, names: list[str]) -> list[str]:
-        """Test all axes together, then subsets that separate each pair; return the first set that fails, else []."""
+        """Test all axes together, then subsets that separate each two; return the first set that fails, [] if none does."""
         if self._problem(names) is not None:
             return names
         subsets = () if num_values(self.submodels) > LARGE else _separating(names)
         return next((part for part in subsets if self._differs(self._spec(part, _half), self.noise[1]) is not None), [])
 
     def _problem(self, names: Sequence[str]) -> str | None:
-        """Compare submodels that cut these axes to one unit, and to random halves; return a difference, else None."""
+        """Compare submodels with one unit, and with random halves, of these axes; return a difference, None without one."""
         one, half = self.noise
         return self._differs(self._spec(names, _one), one) or self._differs(self._spec(names, _half), half)
 
@@ -217,12 +217,12 @@ class _Proof:
         buffers: bool = True,
         moved: Callable[[Tensor], object] | None = None,
     ) -> StepOutcome:
-        """Run a step of the whole model with the dropped elements replaced by ``instead``.
+        """Run a step of the whole model with the elements that the submodel lacks replaced by ``instead``.
 
         `moved`: function that changes each parameter in place; None = none.
         """
         kept = FlatTensors.zeros(self.values.layout)
-        plan.cover_(kept, True)  # works for boolean buffers, unlike an addition
+        plan.cover_(kept, True)  # unlike an addition, this works for boolean buffers, too
         tensors = dict(self.whole.named_parameters()) | persistent_buffers(self.whole)
         with torch.no_grad():
             for name, is_kept in kept.items():
@@ -238,9 +238,9 @@ class _Proof:
         return self._step(self.whole, noise)
 
     def _runs(self, spec: Spec, noise: float) -> str | None:
-        """Check only that a step runs with the right shapes and finite results, without comparing values.
+        """Check only shapes and finiteness of a submodel's step; return the problem, None without one.
 
-        For axes that a norm spans, the submodel's values rightly differ from the masked model's.
+        For axes that a norm spans, the values of submodel and masked model rightly differ.
         """
         try:
             small = self._step(self._made(spec, self.submodels.plan(spec, "present").gather(self.values)), noise)
@@ -253,16 +253,17 @@ class _Proof:
     def _made(self, spec: Spec, values: FlatTensors) -> nn.Module:
         present = values.clone() if spec.is_full else values
         module = self.submodels.shrink(spec, present=present).module
-        module = module.double() if self.dtype == torch.float64 else module.float()  # complex parameters stay complex
+        # unlike `to`, both keep complex parameters complex
+        module = module.double() if self.dtype == torch.float64 else module.float()
         _settle(module)
         return module
 
     def _step(self, module: nn.Module, noise: float) -> StepOutcome:
-        if module is self.whole:  # submodels are freshly made and need no reset
+        if module is self.whole:  # a submodel is new, and needs no reset
             self.state.restore()
         module.zero_grad(set_to_none=True)
         done, mode = StepOutcome(), Quiet(noise, self.halves, self.dtype)
-        seeded(5)  # so that both steps draw the same random numbers
+        seeded(5)  # so that the steps of submodel and whole model draw equal numbers
         handles = watch_outputs(
             module,
             lambda path, given: done.outputs.append(
@@ -285,7 +286,7 @@ class _Proof:
         return done
 
     def _rounding(self, spec: Spec, whole: StepOutcome, masked: Callable[..., StepOutcome]) -> Rounding:
-        """Measure how far rounding changes a masked step, by repeating it with slightly perturbed parameters."""
+        """Measure the effect of rounding on a masked step, by repeating it with slightly changed parameters."""
         eps = torch.finfo(torch.float32 if whole.forced else self.dtype).eps
         generator, selections = torch.Generator().manual_seed(13), self.submodels.selections(spec)
         found = Rounding(CAPS[self.dtype])
@@ -295,7 +296,7 @@ class _Proof:
         return found
 
     def _differences(self, spec: Spec, small: StepOutcome, whole: StepOutcome, rounding: Rounding) -> Iterator[str]:
-        """Yield a description of each difference between two steps beyond the tolerance and ``rounding``."""
+        """Describe each difference between two steps that exceeds the tolerance and the effect of ``rounding``."""
         tolerance = FORCED if whole.forced and self.dtype == torch.float64 else TOLERANCES[self.dtype]
         assert small.loss is not None and whole.loss is not None
         yield from apart("the loss", small.loss, whole.loss, Bound(tolerance, 1e-6, rounding))
@@ -310,7 +311,8 @@ class _Proof:
             shape = present[name].shape if name in present else ()
             given = torch.zeros(shape, dtype=self.dtype) if ours is None else ours
             full = torch.zeros_like(given) if theirs is None else select(theirs, selections.get(name, {}))
-            # a normalised vector cut to one unit has gradient 0 up to rounding: compare with the size of the uncut model's gradient
+            # a normalised vector cut to one unit has a gradient of rounding errors, so the uncut model's gradient sets
+            # the scale
             floor = 1e-3 * max(largest, self.uncut.get(name, 0.0))
             yield from apart(f"the gradient of '{name}'", given, full, Bound(tolerance, floor, rounding, least))
         for name, buffer in small.buffers.items():
@@ -318,7 +320,7 @@ class _Proof:
             yield from apart(f"buffer '{name}'", buffer, other, Bound(tolerance, 1e-3, rounding))
 
     def _outputs(self, spec: Spec, small: StepOutcome, whole: StepOutcome, bound: Bound) -> Iterator[str]:
-        """Yield differences in the outputs of modules that contain a whole axis, such as of the model's own output."""
+        """Describe the differences in outputs of those modules that contain a whole axis, such as the model."""
         axes = [self.submodels.axes[name] for name, _ in spec.kept]
         if [path for path, _ in small.outputs] != [path for path, _ in whole.outputs]:
             yield "other layers are called"
@@ -334,19 +336,19 @@ class _Proof:
 
 
 def _moved_(share: float, generator: torch.Generator, parameter: Tensor) -> None:
-    """Multiply each value of a parameter in place by 1 + ``share`` or 1 - ``share``, at random."""
+    """Multiply each value of a parameter, in place and at random, by 1 + ``share`` or 1 - ``share``."""
     if is_merged(parameter.dtype):
         signs = 2 * torch.randint(2, parameter.shape, generator=generator, dtype=parameter.dtype.to_real()) - 1
         parameter.mul_(1 + share * signs)
 
 
 def _crosses(axis: Axis, path: str) -> bool:
-    """Check whether an axis lies both inside and outside of a module, whose output may then shrink."""
+    """Check whether an axis has dimensions inside and outside of a module, so that the module's output may shrink."""
     return 0 < sum(within(member.name, (path,)) for member in axis.members) < len(axis.members)
 
 
 def _settle(module: nn.Module) -> None:
-    """Prepare a module to run in training mode without dropout and without a Trainer."""
+    """Prepare a module for steps in training mode without a Trainer and without dropout."""
     settle(module)
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
@@ -360,7 +362,7 @@ def _settle(module: nn.Module) -> None:
 
 
 def _norm_spans(module: nn.Module, axis: Axis) -> bool:
-    """Check whether a norm computes statistics over the axis, so that zeroed units differ from absent ones."""
+    """Check whether a norm computes statistics over the axis, for which zeroed units differ from absent ones."""
     owners = {member.name.rpartition(".")[0] for member in axis.members}
     return any(type(module.get_submodule(path)).__name__.endswith(_EDGES) for path in owners)
 
@@ -374,10 +376,10 @@ def _half(size: int, generator: torch.Generator) -> list[int]:
 
 
 def _separating(names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield subsets of ``names`` such that for each two names some subset has the first and not the second.
+    """Yield subsets such that for each two of the ``names`` some subset has the first and not the second.
 
-    Each name is in half of the subsets, and no two names are in the same ones. Fewer subsets do not suffice (Sperner's
-    theorem).
+    Each name is in half of the subsets, and no two names are in the same ones; by Sperner's theorem no fewer subsets
+    suffice.
     """
     num = next(num for num in count() if math.comb(num, num // 2) >= len(names)) if len(names) > 1 else 0
     halves = dict(zip(names, combinations(range(num), num // 2), strict=False))
@@ -445,10 +447,7 @@ class Quiet(TorchFunctionMode):
     def __init__(
         self, noise: float, halves: frozenset[torch.dtype] = frozenset(), wide: torch.dtype = torch.float64
     ) -> None:
-        """Store the number to use in place of random ones.
-
-        Casts to the half-precision dtypes ``halves`` become casts to ``wide``.
-        """
+        """Replace each random number by ``noise``, and casts to the dtypes ``halves`` by casts to ``wide``."""
         super().__init__()
         self.noise, self.halves, self.wide = noise, halves, wide
 
@@ -469,13 +468,13 @@ class Quiet(TorchFunctionMode):
                 kwargs["dropout_p"] = 0.0
         answer = func(*args, **kwargs)
         if name in ("to", "type", "bfloat16", "half") and isinstance(answer, Tensor) and answer.dtype in self.halves:
-            return args[0].to(answer.device, self.wide)  # the proof runs the layers in this dtype
+            return args[0].to(answer.device, self.wide)  # dtype in which the proof runs the layers
         if name in DRAWN:  # random numbers of another shape would differ for the same units
             answer.fill_(self.noise)
             self.noisy = True
         elif name in ("bernoulli", "bernoulli_"):
             chance = kwargs.get("p", args[1] if len(args) > 1 else args[0] if name == "bernoulli" else 0.5)
-            answer.copy_(torch.as_tensor(chance) >= 0.5)  # in place of a draw, the likelier outcome
+            answer.copy_(torch.as_tensor(chance) >= 0.5)  # the likelier outcome in place of a random one
         if name in ("to", "float", "type") and isinstance(answer, Tensor) and answer.dtype == torch.float32:
             self.forced |= args[0].dtype == torch.float64
         return answer
@@ -483,8 +482,8 @@ class Quiet(TorchFunctionMode):
 
 # Check whether two steps differ by more than rounding explains.
 #
-# A difference is allowed up to a fixed share of the largest value. Beyond it, the step's rounding error is measured: some models
-# amplify it, such as deep ones with batch norms, and a gradient that should be 0 consists of nothing else.
+# A difference of up to a fixed share of the largest value is allowed. Beyond it the step's rounding error is measured:
+# some models amplify it, such as deep ones with batch norms, and a gradient that should be 0 is nothing else.
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Largest difference, as a share of the largest value; float32 is for code that does not run in double precision."""
@@ -512,7 +511,7 @@ LEAST = 64
 class Rounding:
     """Measured effect of rounding on the tensors of a step; without arguments, rounding that was not measured."""
 
-    cap: float = 0.0  # largest share of a tensor's largest value that is allowed
+    cap: float = 0.0  # largest share of a tensor's largest value that rounding may excuse
     # largest absolute change of each tensor, by its name in messages
     changes: dict[str, float] = field(default_factory=dict)
 
@@ -531,10 +530,10 @@ class Rounding:
 class Bound:
     """Largest difference that is allowed between two tensors."""
 
-    tolerance: float  # share of the largest value
-    floor: float = 1e-6  # smallest value that counts as the largest one
-    rounding: Rounding = field(default_factory=Rounding)  # measured rounding, which may exceed that share
-    least: float = 0.0  # absolute difference that is allowed in any case
+    tolerance: float  # allowed share of the largest value
+    floor: float = 1e-6  # least value to which the share refers
+    rounding: Rounding = field(default_factory=Rounding)  # measured effect of rounding, which may excuse more
+    least: float = 0.0  # absolute difference that is always allowed
 
 
 def apart(what: str, one: Tensor, other: Tensor, bound: Bound) -> Iterator[str]:
@@ -544,7 +543,7 @@ def apart(what: str, one: Tensor, other: Tensor, bound: Bound) -> Iterator[str]:
         return
     if not one.numel():
         return
-    if not bool(torch.isfinite(one).all() and torch.isfinite(other).all()):  # an explicit check, since max(0, nan) is 0
+    if not bool(torch.isfinite(one).all() and torch.isfinite(other).all()):  # explicit, since max(0, nan) is 0
         same = torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)) and math.isinf(bound.tolerance)
         if not same:
             yield f"{what} is not finite"

@@ -40,7 +40,7 @@ class CannotOpen(Exception):
     """
 
     def __init__(self, detail: str, reason: Literal["too-few", "bad-share", "bad-group"]) -> None:
-        super().__init__(detail, reason)  # both arguments, so that the exception can be copied and pickled
+        super().__init__(detail, reason)  # both arguments, without which the exception could not be copied or pickled
         self.reason = reason
 
     def __str__(self) -> str:
@@ -54,18 +54,18 @@ class GroupMember:
     With certificates the member's site signs everything but ``counted`` and ``site`` (`Group.statement`).
     """
 
-    id: int  # id of the member's assignment, which identifies it in the group
-    mask_key: bytes  # public key with which others agree on masks with it, 32 bytes
-    share_key: bytes  # public key with which others encrypt secret shares for it, 32 bytes
-    sign_key: bytes  # public key with which others check its signatures of lists, 32 bytes (Ed25519)
+    id: int  # id of the member's assignment, by which the group knows it
+    mask_key: bytes  # public key by which other members agree on masks with it, 32 bytes
+    share_key: bytes  # public key by which other members encrypt shares of their secrets for it, 32 bytes
+    sign_key: bytes  # public key by which other members check its signatures of lists, 32 bytes (Ed25519)
     spec: Spec  # submodel of the member
-    num_samples: int = 1  # number of samples on which the member trained, by its own account
-    num_steps: int = 1  # number of optimizer steps of the member, by its own account
-    counted: int = 1  # number of samples by which the server weights it, at most ``num_samples``
+    num_samples: int = 1  # number of samples on which the member says it trained
+    num_steps: int = 1  # number of optimizer steps that the member says it made
+    counted: int = 1  # number of samples by which the server weights its update, at most ``num_samples``
     version: int = 0  # global version from which the member trained
-    max_share: float = 1.0  # largest share of an opened sum that the member's site lets one site have; 1 = any
-    start: str = ""  # digest of what the member received to train from; "" = not stated
-    # name of the member's site, as in its certificate; "" = it has none, and counts as a site of its own
+    max_share: float = 1.0  # largest share of an opened sum that this member's site accepts from one site; 1 = any
+    start: str = ""  # digest of the values from which the member trained; "" = not stated
+    # site in the member's certificate; "" = none, so that the member counts as a site of its own
     site: str = ""
 
     @property
@@ -78,13 +78,13 @@ class GroupMember:
 class Group:
     """Group of clients in secure aggregation: the server can read only the sum of their updates."""
 
-    id: str  # hex text that identifies the group within the run
-    members: tuple[GroupMember, ...]  # members of the group, ordered by id
+    id: str  # hex id of the group within the run
+    members: tuple[GroupMember, ...]  # members in the order of their ids
     threshold: int  # number of members that must help to unmask the sum
-    min_cover: int  # number of members that must have trained an element for the server to learn its sum
-    version: int = 0  # global version when the group was formed, from which the staleness of each member is counted
-    run: str = ""  # digest of the run's config and model; each member states its own, which must be this one
-    equal: bool = False  # whether all members have the same weight, as with differential privacy on the server
+    min_cover: int  # number of members that must have trained an element before the server learns its sum
+    version: int = 0  # global version when the group was formed, from which the members' staleness is counted
+    run: str = ""  # digest of the run's config and model, which each member must have, too
+    equal: bool = False  # whether all members have the same weight, as with privacy on the server
 
     @cached_property
     def digest(self) -> str:
@@ -183,14 +183,14 @@ def share_key(private: X25519PrivateKey, public: bytes, group: str, sender: int,
 def _agreed(private: X25519PrivateKey, public: bytes, purpose: str) -> bytes:
     try:
         secret = private.exchange(X25519PublicKey.from_public_bytes(public))
-    except ValueError as error:  # a key of wrong length, or a weak point that would make the secret predictable
+    except ValueError as error:  # a key of wrong length, or one that would make the secret predictable
         raise CannotOpen(f"a member's public key cannot be used: {error}", "bad-group") from None
     return HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=None, info=purpose.encode()).derive(secret)
 
 
 def expand(seed: bytes, num: int) -> np.ndarray:
     """Expand a seed to ``num`` random-looking 32-bit words, equal on every machine."""
-    # the counter starts at 0: a seed is expanded for one mask only
+    # the counter may start at 0, since a seed is used for one mask only
     stream = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor().update(bytes(4 * num))
     return np.frombuffer(stream, "<u4").astype(np.uint32, copy=False)
 
@@ -210,11 +210,12 @@ def pair_sign(member_id: int, other: int) -> int:
     return 1 if member_id < other else -1
 
 
-# Find which elements of a group's submodels the same clients have, so that masks agree and thin regions stay shut.
+# Divide the elements of a group's submodels by the clients that have them, so that masks agree and elements of few
+# clients stay hidden.
 #
-# A *cell* is the set of all elements that the same distinct submodels of a group contain. Server and clients find the same
-# cells in the same order, since both derive them from the specs alone. Whole models have one cell; nested widths have one for
-# each width.
+# A *cell* is the set of all elements that the same distinct submodels of a group contain. Server and clients find the
+# same cells in the same order, since both derive them from the specs alone. Whole models have one cell; nested widths
+# have one for each width.
 
 MAX_SPECS = 62
 """Distinct submodels in a group: bits of a whole number."""
@@ -224,7 +225,7 @@ MAX_CELLS = 4096
 
 
 def _with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
-    """Return a layout with the same tensors as ``layout`` and another dtype."""
+    """Return the layout with another dtype for all tensors."""
     return Layout.pack((entry.name, entry.shape, dtype) for entry in layout.entries)
 
 
@@ -235,7 +236,7 @@ class IntegerLayouts:
     """
 
     def __init__(self, submodels: Submodels) -> None:
-        """Store the submodels, whose caches the layouts use."""
+        """Create layouts of integers for the submodels' tensors, cached with the submodels."""
         self.submodels = submodels
 
     def layout(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> Layout:
@@ -275,7 +276,7 @@ class Coverage:
     """
 
     def __init__(self, layouts: IntegerLayouts, specs: Mapping[int, Spec]) -> None:
-        """Partition the model's elements into cells, each covered by the same members.
+        """Divide the model's elements into cells, each of which the same members cover.
 
         Args:
             layouts: layouts of the model's integers.
@@ -362,7 +363,7 @@ class Coverage:
 
 
 def _numbered(codes: np.ndarray, num_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct codes in ascending order, and each code's index among them.
+    """Return the distinct codes in ascending order, and the index of each code among them.
 
     Codes of few bits are counted instead of sorted, which is faster.
     """
@@ -393,7 +394,7 @@ class FixedPoint:
     An element is rounded towards zero by less than one step, so that rounding never increases the norm of an update.
     """
 
-    bound: float  # largest magnitude B of an element
+    bound: float  # largest absolute value B of an element
     num_members: int  # largest number K of updates in a sum
 
     def __post_init__(self) -> None:
@@ -424,7 +425,7 @@ class FixedPoint:
         wide, factor = values.double(), 1.0
         if clip_norm is not None and (norm := float(torch.linalg.vector_norm(wide))) > clip_norm:
             factor = clip_norm / norm
-        # written with `not`, so that NaN is refused, too
+        # `not` also refuses NaN
         if wide.numel() and not float(wide.abs().max()) * factor <= self.bound:
             raise OutOfRange(
                 f"an element of the update is larger than {self.bound:g} (secure_aggregation.bound), or not finite: "

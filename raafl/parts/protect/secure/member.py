@@ -49,7 +49,7 @@ class Member:
     """
 
     def __init__(self, min_cover: int, threshold: float, same_values: bool = False) -> None:
-        """Draw the member's keys, and store the limits of the client's own config.
+        """Draw the member's keys, and store the limits that the client's own config sets.
 
         `same_values`: whether a sum hides this member only among members that received the same values.
         """
@@ -62,9 +62,9 @@ class Member:
             self._shares.public_key().public_bytes_raw(),
             self._signs.public_key().public_bytes_raw(),
         )
-        self._held: dict[int, bytes] = {}  # shares of members' secrets, by member
+        self._held: dict[int, bytes] = {}  # by member: share of its secrets that this client stores
         self._has_joined = self._has_masked = self._has_revealed = False
-        self._survivors: frozenset[int] | None = None  # the list that this client has signed
+        self._survivors: frozenset[int] | None = None  # list of survivors that this client has signed
 
     def join(
         self, group: Group, member_id: int, layouts: IntegerLayouts, weights: Mapping[int, float] | None = None
@@ -137,7 +137,7 @@ class Member:
 
     @property
     def _least(self) -> int:
-        """Return how many surviving members, and how many sites, a cell needs before its sum may be unmasked."""
+        """Return the number of members, and of sites, that must have trained a cell before its sum may be unmasked."""
         return max(self._min_cover, self.group.min_cover)
 
     def mask_(self, numbers: FlatTensors, encrypted: Mapping[int, bytes]) -> bytes:
@@ -148,7 +148,7 @@ class Member:
                 masked numbers before.
         """
         group, member_id = self.group, self.id
-        if self._has_masked:  # the same masks over two updates would reveal their difference
+        if self._has_masked:  # two updates under the same masks would reveal their difference
             raise CannotOpen("this client has masked an update for this group before", "bad-group")
         if len(encrypted) + 1 < group.threshold:
             raise CannotOpen(
@@ -233,7 +233,7 @@ class Member:
 
 
 def _seed_at(piece: bytes, place: int) -> bytes:
-    """Return the bytes of seed number ``place`` in a secret or in a share of it; seeds follow the private key."""
+    """Return seed number ``place`` of a secret, or of a share of it, in which the seeds follow the private key."""
     start = SEED_BYTES * (1 + place)
     return piece[start : start + SEED_BYTES]
 
@@ -243,19 +243,16 @@ def _seed_at(piece: bytes, place: int) -> bytes:
 # Each byte is shared separately, over GF(2^8) modulo x^8 + x^4 + x^3 + x + 1, as in draft-mcgrew-tss-03, whose test
 # vectors our tests check.
 
-MAX_SHARES = 255  # the field GF(256) has 255 points other than 0, where the polynomial's value is the secret
+MAX_SHARES = 255  # GF(256) has 255 points other than 0, at which the polynomial has the secret as its value
 
 
 def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """Return the powers of the generator 3, up to exponent 509, and the logarithms to base 3.
-
-    With that many powers the sum of two logarithms is a valid exponent.
-    """
+    """Return tables of GF(256): powers of 3 up to the largest sum of two logarithms, 509, and logarithms to base 3."""
     powers, logs, value = np.zeros(510, np.uint8), np.zeros(256, np.int64), 1
     for exponent in range(255):
         powers[exponent] = powers[exponent + 255] = value
         logs[value] = exponent
-        value ^= value << 1  # multiply by the generator 3; the next line reduces by the field's polynomial
+        value ^= value << 1  # multiplies by 3; the next line reduces by the field's polynomial
         value ^= 0x11B if value & 0x100 else 0
     return powers, logs
 
@@ -264,7 +261,7 @@ _POWERS, _LOGS = _tables()
 
 
 def _times(values: np.ndarray, factor: int) -> np.ndarray:
-    """Multiply bytes of GF(256) by a factor other than 0."""
+    """Multiply bytes in GF(256) by a factor other than 0."""
     return np.where(values == 0, 0, _POWERS[_LOGS[values] + _LOGS[factor]]).astype(np.uint8)
 
 
@@ -278,7 +275,7 @@ def share(secret: bytes, threshold: int, num: int) -> list[bytes]:
             f"threshold is {threshold} of {num} shares: give 1 to {MAX_SHARES} shares, and a threshold of at most "
             "as many"
         )
-    # coefficients in Horner's order: the secret is the constant term
+    # the secret is the constant term, which Horner's scheme adds last
     texts = [*(secrets.token_bytes(len(secret)) for _ in range(threshold - 1)), secret]
     rows = [np.frombuffer(text, np.uint8) for text in texts]
     return [reduce(lambda total, row: _times(total, point) ^ row, rows).tobytes() for point in range(1, num + 1)]
@@ -293,20 +290,21 @@ def combine(shares: Mapping[int, bytes]) -> bytes:
     return total.tobytes()
 
 
-# Sign and check the lists of members on which a group agrees before any member reveals a share (Bonawitz et al. 2017, round 3).
+# Sign and check the lists of members on which a group agrees before any member reveals a share (Bonawitz et al. 2017,
+# round 3).
 #
-# A server that tells members different lists could have some reveal the seeds of a client, and others the keys that cancel
-# its pairwise masks. So each member signs two texts, each once: with its masked numbers, the list of *senders* whose shares
-# it has, which decides its pairwise masks; and later that list with the list of *survivors*, whose masked numbers have come.
-# It reveals only with ``threshold`` signatures of the second text that it signed itself, and only takes for survivors those
-# that signed its first text.
+# A server that tells members different lists could make some reveal the seeds of a client, and others the keys that
+# cancel its pairwise masks. So each member signs two texts, each once: with its masked numbers, the list of *senders*,
+# whose shares it has, and with whom it shares masks; and later that list with the list of *survivors*, whose masked
+# numbers have arrived. It reveals its shares only if ``threshold`` members have signed the same second text, and
+# accepts as survivors only those that signed its first text.
 #
-# Why that is enough, with n members of which fewer than ``2 threshold - n`` help the server: two second texts cannot both
-# have ``threshold`` signatures, since an honest member signs one. So all shares that honest members reveal are for one pair
-# of lists: of each member either its seeds or its key, never both. A survivor has masks with every sender, so that in an
-# opened cell the masks that its honest holders share in pairs remain, and cancel in the sum alone. Its signature of the first
-# text names the group's digest, too: keys, weights, versions and submodels of all members, as it saw them when it encoded its
-# numbers.
+# This suffices if, of n members, fewer than ``2 threshold - n`` help the server: two different second texts cannot both
+# have ``threshold`` signatures, since an honest member signs one. So all shares that honest members reveal belong to
+# one pair of lists: of each member either its seeds or its key, never both. A survivor shares masks with every sender,
+# so in an opened cell the masks between its honest holders remain, and cancel only in the sum. Its signature of the
+# first text also covers the group's digest: keys, weights, versions and submodels of all members, as it saw them when
+# it encoded its numbers.
 
 SIGNATURE_BYTES = 64
 
@@ -350,7 +348,7 @@ def check_facts(group: Group) -> None:
                 "bad-group",
             )
         start = starts.setdefault((member.version, member.spec), member.start)
-        # if one member alone got another model, the sum over that model would be this member's update
+        # if one member alone had received another model, the sum over that model would be this member's update
         if member.start and start != member.start:
             raise CannotOpen(
                 f"member {member.id} received other values of version {member.version} than another one", "bad-group"
@@ -403,9 +401,9 @@ def check_cover(
 
 
 def _alike(group: Group, member_id: int) -> frozenset[int]:
-    """Return the members with the same submodel, version and received values as the member ``member_id``.
+    """Return the members with the submodel, version and received values of the member ``member_id``.
 
-    Empty if that member does not state its received values.
+    Empty if that member does not state what it received.
     """
     own = group.by_id[member_id]
     start = own.version, own.spec, own.start
@@ -418,7 +416,7 @@ def _named(owner: str | int) -> str:
 
 # Unmask a group's sum on the server, by the seeds that its members reveal.
 #
-# On each single update the masks remain that its contributors share in pairs; these cancel only in the sum.
+# The masks that two contributors share remain on each of their updates, and cancel only in the sum.
 
 
 class Opening:
@@ -430,7 +428,7 @@ class Opening:
     """
 
     def __init__(self, group: Group, layouts: IntegerLayouts) -> None:
-        """Prepare the opening of the group's sum; members' commitments are added as they arrive."""
+        """Prepare to unmask a group's sum; the members' commitments are added as they arrive."""
         self.group, self.coverage = group, group.coverage(layouts)
         self.commitments: dict[int, bytes] = {}
         self._own: dict[int, dict[int, bytes]] = {}

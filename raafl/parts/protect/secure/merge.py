@@ -35,24 +35,24 @@ class SecureMemory(MergeMemory):
     """State of `SecureSum`: sums of updates since the last merge, and counts for the summary."""
 
     key = "secure"
-    # ids of the current group's assignments whose updates have not arrived yet
+    # assignments of the current group whose updates have not arrived
     missing: list[int] = field(default_factory=list)
-    scale: float = 1.0  # number by which the members' weights are divided in the current group; see `SumGroup.scale`
-    # submodel, weight, and weight times staleness factor divided by ``scale``, of each update that has arrived
+    scale: float = 1.0  # number by which the weights in the current group are divided; see `SumGroup.scale`
+    # for each update that has arrived: submodel, weight, and weight times staleness factor divided by ``scale``
     group: list[tuple[Spec, float, float]] = field(default_factory=list)
-    # sum of the current group's encoded updates modulo 2^32; None = none has arrived
+    # sum of the current group's encoded updates modulo 2^32; None = no update has arrived
     numbers: FlatTensors | None = None
     total: FlatTensors | None = None  # sum of the changes of all complete groups, float32; None = no group is complete
-    weights: FlatTensors | None = None  # total weight of each unmasked element
+    weights: FlatTensors | None = None  # for each unmasked element, the total weight
     num_sums: int = 0  # number of groups that were summed
-    num_unsound: int = 0  # number of groups whose sum was discarded, since it exceeded what its clients' bounds allow
+    num_unsound: int = 0  # number of groups whose sum was discarded, as it exceeded what the clients' bounds allow
 
 
 def inner_mean(merge: Merge) -> Mean | Deltas | None:
     """Return the mean that ``merge`` is or wraps; None if the merge needs more than a weighted sum of updates."""
     inner = merge.inner if isinstance(merge, Private | LabelSplit) else merge
     inner = inner.inner if isinstance(inner, LabelSplit) else inner
-    # subclasses are excluded: they may do more
+    # a subclass may do more than a mean
     return inner if isinstance(inner, Mean | Deltas) and type(inner) in (Mean, Deltas) else None
 
 
@@ -69,7 +69,7 @@ class SecureSum(Wrapped):
 
     extension: ClassVar[str | None] = "secure"
 
-    point: FixedPoint  # fixed-point format in which changes are encoded
+    point: FixedPoint  # fixed-point format in which clients encode changes
     options: SecureAggregation  # the run's options of secure aggregation
 
     @property
@@ -83,7 +83,7 @@ class SecureSum(Wrapped):
         return self.options.clip_norm
 
     def __post_init__(self) -> None:
-        """Let clients send differences, even if the wrapped merge takes values."""
+        """Set ``sends``, so that clients send differences even if the wrapped merge expects values."""
         object.__setattr__(self, "sends", "delta")
 
     # ---- weights of the members, on server and client ----
@@ -92,13 +92,13 @@ class SecureSum(Wrapped):
         """Return an update's weight in the mean, and its staleness factor."""
         inner = inner_mean(self.inner)
         assert inner is not None
-        if isinstance(self.inner, Private):  # `Private` applies the staleness factor itself, to the mean
+        if isinstance(self.inner, Private):  # `Private` applies the staleness factor to the mean
             return 1.0, 1.0
         return inner.weigh(Update(0, 0, 0, FlatTensors.empty(Layout(())), num_samples), staleness)
 
     def weights(self, group: Group) -> dict[int, float]:
         """Return each member's weight times its staleness factor, by its id; server and clients compute the same."""
-        # equal weights: clients know them from `group.equal`, the server also from its own `Private` merge
+        # clients know of equal weights by `group.equal`, the server also by its `Private` merge
         if group.equal or isinstance(self.inner, Private):
             return dict.fromkeys(group.by_id, 1.0)
         products = {}
@@ -181,14 +181,14 @@ class SecureSum(Wrapped):
             self._read(state, memory, layouts)
 
     def _begin(self, memory: SecureMemory, layouts: IntegerLayouts, group: SumGroup) -> None:
-        """Start a group's sum; discard an earlier incomplete one, which is still masked."""
+        """Begin the sum of a new group; that of an incomplete group is discarded, since it is still masked."""
         if memory.missing:
             memory.num_unsound += 1
         memory.missing, memory.scale, memory.group = list(group.members), group.scale, []
         memory.numbers = layouts.zeros()
 
     def _read(self, state: GlobalState, memory: SecureMemory, layouts: IntegerLayouts) -> None:
-        """Decode a group's complete sum, and add it to this merge's total change."""
+        """Decode the complete sum of a group, and add it to the changes of this merge."""
         members, numbers = memory.group, memory.numbers
         memory.group, memory.numbers, memory.num_sums = [], None, memory.num_sums + 1
         assert numbers is not None
@@ -207,8 +207,8 @@ class SecureSum(Wrapped):
         buffer_of(memory.weights).add_(torch.where(is_open, buffer_of(weights), 0.0))
 
     def _is_sound(self, total: torch.Tensor, shares: torch.Tensor, share: float) -> bool:
-        """Check whether a sum respects the clients' bounds, for each element and, if clients clip, for its norm."""
-        room = self.point.bound * (1 + 1e-6)  # `shares` is rounded to single precision
+        """Check whether a sum respects the bounds of each element and, if clients clip, of the norm."""
+        room = self.point.bound * (1 + 1e-6)  # tolerance for `shares`, which are rounded to single precision
         if bool((total.abs() > shares * room).any()):
             return False
         return self.clip_norm is None or float(torch.linalg.vector_norm(total)) <= share * self.clip_norm * (1 + 1e-6)
@@ -229,7 +229,7 @@ class SecureSum(Wrapped):
             return
         theta = state.values.buffers[torch.float32][: buffer_of(total).numel()]
         sums, shares = (buffer_of(flat).to(theta.device) for flat in (total, weights))
-        # elements that were not unmasked give 0 / 0 = NaN, which `where` leaves out
+        # 0 / 0 = NaN where an element was not unmasked, which `where` leaves out
         theta.copy_(torch.where(shares > 0, theta + sums / shares, theta))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class SecureSum(Wrapped):
 
 
 def _add_views(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Add a tensor of integers modulo 2^32 to a strided view, in place."""
+    """Add integers modulo 2^32 to a strided view, in place."""
     add_(target, source)
 
 
@@ -257,14 +257,14 @@ METHODS = "fed_avg, hetero_fl, fed_rolex, ra_fed or fed_buff"
 
 
 def _is_whole(waiting: TriggerContext) -> bool:
-    """Check whether updates of all members of the current group have arrived."""
+    """Check whether the updates of all members of the current group have arrived."""
     memory = waiting.memory.find(SecureMemory)
     return memory is None or not memory.missing
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeRounds(AllReported):
-    """Trigger of secure aggregation in rounds: it merges once all updates of the round's groups have arrived."""
+    """Trigger of secure aggregation in rounds, which is due once all updates of the round's groups have arrived."""
 
     def due(self, waiting: TriggerContext) -> bool:
         """Check whether each task of the round has reported or was lost, and no group is incomplete."""
@@ -273,12 +273,12 @@ class _WholeRounds(AllReported):
 
 @dataclass(frozen=True, slots=True)
 class _WholeGroups(Buffered):
-    """Trigger of secure aggregation in groups of K clients: it merges once each member has reported or dropped out."""
+    """Trigger of secure aggregation in groups of K clients, which is due once each member has reported or was lost."""
 
     folds_rest: ClassVar[bool] = False
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether the updates of all clients in the secure-aggregation group have arrived."""
+        """Check whether the updates of all members of the group have arrived."""
         return _is_whole(waiting)
 
     def __str__(self) -> str:
@@ -316,14 +316,14 @@ def secured(
 
 
 def _group_size(algorithm: Algorithm, num_clients: int) -> int:
-    """Return the largest number of clients in one sum: the size of a round or of a buffer."""
+    """Return the number of clients in one sum: the size of the buffer, or else of a round."""
     if isinstance(algorithm.trigger, Buffered):
         return algorithm.trigger.size
     return min(algorithm.sample.cohort or num_clients, num_clients)
 
 
 def _misfits(algorithm: Algorithm, rounds: Rounds, guard: Guard, up: str) -> Iterator[str]:
-    """Yield each reason why the algorithm or an option needs single updates, which secure aggregation hides in sums."""
+    """Yield each reason for which the algorithm or an option cannot work with sums alone, as secure aggregation requires."""
     begin = "secure_aggregation.min_cover is set, but"
     local = algorithm.local
     one_by_one = not isinstance(algorithm.trigger, AllReported | Buffered) or getattr(algorithm.trigger, "size", 2) == 1
@@ -348,7 +348,7 @@ def _misfits(algorithm: Algorithm, rounds: Rounds, guard: Guard, up: str) -> Ite
 
 
 def _sizes(algorithm: Algorithm, options: SecureAggregation, num_clients: int) -> Iterator[str]:
-    """Yield each reason why groups of clients would be too small to be unmasked, or could never form."""
+    """Yield each reason for which groups of clients would be too small to be unmasked, or could never form."""
     size, most = _group_size(algorithm, num_clients), options.min_cover or 0
     if size < max(most, 3):
         yield f"secure_aggregation.min_cover is {most} for groups of {size} clients: use {max(most, 3)} clients or more in each"
@@ -368,7 +368,7 @@ def _sizes(algorithm: Algorithm, options: SecureAggregation, num_clients: int) -
 
 
 def _norms(options: SecureAggregation, privacy: Privacy) -> Iterator[str]:
-    """Yield a reason if clients clip their updates to another norm than the privacy accounting assumes."""
+    """Yield a problem if clients clip to another norm than the one for which privacy is accounted."""
     if privacy.is_on and privacy.clip_norm != options.clip_norm:
         own = "null" if options.clip_norm is None else f"{options.clip_norm:g}"
         yield (

@@ -16,7 +16,7 @@ import raafl
 from raafl.api.callbacks import CallbackHooks
 from raafl.errors import BadInput, RunFailed
 from raafl.runtime.run import simulate
-from raafl.submodel.nested_batch import to_device
+from raafl.submodel.nested_batch import moved as moved_to
 from tests.helpers.small_runs import digits, experiment, small_mlp, unequal
 from tests.test_federation_api import Steps
 
@@ -387,7 +387,7 @@ def test_batches_of_any_kind_keep_it_on_their_way_to_a_device():
 
     pair, x = namedtuple("pair", "x y"), torch.ones(2)
     for batch in (UserDict(x=x), {"x": x, 3: x}, defaultdict(list, x=x), pair(x, x), [x, "text"], (x,)):
-        moved = to_device(batch, torch.device("meta"))
+        moved = moved_to(batch, torch.device("meta"))
         assert type(moved) is type(batch)
         assert (moved[0] if isinstance(moved, (list, tuple)) else moved["x"]).device.type == "meta"
         assert (batch[0] if isinstance(batch, (list, tuple)) else batch["x"]).device.type == "cpu"

@@ -21,6 +21,7 @@ PAGE = ROOT / "docs" / "spine.md"
 QUICK_START = (
     "command line",
     "data sources",
+    "nested batches",
     "checks of a config",
     "goals",
     "device catalogue",
@@ -70,7 +71,7 @@ ROOMS_OF_RUNS = {
 """Options of a run, and the rooms that they enter."""
 
 
-MOST_MODULES, MOST_LINES = 85, 17_220
+MOST_MODULES, MOST_LINES = 83, 16_660
 """What the spine may have: what a run does not need goes to a room, so that these numbers only fall."""
 
 

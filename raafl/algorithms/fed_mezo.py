@@ -72,11 +72,11 @@ from raafl.algorithm import (
 from raafl.core.local import SkippedBatch, value_of
 from raafl.core.state import OneValue
 from raafl.module_hooks import STEP_HOOKS
-from raafl.parts.merge.mean import CHUNK, chunks, zeros_like
+from raafl.parts.merge.mean import zeros_like
 from raafl.parts.merge.wrapped import WrappedSelect
 from raafl.parts.trigger import all_or_each
 from raafl.submodel.cut.layers import statistics_of
-from raafl.submodel.flat import reals, wide_dtype
+from raafl.submodel.flat import CHUNK, chunks, reals, wide_dtype
 
 
 def fed_mezo(

@@ -46,7 +46,8 @@ from raafl.algorithm import (
     Traits,
     Update,
 )
-from raafl.parts.merge.mean import Accumulator, SumMemory, chunks, trained_pieces
+from raafl.parts.merge.mean import Accumulator, SumMemory, trained_pieces
+from raafl.submodel.flat import chunks
 
 DONE = "done"
 """Key of ||a_i||_1, the amount of local work, in `Update.extra`."""

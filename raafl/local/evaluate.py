@@ -18,12 +18,11 @@ from raafl.core.types import derive_seed
 from raafl.data.federated import Sized
 from raafl.errors import BadInput
 from raafl.local.record import Recorder
-from raafl.local.trainable import Buffers
+from raafl.local.trainable import Buffers, to_device
 from raafl.module_hooks import move_batch, overrides
 from raafl.rng import RngStream
 from raafl.submodel import FULL, FlatTensors, Submodels
 from raafl.submodel.flat import is_merged
-from raafl.submodel.nested_batch import to_device
 
 TURN_S = 0.01
 """Seconds after which an evaluation lets other threads use random streams of theirs; switching takes 0.1 ms."""

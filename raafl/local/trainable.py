@@ -16,7 +16,6 @@ from raafl.local.record import Recorder
 from raafl.module_hooks import BATCH_HOOKS, TASK_HOOKS, Schedule, configure, move_batch, overrides
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.cut.layers import counts_in_eval_mode
-from raafl.submodel.nested_batch import to_device
 from raafl.submodel.submodels import Shrunk
 
 if TYPE_CHECKING:
@@ -218,3 +217,12 @@ class Transfer:
         if not self.is_own or getattr(batch, "is_transferred", False):
             return to_device(batch, device)
         return move_batch(self._module, batch, device, to_device)
+
+
+def to_device(batch: object, device: torch.device) -> object:
+    """Move the tensors of a batch to ``device``; a batch for a CPU stays as it is."""
+    if device.type == "cpu":
+        return batch
+    from raafl.submodel.nested_batch import moved
+
+    return moved(batch, device)

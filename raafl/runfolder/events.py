@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from functools import cache, cached_property
 from pathlib import Path
-from typing import cast
+from types import UnionType
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from raafl.errors import BadInput
-from raafl.runfolder.schema import CONFIG, EVENTS, JOURNAL, SUMMARY, JournalRow, Summary, wrong_fields
+from raafl.runfolder.schema import CONFIG, EVENTS, JOURNAL, SUMMARY, JournalRow, Summary
 from raafl.sanitize import sanitize_text, sanitize_tree
 
 
@@ -158,3 +159,25 @@ def _missing(what: str, num_events: int) -> BadInput:
         f"{JOURNAL}: {what}, they could not be written at the time (a full disk?), so the run cannot be replayed: "
         f"use --until {num_events} to replay what came before"
     )
+
+
+def wrong_fields(row: Mapping[str, Any], kind: type) -> list[str]:
+    """Return the names of a row's fields whose values have the wrong type; unknown fields are ignored."""
+    hints = _hints(kind)
+    return [name for name, value in row.items() if name in hints and not _fits(value, hints[name])]
+
+
+@cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Check whether a JSON value has the type ``hint``; what is in a container is not checked."""
+    if hint is Any or get_origin(hint) is Literal:
+        return True
+    if get_origin(hint) is UnionType:
+        return any(_fits(value, one) for one in get_args(hint))
+    if hint is int:
+        return isinstance(value, int) and abs(value) < 2**64  # seeds have 64 bits
+    return isinstance(value, int | float if hint is float else get_origin(hint) or hint)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from types import UnionType
-from typing import Any, Final, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypedDict
 
 CONFIG: Final = "config.yaml"
 JOURNAL: Final = "events.jsonl"
@@ -293,28 +291,6 @@ class Summary(TypedDict, total=False):
     hub: dict[str, Any] | None
     unwritten: dict[str, int]
     warnings: list[str]
-
-
-def wrong_fields(row: Mapping[str, Any], kind: type) -> list[str]:
-    """Return the names of a row's fields whose values have the wrong type; unknown fields are ignored."""
-    hints = _hints(kind)
-    return [name for name, value in row.items() if name in hints and not _fits(value, hints[name])]
-
-
-@cache
-def _hints(kind: type) -> Mapping[str, Any]:
-    return get_type_hints(kind)
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Check whether a JSON value has the type ``hint``; what is in a container is not checked."""
-    if hint is Any or get_origin(hint) is Literal:
-        return True
-    if get_origin(hint) is UnionType:
-        return any(_fits(value, one) for one in get_args(hint))
-    if hint is int:
-        return isinstance(value, int) and abs(value) < 2**64  # seeds have 64 bits
-    return isinstance(value, int | float if hint is float else get_origin(hint) or hint)
 
 
 @dataclass(frozen=True, slots=True)

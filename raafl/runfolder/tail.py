@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar, cast
 
-from raafl.runfolder.events import RolledBackLines, read_summary
-from raafl.runfolder.schema import CLIENTS, GROWING, JOURNAL, METRICS, SUMMARY, JournalRow, Summary, wrong_fields
+from raafl.runfolder.events import RolledBackLines, read_summary, wrong_fields
+from raafl.runfolder.schema import CLIENTS, GROWING, JOURNAL, METRICS, SUMMARY, JournalRow, Summary
 from raafl.sanitize import sanitize_tree
 
 _RESUMED = '"resumed"'

@@ -23,6 +23,7 @@ from raafl.local.evaluate import MAX_LOGGED, Evaluator
 from raafl.local.explain import explained, shown
 from raafl.local.gradients import check_optimizer
 from raafl.local.record import Recorder
+from raafl.local.trainable import to_device
 from raafl.module_hooks import TASK_HOOKS, Schedule, begin, configure, move_batch, overrides
 from raafl.runfolder.schema import CLIENT
 from raafl.runtime.lifecycle.saved_form import SavedForm
@@ -30,7 +31,6 @@ from raafl.runtime.setup import ServerSetup, data_notes
 from raafl.submodel import FULL
 from raafl.submodel.cut.layers import persistent_buffers
 from raafl.submodel.flat import is_finite
-from raafl.submodel.nested_batch import to_device
 from raafl.trainer_stand_in import TrainerStandIn, attach
 
 

@@ -25,11 +25,10 @@ from torch import Tensor
 from raafl.config.messages import ErrorCollector, Wrong, parser_of, relative, yaml_line
 from raafl.errors import BadInput, at_least, installing, nearest, positive
 from raafl.local.train import LocalTrainer
-from raafl.parts.merge.mean import CHUNK
 from raafl.parts.protect.privacy import epsilon, gaussian
 from raafl.plain_yaml import read_yaml
 from raafl.submodel import FlatTensors, Spec
-from raafl.submodel.flat import is_merged, reals
+from raafl.submodel.flat import CHUNK, is_merged, reals
 
 PINNED: Final = ("models", "data", "algorithms")
 """Fields with names of parts; `NAME@DIGEST` allows a part only with exactly the arguments of that digest."""

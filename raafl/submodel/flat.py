@@ -434,3 +434,20 @@ def is_finite(piece: Tensor) -> bool:
 def _sum(piece: Tensor) -> Tensor:
     """Return a tensor's sum, which is NaN if any element is; half precision is summed in float32, against overflow."""
     return piece.sum(dtype=torch.float32 if piece.dtype.itemsize == 2 else None)
+
+
+CHUNK = 1 << 16
+"""Elements processed at a time on a CPU, so that intermediate results stay in its cache."""
+
+
+ACCELERATOR_CHUNK = 1 << 24
+"""Elements processed at a time on an accelerator: few enough that intermediate results take little memory."""
+
+
+def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split equally large tensors into matching pieces, to save memory, and yield these as flat views."""
+    flat = [tensor.view(-1) for tensor in tensors]
+    size = CHUNK if flat[0].device.type == "cpu" else ACCELERATOR_CHUNK
+    if flat[0].numel() <= size:  # to split the tensors of a small model costs more than its arithmetic
+        return iter((tuple(flat),))
+    return zip(*(torch.split(tensor, size) for tensor in flat), strict=True)

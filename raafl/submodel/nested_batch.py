@@ -63,10 +63,8 @@ def batch_tensors(batch: object) -> list[Tensor]:
     return found
 
 
-def to_device(batch: object, device: torch.device) -> object:
+def moved(batch: object, device: torch.device) -> object:
     """Move the tensors of a batch to ``device``; tensors without values stay on the meta device."""
-    if device.type == "cpu":
-        return batch
     return mapped(
         batch,
         lambda x: x if x.is_meta else pinned(x, device).to(device, non_blocking=True),

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
-from raafl.submodel.nested_batch import batch_tensors, mapped, meta_batch, num_samples, repeated, tensors_in, to_device
+from raafl.local.trainable import to_device
+from raafl.submodel.nested_batch import batch_tensors, mapped, meta_batch, num_samples, repeated, tensors_in
 
 LoraPair = namedtuple("Pair", "x y")
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from raafl.algorithm import FlatTensors, GlobalState, Merge, MergeMemory, Spec, Submodels, Update, positive
 from raafl.core.state import OneValue
-from raafl.parts.merge.mean import chunks, trained_pieces, zeros_like
+from raafl.parts.merge.mean import trained_pieces, zeros_like
 from raafl.parts.merge.personal import AtWork
 from raafl.parts.select.segments import cuts_of
+from raafl.submodel.flat import chunks
 
 TINY = torch.finfo(torch.float32).tiny
 """Smallest divisor, for segments whose norm or weight is 0."""

@@ -24,11 +24,10 @@ from raafl.local.record import Recorder, attach_log, reduction_of, widened
 from raafl.local.stacked.mode import Batch, Stacked, batches
 from raafl.local.stacked.stacks import CACHE_LINE_BYTES, Known, Unstackable, product, within
 from raafl.local.train import LocalTrainer
-from raafl.local.trainable import TrainableSubmodel
+from raafl.local.trainable import TrainableSubmodel, to_device
 from raafl.module_hooks import backward, step, zero_grad
 from raafl.submodel import FlatTensors, Layout
 from raafl.submodel.flat import TensorEntry
-from raafl.submodel.nested_batch import to_device
 
 if TYPE_CHECKING:
     from raafl.local.captured.batches import BatchGraphs

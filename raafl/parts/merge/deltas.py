@@ -11,8 +11,9 @@ from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import positive
-from raafl.parts.merge.mean import Accumulator, Staleness, SumMemory, chunks, shares_of, trained_pieces
+from raafl.parts.merge.mean import Accumulator, Staleness, SumMemory, shares_of, trained_pieces
 from raafl.submodel import Spec
+from raafl.submodel.flat import chunks
 
 
 @dataclass

@@ -23,6 +23,7 @@ from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import Update
 from raafl.errors import BadInput, fraction, one_of
 from raafl.submodel import FlatTensors, Spec
+from raafl.submodel.flat import chunks
 
 Kind = Literal["constant", "polynomial", "hinge"]
 """Form of the factor by which a stale update counts less; see `Staleness`."""
@@ -68,12 +69,6 @@ class Staleness:
         return words[self.kind]
 
 
-CHUNK = 1 << 16
-"""Elements processed at a time on a CPU, so that intermediate results stay in its cache."""
-
-ACCELERATOR_CHUNK = 1 << 24
-"""Elements processed at a time on an accelerator: few enough that intermediate results take little memory."""
-
 MOST_UNDONE = 9.0
 """Mean staleness times mixing weight above which a run is reported not to learn: 90 % of the clients' work is undone."""
 
@@ -81,15 +76,6 @@ MOST_UNDONE = 9.0
 def zeros_like(values: FlatTensors) -> FlatTensors:
     """Return flat tensors of zeros with the same layout and device."""
     return FlatTensors.zeros(values.layout, values.device)
-
-
-def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split equally large tensors into matching pieces, to save memory, and yield these as flat views."""
-    flat = [tensor.view(-1) for tensor in tensors]
-    size = CHUNK if flat[0].device.type == "cpu" else ACCELERATOR_CHUNK
-    if flat[0].numel() <= size:  # to split the tensors of a small model costs more than its arithmetic
-        return iter((tuple(flat),))
-    return zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
 
 
 @dataclass

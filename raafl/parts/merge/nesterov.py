@@ -20,13 +20,13 @@ from raafl.parts.merge.mean import (
     Accumulator,
     Staleness,
     SumMemory,
-    chunks,
     shares_of,
     trained_pieces,
     trained_values,
     zeros_like,
 )
 from raafl.submodel import FlatTensors, Spec
+from raafl.submodel.flat import chunks
 
 Weights = Literal["equal", "samples", "tokens"]
 

@@ -15,9 +15,10 @@ from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import Update
 from raafl.errors import BadInput, fraction, one_of, positive, refuse_unused
-from raafl.parts.merge.mean import Staleness, chunks
+from raafl.parts.merge.mean import Staleness
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.extract import CopyPlan
+from raafl.submodel.flat import chunks
 from raafl.submodel.tensor_files import check_folder, check_room, is_in_ram, release
 
 LATEST = "latest update"

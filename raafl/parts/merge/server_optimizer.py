@@ -13,8 +13,9 @@ from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, one_of, positive
-from raafl.parts.merge.mean import Accumulator, Staleness, SumMemory, chunks, trained_pieces, zeros_like
+from raafl.parts.merge.mean import Accumulator, Staleness, SumMemory, trained_pieces, zeros_like
 from raafl.submodel import FULL, FlatTensors, Spec
+from raafl.submodel.flat import chunks
 
 ServerKind = Literal["adam", "yogi", "adagrad"]
 

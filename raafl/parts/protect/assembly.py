@@ -19,10 +19,9 @@ from raafl.core.algorithm import Algorithm
 from raafl.core.options import Guard, Privacy, Rounds
 from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import HUGE_NORM, Update
-from raafl.parts.merge.mean import chunks
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.submodel import FULL, Spec, Submodels
-from raafl.submodel.flat import reals
+from raafl.submodel.flat import chunks, reals
 
 
 def with_options(

@@ -34,11 +34,11 @@ from raafl.core.state import GlobalState, MergeMemory
 from raafl.core.types import EPSILON, Update
 from raafl.errors import BadInput, installing
 from raafl.parts.merge.label_split import joint_notes
-from raafl.parts.merge.mean import CHUNK, zeros_like
+from raafl.parts.merge.mean import zeros_like
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.protect.robust import difference, feed, norm_of
 from raafl.submodel import FlatTensors, Spec
-from raafl.submodel.flat import is_merged
+from raafl.submodel.flat import CHUNK, is_merged
 
 NEIGHBOURS = "one client's updates replaced by zero"
 """Adjacency of every epsilon here, in words."""

@@ -24,11 +24,11 @@ from raafl.core.state import GlobalState, MergeMemory, OneValue, PendingUpdate
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.label_split import joint_notes
-from raafl.parts.merge.mean import CHUNK, chunks, zeros_like
+from raafl.parts.merge.mean import zeros_like
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.trigger import EachArrival
 from raafl.submodel import FlatTensors, Spec, Submodels
-from raafl.submodel.flat import is_merged
+from raafl.submodel.flat import CHUNK, chunks, is_merged
 
 WINDOW = 101
 """Number of the latest accepted norms that are stored for each size class."""

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from raafl.core.types import Update
-from raafl.parts.merge import mean as merges
 from raafl.parts.merge.deltas import Deltas
 from raafl.parts.merge.mean import Mean, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.submodel import FULL, Spec
+from raafl.submodel import flat as flat_tensors
 from tests.helpers.coordinators import filled, line_state
 from tests.helpers.merges import merge_all, take
 
@@ -91,7 +91,7 @@ CASES = [
 @pytest.mark.parametrize(("merge", "make_rule"), CASES, ids=lambda case: str(case) if hasattr(case, "sends") else "")
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 16])
 def test_merges_of_changing_submodels_follow_the_slow_reference(merge, make_rule, chunk, monkeypatch):
-    monkeypatch.setattr(merges, "CHUNK", chunk)
+    monkeypatch.setattr(flat_tensors, "CHUNK", chunk)
     rng, state = torch.Generator().manual_seed(7), line_state(value=1.0)
     # whole, then fragments, then the same fragment, then whole again: whatever the last merge left must not matter
     for picks in ((0, 0), (1, 2, 3), (2, 2), (0, 1), (3, 3, 3), (0, 0, 0), (1,), (2, 1)):
@@ -111,7 +111,7 @@ def test_a_server_step_does_not_depend_on_the_chunk(chunk, monkeypatch):
         return state.values.model_digest()
 
     whole = run()
-    monkeypatch.setattr(merges, "CHUNK", chunk)
+    monkeypatch.setattr(flat_tensors, "CHUNK", chunk)
     assert run() == whole
 
 

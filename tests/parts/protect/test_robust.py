@@ -14,7 +14,6 @@ from raafl.core.options import Guard
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput
-from raafl.parts.merge import mean as merges
 from raafl.parts.merge.deltas import Deltas
 from raafl.parts.merge.mean import Mean, Staleness
 from raafl.parts.merge.server_optimizer import ServerOptimizer
@@ -29,6 +28,7 @@ from raafl.parts.protect.robust import (
     norm_of,
 )
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
+from raafl.submodel import flat as flat_tensors
 from tests.helpers.coordinators import (
     answer,
     assigned,
@@ -299,7 +299,7 @@ def test_the_network_sorts(num):
 def test_the_chunk_changes_nothing(chunk, monkeypatch):
     updates = [(1.0, TOP, 9, 0), (2.0, MIDDLE, 1, 0), (60.0, FULL, 1, 0), (4.0, FULL, 1, 0)]
     whole = give(located(Mean(), "trimmed_mean", 0.3), line_state(), updates).values.model_digest()
-    monkeypatch.setattr(merges, "CHUNK", chunk)
+    monkeypatch.setattr(flat_tensors, "CHUNK", chunk)
     assert give(located(Mean(), "trimmed_mean", 0.3), line_state(), updates).values.model_digest() == whole
 
 

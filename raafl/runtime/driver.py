@@ -60,12 +60,12 @@ class Driver(ABC):
         hooks: RunHooks | None,
         progress: Notices | None,
     ) -> None:
-        """Store the parts of a run; ``evaluator`` None = the model is never evaluated."""
+        """Create a driver of a coordinator; an ``evaluator`` of None = the model is never evaluated."""
         self.coordinator, self.record, self.evaluator = coordinator, record, evaluator
         self.hooks, self.progress = hooks or RunHooks(), progress
         self.reason = ""
         self.error: CodeFailed | None = None
-        self._is_summing = False  # while updates of a secure group are passed on one by one, no checkpoint is written
+        self._is_summing = False  # whether a secure group's updates are being handled: no checkpoint yet
 
     # ---- implemented by each runtime ----
 
@@ -80,34 +80,34 @@ class Driver(ABC):
 
     @abstractmethod
     def _deliver(self, assignment: Assignment) -> None:
-        """Give ``assignment`` to its client, and record it."""
+        """Send a task to its client, and record that."""
 
     @abstractmethod
     def _set_timer(self, id: int, at: float) -> None:
-        """Schedule a `Timer` event with this id at time ``at``."""
+        """Schedule the coordinator's timer ``id`` at time ``at``."""
 
     @abstractmethod
     def _measure(self, version: int, now: float) -> None:
-        """Evaluate the global model, now or later from a copy of it; `_measured` gets the metrics."""
+        """Evaluate the global model, at once or later on a copy, and pass the metrics to `_measured`."""
 
     def _admit(self, event: Event, now: float) -> bool:
-        """Do what an event needs before the coordinator handles it; return False if the coordinator must not see it."""
+        """Prepare for an event; return False if the coordinator must not get it."""
         return True
 
     def _handled(self, event: Event, now: float, lost: ClientInfo | None) -> None:
-        """Clean up after an event; ``lost`` is the client that a `Lost` event has removed, else None."""
+        """Clean up after an event; ``lost``: the client that it has removed, None = none."""
         self.hooks.on_event(event, self.coordinator, now)
 
     def _dismiss(self, client: int, incarnation: int, reason: str) -> None:
-        """Report that a client was dismissed since there is no work for it."""
+        """Tell the user that a client was dismissed, as no work fits it."""
         self.note(f"client {client} was dismissed: {reason}")
 
     @abstractmethod
     def _blame(self, client: int, error: Exception) -> None:
-        """Report that the method raised ``error`` while handling a client, which has been dismissed."""
+        """Report an ``error`` that the method raised about a client, which was dismissed for that."""
 
     def _decide(self, event: Event, now: float) -> list[Action]:
-        """Let the coordinator and the method's parts handle an event; return the resulting actions."""
+        """Pass an event to the coordinator, and return the actions that it decides on."""
         return self.coordinator.handle(event, now)
 
     # ---- shared by all runtimes ----
@@ -119,7 +119,7 @@ class Driver(ABC):
             self._handle(event, now)
 
     def _handle(self, event: Event, now: float) -> None:
-        self.record.event(event, now)  # recorded first, so that a replay sees the same events in the same order
+        self.record.event(event, now)  # first, so that a replay reads the events in the order of their handling
         lost = self.coordinator.roster.find(event.client) if isinstance(event, Lost) else None
         version, since = self.coordinator.state.version, time.perf_counter()
         actions = self._decide(event, now)
@@ -130,7 +130,7 @@ class Driver(ABC):
         self._handled(event, now, lost)
         wanted = any(isinstance(action, Checkpoint) for action in actions) or self.hooks.checkpoint_due()
         wanted = wanted and not self._is_summing
-        if wanted and self.coordinator.finished in (None, *ENDS):  # only once the event was handled completely
+        if wanted and self.coordinator.finished in (None, *ENDS):  # not before the event is handled completely
             self._checkpoint()
         if self.progress is not None:
             self.progress.update()
@@ -181,7 +181,7 @@ class Driver(ABC):
                 self.reason = reason
 
     def _measured(self, version: int, at_s: float, measured: dict[str, float]) -> bool:
-        """Record the metrics of the global model at time ``at_s``; return whether all targets are now met."""
+        """Record the metrics of the model of time ``at_s``; return whether all targets are now met."""
         metrics = self.hooks.on_measured(version, at_s, measured)
         reached = self.record.evaluated(version, at_s, metrics)
         self.hooks.on_evaluate(version, at_s, metrics)
@@ -207,7 +207,7 @@ class Driver(ABC):
             self.stop(why)
 
     def _ended(self) -> str:
-        """Return why the run ended; a failure of the user's code comes before other reasons."""
+        """Return the reason for the run's end, which is an error of the user's code if there was one."""
         return self.reason if self.error is None else f"failed: {self.error}"
 
     def note(self, text: str) -> None:

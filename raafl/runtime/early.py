@@ -57,9 +57,9 @@ class OverlappedClock(ClockExtension):
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
-        # True = transfers overlap training; False = clients start their next task before it is assigned
+        # True = an update is sent beside the next task; False = the next task begins before it is assigned
         self._overlaps = simulation.coordinator.overlap
-        self._uplink_free: dict[int, float] = {}  # by client: time at which its last update will have arrived
+        self._uplink_free: dict[int, float] = {}  # by client: time at which its last update will have been sent
         self._early = EarlySteps()
 
     def uplink_free_s(self, client: int) -> float:
@@ -79,7 +79,7 @@ class OverlappedClock(ClockExtension):
         if not self._overlaps:
             return
         free_s, self._uplink_free[client] = self.uplink_free_s(client), at_s
-        if due.time.up_s > 0:  # before the arrival, so that it is first if both are due at once
+        if due.time.up_s > 0:  # queued before the arrival, so that it comes first if both are due at once
             sending = Sending(client, assignment.incarnation, assignment.id)
             self.simulation.push(min(max(trained_s, free_s), at_s), ARRIVED, sending)
 

@@ -44,7 +44,7 @@ class Questions(ClientExtension):
     """
 
     def __init__(self, client: Client, device: torch.device | str = "cpu", wait_s: float | None = None) -> None:
-        """Store the arguments.
+        """Create the extension of a client that sends the tasks' questions to the server.
 
         Args:
             client: client whose tasks ask the server questions.
@@ -57,11 +57,11 @@ class Questions(ClientExtension):
         self._assignment: Assignment | None = None
         self._expected: Layout | None = None
         self._is_asking = False
-        # Replies from the server; an id = that task gets no more replies; None = no task does.
+        # replies of the server; an id = that task gets no more of them; None = no task does
         self._replies: queue.SimpleQueue[tuple[Meta, FlatTensors | None] | int | None] = queue.SimpleQueue()
 
     def _ask(self, meta: Meta, tensors: FlatTensors, answer: Layout | None) -> tuple[Meta, FlatTensors | None]:
-        """Send a question of the task and wait for the reply.
+        """Send a question of the task to the server, and return the reply.
 
         Args:
             meta: plain data of the question.
@@ -79,13 +79,13 @@ class Questions(ClientExtension):
             while isinstance(reply := self._replies.get(timeout=self._wait_s), int):
                 if reply == number:
                     raise Stopped
-        except (PeerLost, PeerTimeout):  # the receiving thread reports it
+        except (PeerLost, PeerTimeout):  # reported by the receiving thread
             raise Stopped from None
         except queue.Empty:
             self._pair.close()
             raise Stopped from None
         if reply is None:
-            self._replies.put(None)  # further calls must stop, too
+            self._replies.put(None)  # put back, since a further call must stop, too
             raise Stopped
         return reply
 
@@ -175,7 +175,7 @@ class SplitSession(SessionExtension):
 
     def __init__(self, session: SessionProtocol) -> None:
         super().__init__(session)
-        # the number of threads with which the run was set up
+        # as many as when the run was set up
         self._side = ServerSide(session.setup.local, session.setup.device, torch.get_num_threads())
 
     def _exchange(self, assignment: Assignment) -> Exchange | None:
@@ -220,7 +220,7 @@ class ServerSide:
     """
 
     def __init__(self, local: Local, device: torch.device | str, num_threads: int) -> None:
-        """Store the method's ``local`` part, which computes on ``device`` with ``num_threads`` threads."""
+        """Create the server's side of a method's exchanges, which computes on ``device`` with ``num_threads`` threads."""
         self._local, self._device, self._num_threads = local, torch.device(device), num_threads
         self._built: tuple[Exchange, Question, LocalTrainer] | None = None
 
@@ -233,7 +233,7 @@ class ServerSide:
             Refused: a message of the client was invalid, or no training step can be made with it.
             Stopped: the run has ended.
         """
-        torch.set_num_threads(self._num_threads)  # applies to this thread
+        torch.set_num_threads(self._num_threads)  # a setting of each thread
         questions = exchange.questions(assignment, link)
         assert link.terms is not None
         trainer = self._trainer(exchange, link.terms)
@@ -244,7 +244,7 @@ class ServerSide:
                 return trainer.run(replace(assignment, seed=server_seed(assignment.seed)), received, questions)
         except (Refused, Stopped, OSError, BadInput):
             raise
-        # the step works on the server's example batch, so this question from the client is invalid
+        # the same step works on the server's example batch, so the client's question is at fault
         except Exception as error:
             raise Refused("failed-step", f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
@@ -257,10 +257,10 @@ class ServerSide:
 
 
 class _SessionLink:
-    """`ServerLink` of one client's task.
+    """Connection of one split task to its client.
 
-    `terms`: precision, batches per step, and form of the update, as the client's questions state them. `stream`: random
-    state of the server's side; other sessions may draw while this one waits for the client.
+    `terms`: precision, batches per step, and form of the update, which the client's questions state. `stream`: random
+    state of the server's side, which other sessions must not use while this one waits for the client.
     """
 
     def __init__(self, session: SessionProtocol, talk: Conversation, perform: Callable[[Steps[Any]], Any]) -> None:
@@ -295,7 +295,7 @@ class _SessionLink:
         return RngStream(self._device, seed)
 
     def _agree(self, meta: Mapping[str, Any]) -> None:
-        """Store how the client trains at its first question; refuse a later question that states something else."""
+        """Store the client's training settings from its first question; refuse a later question with other ones."""
         terms = Question.from_meta(meta)
         if self.terms not in (None, terms):
             raise Refused("bad-json", "precision, accumulate or sends have changed within a task")

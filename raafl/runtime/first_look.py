@@ -39,9 +39,9 @@ class FirstLook:
     """Findings about the initial model."""
 
     metrics: dict[str, float]  # metrics of the initial model
-    logged: list[str]  # names of what its training step logs
-    warnings: list[str]  # warnings raised by a training step
-    restarted: list[str]  # attributes that a training step changes and that are reset for each task
+    logged: list[str]  # names of the values that a training step logs
+    warnings: list[str]  # warnings raised in a training step
+    restarted: list[str]  # attributes that a training step changes, and that each task resets
 
 
 def first_look(parts: ServerSetup, evaluator: Evaluator, recorded: Mapping[str, float]) -> FirstLook:
@@ -60,7 +60,7 @@ def first_look(parts: ServerSetup, evaluator: Evaluator, recorded: Mapping[str, 
     try_single_samples(module, data, experiment.train, values.device)
     evaluator.fill(values)
     configure(module)
-    configured = evaluator.restarted(values)  # attributes that configure_optimizers sets are set again in each task
+    configured = evaluator.restarted(values)  # attributes that configure_optimizers sets, which is called in each task
     restarted = [name for name in changed if name not in configured]
     if restarted and local.exchange(parts.submodels) is not None:
         raise BadInput(
@@ -83,7 +83,7 @@ def notes_before(
         BadInput: there is a warning, and the run is strict.
     """
     coordinator, submodels = parts.coordinator, parts.submodels
-    # no client has joined yet, but all are known
+    # no client has joined, but all are known
     fleet, algorithm = coordinator.fleet.of(parts.clients), coordinator.algorithm
     notes = [*data_notes(parts), *algorithm.notes(fleet, len(parts.clients))]
     notes += met_at_once(parts.experiment, metrics if is_new else {})
@@ -114,7 +114,7 @@ def notes_before(
 
 
 def _saved_notes(parts: ServerSetup, form: SavedForm) -> list[Warn]:
-    """Try what checkpoints save of the module; return a warning for each entry that they cannot store."""
+    """Return a warning for each entry of the module's state dict that a checkpoint cannot store."""
     found: list[str] = []
     values = parts.coordinator.state.values.clone()
     with explained(parts.module, "state_dict, as a checkpoint calls it,"):
@@ -206,7 +206,7 @@ class Tried(NamedTuple):
 
     logged: list[str]  # names of the values that the training step logs
     warnings: list[str]  # warnings for the user, one line each
-    optimizer: Optimizer  # optimizer that `configure_optimizers` returned
+    optimizer: Optimizer  # optimizer from `configure_optimizers`
 
 
 def try_training(
@@ -258,7 +258,7 @@ def try_training(
 
 
 def _first_answer(module: nn.Module, tries: Iterable[tuple[object, int]], device: torch.device) -> tuple[object, Any]:
-    """Run training steps until one returns a loss; return its batch on the device, and the loss or None."""
+    """Run training steps until one returns a loss; return its batch on the device, and the loss (None if none did)."""
     batch = answer = None
     for given, index in tries:
         with explained(module, "hooks before training_step", given):
@@ -293,7 +293,7 @@ def _warnings(name: str, trainer: TrainerStandIn, recorder: Recorder, schedules:
 
 @contextmanager
 def _reentrant_warnings() -> Iterator[list[str]]:
-    """Collect torch's warnings about checkpointed blocks whose input requires no gradient; show all others."""
+    """Collect torch's warnings that a checkpointed block has no input with gradient; show all other warnings."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
@@ -306,7 +306,7 @@ def _reentrant_warnings() -> Iterator[list[str]]:
 
 
 def _check_reached(module: nn.Module) -> None:
-    """Raise `BadInput` if gradient checkpointing cut trained parameters off from their gradients."""
+    """Raise `BadInput` if gradient checkpointing has cut off trained parameters from the loss."""
     without = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
     if without:
         shown = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
@@ -337,15 +337,14 @@ def _checked_loss(kind: str, answer: object, *, is_cut_off: bool = False) -> Ten
 
 
 def _forms(module: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """Return the shape of each persistent buffer, and whether its values are finite."""
+    """Return the shape of each persistent buffer by name, and whether its values are finite."""
     return {name: (tuple(buffer.shape), is_finite(buffer)) for name, buffer in persistent_buffers(module).items()}
 
 
 def _check_buffers(module: nn.Module, before: Mapping[str, tuple[tuple[int, ...], bool]]) -> None:
-    """Raise `BadInput` for a buffer that the server could not merge after a training step.
+    """Raise `BadInput` for a buffer that the server could not merge after a training step: of new shape, or non-finite.
 
-    A changed shape does not fit the layout. A buffer that stays non-finite, such as a mask of -inf, would make the
-    server refuse every update; a buffer that the step makes finite, such as an observer's range, is accepted.
+    A buffer that was not finite before the step and is after it, such as an observer's range, is accepted.
     """
     kind = type(module).__name__
     for name, (shape, finite) in _forms(module).items():
@@ -388,7 +387,7 @@ def try_single_samples(
 
 
 def _has_single(num_samples: int, batch_size: int, drop_last: bool, training: Training) -> bool:
-    """Check whether a task with these settings trains on a batch of one sample."""
+    """Check whether a task with these settings has a batch of a single sample."""
     num_batches = math.ceil(num_samples / batch_size)
     if training.num_steps is not None and training.num_steps < num_batches and batch_size > 1:
         return False

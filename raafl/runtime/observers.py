@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Entry:
     """An observer of the table: who makes it, and when a run has it."""
 
-    maker: str  # MODULE:NAME of a function that takes the `raafl.runtime.run.Run` and returns the observer
-    is_wanted: Callable[[Experiment], bool]  # decides by a run's settings whether the run has this observer
-    absent: Mapping[str, Any] = field(default_factory=dict)  # summary entries of a run without this observer
+    maker: str  # MODULE:NAME of the function that creates the observer for a `raafl.runtime.run.Run`
+    is_wanted: Callable[[Experiment], bool]  # whether a run with these settings has the observer
+    absent: Mapping[str, Any] = field(default_factory=dict)  # entries in the summary of a run without the observer
 
     def make(self, run: Any) -> RunHooks:
         """Import the observer, and make that of ``run``."""
@@ -47,7 +47,7 @@ BEFORE_CALLER: Final = (
 
 AFTER_CALLER: Final = (
     Entry("raafl.runtime.lifecycle.divergence:Divergence", lambda experiment: True),
-    # "peft" creates the adapters whose energy is measured
+    # adapters to measure exist only if peft was imported
     Entry("raafl.parts.merge.low_rank:RankEnergy", lambda experiment: "peft" in sys.modules),
     Entry("raafl.runtime.lifecycle.samples:SampleRecorder", lambda experiment: bool(experiment.samples)),
     Entry("raafl.loggers.loggers:Loggers", lambda experiment: bool(experiment.logger), {"loggers": {}}),

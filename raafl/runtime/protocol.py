@@ -89,11 +89,11 @@ class Config:
 class Hello:
     """First message of a client, or of a rank that trains: it describes the sender, after it has built its model."""
 
-    identity: Identity  # fingerprints of model, config and version, which must be equal on both sides
-    unsent: int | None = None  # id of a task whose result could not be sent on an earlier connection; None = none
-    # description of a client (`client_to_json`), such as samples and device profile; empty under torchrun
+    identity: Identity  # fingerprints of model, config and raafl's version, which must be equal on both sides
+    unsent: int | None = None  # id of a task whose result was lost with an earlier connection; None = none
+    # description of a client (`client_to_json`), such as its samples and device; empty under torchrun
     client: Meta = field(default_factory=dict)
-    memory_bytes: float | None = None  # number of bytes of memory that a process of a client may use; None = no limit
+    memory_bytes: float | None = None  # bytes of memory that a process of a client may use; None = no limit
 
     @classmethod
     def of_client(cls, identity: Identity, info: ClientInfo, unsent: int | None = None) -> Self:
@@ -132,7 +132,7 @@ class Hello:
 class Welcome:
     """Message in which the server admits a client or a rank."""
 
-    # names of the axes (dimensions that shrink together) that must not be cut, since that may be unsafe
+    # names of the axes that must not be cut, since their proof failed
     kept_whole: tuple[str, ...] = ()
     client: int | None = None  # id of the client; None for a rank that only trains
 
@@ -246,7 +246,7 @@ class Answer:
             }
         except OverflowError:
             raise Refused("bad-json", "a metric is out of range") from None
-        # the comparison also drops NaN
+        # the comparison is false for NaN, too
         within = {name: value for name, value in numbers.items() if abs(value) <= MAX_METRIC}
         num_samples, num_steps = count_of(meta, "num_samples", least=1), count_of(meta, "num_steps")
         base = base if isinstance(base, str) else None
@@ -270,12 +270,12 @@ class Answer:
 class Failed:
     """Message that a task failed: too little memory, the site does not allow it, or the code raised an error."""
 
-    # reason code, one of `UNANSWERED`, `GPU_LOST`, `POLICY` or `DRY_RUN`; "" = the code raised an error
+    # reason code from `UNANSWERED`, or `GPU_LOST`, `POLICY`, `DRY_RUN`; "" = the code raised an error
     reason: str = ""
-    where: str = ""  # task and line of code, as described by the client
+    where: str = ""  # the task and the line of code, as the client describes them
     error: str = ""  # the error as one line of text
     traceback: str = ""  # full traceback of at most `MAX_TRACEBACK` characters; "" if the client's data are private
-    logs: tuple[LogLine, ...] = ()  # log lines of the client that its site allows to be sent
+    logs: tuple[LogLine, ...] = ()  # log lines of the client that its site lets it send
 
     @classmethod
     def of(cls, failure: TaskFailed, *, private: bool) -> Self:
@@ -335,9 +335,9 @@ class Reason:
 class Question:
     """Training settings that a client adds to each message which it sends during a task split with the server."""
 
-    precision: str  # numeric precision, one of `PRECISIONS`
-    accumulate: int  # number of batches per optimiser step, at least 1
-    # content of the client's update: parameter values, or their difference from the received ones
+    precision: str  # numeric precision, from `PRECISIONS`
+    accumulate: int  # number of batches for each optimizer step
+    # whether the update has parameter values, or their difference from those received
     sends: Literal["values", "delta"]
 
     def to_meta(self) -> dict[str, Any]:
@@ -361,7 +361,7 @@ class Measure:
 
     start: int  # index of the first batch
     stop: int  # index after the last one
-    has_values: bool  # whether the message contains the model's values; else the rank uses those of the last message
+    has_values: bool  # whether the model's values come with this message; else those of the last message are used
 
     def to_meta(self) -> dict[str, Any]:
         """Convert the message to its JSON fields."""
@@ -424,7 +424,7 @@ _REAL = {
     "pace_s": 1e9,
     "lr_scale": 1e30,
     "next_lr_scale": 1e30,
-}  # largest allowed values; nobody can wait for longer than 1e9 s
+}  # largest values that are accepted; no run lasts longer than 1e9 s
 
 
 def check_assignment(assignment: Assignment) -> Assignment:
@@ -451,8 +451,8 @@ def check_assignment(assignment: Assignment) -> Assignment:
 class LogLine:
     """A log message of a client, as sent to the server."""
 
-    level: LogLevel  # one of `LOG_LEVELS`
-    text: str  # one line of at most `MAX_LOG_TEXT` characters that are safe to print
+    level: LogLevel  # from `LOG_LEVELS`
+    text: str  # one line of at most `MAX_LOG_TEXT` characters, safe to print
 
 
 def level_of(number: int) -> LogLevel:
@@ -482,9 +482,9 @@ class SignedHead:
     A client can keep it as evidence against later changes of the journal.
     """
 
-    head: str  # hash of the last row and all rows before it; see `raafl.runfolder.append_file`
-    signature: str = ""  # signature of hash and task id; "" = unsigned
-    key: str = ""  # public key of the signature; "" = unsigned
+    head: str  # hash of the journal's last row and all rows before; see `raafl.runfolder.append_file`
+    signature: str = ""  # signature of the hash and the task id; "" = unsigned
+    key: str = ""  # public key by which the signature is checked; "" = unsigned
 
     @classmethod
     def sign(cls, head: str, assignment: int, signer: Signer | None) -> Self:

@@ -113,7 +113,7 @@ def batches_of(rows: Iterable[JournalRow]) -> list[list[int]]:
 
 
 def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
-    """Read how many clients the recorded run waited for at its start, and whether lost ones counted."""
+    """Return the number of clients for which the recorded run waited at its start, and whether lost clients counted."""
     start = begun.get("start")
     least, counts = (start.get("min_clients"), start.get("count_lost")) if isinstance(start, dict) else (None, None)
     if not isinstance(least, int) or not isinstance(counts, bool):
@@ -127,10 +127,10 @@ def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
 def _own_data(
     folder: Path, rows: Iterable[JournalRow], files: Mapping[int, Path], trusted: bool
 ) -> dict[int, ClientData]:
-    """Return the data of the clients that trained on data of their own, from the user's ``files``."""
+    """Load from the user's ``files`` the data of those clients that trained on data of their own."""
     from raafl.runtime.client.setup import whole
 
-    # the updates of a subfederation are in the folder
+    # a subfederation's updates are read from the folder instead
     joined = (row for row in rows if row.get("event") == "joined" and not row.get("below"))
     wanted = {row["client"] for row in joined if row.get("own_data")}
     for client in sorted(wanted - set(files)):
@@ -150,7 +150,7 @@ def _save(folder: Path, parts: ServerSetup) -> Path:
 
 
 def _distance(folder: Path, parts: ServerSetup) -> dict[str, Any] | None:
-    """Return the largest and the root mean square difference between replayed values and the run's last checkpoint."""
+    """Return the largest and the root mean square difference of the replayed model from the run's last checkpoint."""
     with contextlib.suppress(BadInput):
         saved = checkpoint_reader.load(folder)
         values = parts.coordinator.state.values
@@ -170,7 +170,7 @@ class FirstDifference:
     """The first difference between a replay and its recording."""
 
     number: int  # number of the event in the journal, from 1
-    what: str  # description of the difference
+    what: str  # name of what differs
     recorded: object  # value in the journal
     replayed: object  # value in the replay
 
@@ -208,18 +208,19 @@ class Replay:
 
     coordinator: Coordinator
     executor: Executor
-    folder: Path | None = None  # folder of the run, with what it has received
+    folder: Path | None = None  # folder of the recorded run, which has the tensors that it received
     first_difference: FirstDifference | None = None
     num_events: int = 0
     now: float = 0.0
     _out: dict[int, tuple[Assignment, FlatTensors]] = field(default_factory=dict)
-    _series: dict[str, Any] = field(default_factory=dict)  # device profiles by digest, as the journal shortens them
+    # by digest: device profiles, which the journal names by their digest after the first time
+    _series: dict[str, Any] = field(default_factory=dict)
     _adjusted: deque[Adjusted] = field(default_factory=deque)
-    # assigned in the replay, and not yet compared with the recording
+    # assignments of the replay that are not compared with the recording yet
     _expected: deque[Assignment] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        """Create the coordinator's snapshots and extensions."""
+        """Create the store of snapshots and the extensions of the replay."""
         self._snapshots = snapshots_of(self.coordinator)
         self._extensions = [made(self.coordinator) for made in extensions_of(self.coordinator, "replay")]
 
@@ -234,7 +235,7 @@ class Replay:
         order = {row["assignment"]: place for place, row in arrived if "contributions" not in row}
         together, never = batches_of(rows), len(order)
         self.executor.follow(together)
-        # a task without an answer may have been trained in a batch whose others have one
+        # a task without a recorded answer may have been in a batch with tasks that have one
         order = {**{number: never for batch in together for number in batch}, **order}
         for row in rows:
             if until is not None and self.num_events >= until:
@@ -268,12 +269,12 @@ class Replay:
         return event_of(row, self._series)
 
     def _received(self, fingerprint: str, layout: Layout) -> FlatTensors:
-        """Read tensors that the run has received, from its folder."""
+        """Read tensors that the recorded run received, from its folder."""
         assert self.folder is not None
         return load_received(self.folder, fingerprint, layout).to(self.coordinator.state.values.device)
 
     def _of_subfederation(self, row: JournalRow) -> Arrived:
-        """Return a subfederation's update from the run folder, since only its own run could compute it again."""
+        """Read a subfederation's update from the run folder, since only the subfederation could compute it again."""
         number, fingerprint = row["assignment"], row["fingerprint"] or ""
         assignment, _ = self._out.get(number, (None, None))
         spec = FULL if assignment is None else assignment.spec
@@ -286,7 +287,7 @@ class Replay:
         return Arrived(update)
 
     def _go_on(self, row: JournalRow) -> None:
-        """Continue as the resumed run did, with its next assignment id and its limits."""
+        """Continue as the resumed run did: at its next assignment id, with its limits."""
         self.coordinator.roster.last_id = row["last_id"]
         if row["restarted"]:
             self.coordinator.restart()
@@ -307,7 +308,7 @@ class Replay:
                 self.executor.submit(assignment, snapshot, float(needed))
 
     def _check_assigned(self, row: JournalRow) -> None:
-        """Compare a recorded assignment with the replayed one; store the first difference."""
+        """Compare a recorded assignment with the replayed one, and store the difference if it is the first."""
         if self.first_difference is not None:
             return
         assignment = self._expected.popleft() if self._expected else None
@@ -321,7 +322,7 @@ class Replay:
             )
 
     def _check_adjusted(self, row: JournalRow) -> None:
-        """Compare a recorded change of a setting with the replayed one; store the first difference."""
+        """Compare a recorded change of a setting with the replayed one, and store the difference if it is the first."""
         adjusted = self._adjusted.popleft() if self._adjusted else None
         found = None if adjusted is None else asdict(adjusted)
         wanted = {name: row.get(name) for name in Adjusted.__dataclass_fields__}
@@ -329,16 +330,13 @@ class Replay:
             self.first_difference = FirstDifference(self.num_events, "adjusted setting", wanted, found)
 
     def _arrived(self, row: JournalRow) -> Arrived:
-        """Train the answered task and return its update.
-
-        An update that was refused for a reason that training does not reproduce is not trained again.
-        """
+        """Return the update of an answered task, trained again unless training cannot reproduce its refusal."""
         number = row["assignment"]
         assignment, snapshot = self._out.get(number, (None, None))
-        there = self.coordinator.roster.find(row["client"])  # a suspended client still answers its current task
+        there = self.coordinator.roster.find(row["client"])  # a suspended client may still answer its current task
         life = None if there is None else (there.id, there.incarnation)
         known = assignment is not None and (assignment.client, assignment.incarnation) == life
-        # a refused task with exchanges may have stopped in its middle, so it is not trained again
+        # a refused task with exchanges may have ended in its middle, which a replay cannot repeat
         exchanges = assignment is not None and self._exchanges(assignment)
         sound = row["refusal"] is None or (row["refusal"] == "non-finite" and not exchanges)
         sent = row["refusal"] != OUT_OF_MEMORY
@@ -354,7 +352,8 @@ class Replay:
         update = self.executor.result(number)
         self._snapshots.returned(assignment, update, snapshot)
         self._release(number)
-        if not sound:  # damaged in transit: the client has sent it and keeps the compression error for its next update
+        # damaged on its way: the client has sent it, and so keeps its compression error for the next update
+        if not sound:
             update.refusal, update.incarnation = row["refusal"], row["incarnation"]
             return Arrived(update)
         update.incarnation, update.num_samples = row["incarnation"], row["num_samples"]

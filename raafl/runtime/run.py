@@ -84,7 +84,7 @@ class Run:
             recorded = {} if saved is None else saved.section["record"]["metrics"]
             from raafl.runtime.first_look import check_goals, first_look, notes_before
 
-            # checked before the folder exists, so that a run that cannot start leaves none
+            # before the folder exists, so that a run that cannot start leaves none
             look = first_look(parts, self.evaluator, recorded)
             self.first_metrics = look.metrics if recorded else self.observer.on_measured(0, 0.0, look.metrics)
             check_goals(experiment, self.first_metrics, has_client_tests=any(data.test_sizes))
@@ -117,7 +117,7 @@ class Run:
         if saved is not None:
             return saved.folder
         name, output = self.parts.experiment.name, self.parts.experiment.output
-        # for a URL, the run writes to a local folder that is copied there
+        # a URL's run is written to a local folder, from which it is copied
         return default_run_folder(name) if output is None or is_url(output) else Path(output)
 
     def figures(self) -> RunStatistics:
@@ -134,9 +134,9 @@ class Run:
         )
 
     def _begin(self, config_yaml: str, metrics: dict[str, float]) -> None:
-        """Create a new run folder, and record the metrics of the initial model."""
+        """Create the run folder, and record the metrics of the initial model."""
         experiment, state = self.parts.experiment, self.parts.coordinator.state
-        self.folder = self._name_folder(None)  # chosen again, since another run may have taken the name meanwhile
+        self.folder = self._name_folder(None)  # again, since another run may have taken the name
         check_space(self.folder, state.values.num_bytes, experiment.keep_checkpoints)
         try:
             self.writer = RunFolder(self.folder, config_yaml, self.progress.warn)
@@ -169,7 +169,7 @@ class Run:
         described, clients = coordinator.algorithm.describe(), quantity(len(self.parts.clients), "client")
         size = f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
         head = f"{experiment.name}: {described['name']} on {clients}"
-        # the title in this form is part of journals
+        # journals contain the title in this form
         title = f"{head}, select {described['select']}, merge {described['merge']}, {size}"
         self.progress.start(f"{head}, a model of {size}, measured on {self.parts.data.measured}")
         what = re.sub(r"^full\b", "the whole model", described["select"])
@@ -178,7 +178,7 @@ class Run:
         self.progress.note(f"  merge after: {described['trigger']}; how: {described['merge']}{late}")
         for note in self._notes:
             (self.progress.warn if isinstance(note, Warn) else self.progress.note)(note)
-        # active until `close`, so that a signal does not interrupt the end of the run either
+        # until `close`, so that a signal does not interrupt the end of the run
         self._interrupt.__enter__()
         if self.resumed:
             self.hooks.start()
@@ -264,9 +264,9 @@ class Run:
         return told
 
     def _trials(self) -> dict[str, Any]:
-        """Return what trials cost by which the method was chosen before the run; empty if there were none.
+        """Return the costs of the trials by which the run's method was chosen; {} if there were none.
 
-        Only the process that made the trials knows their real seconds, so a resumed run lacks them.
+        Their real seconds are known only to the process that made them, so a resumed run lacks these.
         """
         chosen = self.parts.experiment.algorithm.chosen
         if chosen is None and self.resumed:
@@ -276,13 +276,13 @@ class Run:
         return found | ({"real_s": chosen[TRIALS_S]} if chosen and TRIALS_S in chosen else {})
 
     def _final_metrics(self) -> dict[str, float]:
-        """Evaluate the final model on the test set, if the evaluations during the run used a validation set."""
+        """Evaluate the final model on the test set, if a validation set was used during the run; {} if not."""
         batches, state = self.parts.data.final_batches(), self.parts.coordinator.state
         if batches is None:
             return {}
         try:
             found = self.evaluator.on_other(batches, state.values, state.version)
-        except USER_ERRORS as error:  # the run has ended, so its results are kept
+        except USER_ERRORS as error:  # the run is over, and its results are kept
             self.progress.warn(f"the test set cannot be measured: {cause(error)}")
             return {}
         return {f"test/{name}": value for name, value in found.items()}
@@ -290,7 +290,7 @@ class Run:
     def close(self) -> None:
         """Restore the terminal, end the checkpoint thread and write the remaining rows; needed whether or not the run failed."""
         self.progress.stop()
-        self.saver.close()  # first, since the saver seals the files that it writes
+        self.saver.close()  # first, since it seals the files that it writes
         self.writer.close()
         self.hooks.close()
         self._interrupt.__exit__(None, None, None)
@@ -360,12 +360,12 @@ def simulate(
         parts = build(experiment, pace=False)
         executor = make_executor(parts, experiment.workers, ranks=transport is not None)
         stack.callback(executor.close)
-        # created after the executor, which forks, because this starts threads
+        # after the executor, which forks and so needs a process without threads
         run = Run(parts, config_yaml, "simulated", saved, observer)
         stack.callback(run.close)
         run.progress.show_executor(executor)
         if transport is not None:
-            take_on = cast("RankExecutor", executor).take_on  # `make_executor` returns this type for ranks
+            take_on = cast("RankExecutor", executor).take_on  # `make_executor` returns this class for ranks
             transport.listen(lambda client, peer, connect: take_on(peer, connect), run.progress.warn)
         run.start()
         below = None
@@ -389,6 +389,6 @@ def simulate(
         reason = simulation.run()
         trained = {"batched": executor.report(), **executor.on_gpu()}
         if below is not None:
-            run.saver.close()  # its thread fills the module that runs below save, too
+            run.saver.close()  # its thread uses the module that the runs below save, too
             trained["subfederations"] = below.finish(reason)
         return run.finish(reason, simulation.now, simulation.error, trained), run.folder

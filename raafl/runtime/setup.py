@@ -87,7 +87,7 @@ def make_model(experiment: Experiment) -> LightningModule:
     """Build the model with initial weights from the run's seed, in the form in which the algorithm trains it."""
     seed = derive_seed(experiment.seed, "model")
     seeded(seed)
-    torch.manual_seed(seed)  # seeds GPUs, too
+    torch.manual_seed(seed)  # also seeds GPUs
     return _prepared(experiment)
 
 
@@ -96,7 +96,7 @@ def _prepared(experiment: Experiment) -> LightningModule:
         module = user_model(experiment)
     except BadInput:
         raise
-    # an error of the user's code or its library; errors about arguments and configs explain themselves
+    # raised by the user's code or its library; `BadInput` explains itself
     except USER_ERRORS as error:
         if isinstance(error, TypeError) and (misfit := _misfit(error)):
             raise BadInput(misfit) from error
@@ -108,7 +108,7 @@ def _prepared(experiment: Experiment) -> LightningModule:
 
 
 def _misfit(error: BaseException) -> str:
-    """Return a message about an argument of the model whose type differs from its default's; "" if there is none."""
+    """Describe an argument of the model whose type is not that of its default; "" if there is none."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if frame.f_code.co_name != "__init__" or not isinstance(module, torch.nn.Module):
@@ -179,7 +179,7 @@ def proven_submodels(
 def _start(
     experiment: Experiment, module: LightningModule, data: FederatedData, build: Callable[[Experiment], LightningModule]
 ) -> None:
-    """Initialise buffers that get sizes and values only in a first step; ``build`` makes a module with values."""
+    """Initialise buffers that get size and values in a first step; ``build`` creates a module with values."""
     if Rules(experiment.rules).starts_observers:
         start_observers(module, data.example_batch, partial(build, experiment))
 
@@ -213,7 +213,7 @@ def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo
     """Return descriptions of clients 1 to N, as far as they are known before the clients join."""
     try:
         profiles = experiment.profiles()
-    except ValueError as error:  # a run folder's config is not validated as a whole
+    except ValueError as error:  # the config of a run folder was not validated as a whole
         raise BadInput(str(error)) from None
     pairs = zip(data.sizes, profiles, strict=True)
     clients = [ClientInfo(i, size, profile) for i, (size, profile) in enumerate(pairs, start=1)]
@@ -286,12 +286,12 @@ def assemble(
 
 
 def _assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
-    """Wrap the algorithm's merge in the run's options, such as guard, privacy and precision; once, on the server.
+    """Wrap the algorithm's merge in the run's options, such as guard, privacy and precision; done once, on the server.
 
-    Order, from the inside: the method's own merge; the guard; privacy, which must see what the guard accepts; pooled
-    batch norm statistics; conversion of half-precision updates to float32; and the limit on an update's norm, which is
-    checked first. Secure aggregation leaves the last three out, since it merges only sums of updates. Raises BadInput
-    if an option does not work with the algorithm.
+    From the inside: the method's own merge; the guard; privacy, which must see what the guard accepts; pooled batch
+    norm statistics; conversion of half precision to float32; and the limit on an update's norm, which is checked first.
+    Secure aggregation leaves the last three out, since it merges sums alone. Raises BadInput if an option does not work
+    with the algorithm.
     """
     options = experiment.rounds, experiment.guard, experiment.privacy, experiment.num_members
     algorithm = with_options(experiment.algorithm, *options, experiment.seed)
@@ -389,7 +389,7 @@ def coordinator_of(
 
 
 def _captures(experiment: Experiment) -> bool:
-    """Check by the config alone whether steps are CUDA graphs, so that a replay elsewhere predicts the same times."""
+    """Check by the config alone whether steps are captured as CUDA graphs, so that replays elsewhere predict equal times."""
     if experiment.fabric.accelerator != "cuda" or experiment.fabric.capture == "off":
         return False
     from raafl.local.captured.limits import problems
@@ -408,7 +408,7 @@ def own_tests(experiment: Experiment, data: FederatedData) -> OwnTests:
 
 
 def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
-    """Build the trainer that runs the tasks of an experiment."""
+    """Build the trainer for the tasks of an experiment."""
     algorithm = experiment.algorithm
     from raafl.config.problems import device_problem
 
@@ -426,7 +426,7 @@ def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricO
             max_built=max_built,
             pools=True,
         )
-    except (ValueError, RuntimeError, ImportError) as error:  # Fabric reports what this machine does not support
+    except (ValueError, RuntimeError, ImportError) as error:  # raised by Fabric for what this machine does not support
         raise BadInput(
             f"fabric.accelerator is '{options.accelerator}' and fabric.precision '{options.precision}', which cannot "
             f"be used here: {' '.join(str(error).split())}"
@@ -452,12 +452,12 @@ def client_parts(
     from raafl.submodel.module_state import has_values_beside
 
     if not same_generators(drawn, generators()) and has_values_beside(module):
-        # a skeleton draws values outside the parameters differently than the server's model
+        # a skeleton draws other random numbers than the server's model, and so has other values beside the parameters
         module = make_model(experiment)
     _start(experiment, module, data, make_model)
     submodels = submodels_of(experiment.submodels, module, data.example_batch(2), Rules(experiment.rules))
     if submodels.frozen:
-        # a process that trains one client's tasks loads only the base's variant that these tasks need
+        # a process for one client loads only the variant of the frozen base that its tasks need
         submodels.attach_base(make_model(experiment), (lambda: make_model(experiment)) if max_built == 1 else None)
     return submodels, _make_trainer(experiment, submodels, options, max_built)
 

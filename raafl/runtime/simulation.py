@@ -44,7 +44,7 @@ from raafl.runtime.extensions import extensions_of
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.submodel import FlatTensors
 
-# order of events at the same time: arrivals first, then losses, joins and timers
+# order of simultaneous events: arrivals first, then losses, joins and timers
 ARRIVED, LOST, JOINED, TIMER = range(4)
 
 LOST_FOR_EACH_CLIENT = 100
@@ -56,9 +56,9 @@ class Due:
     """A task's answer, due at the far end of its simulated time."""
 
     assignment: Assignment  # assignment of the task
-    time: TaskTime  # durations of its parts
-    more_bytes: int = 0  # number of bytes sent to the client beyond the prediction
-    # seconds for which the trained update waited until its client's earlier update was sent
+    time: TaskTime  # durations of download, computation and upload
+    more_bytes: int = 0  # bytes sent to the client beyond the predicted ones
+    # seconds for which the update waited until an earlier update of the client was sent
     waited_s: float = 0.0
 
 
@@ -127,14 +127,14 @@ class Simulation(Driver):
         super().__init__(coordinator, record, evaluator, hooks, progress)
         self.executor = executor
         executor.batch_trained = lambda assignments: record.batch_trained(assignments, self._now)
-        # whether the method raised an error, so that the current event is handled only in part
+        # set if the method has raised an error, so that the present event is handled only in part
         self._has_raised = False
         self._now = 0.0
         self._heap: list[tuple[float, int, int, Event | Due]] = []
         self._sequence = 0
-        self._num_lost = 0  # number of tasks lost since the last update arrived
+        self._num_lost = 0  # tasks lost since the last update arrived
         self._snapshots = snapshots_of(coordinator)
-        self._out: dict[int, dict[int, FlatTensors]] = {}  # by client and assignment: values of unanswered tasks
+        self._out: dict[int, dict[int, FlatTensors]] = {}  # by client and assignment: values from which tasks start
         self._extensions: list[ClockExtension] = [make(self) for make in extensions_of(coordinator, "clock")]
         for client in clients:
             self._plan_join(client, 0.0)
@@ -168,7 +168,7 @@ class Simulation(Driver):
         self._now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
         self._heap = [(at, priority, number, item_from_plain(item)) for at, priority, number, item in data["heap"]]
         limit = self.coordinator.limits.max_time_s
-        # the time limit has changed since the checkpoint
+        # replaced if the limit has changed since the checkpoint
         if all(item != Timer(TIME_UP) or at != limit for at, _, _, item in self._heap):
             self._heap = [entry for entry in self._heap if entry[3] != Timer(TIME_UP)]
             if limit is not None and self.coordinator.started:
@@ -190,7 +190,7 @@ class Simulation(Driver):
 
     def run(self) -> str:
         """Run until the coordinator finishes or no event is left; return the reason for the end."""
-        if self.record.reached:  # the initial model may meet the targets already
+        if self.record.reached:  # the initial model may meet the targets
             self.tell(Stop("target"))
         with Interrupt() as interrupt:
             self._stop_if_asked()
@@ -205,7 +205,7 @@ class Simulation(Driver):
         return self._ended()
 
     def _turn(self) -> None:
-        """Handle the next item that is due."""
+        """Handle the item that is due next."""
         coordinator, most = self.coordinator, self.coordinator.limits.max_updates
         if most is not None:
             trigger, num_waiting = coordinator.algorithm.trigger, len(coordinator.state.waiting)
@@ -215,7 +215,7 @@ class Simulation(Driver):
         try:
             event = self._event_of(item)
         except TaskFailed as failed:
-            heapq.heappush(self._heap, entry)  # the task is trained again when the run is resumed
+            heapq.heappush(self._heap, entry)  # trained again when the run is resumed
             self.error = failed
             return
         if event is not None:
@@ -225,9 +225,9 @@ class Simulation(Driver):
                 extension.turned()
 
     def _event_of(self, item: Event | Due) -> Event | None:
-        """Return the event that a due item is for the coordinator; None if there is nothing to report yet."""
+        """Return the event for the coordinator that a due item stands for; None if there is nothing to report."""
         if isinstance(item, Sending):
-            # None if the client was lost meanwhile
+            # not reported if the client was lost in the meantime
             return item if item.assignment in self._out.get(item.client, {}) else None
         if not isinstance(item, Due):
             return item
@@ -248,7 +248,7 @@ class Simulation(Driver):
         self._sequence += 1
 
     def _plan_join(self, client: ClientInfo, not_before: float) -> None:
-        """Queue the client's next join according to its availability, and its leave after that."""
+        """Queue the next join of a client, and its leave after that, by the availability of its device."""
         profile = client.profile
         at = not_before if profile.available(not_before) else profile.next_change_s(not_before)
         if at < float("inf"):
@@ -258,7 +258,7 @@ class Simulation(Driver):
                 self.push(leaves, LOST, Lost(client.id, "unavailable", client.incarnation))
 
     def _snapshot_of(self, assignment: Assignment) -> FlatTensors | None:
-        """Return the values from which a task started; None if its client was lost meanwhile."""
+        """Return the values from which a task starts; None if its client was lost in the meantime."""
         return self._out.get(assignment.client, {}).get(assignment.id)
 
     def trained(self, due: Due) -> Update:
@@ -289,7 +289,7 @@ class Simulation(Driver):
         super()._handled(event, now, lost)
 
     def _forget(self, lost: ClientInfo, event: Event) -> None:
-        """Cancel a lost client's tasks, and plan its next join; end the run if tasks are only lost and never merged."""
+        """Cancel a lost client's tasks, and queue its next join; end the run if too many tasks in a row were lost."""
         num_lost = self.cancel(lost.id)
         self._plan_join(replace(lost, incarnation=lost.incarnation + 1), self.now)
         if not num_lost:
@@ -314,7 +314,7 @@ class Simulation(Driver):
     def _decide(self, event: Event, now: float) -> list[Action]:
         try:
             return super()._decide(event, now)
-        except USER_ERRORS as error:  # a hook's error is raised unchanged
+        except USER_ERRORS as error:  # an error in a hook is raised unchanged
             self._take_raised(error, None)
             return []
 
@@ -328,7 +328,7 @@ class Simulation(Driver):
                 extension.let_go(action.client)
 
     def _blame(self, client: int, error: Exception) -> None:
-        """Record an error of the algorithm; the client, which this process simulates, is not dismissed."""
+        """Record an error that the method raised about a client, which is simulated here and so is not dismissed."""
         self._take_raised(error, client)
 
     def _take_raised(self, error: BaseException, client: int | None) -> None:
@@ -340,7 +340,7 @@ class Simulation(Driver):
         self.error = self.error or of_server(error, client)
 
     def _checkpoint(self) -> None:
-        """Save the run, unless the method has raised an error: the corrected run resumes from the checkpoint before."""
+        """Save a checkpoint, unless the method has raised an error: the corrected run resumes from the one before."""
         if not self._has_raised:
             super()._checkpoint()
 
@@ -372,7 +372,7 @@ class Simulation(Driver):
         self.push(at, ARRIVED, due)
 
     def _task_time(self, assignment: Assignment, more_bytes: int, up_from_s: float) -> TaskTime:
-        """Return how long each part of a task takes that is assigned now; its client's uplink is free from ``up_from_s`` on."""
+        """Return how long each part of a task takes from now; its update can be sent from the time ``up_from_s`` on."""
         fleet = self.coordinator.fleet
         client = self.coordinator.roster.clients[assignment.client]
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)

@@ -42,10 +42,10 @@ class Below(Simulation):
         sends: str,
         hooks: RunHooks | None = None,
     ) -> None:
-        """Begin without a task; ``sends``: what the run above merges, "values" or "delta"."""
+        """Create the run of a subfederation, without a task; ``sends``: what the run above merges, "values" or "delta"."""
         super().__init__(coordinator, clients, executor, record, None, hooks=hooks)
         self.number, self._sends, self._task = number, sends, TaskBelow()
-        self._dismissed = ""  # why the last client that was dismissed has had to leave
+        self._dismissed = ""  # reason for which a client was last dismissed
         self._num_clients = sum(one.stands_for for one in clients)
         self._num_samples = sum(one.num_samples for one in clients)
 
@@ -64,7 +64,7 @@ class Below(Simulation):
         assert above is not None
         while self._heap and self._heap[0][0] <= at_s:  # late tasks, and clients that come and go
             self._turn_or_raise()
-        # the run above may have lost its client here, and this one has gone on
+        # this run may have gone on after the run above lost its client
         self._now = max(self._now, at_s)
         self._task = TaskBelow()
         spec = assignment.spec.without_base
@@ -91,7 +91,7 @@ class Below(Simulation):
         self._dismissed = f"client {client} was dismissed: {reason}"
 
     def _answer(self, assignment: Assignment, received: FlatTensors, num_merges: int) -> Update:
-        """Return the update of the last task, as the server above takes it from any subfederation."""
+        """Return the update of the last task, in the form that the server above expects from subfederations."""
         submodels, folder = self.coordinator.state.submodels, self.record.folder
         update = self._task.update(
             assignment,
@@ -120,7 +120,7 @@ class Subfederations(Executor):
     """Executor of a run all of whose clients are subfederations, by their numbers."""
 
     def __init__(self, inner: Executor, below: Sequence[Below]) -> None:
-        """Store the regions, ``below``, which do the tasks, and ``inner``, which trains the tasks of the clients in regions."""
+        """Create an executor whose tasks the subfederations ``below`` do; ``inner`` trains the tasks of their clients."""
         self._inner, self.below = inner, {one.number: one for one in below}
         self._answers: dict[int, Update | CodeFailed] = {}
 
@@ -157,7 +157,7 @@ class Shared(Executor):
     """Executor of one of several subfederations, which share another that trains the tasks of all."""
 
     def __init__(self, inner: Executor, number: int, num_all: int) -> None:
-        """Tell the tasks of the subfederation ``number`` of ``num_all`` from those of others, which have the same ids."""
+        """Share an executor between ``num_all`` subfederations, whose tasks have equal ids, for that of ``number``."""
         self._inner, self._number, self._num_all = inner, number, num_all
 
     def _id(self, assignment_id: int) -> int:
@@ -187,7 +187,7 @@ class RunsBelow:
     """
 
     def __init__(self, above: Any, executor: Executor, stack: ExitStack) -> None:
-        """Begin a run for each, whose clients' tasks ``executor`` trains; ``stack`` closes them.
+        """Start a run for each subfederation; ``executor`` trains the tasks of their clients, ``stack`` closes the runs.
 
         `above`: the `raafl.runtime.run.Run` above.
         """
@@ -222,7 +222,7 @@ class RunsBelow:
 
 
 def _config_below(config: dict[str, Any], number: int) -> str:
-    """Return the config of a subfederation's run folder: that of the run above, with its number."""
+    """Return the config for a subfederation's run folder: that of the run above, with the subfederation's number."""
     if not config:
         return ""
     import yaml

@@ -21,8 +21,8 @@ from types import FrameType
 from typing import IO, Any, Final, Self
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_STAYS: Final = (2, 130)  # exit codes for bad input and an interrupt, after which a restart would not help
-_SHOWN_LINES: Final = 20  # number of log lines that are shown of a client that is given up
+_STAYS: Final = (2, 130)  # exit codes for bad input and interrupts, after which a restart would not help
+_SHOWN_LINES: Final = 20  # lines of a client's log that are shown when it is given up
 _TICK_S: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -32,13 +32,13 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 class RestartPolicy:
     """Limits and delays for restarting processes."""
 
-    max_restarts: int = 100  # number of restarts of all processes together; afterwards nothing is restarted
-    first_s: float = 1.0  # seconds before the first restart of a process; doubled at each further restart
-    longest_s: float = 30.0  # largest number of seconds before a restart, at which the doubling stops
-    # seconds after which a running process counts as healthy, so that its next restart waits ``first_s`` again
+    max_restarts: int = 100  # number of restarts, of all processes together, after which none is restarted
+    first_s: float = 1.0  # seconds before the first restart of a process, doubled for each further one
+    longest_s: float = 30.0  # seconds at which the doubling stops
+    # seconds after which a running process counts as healthy, so that its next restart waits for ``first_s`` again
     sound_s: float = 60.0
-    leave_s: float = 10.0  # seconds for clients to end by themselves once the server has ended
-    # seconds from SIGTERM to SIGKILL of a process, and from the second Ctrl-C to SIGKILL of the server
+    leave_s: float = 10.0  # seconds in which clients may end by themselves after the server has ended
+    # seconds between SIGTERM and SIGKILL of a process, and between a second Ctrl-C and SIGKILL of the server
     stop_s: float = 10.0
 
 
@@ -46,15 +46,15 @@ class RestartPolicy:
 class Child:
     """A server or client as a child process, with all of its restarts."""
 
-    name: str  # name for messages
-    command: Callable[[], Sequence[str]]  # function that returns the command line for the next start
+    name: str  # name in messages
+    command: Callable[[], Sequence[str]]  # function that returns the command line of the next start
     environment: Mapping[str, str]  # environment variables of the process
-    log: Path | None = None  # file for the output of the process; None = the supervisor's own output
-    fds: tuple[int, ...] = ()  # file descriptors that the process inherits
-    dies_with_parent: bool = True  # whether the kernel kills the process if the supervisor dies
-    process: subprocess.Popen[bytes] | None = None  # the present or last process
-    due_s: float | None = 0.0  # time of the next start on the monotonic clock; None = no start is planned
-    settled: bool = False  # whether the end of the present process was handled, by a planned restart or by giving it up
+    log: Path | None = None  # file for the output; None = the supervisor's own output
+    fds: tuple[int, ...] = ()  # file descriptors to inherit
+    dies_with_parent: bool = True  # whether the kernel kills the process when the supervisor dies
+    process: subprocess.Popen[bytes] | None = None  # present or last process
+    due_s: float | None = 0.0  # time of the next start on the monotonic clock; None = none is planned
+    settled: bool = False  # whether the end of the process was handled, by a planned restart or by giving it up
     num_starts: int = 0  # number of times that the process was started
     _wait_s: float = 0.0
     _started_s: float = 0.0
@@ -81,7 +81,7 @@ class Child:
         if self.process is None or self.due_s is not None:
             return None
         if self.process.returncode is None and _has_ended(self.process.pid):
-            # kills the processes that it started: its group id stays reserved until it is reaped
+            # kills what the process has started: until the process is reaped, its group id is not reused
             self.send(signal.SIGKILL)
         return self.process.poll()
 
@@ -113,11 +113,11 @@ def _has_ended(pid: int) -> bool:
 
 
 def _die_with(parent: int) -> Callable[[], None]:
-    """Return a function for a child to call at its start, after which the kernel kills it when its parent dies."""
+    """Return a function that a child calls at its start, so that the kernel kills it when its parent dies."""
 
     def ask() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before the kernel was told
+        if os.getppid() != parent:  # the parent has died before the kernel was told
             os._exit(1)
 
     return ask
@@ -134,7 +134,7 @@ class Signals:
         self._fd = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
         self._before: dict[int, Any] = {}
         for number in (*_ENDING, signal.SIGTSTP, signal.SIGCHLD):
-            # nohup ignores SIGHUP, which stays ignored
+            # SIGHUP stays ignored under nohup
             if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -185,10 +185,10 @@ class Supervisor:
     needed: int = 0
     listener: socket.socket | None = None
     num_restarts: int = field(default=0, init=False)
-    _asked: int = field(default=0, init=False)  # number of times that the user has asked to end
+    _asked: int = field(default=0, init=False)  # number of signals by which the user asked for the end
     _kill_at: float | None = field(default=None, init=False)
     _away: set[int] = field(default_factory=set, init=False)  # clients that are not restarted any more
-    _is_over: bool = field(default=False, init=False)  # whether too few clients are left for the run
+    _is_over: bool = field(default=False, init=False)  # whether too few clients are left
 
     def run(self) -> int:
         """Run until the server has ended.
@@ -224,7 +224,7 @@ class Supervisor:
     # ---- the user's signals ----
 
     def _heed(self, numbers: list[int]) -> None:
-        """Forward the user's signals to the server; kill it ``stop_s`` after the second one, or at the third."""
+        """Forward the user's signals to the server; kill it at the third, or ``stop_s`` seconds after the second."""
         for number in numbers:
             if number == signal.SIGTSTP:
                 self._pause()
@@ -237,7 +237,7 @@ class Supervisor:
             self.server.send(signal.SIGKILL)
 
     def _pause(self) -> None:
-        """Stop this process and its children together, and continue the children when this process continues."""
+        """Suspend this process and its children (Ctrl-Z), and let the children continue when this process does."""
         for child in self._everyone():
             child.send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -247,7 +247,7 @@ class Supervisor:
     # ---- processes that have ended ----
 
     def _see_server(self) -> int | None:
-        """Return the run's exit code once the server has ended for good, else None; restart the server if allowed."""
+        """Return the run's exit code once the server has ended for good, else None; restart a server that died."""
         code, over = self.server.exit_code(), self._asked > 0 or self._is_over
         if code is None:
             return (130 if self._asked else 1) if over and self.server.due_s is not None else None
@@ -262,7 +262,7 @@ class Supervisor:
         self.say(
             f"the server {exit_in_words(code)}; it is started again in {wait_s:g} s, from its last checkpoint if there is one"
         )
-        # restart clients that were released by a server which died before the end of its run
+        # clients that have ended because the server did are started again, too
         for number, child in self.clients.items():
             if number not in self._away and child.exit_code() == 0:
                 child.due_s = self.server.due_s
@@ -270,7 +270,7 @@ class Supervisor:
 
     def _see_clients(self) -> None:
         if self._asked or self.server.exit_code() is not None:
-            return  # clients leave because the run has ended, so nothing is restarted
+            return  # the clients end with the run, so none is restarted
         for number, child in self.clients.items():
             code = child.exit_code()
             if code is not None and not child.settled and (code not in _STAYS or self.begun()):
@@ -297,15 +297,15 @@ class Supervisor:
             self._kill_at = time.monotonic() + self.policy.stop_s
 
     def _is_awaited(self, number: int) -> bool:
-        """Check whether the run cannot start without a client that has not joined yet."""
-        if self.server.num_starts > 1:  # an earlier server process may have started the run
+        """Check whether the run cannot start without client ``number``, which has not joined."""
+        if self.server.num_starts > 1:  # an earlier process of the server may have started the run
             return False
         joined = self.joined()
         others = len(self.clients) - len(self._away | {number})
         return number not in joined and max(len(joined), others) < self.needed
 
     def _may_restart(self) -> bool:
-        """Count one more restart and return True, unless none is left."""
+        """Count a restart and return True, or return False if no more are allowed."""
         if self.num_restarts >= self.policy.max_restarts:
             return False
         self.num_restarts += 1
@@ -314,7 +314,7 @@ class Supervisor:
     # ---- the end ----
 
     def _end(self, signals: Signals) -> None:
-        """Let the clients leave, then terminate those that remain; return when all have ended."""
+        """Wait for the clients to leave, then end those that remain, and return when all have ended."""
         for child in self._everyone():
             child.due_s = None
         if self.listener is not None:
@@ -322,12 +322,12 @@ class Supervisor:
         code = self.server.exit_code()
         leaving = code is not None and code >= 0
         steps = [(0, self.policy.leave_s if leaving else 0.0), (int(signal.SIGTERM), self.policy.stop_s)]
-        for number, wait_s in steps:  # signal number 0 only waits
+        for number, wait_s in steps:  # signal 0 only waits
             for child in self._left():
                 child.send(number, group=False)
             deadline = time.monotonic() + wait_s
             while self._left() and (rest_s := deadline - time.monotonic()) > 0:
-                if set(signals.wait(min(rest_s, _TICK_S))) - {signal.SIGTSTP}:  # the user has sent a further signal
+                if set(signals.wait(min(rest_s, _TICK_S))) - {signal.SIGTSTP}:  # the user has sent another signal
                     deadline = 0.0
         for child in self._left():
             child.send(signal.SIGKILL)
@@ -374,7 +374,7 @@ def local_ranks(
     patience_s = _FAILED_S
     try:
         for rank in range(1, num_ranks):
-            # the end of the store, by which a waiting rank hears that the run has ended, is no warning to print
+            # hides torch's warning when the store closes, by which waiting ranks learn of the run's end
             quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
             own = {**quiet, **os.environ, **meeting, **(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(command, stdout=stdout, stderr=stderr, env=own))
@@ -389,15 +389,15 @@ def local_ranks(
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-        del store  # closing the store tells connected ranks that still wait that the run has ended
+        del store  # closes the store, by which waiting ranks learn of the run's end
         _end(ranks, time.monotonic() + patience_s)
 
 
 def _meeting(num_ranks: int) -> tuple[object, dict[str, str]]:
-    """Open a store for ranks of this machine; return it with the environment variables by which they find it."""
+    """Open a key-value store for ranks on this machine; return it with the environment variables for the ranks."""
     from torch import distributed
 
-    dist: Any = distributed  # most of it has no type annotations
+    dist: Any = distributed  # untyped: most of torch.distributed has no annotations
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)

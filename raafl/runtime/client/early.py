@@ -44,7 +44,7 @@ class EarlyTask:
         self.update: Update | None = None
         self.failure: Exception | None = None
         self._take, self._unpack = take, unpack
-        self._arrived: Assignment | None = None  # the task that arrived, once its values are unpacked into `values`
+        self._arrived: Assignment | None = None  # the expected task, once it has arrived and its values are in `values`
 
     def watch(self, arrived: Assignment) -> None:
         """End the early steps if the task that begins to arrive is not the expected one."""
@@ -68,7 +68,7 @@ class EarlyTask:
                 trainer, self.expected, self.values, data, replace(context, stop=self.stop, receive=self._receive)
             )
         except GpuLost:
-            raise  # the GPU is unusable, so later tasks would fail, too
+            raise  # the GPU is unusable, so later tasks would fail as well
         except (TaskFailed, BadInput) as error:
             self.failure = None if self._arrived is None else error
             return
@@ -114,7 +114,7 @@ class Sender:
     def copy(self, tensors: FlatTensors) -> FlatTensors:
         """Copy an update to storage that does not change while the next task is trained; call it only after `wait`."""
         if self._storage is None or self._storage.layout != tensors.layout:
-            self._storage = None  # free the old update before allocating the new one
+            self._storage = None  # frees the old update before the new one is allocated
             self._storage = FlatTensors.empty(tensors.layout, tensors.device)
         return self._storage.copy_(tensors)
 
@@ -136,9 +136,9 @@ class OverlappedClient(ClientExtension):
     def __init__(self, client: Client) -> None:
         super().__init__(client)
         self._sender = Sender(client.received.put)
-        self._expected: Assignment | None = None  # prediction of the next task, if it may be started before it arrives
-        self._early: EarlyTask | None = None  # the predicted task that is being trained and has not arrived yet
-        self._begun: EarlyTask | None = None  # the last predicted task, until the task that arrived is trained
+        self._expected: Assignment | None = None  # the predicted next task; None = no task may begin before it arrives
+        self._early: EarlyTask | None = None  # the predicted task that is being trained and has not arrived
+        self._begun: EarlyTask | None = None  # the last predicted task, until the task that arrived was trained
 
     def announced(self, assignment: Assignment) -> None:
         """End the early steps of another task than the one that begins to arrive."""
@@ -163,7 +163,8 @@ class OverlappedClient(ClientExtension):
             return None
         peak_bytes(device, anew=True)
         early = self._early = EarlyTask(expected, own, client.received.get, client.down.unpack)
-        if (arrived := client.out) is not None:  # the task began to arrive before the other thread saw `_early`
+        # the task may have begun to arrive before the receiving thread could see `_early`
+        if (arrived := client.out) is not None:
             early.watch(arrived.assignment)
         if client.stop.is_set():
             early.stop.set()
@@ -180,16 +181,16 @@ class OverlappedClient(ClientExtension):
     def send(self, work: Work, plain: Callable[[Work], None]) -> None:
         """Send an update beside the next task, where that one may come or be begun meanwhile."""
         client, assignment = self.client, work.assignment
-        # a refused update may contain values that are not finite
+        # a refused update may have non-finite values, on which no next task can be started
         begins = client.may("begin early") and client.context.process_group is None and work.update.refusal is None
         self._expected = expected_next(assignment) if begins else None
-        self._sender.wait()  # the previous update is in the storage that this one needs
+        self._sender.wait()  # until the previous update is sent, its storage is in use
         if self._expected is None and not (work.arrival.ahead and client.may("send beside")):
             work.settles = work.arrival.ahead
             plain(work)
             return
         packed = client.pack(work)
-        if packed is work.update.tensors:  # the next task would overwrite these tensors
+        if packed is work.update.tensors:  # not copied by compression, and the next task would overwrite it
             packed = self._sender.copy(packed)
         message, work.settles = client.message(work, packed), True
         self._sender.start(lambda: client.deliver(message, work))

@@ -24,9 +24,9 @@ from raafl.transport.tcp.credentials import Credentials
 from raafl.transport.tcp.resumable import Position, ResumableConnection
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
-_SURE = 3  # refusals in a row before a client gives up, since a dying server or a flipped bit may cause one
+_SURE = 3  # successive refusals before a client gives up; fewer may come from a server that ends, or from a flipped bit
 _CONFIG_S, _PARTING_S, _RESUME_S = 30.0, 5.0, 30.0
-_CLOSED = "connection-closed"  # reason code of the transport for a closed connection
+_CLOSED = "connection-closed"  # reason code of a connection that the peer closed
 
 
 def join(
@@ -88,7 +88,7 @@ def join(
             continue
         finally:
             pair.close()
-        # without certificates, server and clients were started by one command, which also stops both
+        # without certificates one command has started server and clients, and ends both
         if reason != PAUSED or not credentials.certified:
             return _ended(client, reason)
         say(f"the server at {address} was interrupted; waiting {alone_s:g} s for one that resumes the run")
@@ -96,13 +96,13 @@ def join(
 
 
 def _cause(error: Exception) -> str:
-    """Return why the connection was lost, as text for users: without the reason code, naming the server."""
+    """Return the reason for which the connection broke, in words for users: without its code, about "the server"."""
     text = str(error).removeprefix(f"{error.reason}: ") if isinstance(error, PeerLost) else str(error)
     return text.replace("the peer ended the connection", "the server ended it")
 
 
 def _ended(client: int, reason: str) -> str:
-    """Return why the server ended the session; raises `Replaced` or `RunFailed` if the reason is an error."""
+    """Return the reason for which the server ended the session; raises `Replaced` or `RunFailed` if it is an error."""
     if reason.startswith("replaced"):
         raise Replaced(f"client {client}: {reason}")
     if reason.startswith(("refused", "failed")):
@@ -111,7 +111,7 @@ def _ended(client: int, reason: str) -> str:
 
 
 def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
-    """Run the client; if its code fails on its own data, show the traceback here, since the server gets none."""
+    """Run the client; if its code fails on its own data, show the traceback here, since the server does not get it."""
     try:
         return worker.run()
     except TaskFailed as failed:
@@ -121,9 +121,9 @@ def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
 
 
 def _part(refusal: TaskRefused, pair: Connection, worker: Client | None, say: Callable[[str], None]) -> None:
-    """Leave a server whose run or task the site refuses; raises the refusal if it is final.
+    """Leave a server whose run or task the site's policy refuses; raises the refusal if it is final.
 
-    `worker`: client that has refused a task and told the server so; None = the client has not joined.
+    `worker`: client that has told the server of the refusal; None = the client had not joined.
     """
     if worker is None:
         _tell_not_joining(pair, refusal.server_reason)
@@ -142,7 +142,7 @@ def _told(site: ClientSetup, say: Callable[[str], None], *, certified: bool) -> 
 
 
 class _Search:
-    """Search for the server, with growing pauses, until it was unreachable for ``alone_s`` seconds."""
+    """Search for a server, with growing pauses, which fails after ``alone_s`` seconds without one."""
 
     def __init__(
         self,
@@ -152,22 +152,19 @@ class _Search:
         say: Callable[[str], None],
         wait: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._wait = wait  # waits until the site is open; returns whether it had to wait
+        self._wait = wait  # waits until the site accepts work, and returns whether it had to wait
         self._connect, self._address, self._alone_s, self._say = connect, address, alone_s, say
         self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
-        # a connection made to continue a session that the server has ended; it serves for a new session
+        # connection made to resume a session that the server no longer has; it is used for a new session
         self.spare: Connection | None = None
 
     def succeeded(self, how: str = "joined") -> None:
-        """Record and show that the server has admitted the client.
-
-        If the connection breaks later, the search for the server may again take ``alone_s`` seconds.
-        """
+        """Record and show that the server has admitted the client, so that a later search has ``alone_s`` seconds again."""
         self._taken_in = True
         self._say(f"{how} {self._address}")
 
     def find(self) -> Connection:
-        """Connect to the server and return the connection.
+        """Connect to the server, with further attempts until one succeeds.
 
         Raises:
             RunFailed: the server has refused this client three times, or was not found within ``alone_s`` seconds.
@@ -221,10 +218,10 @@ class _Search:
 
 
 class _Link:
-    """Connections of one session, each of which replaces a broken one."""
+    """Connection of a session to the server, which is replaced by a new one when it breaks."""
 
     def __init__(self, search: _Search, say: Callable[[str], None]) -> None:
-        """Connect to the server; ``say`` shows a line to the user."""
+        """Find the server and connect to it; ``say`` shows a line to the user."""
         self._search, self._say = search, say
         self.worker: Client | None = None
         pair = search.find()
@@ -233,7 +230,7 @@ class _Link:
             self.connection = ResumableConnection(pair, self._renew)
 
     def _renew(self, mine: Position, error: Exception) -> tuple[TcpConnection, Position]:
-        """Continue the session on a new connection; raises ``error`` if there is no session to continue.
+        """Resume the session on a new connection, after ``error`` broke the old one; raises ``error`` if nothing is to be resumed.
 
         Raises PeerLost if the server has ended the session, and RunFailed if no server answers.
         """
@@ -262,17 +259,17 @@ class _Link:
 
 
 def _tell_not_joining(pair: Connection, reason: str) -> None:
-    """Tell a server that this client does not join, and wait until the server closes the connection."""
-    with suppress(PeerLost, PeerTimeout, Refused, TaskRefused):  # the user was told the reason already
+    """Tell a server that this client does not join, and wait until it closes the connection."""
+    with suppress(PeerLost, PeerTimeout, Refused, TaskRefused):  # the user has been told the reason
         pair.send(Message(Kind.FAILED, meta=Failed(reason).to_meta()))
         pair.recv(no_tensors, _PARTING_S)
 
 
 def _ask_config(pair: Connection) -> str:
-    """Request the server's config, check it, and return it.
+    """Request the run's config from the server, check it, and return it.
 
-    Raises ToldToStop if the run has ended or the server rejects this client, and RunFailed if the config contains more
-    than names and plain values.
+    Raises ToldToStop if the run has ended or the server rejects this client, and RunFailed if the config has more than
+    names and plain values.
     """
     pair.send(Message(Kind.CONFIG))
     answer = pair.recv(no_tensors, _CONFIG_S)

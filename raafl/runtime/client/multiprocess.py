@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 
     from raafl.runtime.client.setup import ClientSetup
 
-dist: Any = _distributed  # most of it has no type annotations
+dist: Any = _distributed  # untyped: most of torch.distributed has no annotations
 
 MakeSite = Callable[[str | None], "ClientSetup"]
 
-_MEET_S = 600.0  # seconds for all processes to start and to load their data
+_MEET_S = 600.0  # seconds in which all processes must have started and loaded their data
 _FOR_EVER_S = 1e9
 _LOOPBACK = "lo"
 _log = logging.getLogger(__name__)
-_WORD_S = 2.0  # seconds for another thread to report first which process died
+_WORD_S = 2.0  # seconds in which another thread may report which process died
 
 
 def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, say: Callable[[str], None]) -> int:
@@ -99,7 +99,7 @@ class ClientGroup:
     """The processes of one client: the first (leader) forwards tasks to the others (followers)."""
 
     def __init__(self, client: int, say: Callable[[str], None]) -> None:
-        """Connect to the other processes that torchrun's environment names; raises RunFailed if some are missing."""
+        """Connect to the client's other processes, which torchrun's variables name; raises RunFailed if some are missing."""
         self.rank, self.size = int(os.environ["RANK"]), num_processes()
         self._client, self._say = client, say
         self._group: GroupSums | None = None
@@ -145,7 +145,7 @@ class ClientGroup:
             if statistics_of(site.submodels.module):
                 note += "; batch norm normalises by that part alone, and the leader's running statistics count"
             site.notes.append(note)
-            for number, pair in self._pairs.items():  # started before anything waits for these processes
+            for number, pair in self._pairs.items():  # started before anything waits for one of these processes
                 threading.Thread(target=self._watch, args=(number, pair), name=f"process-{number}", daemon=True).start()
             self._join_group(site)
             kind = ShardedProcesses if site.experiment.fabric.shard else ClientProcesses
@@ -163,7 +163,7 @@ class ClientGroup:
             ) from None
 
     def _compared(self, site: ClientSetup, number: int, theirs: Hello) -> ClientSetup:
-        """Lower the site's memory to that of process ``number``; raises `RunFailed` if config, model or data differ."""
+        """Return the setup with the memory of process ``number`` if that is less; raises `RunFailed` if they differ otherwise."""
         different = agree(Identity.of(site.submodels, site.sections), theirs.identity, same_package=True)
         if different is None and (here := site.info.num_samples) != (there := theirs.num_samples):
             different = Difference("num_samples", str(here), str(there))
@@ -179,7 +179,7 @@ class ClientGroup:
         return replace(site, info=replace(site.info, profile=replace(site.info.profile, memory_bytes=least)))
 
     def _announce(self, assignment: Assignment, received: FlatTensors, *, whole: bool) -> None:
-        """Start a task in the followers; ``whole``: send all values now, since they are not sharded."""
+        """Start a task in the followers; ``whole``: also send them all values, since none are sharded."""
         with self._together():
             for pair in self._pairs.values():
                 meta = Assign(assignment).to_meta()
@@ -188,7 +188,7 @@ class ClientGroup:
                 self._broadcast(received)
 
     def _watch(self, number: int, pair: GlooConnection) -> None:
-        """Wait until a follower's connection ends, since the follower has died, then end the client."""
+        """Wait until the connection to a follower breaks, which means that it has died; then end this process."""
         with suppress(PeerLost, PeerTimeout, Refused):
             pair.recv(no_tensors, _FOR_EVER_S)
         self._end(f"process {number} of this client is gone: the client ends")
@@ -201,12 +201,12 @@ class ClientGroup:
         try:
             message = pair.recv(no_tensors, _FOR_EVER_S)
         except (PeerLost, PeerTimeout, Refused):
-            return  # the leader has ended early and has reported why
+            return  # the leader has ended, and reported the reason
         if message.kind is not Kind.CONFIG:
             return
         try:
             site = make_site(Config.from_meta(message.meta).config_yaml)
-        except BadInput as error:  # the leader accepted this config, so the fault is in this process
+        except BadInput as error:  # the leader has accepted this config, so this process is at fault
             raise RunFailed(f"client {self._client}: {error}") from None
         pair.send(Message(Kind.HELLO, meta=_hello(site).to_meta()))
         tasks: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
@@ -233,7 +233,7 @@ class ClientGroup:
                 tasks.put(Assign.from_meta(message.meta).assignment)
             tasks.put(None)
             if not self._joined.wait(_WORD_S):
-                self._end("")  # the leader has found an error and will not create the group
+                self._end("")  # the leader has failed, and will not create the group
         except (PeerLost, PeerTimeout, Refused):
             self._end("")  # the leader has reported the reason
 
@@ -268,7 +268,7 @@ class ClientGroup:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """End this process if communication with the other processes fails in the ``with`` block."""
+        """End this process if communication with the client's other processes fails in the ``with`` block."""
         try:
             yield
         except (RuntimeError, PeerLost, PeerTimeout) as error:
@@ -277,15 +277,15 @@ class ClientGroup:
             raise
 
     def _failed(self) -> None:
-        """Wait briefly for the thread that reports the death of another process, since FSDP2 may fail sooner."""
+        """Wait briefly until another thread has reported which process died, since FSDP2 may fail before that."""
         self._said.wait(_WORD_S)
 
     def _end(self, text: str) -> None:
-        """End this process at once; only the first of several calling threads prints its reason."""
+        """End this process at once, and print ``text`` unless another thread ends it already."""
         if self._closing:
             return
         if not self._ending.acquire(blocking=False):
-            threading.Event().wait()  # blocks until the other thread has ended the process
+            threading.Event().wait()  # waits until the other thread has ended the process
         if text and self.rank == 0:
             self._say(text)
         sys.stderr.flush()
@@ -293,12 +293,12 @@ class ClientGroup:
         os._exit(1)
 
     def __enter__(self) -> ClientGroup:
-        """Install a SIGTERM handler that leaves time to report which process died before torchrun ends this one."""
+        """Handle SIGTERM, so that a process's death is reported before torchrun ends this process."""
         self._terminated_before = signal.signal(signal.SIGTERM, self._terminated)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """On the leader, tell the followers to stop, and close the connections to them."""
+        """Stop the followers, if this is the leader, and close the connections."""
         self._closing = True
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -329,12 +329,12 @@ def _store(rank: int, size: int) -> Any:
 
 
 def _hello(site: ClientSetup) -> Hello:
-    """Describe the setup that all processes of a client must share, and how much memory this process has."""
+    """Describe this process's identity and memory, by which the leader compares the client's processes."""
     memory_bytes = site.info.profile.memory_bytes
     return Hello(
         Identity.of(site.submodels, site.sections),
         client={"num_samples": site.info.num_samples},
-        memory_bytes=memory_bytes if memory_bytes < math.inf else None,  # JSON has no infinity
+        memory_bytes=memory_bytes if memory_bytes < math.inf else None,  # infinity has no form in JSON
     )
 
 
@@ -355,13 +355,13 @@ def open_mesh(store: Any, rank: int, size: int, timeout_s: float, device: torch.
 
 @contextmanager
 def _local_interface() -> Iterator[None]:
-    """Let Gloo's default group use only the loopback interface in the block, if all processes are on this machine."""
+    """Restrict Gloo's default group to the loopback interface in the ``with`` block, if all processes are on this machine."""
     name = "GLOO_SOCKET_IFNAME"
     names = {interface for _, interface in socket.if_nameindex()}
     if name in os.environ or not _is_local() or _LOOPBACK not in names:
         yield
         return
-    os.environ[name] = _LOOPBACK  # torch has no argument for this
+    os.environ[name] = _LOOPBACK  # a variable, since torch has no argument for the interface
     try:
         yield
     finally:
@@ -374,7 +374,7 @@ class GroupSums:
     def __init__(
         self, store: Any, rank: int, size: int, timeout_s: float, device: torch.device, devices: list[str]
     ) -> None:
-        """Create torch's process groups; each process of the client must do so at the same time."""
+        """Create torch's process groups, which all processes of the client must do at the same time."""
         self._span, self._device = timedelta(seconds=timeout_s), device
         options = dist.ProcessGroupGloo._Options()
         options._timeout, options._threads = self._span, 1
@@ -383,11 +383,11 @@ class GroupSums:
         self._nccl: Any = None
         own = all(name.startswith("cuda:") for name in devices) and len(set(devices)) == size
         if own and dist.is_nccl_available():
-            # half of the time for which the others wait for this process's result below
+            # half the time for which the other processes wait for this one's result
             self._nccl = self._agreed(*opened(partial(self._joined, store, rank, size, timeout_s / 2), timeout_s / 2))
 
     def _joined(self, store: Any, rank: int, size: int, timeout_s: float) -> object:
-        """Create NCCL's group and compute a sum in it, which opens its connections."""
+        """Create an NCCL group, and compute a sum in it, which opens its connections."""
 
         def check(group: Any) -> None:
             one = torch.ones(1, device=self._device)
@@ -398,7 +398,7 @@ class GroupSums:
         return checked_group(dist.PrefixStore("nccl", cloned(store)), rank, size, timeout_s, check)
 
     def _agreed(self, group: Any, problem: str) -> object:
-        """Return NCCL's group if every process has created it, else None."""
+        """Return the NCCL group if all processes have one; else destroy it, warn and return None."""
         missing = torch.tensor([int(group is None)])
         self._gloo.allreduce([missing], dist.AllreduceOptions()).wait(self._span)
         if not missing.item():

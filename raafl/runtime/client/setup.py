@@ -44,15 +44,16 @@ class ClientSetup:
 
     experiment: Experiment
     info: ClientInfo
-    submodels: Submodels  # structure of the submodels of the model
+    submodels: Submodels  # submodels of the model, without values
     trainer: LocalTrainer
     data: ClientData
-    sections: dict[str, str]  # digest of each section of the config that the server compares
+    sections: dict[str, str]  # digest of each section of the config that the server compares with its own
     notes: list[str] = field(default_factory=list)  # notes for the user, one line each
-    # group of the processes that train this client together; None = one process
+    # processes that train this client together; None = one process
     process_group: ClientProcesses | None = None
-    gate: Gate = field(default_factory=Gate)  # gate that checks each task against the policy of the client's site
-    extensions: list[Callable[[Client], ClientExtension]] = field(default_factory=list)  # such as receipts of updates
+    gate: Gate = field(default_factory=Gate)  # check of each task against the policy of the client's site
+    # for example, for receipts of updates
+    extensions: list[Callable[[Client], ClientExtension]] = field(default_factory=list)
     config_yaml: str = ""  # text of the client's config
 
     @classmethod
@@ -68,7 +69,8 @@ class ClientSetup:
         if not 1 <= client <= experiment.clients:
             raise BadInput(f"client is {client}: this run has clients 1 to {experiment.clients}")
         alike = sections(config_yaml, own_data=own_data or data_named)
-        # under torchrun all ranks belong to this client; otherwise the server of `fit --local` uses a device, too
+        # under torchrun all ranks train this client; else the server of `fit --local` may use one of this machine's
+        # devices
         server_device = None if "RANK" in os.environ else experiment.server_device
         place = Place.here(server_device, experiment.fabric.device)
         setup = cls.make(experiment, client, place, own_data=own_data, alike=alike, num_processes=num_processes())
@@ -178,7 +180,7 @@ def with_memory(
     if info.profile.memory_bytes < math.inf:
         try:
             _check(experiment, info, submodels, data)
-        # no user entered the number that is too small, so the message says where it comes from
+        # the user may not have entered the number, so the message names its origin
         except BadInput as error:
             raise BadInput("\n".join([str(error), *notes])) from None
     return info, notes
@@ -203,7 +205,7 @@ def settle_heap(
         return
     needs_bytes = 0.0
     if info.profile.memory_bytes < math.inf and device.type == "cpu":
-        with suppress(NotImplementedError, RuntimeError):  # torch's errors for tensors without values
+        with suppress(NotImplementedError, RuntimeError):  # raised by torch for tensors without values
             needs_bytes = _HOLES * submodels.cost(FULL, batch_size_of(experiment, data)).peak_bytes
     if needs_bytes > info.profile.memory_bytes:
         malloc.free_at_once()
@@ -212,9 +214,9 @@ def settle_heap(
 
 
 def _check(experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData) -> None:
-    """Ask the algorithm whether this client can take part; an algorithm that needs values to decide is skipped."""
+    """Raise `BadInput` if the algorithm cannot work with this client, unless it needs tensor values to decide that."""
     problems: list[str] = []
-    with suppress(NotImplementedError, RuntimeError):  # torch's errors for tensors without values
+    with suppress(NotImplementedError, RuntimeError):  # raised by torch for tensors without values
         state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
         batch_size = batch_size_of(experiment, data)
         algorithm = experiment.algorithm

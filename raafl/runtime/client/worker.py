@@ -46,10 +46,10 @@ class Arrival(NamedTuple):
     """A task that has arrived."""
 
     assignment: Assignment
-    tensors: FlatTensors  # values as received
-    head: SignedHead | None = None  # hash of the server's journal
-    ahead: bool = False  # whether the server may send the next task while this task's update is being sent
-    since: float = 0.0  # time at which it began to arrive, by `time.perf_counter`
+    tensors: FlatTensors  # values of the submodel as received
+    head: SignedHead | None = None  # signed hash of the server's journal
+    ahead: bool = False  # whether the server may send the next task before this task's update has arrived
+    since: float = 0.0  # time at which the task began to arrive, by `time.perf_counter`
 
 
 Item = Arrival | str | Exception
@@ -61,11 +61,11 @@ class Work:
     """A task that a client has trained, on its way to the server."""
 
     arrival: Arrival
-    received: FlatTensors  # values from which it was trained
+    received: FlatTensors  # values of the submodel before training
     update: Update
-    answer: Answer | None = None  # fields of the message that carries the update's tensors
-    settles: bool = False  # whether to wait, after sending, until the server confirms that the tensors have arrived
-    notes: dict[str, Any] = field(default_factory=dict)  # extensions' own data about this task
+    answer: Answer | None = None  # fields that are sent with the update's tensors
+    settles: bool = False  # whether to wait after sending until the server confirms the update
+    notes: dict[str, Any] = field(default_factory=dict)  # data that extensions store about this task
 
     @property
     def assignment(self) -> Assignment:
@@ -79,7 +79,7 @@ class TaskRefused(RunFailed):
     `then`: next action of the client: take the next task; leave until it may work again; leave for good.
     """
 
-    server_reason = "policy"  # reason code that is sent to the server
+    server_reason = "policy"  # reason code for the server
 
     def __init__(self, text: str, then: Literal["go on", "wait", "end"] = "end") -> None:
         super().__init__(text)
@@ -244,7 +244,7 @@ class Client:
         process_group: ClientProcesses | None = None,
         extensions: Iterable[Callable[[Client], ClientExtension]] = (),
     ) -> None:
-        """Store the arguments; `run` sends the HELLO message.
+        """Create a client on a connection; `run` sends its HELLO message.
 
         Args:
             info: description of the client.
@@ -263,17 +263,17 @@ class Client:
         self.info, self.pair, self.submodels, self.trainer = info, pair, submodels, trainer
         self.data, self.waits, self._config, self.plan = data, waits, config, plan
         travels = plan or CompressionPlan(Payload(submodels))
-        # shared by both directions of this connection: values that stay on the client between tasks
+        # both directions use what the client stores between tasks
         kept = ClientState()
         self.down, self._up = DownlinkCodec(travels, kept=kept), UplinkCodec(travels, kept=kept)
         self.stop = threading.Event()
         self.context = TaskContext(self.stop, process_group=process_group)
         self.unsent, self._on_welcome, self._is_welcome = unsent, on_welcome, False
         self.num_answered, self.incarnation = 0, 0
-        # The receiving thread writes into `_storage`, the training thread reads it and sets `_free` when done. `out` is
-        # cleared before the answer is sent, since the next task may arrive before that send returns.
+        # The receiving thread writes into `_storage`; the training thread reads it, and sets `_free` when it is done.
+        # `out` is cleared before an update is sent, since the next task may arrive before that call returns.
         self._storage: tuple[Layout, FlatTensors] | None = None
-        self.out: Arrival | None = None  # task that is arriving or being trained
+        self.out: Arrival | None = None  # task that is arriving or in training
         self._free = threading.Event()
         self._free.set()
         self.received: queue.SimpleQueue[Item] = queue.SimpleQueue()
@@ -297,14 +297,14 @@ class Client:
         try:
             while True:
                 item = self._around("take", self.received.get)
-                # last item from the receiving thread: the server's reason to stop, or an error
+                # the receiving thread ends with the server's reason, or with an error
                 if isinstance(item, str):
                     self.flush(self.waits.stop_s)
                     return item
                 if isinstance(item, Exception):
                     raise item
                 self._work(item)
-                del item  # free its tensors before the next task is received
+                del item  # frees the task's tensors before the next task arrives
                 self._free.set()
         finally:
             self.pair.close()
@@ -330,7 +330,7 @@ class Client:
             one.flush(timeout_s)
 
     def _around(self, hook: Literal["take", "train", "send"], plain: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a hook of all extensions, each around the next one, with ``plain`` innermost."""
+        """Call a hook of all extensions, each of which wraps the next; the innermost call is ``plain``."""
         for one in reversed(self._extensions):
             plain = _bound(getattr(one, hook), plain)
         return plain(*arguments)
@@ -338,13 +338,13 @@ class Client:
     # ---- the receiving thread ----
 
     def _read(self) -> None:
-        """Receive messages until the server sends a stop message or the connection is lost."""
+        """Receive messages until the server stops this client or the connection breaks."""
         wait_s = self.waits.join_s
         try:
             while True:
                 message = self.pair.recv(self._expect, wait_s)
                 self.incarnation = message.incarnation
-                wait_s = self.waits.idle_s  # the server sends a message at least this often
+                wait_s = self.waits.idle_s  # heartbeats come at least this often
                 if message.kind is Kind.WELCOME:
                     self._take_welcome(Welcome.from_meta(message.meta))
                 if message.kind is Kind.STOP:
@@ -352,7 +352,7 @@ class Client:
                     break
                 if message.kind is Kind.ASSIGN and self.out is not None and message.tensors is not None:
                     self.received.put(_of_its_frame(self.out, message))
-                    wait_s += self.waits.task_s  # a server that waits for an answer sends nothing
+                    wait_s += self.waits.task_s  # the server sends nothing while it waits for an update
                 if message.kind is Kind.REPLY:
                     self._pass_on(message)
                     wait_s += self.waits.task_s
@@ -365,7 +365,7 @@ class Client:
             one.ended()
 
     def _take_welcome(self, welcome: Welcome) -> None:
-        if self._is_welcome:  # a second WELCOME could change axes while a task is trained
+        if self._is_welcome:  # a second WELCOME could change the axes during a task
             raise Refused("bad-kind", "the server says WELCOME again")
         self._is_welcome, self.unsent = True, None
         welcome.apply_to(self.submodels)
@@ -376,8 +376,8 @@ class Client:
             one.hear(reply)
 
     def _take_refusal(self, message: Message) -> None:
-        """Give up the current task, which the server refuses; the session continues with the next one."""
-        self._up.forget()  # safe here: no update is being packed while both sides exchange messages within a task
+        """Drop the current task, which the server has refused; the session goes on with the next one."""
+        self._up.forget()  # safe, since no update is encoded while messages of a task are exchanged
         if self.out is None or self.out.assignment.id != message.assignment:
             return
         reason = Reason.from_meta(message.meta).reason
@@ -403,18 +403,18 @@ class Client:
             if found.id != assignment:
                 raise Refused("bad-json", f"assignment {assignment} names another, {found.id}")
             layouts = (layout for one in self._extensions if (layout := one.layout(found)) is not None)
-            # what the client remembers of earlier values is complete, since the previous task was answered
+            # the previous task is answered, so all that this client stores of earlier values is complete
             layout = next(layouts, None) or self.down.layout(found)
         except (SpecError, TypeError, KeyError) as error:
             raise Refused("bad-json", f"assignment {assignment}: {sanitize_text(error)}") from None
-        # the task announces overlapping transfers
+        # the first task that needs it turns on overlapping transfers
         if not self._overlaps and (message.ahead or found.next_seed is not None):
             self._overlaps = True
             self._extensions.append(extension("overlap", "client")(self))
         self._free.wait(self.waits.stop_s)
         self._free.clear()
         if self._storage is None or self._storage[0] != layout:
-            self._storage = None  # free the old submodel before allocating the new one
+            self._storage = None  # frees the old submodel before the new one is allocated
             self._storage = (layout, FlatTensors.empty(layout, self.trainer.fabric.device))
         self.out = Arrival(found, self._storage[1], message.head, message.ahead, since)
         for one in self._extensions:
@@ -444,7 +444,7 @@ class Client:
                 for one in self._extensions:
                     one.after(work)
         except Stopped:
-            return  # the receiving thread has queued the reason
+            return  # the receiving thread has queued the reason for the end
         except InvalidPayload as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
         except TaskRefused as refusal:
@@ -458,7 +458,7 @@ class Client:
             for one in self._extensions:
                 told = one.failure(failed, told)
             self.give_up(assignment, told)
-            with suppress(queue.Empty):  # wait until the server has handled the failure
+            with suppress(queue.Empty):  # waits until the server has handled the failure, before the connection closes
                 self.received.get(timeout=self.waits.stop_s)
             raise
         if work.update.refusal == OUT_OF_MEMORY:
@@ -469,9 +469,9 @@ class Client:
         self._around("send", self._send, work)
 
     def _answer(self, update: Update, base: str | None) -> Answer:
-        """Return the fields of the message that carries an update: metrics, counts and digests."""
+        """Return the fields that are sent with an update: metrics, numbers of samples and steps, digests."""
         if values := logged_not_finite(update.metrics):
-            # private: the warning names metrics that may not leave the site
+            # private, since it names metrics that may have to stay at the site
             warn_once(_log, left_out(self.info.id, values), private=True)
         metrics = {**update.metrics, PEAK: float(peak_bytes(self.trainer.fabric.device))}
         digest = None if base is None else self.submodels.bases.digest(base)
@@ -522,7 +522,7 @@ def _bound(hook: Callable[..., Any], plain: Callable[..., Any]) -> Callable[...,
 
 
 def _of_its_frame(arrival: Arrival, message: Message) -> Arrival:
-    """Return a task that has arrived; raise `Refused` if its incarnation differs from its frame's."""
+    """Return a task that has arrived; raises `Refused` if its incarnation is not that of the message."""
     named = arrival.assignment.incarnation
     if named != message.incarnation:
         raise Refused("wrong-incarnation", f"{named}, in a frame of {message.incarnation}")

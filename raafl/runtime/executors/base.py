@@ -21,7 +21,7 @@ from raafl.local.evaluate import Evaluator
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.submodel import FlatTensors, Layout, Spec
 
-# texts of a plain RuntimeError that mean out of memory
+# texts of RuntimeErrors by which torch reports too little memory
 _NO_MEMORY: Final = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
 
 Like = tuple[Spec, int | None, int | None]
@@ -36,12 +36,12 @@ def kind_of(assignment: Assignment) -> Like:
 class Executor(ABC):
     """Trainer of the tasks of a simulation: call `submit` in any order, then `result` or `cancel` once for each task."""
 
-    note: Callable[[str], None] = staticmethod(lambda text: None)  # function that shows a line to the user
-    warn: Callable[[str], None] = staticmethod(lambda text: None)  # function that shows a warning; called on any thread
-    # function that writes to the journal which tasks were trained as one batch, if this changes the last bits of results
+    note: Callable[[str], None] = staticmethod(lambda text: None)  # shows a line to the user
+    warn: Callable[[str], None] = staticmethod(lambda text: None)  # shows a warning to the user, from any thread
+    # records which tasks were trained as one batch, if that changes the last bits of their results
     batch_trained: Callable[[Sequence[int]], None] = staticmethod(lambda assignments: None)
-    # number of results after which the run ends if none is refused, so that more tasks are not trained in
-    # advance; None = unknown
+    # number of results that the run needs if none is refused, beyond which no task is trained in advance; None =
+    # unknown
     needed: int | None = None
 
     @property
@@ -112,7 +112,7 @@ class Inline(Executor):
     """Executor that trains each task in this process, when its result is requested."""
 
     def __init__(self, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> None:
-        """Store the trainer, and ``data``, which returns the data of a client by its id."""
+        """Create an executor that trains in this process; ``data`` returns a client's data by its id."""
         self._trainer, self._data = trainer, data
         self._tasks: dict[int, tuple[Assignment, FlatTensors]] = {}
 
@@ -169,14 +169,14 @@ def attempt(
     except (BadInput, Stopped, TaskFailed):
         raise
     except USER_ERRORS as error:
-        # the other processes of the client wait for this one, so one process alone cannot refuse the task
+        # the client's other processes wait for this one, so it cannot refuse the task alone
         if context.process_group is not None:
             context.process_group.failed()
         if context.process_group is not None or not is_out_of_memory(error):
             from raafl.local import failure
 
             raise failure.of_task(trainer.fabric.device, assignment, context, error) from error
-        traceback.clear_frames(error.__traceback__)  # the frames hold the task's tensors
+        traceback.clear_frames(error.__traceback__)  # the frames refer to the task's tensors
     trainer.release()
     return unanswered(assignment, OUT_OF_MEMORY)
 

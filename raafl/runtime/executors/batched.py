@@ -39,51 +39,52 @@ MOST_BYTES = 1 << 25
 """Largest size of a batch's values, gradients and optimizer state, so that they stay in the processor's cache."""
 MOST_ON_GPU, MOST_BYTES_ON_GPU = 256, 1 << 30
 """The same on a GPU, where a call for more clients takes little longer; not measured yet."""
-# number of clients in the two trial batches, each also trained one by one: the first to compare, the second to time
+# clients in the two trial batches, which are also trained one by one: the first is to compare, the second to time
 _TRIALS = (8, 16)
 _LEAST, _LEAST_AUTO = 2, 4
-# least speedup over one-by-one training for which batching is worth it, since short trials are not measured exactly
+# speedup from which batching is used, as short trials measure inexactly
 _GAIN = 1.2
-# with "auto", trials may take this many seconds, or this share of the time of one-by-one training
+# with "auto", trials may take so many seconds, or this share of the seconds of one-by-one training
 _TRIAL_S, _TRIAL_SHARE = 0.5, 0.02
-_TRIAL_AHEAD = 0.05  # for a short run, trials may take at most this share of its remaining time
-_FIRST_S = 0.07  # extra seconds of the first trial, which also tests products for equal bits and warms up
-# number of batches whose clients took different branches, after which tasks of that kind are trained one by one
+_TRIAL_AHEAD = 0.05  # share of the remaining time that trials in a short run may take
+_FIRST_S = 0.07  # seconds that the first trial takes longer, as it also compares products and warms up
+# batches that may fail since their clients' code took different branches; then such tasks are trained one by one
 _MOST_PARTED = 3
-_MOST_SETTLING = 5  # times that a batch is trained again for its time, until nothing in it is tried any more
+# times that a batch is trained again to be timed, until it contains no more trials of products or captured steps
+_MOST_SETTLING = 5
 
 _MOST_ROUNDING = 0.05
 """Largest distance of a fast client's change from that of the client alone, over the latter's length: rounding grows in steps."""
 _ANSWER = ("tensors", "num_samples", "num_steps", "metrics", "extra", "refusal")
 """What a checkpoint has of a result; ids and times come from its assignment."""
-_ALONE: Like = (FULL, -1, -1)  # kind of all tasks that are trained one by one
+_ALONE: Like = (FULL, -1, -1)  # kind of the tasks that are trained one by one
 
 
 @dataclass(slots=True)
 class _Standing:
-    """Measured times and counts that decide whether tasks of one kind are trained as one batch."""
+    """Measurements that decide whether tasks of one kind are trained as one batch."""
 
-    reason: str | None = None  # why they are trained one by one; None = they may be batched
+    reason: str | None = None  # reason for which they are trained one by one; None = they may be batched
     seen: set[Any] = field(default_factory=set)  # kinds of data batches for which both ways gave equal results
     trials: int = 0  # number of trials so far
-    alone_s: float = math.inf  # least seconds for one task trained alone so far
-    task_s: float = 0.0  # seconds for one task trained alone, in the best trial
-    cohort_s: float = 0.0  # seconds for a batch of `size` clients, in the best trial
+    alone_s: float = math.inf  # least seconds of a task that was trained alone
+    task_s: float = 0.0  # seconds for each task trained alone, in the trial with the best speedup
+    cohort_s: float = 0.0  # seconds for the batch of `size` clients in that trial
     size: int = 0
-    parted: int = 0  # number of batches that failed, since the clients' code took different branches
+    parted: int = 0  # number of batches that failed because their clients' code took different branches
 
     @property
     def is_slow(self) -> bool:
-        """Whether training as one batch was about as slow as training one by one."""
+        """Whether training as one batch was not clearly faster than training one by one."""
         return self.cohort_s * _GAIN >= self.size * self.task_s
 
     @property
     def gains(self) -> bool:
-        """Whether training as one batch was faster at all than training one by one."""
+        """Whether training as one batch was faster than training one by one, even slightly."""
         return self.cohort_s < self.size * self.task_s
 
     def note(self, trained: Trained, seconds: float, loop_s: float, size: int) -> None:
-        """Record how long the same tasks took batched and one by one; only the trial with the best speedup is kept."""
+        """Record a trial's seconds as one batch and one by one (``loop_s``), if its speedup is the best so far."""
         self.trials += 1
         self.seen |= trained.seen.keys()
         if not self.size or seconds * self.size * self.task_s <= self.cohort_s * loop_s:
@@ -91,7 +92,7 @@ class _Standing:
 
 
 def _kind(assignment: Assignment) -> Like:
-    """Return the key of similar tasks; a task with a scheduled learning rate counts as unlike all others."""
+    """Return the key under which tasks may form a batch; a task with its own learning rate is trained alone."""
     return kind_of(assignment) if assignment.lr_scale == 1.0 else _ALONE
 
 
@@ -107,9 +108,10 @@ class BatchedExecutor(Executor):
         self._trainer, self._data, self._most, self._is_fast = trainer, data, most, most == "fast"
         self._least = _LEAST_AUTO if most == "auto" else _LEAST
         self._together = CohortTrainer(trainer, fast=self._is_fast)
-        self._recorded: dict[int, Sequence[int]] | None = None  # in a replay: tasks that were trained with each task
+        # in a replay: the tasks of each recorded batch, by each of them
+        self._recorded: dict[int, Sequence[int]] | None = None
         self._waiting: defaultdict[Like, dict[int, Member]] = defaultdict(dict)
-        # heaps of (time needed, id); some entries are not waiting any more
+        # heaps of (time needed, id), which may contain tasks that no longer wait
         self._order: defaultdict[Like, list[tuple[float, int]]] = defaultdict(list)
         self._kinds: dict[int, Like] = {}
         self._kept: dict[int, Trained | Update | TaskFailed] = {}
@@ -118,7 +120,7 @@ class BatchedExecutor(Executor):
         self._num_tasks = self._num_together = self._num_in_vain = self._num_cohorts = self._num_in_cohorts = 0
         self._loop_s = self._tried_s = 0.0
         self._reasons: dict[str, None] = {}
-        self._not_tried = ""  # why the last tasks were not batched although nothing ruled it out
+        self._not_tried = ""  # reason for which the last tasks were not batched, although they might have been
 
     def max_together(self, assignment: Assignment) -> int:
         """Return the largest number of tasks like this one that are trained together; 1 = they are trained one by one."""
@@ -142,14 +144,14 @@ class BatchedExecutor(Executor):
         if found is None:
             found = self._alone(assignment_id, context)
         del self._kinds[assignment_id]
-        if isinstance(found, TaskFailed):  # raised only when the result is requested
+        if isinstance(found, TaskFailed):  # an error is raised when the result is requested
             raise found
         if not isinstance(found, Trained):
             return found
         self._num_together += 1
         try:
             return found.update(assignment_id, context)
-        except USER_ERRORS:  # evaluating on the test part failed; training alone raises the full error
+        except USER_ERRORS:  # the evaluation on the test part failed; training alone raises the full error
             return attempt(self._trainer, *found.member(assignment_id), context)
 
     def cancel(self, assignment_id: int) -> None:
@@ -185,7 +187,7 @@ class BatchedExecutor(Executor):
     # ---- as one batch, or one by one ----
 
     def _alone(self, assignment_id: int, context: TaskContext) -> Update:
-        """Train one task alone."""
+        """Train a task alone, and measure the time."""
         kind = self._kinds[assignment_id]
         standing, begun = self._standing.setdefault(kind, _Standing()), time.thread_time()
         try:
@@ -196,7 +198,7 @@ class BatchedExecutor(Executor):
             self._loop_s += seconds
 
     def _train(self, assignment_id: int, context: TaskContext) -> None:
-        """Train a task in one batch with similar waiting ones if that is allowed and faster; else leave it waiting."""
+        """Train a task as one batch with waiting tasks of its kind, if that is possible and faster; else leave it waiting."""
         if self._refusal is not None:
             self._say(self._refusal)
             return
@@ -219,10 +221,10 @@ class BatchedExecutor(Executor):
         known, begun = self._together.num_known, time.thread_time()
         try:
             trained = self._together.train(members)
-        # includes errors of the user's code on stacked tensors; training alone raises the real ones
+        # also an error of the user's code on stacked tensors; training alone raises the real one
         except USER_ERRORS as error:
             self._leave(kind, error)
-            for member in members:  # train at least these tasks alone
+            for member in members:  # these tasks at least are trained alone
                 number = member.assignment.id
                 self._waiting[_ALONE][number] = self._waiting[kind].pop(number)
                 self._kinds[number] = _ALONE
@@ -244,14 +246,15 @@ class BatchedExecutor(Executor):
         seconds = self._settled_s(members, seconds, known)
         self._tried_s += seconds
         standing.note(trained, seconds + asked_s, loop_s, len(members))
-        is_enough = len(members) >= _TRIALS[-1] or not standing.gains  # without any gain a second trial would be wasted
+        # a second trial is in vain if the first shows no gain
+        is_enough = len(members) >= _TRIALS[-1] or not standing.gains
         if self._most == "auto" and standing.is_slow and is_enough:
             self._leave(kind, Unstackable(f"{len(members)} clients are not faster together than one after the other"))
 
     # ---- fast: bits of their own ----
 
     def _train_fast(self, assignment_id: int, kind: Like, context: TaskContext) -> None:
-        """Train a task in one batch with all similar waiting ones or, in a replay, with those of the recorded run."""
+        """Train a task as one batch with all waiting tasks of its kind or, in a replay, with those of the recorded batch."""
         standing, waiting = self._standing[kind], self._waiting[kind]
         if self._recorded is not None:
             members = [waiting[number] for number in self._recorded.get(assignment_id, ()) if number in waiting]
@@ -275,7 +278,7 @@ class BatchedExecutor(Executor):
         self.batch_trained([member.assignment.id for member in members])
 
     def _check_fast(self, members: Sequence[Member], trained: Trained, context: TaskContext) -> None:
-        """Raise `Unstackable` if results of a batch differ by more than rounding from training alone."""
+        """Raise `Unstackable` if a batch's results differ from those of training alone by more than rounding."""
         for member in members:
             alone = attempt(self._trainer, *member, context)
             alone.tensors = alone.tensors.clone()
@@ -330,7 +333,7 @@ class BatchedExecutor(Executor):
     # ---- to the same bits ----
 
     def _why_not(self, kind: Like, size: int, trial: bool) -> str:
-        """Return why ``size`` waiting tasks of a kind are not trained as one batch now; "" if they are."""
+        """Return the reason for which ``size`` waiting tasks are not trained as one batch now; "" if they are."""
         if size < self._least:
             return f"fewer than {self._least} tasks of the same submodel and length wait at a time"
         if trial:
@@ -345,7 +348,7 @@ class BatchedExecutor(Executor):
         return min(most, num_bytes // max(self._together.num_bytes(spec), 1))
 
     def _due(self, kind: Like, size: int) -> list[Member]:
-        """Return up to ``size`` waiting tasks of a kind, in the order in which their results are needed."""
+        """Return up to ``size`` waiting tasks of a kind, those first whose results are needed first."""
         waiting, order = self._waiting[kind], self._order[kind]
         size = size if self.needed is None else min(size, self.needed)
         found: list[tuple[float, int]] = []
@@ -358,11 +361,11 @@ class BatchedExecutor(Executor):
         return [waiting[number] for _, number in found[: self._together.fitting(len(found))]]
 
     def _is_worth_another(self, standing: _Standing, size: int) -> bool:
-        """Check whether a batch is at least twice the size of the timed one that was too slow, so worth a trial."""
+        """Check whether a batch is worth another trial: twice as large as the one that was too slow, or larger."""
         return self._most == "auto" and standing.is_slow and size >= 2 * standing.size
 
     def _may_try(self, kind: Like, size: int) -> bool:
-        """Check whether a further trial is within the time limit, or costs less than it promises to save."""
+        """Check whether another trial is within its time limit, or takes less time than it may save."""
         standing = self._standing[kind]
         trial_s = self._tried_s + standing.alone_s * size + (0.0 if self._together.num_known else _FIRST_S)
         ahead_s = math.inf if self.needed is None else self.needed * standing.alone_s
@@ -371,13 +374,13 @@ class BatchedExecutor(Executor):
             return True
         if not standing.size:
             return False
-        together_s = standing.cohort_s / standing.size  # seconds for one task in the batch that was timed
+        together_s = standing.cohort_s / standing.size  # seconds for each task in the batch that was timed
         return (standing.task_s - together_s) * (len(self._waiting[kind]) - size) > together_s * size
 
     def _settled_s(self, members: Sequence[Member], seconds: float, known: int) -> float:
-        """Return the seconds of a batch in which nothing is tried any more, such as products or captured steps.
+        """Time a batch once it contains no more trials, such as of products or captured steps; return its seconds.
 
-        `seconds`: time that the batch took; `known`: number of things tried before it.
+        `seconds`: time of the batch so far; `known`: number of trials before it.
         """
         for _ in range(_MOST_SETTLING):
             if self._together.num_known == known:
@@ -388,14 +391,14 @@ class BatchedExecutor(Executor):
         return seconds
 
     def _pays(self, standing: _Standing, size: int) -> bool:
-        """Check whether a batch is faster than its tasks one by one; always true unless the size is `auto`."""
+        """Check whether ``size`` tasks are faster as one batch, which is assumed unless the size is `auto`."""
         return self._most != "auto" or size * standing.task_s > standing.cohort_s * max(1.0, size / standing.size)
 
     def _compare(self, members: Sequence[Member], trained: Trained, context: TaskContext) -> tuple[str, float, float]:
-        """Train the tasks one by one as well, and use these results.
+        """Train the tasks of a batch one by one, too, and store these results.
 
-        Return a description of the first difference, the seconds of training alone, and the seconds for reading the
-        batch's results.
+        Return the first difference in words, the seconds of training one by one, and those of reading the batch's
+        results.
         """
         found: list[Trained | Update | TaskFailed] = []
         seconds, asked_s, different = 0.0, 0.0, ""
@@ -432,9 +435,9 @@ class BatchedExecutor(Executor):
             self._kept[number] = one
 
     def _leave(self, kind: Like, error: BaseException) -> None:
-        """Stop training tasks of this kind in batches after ``error``.
+        """Stop training tasks of this kind as batches because of ``error``.
 
-        If only a Python branch or number differed between clients, this takes `_MOST_PARTED` such errors.
+        If only a branch or number in Python code differed between clients, `_MOST_PARTED` such errors are needed.
         """
         standing = self._standing[kind]
         if isinstance(error, Parted) and standing.seen:

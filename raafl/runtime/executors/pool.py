@@ -25,7 +25,7 @@ from raafl.transport import PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.connection import TcpConnection
 
 Work = Callable[[TcpConnection], None]
-# the terminal or cluster sends these to every process; only the parent handles them
+# sent to all processes by a terminal or cluster, and handled by the parent alone
 _PASSED_OVER = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -38,9 +38,9 @@ class Pool(RankExecutor):
     def __init__(
         self, trainer: LocalTrainer, inner: Executor, num_processes: int, evaluator: Callable[[], Evaluator]
     ) -> None:
-        """Fork the workers, each of which makes an ``evaluator``; call this before any thread is started."""
+        """Fork the worker processes, before this process has other threads; each creates its own ``evaluator``."""
         super().__init__(trainer, inner)
-        # create these variants before forking, so that the workers share their memory
+        # created before the fork, so that the workers share their memory
         for base in trainer.submodels.bases.names:
             trainer.submodels.bases.values(base)
         context, pairs = mp.get_context("fork"), [socket.socketpair() for _ in range(num_processes - 1)]
@@ -49,7 +49,7 @@ class Pool(RankExecutor):
             context.Process(target=_worker, args=(place, pairs, does, num_threads), daemon=True)
             for place in range(len(pairs))
         ]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_OVER)  # blocked until the workers ignore them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_OVER)  # until the workers ignore them
         try:
             for process in self._processes:
                 process.start()
@@ -71,20 +71,20 @@ class Pool(RankExecutor):
 
 
 def _worker(place: int, pairs: Sequence[tuple[socket.socket, socket.socket]], does: Work, num_threads: int) -> None:
-    """Serve the parent's requests until the run ends or the connection to the parent is lost."""
-    # the parent's garbage, such as connections whose threads do not exist here, must not be finalized in this process
+    """Serve the parent's requests in a worker process, until the run ends or the parent is gone."""
+    # garbage of the parent must not be finalized here, such as connections whose threads this process lacks
     gc.freeze()
     for number in _PASSED_OVER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_OVER)
-    # close the copies of other workers' connections, so that the end of a process is noticed
+    # else the end of another worker would go unnoticed, since this process still has its connection open
     for ours, theirs in pairs:
         ours.close()
         if theirs is not pairs[place][1]:
             theirs.close()
-    keep_freed()  # must be called before any thread exists
-    # Run in a new thread: if the forking thread has used OpenMP, OpenMP would wait in the child for threads that no
-    # longer exist.
+    keep_freed()  # before any thread exists
+    # In a new thread: after a fork from a thread that has used OpenMP, OpenMP would wait for threads that the child
+    # lacks.
     thread = threading.Thread(target=_work, args=(pairs[place][1], does, num_threads))
     thread.start()
     thread.join()
@@ -95,7 +95,7 @@ def _work(end: socket.socket, does: Work, num_threads: int) -> None:
     try:
         with TcpConnection(end, FOR_EVER_S) as pair:
             does(pair)
-    except (BadInput, PeerLost, PeerTimeout, Refused):  # the parent is gone, or sees the same error itself
+    except (BadInput, PeerLost, PeerTimeout, Refused):  # the parent is gone, or gets the same error itself
         pass
     except BaseException:
         traceback.print_exc()

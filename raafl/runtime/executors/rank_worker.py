@@ -53,18 +53,18 @@ def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Ca
         assert values is not None
         inner.submit(asked, values, float(len(out)))
         out.append(asked)
-        del item, values  # free the task's memory before waiting for the next one
+        del item, values  # frees the task's memory before the next one is awaited
         if more:
             continue
-        with suppress(Stopped):  # the receiving thread's last item follows
+        with suppress(Stopped):  # the receiving thread's last item comes next
             for assignment in out:
                 pair.send(answer_of(inner, assignment, context))
         out.clear()
-        give_back()  # return memory to the system, since the next task may come late
+        give_back()  # frees memory for other processes, since the next task may come late
 
 
 def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[Any], stop: threading.Event) -> None:
-    """Put received tasks into ``inbox``; at the end set ``stop`` to end a running task, and put None or an error."""
+    """Put received tasks into ``inbox``; after the last, set ``stop`` to end a task that runs, and put None or an error."""
     expected: list[Assign | Measure] = []
 
     def expect(kind: Kind, number: int, meta: dict[str, Any]) -> FlatTensors | None:
@@ -95,13 +95,13 @@ def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[A
 
 
 def _measured(made: Callable[[], Evaluator], asked: Measure, values: FlatTensors | None) -> Message:
-    """Evaluate some test batches with the latest values that rank 0 has sent."""
+    """Evaluate the batches that rank 0 asks for, on the values that it sent last."""
     try:
         evaluator = made()
         if values is not None:
             evaluator.fill(values)
         return Message(Kind.MEASURED, meta=partials(evaluator, asked.start, asked.stop))
-    except USER_ERRORS as error:  # rank 0 evaluates them itself and reports the error
+    except USER_ERRORS as error:  # rank 0 evaluates these batches itself, and reports the error
         return Message(Kind.FAILED, meta=Failed(error=format_error(error)).to_meta())
 
 

@@ -31,13 +31,13 @@ from raafl.transport import Connection, Expect, Kind, Message, PeerLost, PeerTim
 
 AHEAD_BYTES = 1 << 29
 """Size of results in store above which no further task is trained ahead of need."""
-_LEAST_AHEAD = 2  # minimum number of tasks to train ahead per rank, however large their results are
+_LEAST_AHEAD = 2  # tasks that each rank may train in advance, however large their results are
 _PART_S = 10.0
 
 
 @dataclass(slots=True)
 class _Task:
-    """A task that any process may take; `begun`: one has taken it; `here`: this process has, and has its result."""
+    """A task that any process may take; `begun`: one has taken it; `here`: that is this process, which stores the result."""
 
     assignment: Assignment
     snapshot: FlatTensors
@@ -56,25 +56,26 @@ class RankExecutor(Executor):
     """
 
     def __init__(self, trainer: LocalTrainer, inner: Executor) -> None:
-        """Store ``inner``, the executor of this process, and its trainer."""
+        """Create an executor over ranks; ``inner`` trains in this process."""
         self._inner, self._payload, self._submodels = inner, trainer.payload, trainer.submodels
         inner.note = lambda text: self.note(text)
         self._tasks: dict[int, _Task] = {}
-        self._waiting: list[tuple[float, int]] = []  # heap of (time needed, id); some entries are begun or gone
-        # tasks that no process has begun, by kind and id
+        # heap of (time needed, id), which may contain tasks that were begun or are gone
+        self._waiting: list[tuple[float, int]] = []
+        # by kind and id: tasks that no process has begun
         self._alike: defaultdict[Like, dict[int, _Task]] = defaultdict(dict)
-        self._counted: dict[str, dict[str, Any]] = {}  # by rank: its statistics on batched training
+        self._counted: dict[str, dict[str, Any]] = {}  # by rank: its statistics of training as batches
         self._ahead_bytes = self._num_ahead = self._num_ranks = self._num_in_vain = 0
-        self._num_free = 1  # number of processes without a task, this one included
+        self._num_free = 1  # number of processes without a task, this process included
         self._num_here = 0  # number of tasks begun in this process
         self._changed = threading.Condition()
-        self._stopping = threading.Lock()  # several threads may tell ranks to stop, but only one at a time
+        self._stopping = threading.Lock()  # one thread at a time may send a rank the message to stop
         self._threads: list[threading.Thread] = []
         self._pairs: list[Connection] = []
         self._closed = False
         self._device = trainer.fabric.device
-        self._shared: Shared | None = None  # the current evaluation
-        self._measures_alone = False  # whether the evaluation cannot be divided among processes
+        self._shared: Shared | None = None  # evaluation that is being divided
+        self._measures_alone = False  # whether evaluations cannot be divided
 
     def take_on(self, name: str, connect: Callable[[], Connection]) -> None:
         """Start a thread that connects to another rank by ``connect`` and gives it tasks until `close`; return at once."""
@@ -97,7 +98,7 @@ class RankExecutor(Executor):
         with self._changed:
             task = self._tasks[assignment.id] = _Task(assignment, snapshot, needed_at)
             self._offer(task)
-            # otherwise wait for more tasks of this kind
+            # else more tasks of this kind are awaited, to form a batch
             if len(self._alike[kind_of(assignment)]) >= self.max_together(assignment) // 4:
                 self._changed.notify()
 
@@ -114,7 +115,7 @@ class RankExecutor(Executor):
                     self._changed.wait()
                     continue
                 self._num_free -= 1
-                if some and self._alike:  # other processes may begin the remaining tasks
+                if some and self._alike:  # other processes may begin what is left
                     self._changed.notify_all()
             first = some[0] if some else task
             try:
@@ -127,10 +128,7 @@ class RankExecutor(Executor):
                 self._end_here(task if first is task else None)
 
     def _end_here(self, task: _Task | None) -> None:
-        """Record that this process has finished a task.
-
-        `task`: the finished task, if its result is the requested one; else None.
-        """
+        """Record that this process has finished its tasks; ``task``: the one whose result was requested, None = none."""
         with self._changed:
             self._num_free += 1
             self._num_here -= 1
@@ -139,7 +137,7 @@ class RankExecutor(Executor):
                 del self._tasks[task.assignment.id]
 
     def _for_here(self, task: _Task) -> list[_Task]:
-        """Choose the tasks to train here while the result of ``task`` is requested; the caller must hold the lock."""
+        """Select tasks to train here while the result of ``task`` is awaited; the caller holds the lock."""
         if task.here or (task.begun and self._num_here >= self.max_together(task.assignment)):
             return []
         some = self._begin() if task.begun else self._with(task, max(self._room(), 1))
@@ -152,9 +150,9 @@ class RankExecutor(Executor):
         """Remove a task; if a rank has begun it, the rank finishes it, and its result is dropped."""
         with self._changed:
             task = self._tasks.get(assignment_id)
-            if task is None:  # normal in a replay, which submits only tasks whose results it will request
+            if task is None:  # as in a replay, which submits only tasks with known results
                 return
-            while task.sending:  # the caller reuses the snapshot, so wait until it is sent
+            while task.sending:  # the caller reuses the snapshot once this returns
                 self._changed.wait()
             if task.begun and not task.here and task.result is None:
                 task.cancelled = True
@@ -205,7 +203,7 @@ class RankExecutor(Executor):
         """End the work of all other ranks, even in the middle of a task."""
         self._end()
         with self._changed:
-            # at most one message per rank is left, since no further task is begun
+            # at most one message per rank is still being sent, since no task begins any more
             while any(task.sending for task in self._tasks.values()):
                 self._changed.wait()
         for pair in list(self._pairs):
@@ -217,7 +215,7 @@ class RankExecutor(Executor):
         self._inner.close()
 
     def _end(self) -> None:
-        """Let no process begin another task from now on."""
+        """Prevent all processes from beginning another task."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -225,19 +223,19 @@ class RankExecutor(Executor):
     # ---- choice of the next task; the caller holds the lock ----
 
     def _offer(self, task: _Task) -> None:
-        """Offer a task to the next free process."""
+        """Offer a task to the processes that become free."""
         heapq.heappush(self._waiting, (task.needed_at, task.assignment.id))
         self._alike[kind_of(task.assignment)][task.assignment.id] = task
 
     def _drop(self, task: _Task) -> None:
-        """Withdraw a task that was offered."""
+        """Withdraw an offered task, which has begun or was cancelled."""
         kind = kind_of(task.assignment)
         del self._alike[kind][task.assignment.id]
         if not self._alike[kind]:
             del self._alike[kind]
 
     def _begin(self) -> list[_Task]:
-        """Take the most urgent task, with others to batch with it; none if enough unread results are stored."""
+        """Begin the most urgent task, with others for a batch; [] if enough results are stored unread."""
         room = self._room()
         if not room or (self._ahead_bytes > AHEAD_BYTES and self._num_ahead >= _LEAST_AHEAD * (self._num_ranks + 1)):
             return []
@@ -248,7 +246,7 @@ class RankExecutor(Executor):
         return []
 
     def _with(self, task: _Task, room: int) -> list[_Task]:
-        """Take a task with this process's share of the waiting tasks of its kind, the most urgent first."""
+        """Begin a task with this process's share of the waiting tasks of its kind, the most urgent first."""
         alike = self._alike[kind_of(task.assignment)]
         size = min(self._inner.max_together(task.assignment), -(-len(alike) // self._num_free), room)
         some = [task]
@@ -261,13 +259,13 @@ class RankExecutor(Executor):
         return some
 
     def _room(self) -> int:
-        """Return how many more tasks may begin, so that no more results are made than are needed."""
+        """Return the number of tasks that may begin, so that no result is computed in vain."""
         if self.needed is None or self.needed >= len(self._tasks):
             return len(self._tasks)
         return max(self.needed - sum(task.begun and not task.cancelled for task in self._tasks.values()), 0)
 
     def _one_less_needed(self) -> None:
-        """Decrement `needed` at once; otherwise another thread could begin a task that nobody needs."""
+        """Decrement `needed` at once, before another thread begins a task whose result nobody needs."""
         if self.needed is not None:
             self.needed -= 1
 
@@ -276,13 +274,13 @@ class RankExecutor(Executor):
     def _trained_ahead(self, assignment_id: int, context: TaskContext) -> Update | TaskFailed:
         try:
             update = self._inner.result(assignment_id, context)
-        except TaskFailed as failed:  # raised only when the result is requested
+        except TaskFailed as failed:  # raised when the result is requested
             return failed
-        update.tensors = update.tensors.clone()  # copied, since the trainer reuses its tensors for the next task
+        update.tensors = update.tensors.clone()  # copied, since the trainer reuses its tensors
         return update
 
     def _keep(self, task: _Task, result: Update | TaskFailed) -> None:
-        """Store a result until it is requested."""
+        """Store a task's result until it is requested, or drop it if the task was cancelled."""
         with self._changed:
             if task.cancelled:
                 del self._tasks[task.assignment.id]
@@ -302,7 +300,7 @@ class RankExecutor(Executor):
     def _count(self, result: Update | TaskFailed, sign: int) -> None:
         self._num_ahead += sign
         self._ahead_bytes += sign * (0 if isinstance(result, TaskFailed) else result.tensors.num_bytes)
-        self._changed.notify_all()  # a process may now be able to begin another task
+        self._changed.notify_all()  # a process that waits may now begin a task
 
     # ---- exchange with another rank, each in its own thread ----
 
@@ -315,14 +313,14 @@ class RankExecutor(Executor):
                 while (work := self._next()) is not None:
                     out = out if isinstance(work, Shared) else work
                     self._do(name, pair, work)
-                    work = None  # free the tasks' memory before waiting for more
-                self._stop(pair)  # needed if this rank connected after `close` had told the others
-        except Exception as error:  # whatever the error is, the other ranks can train these tasks
+                    work = None  # frees the tasks' memory while more are awaited
+                self._stop(pair)  # for a rank that connected after `close` stopped the others
+        except Exception as error:  # after any error the other ranks can train these tasks
             if self._lose(out):
                 self.warn(f"{name} is lost ({sanitize_text(error)}); the run goes on without it")
 
     def _greet(self, pair: Connection) -> None:
-        """Check that a rank has the same raafl version and model; send it the axes that must not be cut."""
+        """Compare raafl's version and the model with those of a rank, and send it the axes that must not be cut."""
         theirs = Hello.from_meta(pair.recv(no_tensors, FOR_EVER_S).meta)
         if (different := agree(Identity.of(self._submodels), theirs.identity, same_package=True)) is not None:
             name = "frozen parameters" if different.field == "base" else different.field
@@ -331,7 +329,7 @@ class RankExecutor(Executor):
             pair.send(Message(Kind.WELCOME, meta=Welcome(tuple(sorted(self._submodels.refuted))).to_meta()))
 
     def _stop(self, pair: Connection) -> None:
-        """Tell a rank that the run has ended; do nothing if the rank is gone."""
+        """Tell a rank, unless it is gone, that the run has ended."""
         with self._stopping, suppress(PeerLost, PeerTimeout):
             pair.send(Message(Kind.STOP, meta=Reason("the run has ended").to_meta()), 1.0)
 
@@ -339,7 +337,7 @@ class RankExecutor(Executor):
         return work.measure_at(pair) if isinstance(work, Shared) else self._exchange(name, pair, work)
 
     def _next(self) -> list[_Task] | Shared | None:
-        """Wait for tasks to begin, or for an evaluation to share; return None if the run has ended."""
+        """Wait for tasks to send to a rank, or for an evaluation to divide; return None once the run has ended."""
         with self._changed:
             self._num_free += 1
             try:
@@ -351,7 +349,7 @@ class RankExecutor(Executor):
                 self._num_free -= 1
 
     def _ready(self) -> list[_Task] | Shared | None:
-        """Return an evaluation with batches left, else the next tasks, now being sent; the caller holds the lock."""
+        """Return an evaluation with batches left, or else the next tasks, marked as being sent; the caller holds the lock."""
         if self._shared is not None and self._shared.has_more:
             return self._shared
         some = self._begin()
@@ -360,7 +358,7 @@ class RankExecutor(Executor):
         return some
 
     def _exchange(self, name: str, pair: Connection, out: list[_Task]) -> None:
-        """Send tasks to a rank and store its results; each finished task is removed from ``out``."""
+        """Send tasks to a rank and store their results; tasks with results are removed from ``out``."""
         for place, task in enumerate(out, start=1):
             meta = Assign(task.assignment, more=place < len(out)).to_meta()
             try:
@@ -383,7 +381,7 @@ class RankExecutor(Executor):
         return expect
 
     def _found(self, name: str, assignment: Assignment, message: Message) -> Update | TaskFailed:
-        """Convert a rank's reply to the update of a task, or to its failure."""
+        """Convert a rank's reply to the task's update, or to its failure."""
         if message.tensors is None:
             return failure_of(assignment, message.meta)
         answer = Answer.from_rank(message.meta)
@@ -392,21 +390,21 @@ class RankExecutor(Executor):
         return update_of(assignment, answer, message.tensors)
 
     def _lose(self, out: list[_Task]) -> bool:
-        """Let others train the tasks of a lost rank, with equal results; return whether the run is still going."""
+        """Offer the tasks of a lost rank to the others; return whether the run goes on."""
         with self._changed:
             self._num_ranks -= 1
             for task in out:
                 if task.cancelled:
                     del self._tasks[task.assignment.id]
                 else:
-                    # most urgent now, since its result may already be awaited
+                    # most urgent, since its result may be awaited already
                     task.begun, task.sending, task.needed_at = False, False, 0.0
                     self._offer(task)
             self._changed.notify_all()
             return not self._closed
 
 
-# Share an evaluation between ranks: rank 0 evaluates from the first batch on, other ranks from the last one backwards.
+# Divide an evaluation between ranks: rank 0 evaluates from the first batch on, the others from the last one backwards.
 #
 # Rank 0 adds partial sums in the order of batches, so that metrics have the bits of one process.
 
@@ -424,7 +422,7 @@ class Shared:
     def __init__(
         self, evaluator: Evaluator, values: FlatTensors, version: int, num_processes: int, changed: threading.Condition
     ) -> None:
-        """Divide an evaluation into parts, which processes take one after another.
+        """Divide an evaluation into parts, each of which a process takes when it is free.
 
         Args:
             evaluator: evaluator of rank 0.
@@ -438,9 +436,9 @@ class Shared:
         num = evaluator.num_batches
         size = max(num // (_PARTS * num_processes), 1)
         self._parts = [(start, min(start + size, num)) for start in range(0, num, size)]
-        # range of parts that no process has begun; the first part is always rank 0's
+        # range of the parts that no process has taken; the first part is always rank 0's
         self._first, self._last = 1, len(self._parts)
-        # by part: its partial sums; None = a rank has returned it unevaluated
+        # by part: its partial sums; None = a rank could not evaluate it
         self._found: dict[int, dict[str, Any] | None] = {}
         self._num_out = 0
         self.is_refused = self._is_closed = False
@@ -453,7 +451,7 @@ class Shared:
     def close(self) -> None:
         """Give the other ranks no more batches, and wait until they have evaluated theirs; the caller must hold the shared lock."""
         self._is_closed = True
-        while self._num_out:  # parts are left in progress only if evaluating here has failed
+        while self._num_out:  # some are left only if the evaluation in this process failed
             self._changed.wait()
 
     def measure(self) -> dict[str, float]:
@@ -467,7 +465,7 @@ class Shared:
         return self._evaluator.end()
 
     def _of_another(self, place: int) -> dict[str, Any] | None:
-        """Wait for a part's sums from another process; None = this process must evaluate the part."""
+        """Wait until another process has evaluated a part, and return its sums; None = this process must evaluate it."""
         with self._changed:
             if place < self._last:
                 self._first = max(self._first, place + 1)
@@ -478,7 +476,7 @@ class Shared:
 
     def measure_at(self, pair: Connection) -> None:
         """Let one rank evaluate parts of the batches until none is left; runs on the thread for that rank."""
-        values: FlatTensors | None = self._values  # the values are sent only with a rank's first part
+        values: FlatTensors | None = self._values  # sent with a rank's first part only
         while (place := self._take()) is not None:
             partials = None
             try:

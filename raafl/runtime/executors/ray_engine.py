@@ -37,15 +37,15 @@ try:
 except ImportError as error:
     raise BadInput(f"engine.name is 'ray', but Ray is not installed: {installing('ray')}") from error
 
-_LOOK_S = 2.0  # seconds between two queries of the cluster's size, which may grow
-_PER_SLOT = 2  # number of tasks given to Ray for each one that it trains at a time, so that no worker waits
+_LOOK_S = 2.0  # seconds between two looks at the cluster's size, which may change
+_PER_SLOT = 2  # number of tasks given to Ray for each worker, so that none waits for its next task
 
 Build = Callable[[Experiment], tuple[LocalTrainer, Executor]]
 
 
 @dataclass(frozen=True)
 class _Setup:
-    """Objects from which a worker builds its trainer."""
+    """What a worker needs to build its trainer."""
 
     build: Build
     experiment: Experiment
@@ -55,7 +55,7 @@ class _Setup:
 
 @dataclass(slots=True)
 class _Task:
-    """A task; `answer` is Ray's reference to its result, None before the task was given to Ray."""
+    """A task, with Ray's reference to its result as `answer`; None = the task was not given to Ray yet."""
 
     assignment: Assignment
     snapshot: FlatTensors
@@ -77,9 +77,11 @@ class RayExecutor(Executor):
         self._options, self._most = experiment.engine, experiment.workers
         self._payload, self._device = trainer.payload, trainer.fabric.device
         self._tasks: dict[int, _Task] = {}
-        self._waiting: list[tuple[float, int]] = []  # heap of (time needed, id); some entries are begun or gone
-        self._out: dict[Any, int] = {}  # answers that Ray does not have yet, with their tasks
-        self._stored: dict[int, tuple[Any, int]] = {}  # by identity of a snapshot: Ray's copy, and its number of tasks
+        # heap of (time needed, id), which may contain tasks that were begun or are gone
+        self._waiting: list[tuple[float, int]] = []
+        self._out: dict[Any, int] = {}  # by Ray's reference to the result: id of a task that Ray trains
+        # by id of a snapshot: Ray's copy of it, and the number of tasks that use this
+        self._stored: dict[int, tuple[Any, int]] = {}
         self._slots, self._looked_s = 0, -_LOOK_S
         self._owns = not ray.is_initialized()
         if self._owns:
@@ -88,7 +90,7 @@ class RayExecutor(Executor):
         welcome = Welcome(tuple(sorted(submodels.refuted))).to_meta()
         try:
             setup = _Setup(build, experiment, Identity.of(submodels).to_meta(), welcome)
-            self._setup = [ray.put(setup)]  # in a list, so that Ray passes the reference and not a copy for each task
+            self._setup = [ray.put(setup)]  # in a list, so that a task gets the reference and not the value
             if not self._num_slots():
                 raise BadInput(
                     f"engine asks for {self._options.cpus_per_worker:g} CPUs and {self._options.gpus_per_worker:g} GPUs for "
@@ -105,7 +107,7 @@ class RayExecutor(Executor):
         self._train = ray.remote(_train).options(
             num_cpus=self._options.cpus_per_worker,
             num_gpus=self._options.gpus_per_worker,
-            max_retries=-1,  # a task whose worker or node has died is trained again, as often as that happens
+            max_retries=-1,  # a task whose worker or node dies is trained again, as often as needed
             name="raafl task",
         )
 
@@ -130,12 +132,12 @@ class RayExecutor(Executor):
             self._fill()
         try:
             meta, arrays = ray.get(task.answer)
-        except ray.exceptions.RayTaskError as failed:  # an error of raafl itself, or a worker that does not fit
+        except ray.exceptions.RayTaskError as failed:  # an error in raafl, or a worker with another version or model
             raise RunFailed(f"a worker of Ray has failed: {sanitize_text(failed.cause, 400)}") from failed
         except ray.exceptions.RayError as lost:
             raise RunFailed(f"Ray cannot train task {assignment_id}: {sanitize_text(lost, 400)}") from lost
         self._forget(assignment_id)
-        if self.needed is not None:  # its owner sets it again with the next event
+        if self.needed is not None:  # set anew at the next event, by the simulation
             self.needed -= 1
         self._fill()
         return self._found(task.assignment, meta, arrays)
@@ -161,7 +163,7 @@ class RayExecutor(Executor):
         self._owns = False
 
     def _fill(self) -> None:
-        """Give Ray the most urgent tasks that are needed, up to a few more than it trains at a time."""
+        """Give Ray the most urgent of the needed tasks, a few more than it has workers."""
         self._note_ended(timeout_s=0.0)
         room = (self._most if self._most > 1 else _PER_SLOT * self._num_slots()) - len(self._out)
         if self.needed is not None and self.needed < len(self._tasks):
@@ -182,7 +184,7 @@ class RayExecutor(Executor):
         self._out[task.answer] = task.assignment.id
 
     def _note_ended(self, timeout_s: float | None) -> None:
-        """Remove ended tasks from those that Ray trains; wait up to ``timeout_s`` for them, None = until one ends."""
+        """Remove ended tasks from those that Ray trains, after waiting up to ``timeout_s``; None = until one ends."""
         if self._out:
             num = 1 if timeout_s is None else len(self._out)
             ended, _ = ray.wait(list(self._out), num_returns=num, timeout=timeout_s, fetch_local=False)
@@ -190,7 +192,7 @@ class RayExecutor(Executor):
                 del self._out[answer]
 
     def _forget(self, assignment_id: int) -> None:
-        """Drop a task; once no other task uses its snapshot, delete Ray's copy of that, too."""
+        """Drop a task, and Ray's copy of its snapshot if no other task uses that."""
         task = self._tasks.pop(assignment_id)
         if task.answer is None:
             return
@@ -200,7 +202,7 @@ class RayExecutor(Executor):
             self._stored[key] = stored, num_tasks - 1
 
     def _num_slots(self) -> int:
-        """Return the number of workers for which the cluster has room at present."""
+        """Return for how many workers the cluster has room, looked up every few seconds."""
         if time.monotonic() - self._looked_s >= _LOOK_S:
             self._looked_s, there = time.monotonic(), ray.cluster_resources()  # type: ignore[no-untyped-call]
             asked = {"CPU": self._options.cpus_per_worker, "GPU": self._options.gpus_per_worker}
@@ -219,12 +221,12 @@ class RayExecutor(Executor):
 
 
 def _connect(experiment: Experiment) -> None:
-    """Connect to the Ray cluster, or start one on this machine."""
+    """Connect to the Ray cluster of the config, or start one on this machine."""
     options, own = experiment.engine, dict[str, Any]()
     if options.address is None:
         workers = experiment.workers if experiment.workers > 1 else (os.cpu_count() or 1)
         own = {"num_cpus": max(int(workers * options.cpus_per_worker), 1), "include_dashboard": False}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no reports that the user has not asked for
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # off unless the user wants usage reports
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         ray.init(address=options.address, logging_level=logging.ERROR, log_to_driver=False, **own)
@@ -244,7 +246,7 @@ def _resources() -> str:
 
 
 def _train(setup: list[Any], task: dict[str, Any], values: list[np.ndarray]) -> tuple[dict[str, Any], list[Any] | None]:
-    """Train a task in a worker; return the answer's fields and tensors, None in place of tensors if it failed."""
+    """Train a task in a worker; return fields and tensors of the answer, with None for the tensors if training failed."""
     trainer, inner = _built(setup[0])
     assignment = assignment_from_json(task)
     snapshot = FlatTensors.empty(trainer.payload.layout(assignment.spec, "sent"), trainer.fabric.device)
@@ -253,13 +255,13 @@ def _train(setup: list[Any], task: dict[str, Any], values: list[np.ndarray]) -> 
     try:
         message = answer_of(inner, assignment, ALONE)
     except GpuLost:
-        os._exit(1)  # this process can use its GPU no more; Ray trains the task in another
+        os._exit(1)  # this process can no longer use its GPU, so Ray trains the task in another
     return message.meta, None if message.tensors is None else _to_arrays(message.tensors)
 
 
 @lru_cache(maxsize=1)
 def _built(setup_ref: Any) -> tuple[LocalTrainer, Executor]:
-    """Build the run's trainer in this worker, and check that model and version are those of the run.
+    """Build the run's trainer in this worker, and check that the model and raafl's version are those of the run.
 
     Raises:
         BadInput: the worker has another version of raafl, or builds another model.
@@ -277,11 +279,11 @@ def _built(setup_ref: Any) -> tuple[LocalTrainer, Executor]:
 
 
 def _to_arrays(tensors: FlatTensors) -> list[np.ndarray]:
-    """Return the bytes of each buffer as an array, which Ray's workers on one machine read without a copy."""
+    """Return each buffer's bytes as an array, which workers on one machine read without a copy."""
     return [buffer.cpu().view(torch.uint8).numpy() for buffer in tensors.buffers.values()]
 
 
 def _fill_from(tensors: FlatTensors, arrays: list[np.ndarray]) -> None:
     for buffer, array in zip(tensors.buffers.values(), arrays, strict=True):
-        # Ray's arrays are read-only, which a tensor cannot be
+        # copied, since Ray's arrays are read-only and a tensor cannot be
         buffer.view(torch.uint8).copy_(torch.from_numpy(np.array(array)))

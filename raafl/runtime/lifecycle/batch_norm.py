@@ -42,7 +42,7 @@ class StaticStatistics(AsItIs):
         seed: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Draw samples and build the module that collects their statistics, if batch norm is static."""
+        """Draw the samples, and build the module with which their statistics are collected, if batch norm is static."""
         self._norms = Pooling(submodels.module)
         if submodels.batch_norm != "static":
             self._norms.pairs = []
@@ -60,7 +60,7 @@ class StaticStatistics(AsItIs):
         self._rows = [batch for batch in batches if len(batch) == len(batches[0])]
         shrunk = submodels.shrink(FULL, device=device)
         self._module, self._present = shrunk.module, shrunk.present
-        Recorder().attach(self._module)  # logged values are discarded
+        Recorder().attach(self._module)  # discards logged values
         self._state = ModuleState(self._module, submodels)
 
     def fill_(self, values: FlatTensors) -> None:
@@ -130,7 +130,7 @@ class StatisticsHookList(HookList):
     """List of observers that get models with the running statistics of batch norm, so that they save complete models."""
 
     def __init__(self, statistics: StaticStatistics, *hooks: RunHooks) -> None:
-        """Combine ``hooks`` into one hook, which calls each of them in order."""
+        """Create a hook that calls all ``hooks`` in order, on models with statistics filled in."""
         super().__init__(*hooks)
         self._filler = statistics
 

@@ -28,10 +28,7 @@ class BestCheckpoint(RunHooks):
     """
 
     def __init__(self, run: Run) -> None:
-        """Read the metric and mode from the setting ``keep_best``: METRIC, METRIC:min or METRIC:max.
-
-        Without a suffix the metric's name decides.
-        """
+        """Read metric and direction from the setting ``keep_best``: METRIC (whose name decides), METRIC:min or METRIC:max."""
         self._run, self._warned = run, False
         self._metric, self._mode = ranking(str(run.parts.experiment.keep_best))
         self.best: dict[str, Any] | None = None
@@ -47,10 +44,10 @@ class BestCheckpoint(RunHooks):
             return
         found = {"version": version, "metric": self._metric, "value": value}
         try:
-            # copied, since hooks of the module may change the values
+            # a copy, since the module's hooks may change the values
             own = FlatTensors.empty(values.layout).copy_(values)
             checkpoint.write(self._run.folder, self._run.saved_form.contents(version, own, {"best": found}), name=NAME)
-        except Exception as error:  # torch.save wraps disk errors in exceptions of its own
+        except Exception as error:  # torch.save may wrap disk errors in other exceptions
             if not self._warned:
                 self._warned = True
                 self._run.progress.warn(
@@ -76,6 +73,6 @@ class BestCheckpoint(RunHooks):
         try:
             found = checkpoint_reader.load(path).raafl["best"]
             kept = {"version": int(found["version"]), "metric": str(found["metric"]), "value": float(found["value"])}
-        except (BadInput, KeyError, TypeError, ValueError):  # the file is damaged: the next evaluated model replaces it
+        except (BadInput, KeyError, TypeError, ValueError):  # a damaged file, which the next evaluated model replaces
             return None
         return kept if kept["metric"] == self._metric else None

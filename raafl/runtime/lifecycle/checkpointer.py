@@ -45,7 +45,7 @@ class Checkpointer(RunHooks):
         clock: Callable[[], float] = time.monotonic,
         written: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the thread that writes to ``folder``/checkpoints.
+        """Start the thread that writes checkpoints into ``folder``/checkpoints.
 
         `every_s`: seconds of ``clock`` from a written checkpoint until the next is due; None = never due.
         """
@@ -71,7 +71,7 @@ class Checkpointer(RunHooks):
         """
         self.wait()
         self._saved_s = self._clock()
-        # copy everything here, in the thread that changes it in place; the writing thread gets only the copies
+        # copied in this thread, which changes it in place; the writing thread gets the copies alone
         values = FlatTensors.empty(coordinator.state.values.layout).copy_(coordinator.state.values)
         section = {
             "runtime": self._runtime,
@@ -102,7 +102,7 @@ class Checkpointer(RunHooks):
     def _write(self, version: int, content: dict[str, Any], books: Sealed | None) -> Path | None:
         try:
             path = checkpoint.write(self._folder, content, keep_last=self._keep)
-        except Exception as error:  # torch.save wraps disk errors in exceptions of its own
+        except Exception as error:  # torch.save may wrap disk errors in other exceptions
             self._failed(version, error)
             return None
         self.num_failed = 0

@@ -21,15 +21,15 @@ TOO_LARGE = frozenset({f"refused:{HUGE_NORM}", f"refused:{OVERFLOW}"})
 class Divergence(RunHooks):
     """Observer that looks for signs of divergence: metrics that become NaN, and updates refused as non-finite or far too large."""
 
-    failure: str | None = None  # reason for ending the run; None = the run goes on
+    failure: str | None = None  # reason for which to end the run as failed; None = it goes on
 
     def __init__(self, run: Run) -> None:
         self._run, self._warn, self._strict = run, run.progress.warn, run.parts.experiment.strict
         self._finite: set[str] = set()
         self._refused = False
-        self._too_large: set[int] = set()  # clients whose updates were too large and of whom none has been merged since
+        self._too_large: set[int] = set()  # clients with a too large update, and none merged since
         self._said = False
-        self._left_out: set[str] = set()  # names of logged values that were not finite, each warned about once
+        self._left_out: set[str] = set()  # names of logged values that were not finite, each of which gets one warning
 
     def opened(self) -> None:
         """Check the metrics of the initial model, or of a resumed one: what is finite now can diverge."""
@@ -88,7 +88,7 @@ class Divergence(RunHooks):
             self.failure = f"failed: {what} (an error, since strict is true)"
 
     def _fault(self, client: int | None) -> str | None:
-        """Describe a non-finite sample of a client (None = of the test set); None if there is none or it is unknown."""
+        """Describe a non-finite sample in a client's data (None = the test set); None if there is none, or data are remote."""
         from raafl.local.data_faults import fault_in
 
         info = None if client is None else self._run.parts.coordinator.roster.find(client)
@@ -100,5 +100,5 @@ class Divergence(RunHooks):
 
 
 def _names(metrics: Mapping[str, float]) -> str:
-    """Return the metrics that are not finite as text, with their values."""
+    """Format the metrics that are not finite, with their values."""
     return ", ".join(f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value))

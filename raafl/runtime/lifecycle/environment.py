@@ -31,13 +31,13 @@ def conditions(experiment: Experiment, *, trains: bool = True) -> dict[str, Any]
 
 
 def _gpu() -> dict[str, Any]:
-    """Describe this machine's GPUs, their driver and libraries, and their numeric settings."""
+    """Describe this machine's GPUs, with driver, libraries and numeric settings."""
     if not torch.cuda.is_available():
         return {"gpu": None}
     from torch.utils.collect_env import get_nvidia_driver_version, run
 
     cudnn = None
-    with suppress(RuntimeError):  # the library is too new for this GPU, or not the version that torch was built with
+    with suppress(RuntimeError):  # raised if cuDNN does not fit this GPU or torch's build
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
     return {

@@ -60,7 +60,7 @@ def save_final(
     path = _save_model(run_folder, saver.wait(), module, state, parts.data, progress, card)
     if experiment.saves_safetensors and not is_pretrained:
         path = _save_safetensors(run_folder, form, state, progress, card) or path
-    # a stopped run may end without a checkpoint of its last version, which is no failure
+    # a run that was stopped may lack a checkpoint of its last version, which is no failure
     failed = saver.num_failed > 0 or is_pretrained
     copy = _save_copy(run_folder, form, state, progress) if path is None and failed else None
     return path, copy
@@ -75,18 +75,17 @@ def _save_model(
     progress: Notices,
     card: Callable[[], str],
 ) -> str | None:
-    """Save the final model in the run folder and return its path there; None if that failed.
+    """Save the final model in the run folder, and return its path there; None if that failed.
 
-    An error, such as a full disk, does not end the run: a warning is shown, and the last checkpoint remains.
-
-    `checkpoint`: path of the last checkpoint; None = none was written.
+    An error, such as a full disk, becomes a warning, since the last checkpoint remains. `checkpoint`: path of the last
+    checkpoint; None = none was written.
     """
     found = None
     if callable(getattr(module, "save_pretrained", None)):
         try:
             state.submodels.load_(module, state.values)
             found = _save_pretrained(module, tokenizer_of(data.datamodule), run_folder / FOLDER, card())
-        except Exception as error:  # libraries wrap disk errors in exceptions of their own
+        except Exception as error:  # libraries may wrap disk errors in other exceptions
             progress.warn(
                 f"the final model cannot be written to {run_folder / FOLDER}: {cause(error)}; take it from the last "
                 f"checkpoint: {type(module).__name__}.load_from_checkpoint(...).save_pretrained(...)"
@@ -99,15 +98,12 @@ def _save_model(
 
 
 def _save_copy(run_folder: Path, form: SavedForm, state: GlobalState, progress: Notices) -> str | None:
-    """Save the model in the system's temporary folder and return its path; None if that fails, too.
-
-    This serves if the disk of the run folder is full, since training may have taken days.
-    """
+    """Save the model in the system's temporary folder, as when the disk of the run folder is full; None if that fails, too."""
     folder: Path | None = None
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{run_folder.name}-"))
         path = checkpoint_files.write(folder, form.contents(state.version, state.values))
-    except Exception as error:  # libraries wrap disk errors in exceptions of their own
+    except Exception as error:  # libraries may wrap disk errors in other exceptions
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         progress.warn(
@@ -132,12 +128,12 @@ def _save_pretrained(module: Any, tokenizer: Any, target: Path, card: str) -> Pa
 def _save_safetensors(
     run_folder: Path, form: SavedForm, state: GlobalState, progress: Notices, card: Callable[[], str]
 ) -> str | None:
-    """Save a plain module's state dict and model card to `RUN/model`; return the path, or None if that fails."""
+    """Save a plain module's state dict and model card in `RUN/model`, and return the path; None if that fails."""
     try:
         from safetensors.torch import save_file
 
         saved = form.contents(state.version, state.values)["state_dict"]
-        # the safetensors format allows only tensors, and none that share memory
+        # safetensors stores tensors only, and none that share memory
         named = {name: value.cpu().clone() for name, value in saved.items() if isinstance(value, Tensor)}
         if len(named) < len(saved):
             others = ", ".join(name for name in saved if name not in named)
@@ -147,7 +143,7 @@ def _save_safetensors(
         with _whole(run_folder / FOLDER) as folder:
             save_file(named, folder / SAFETENSORS, metadata={"format": "pt"})
             (folder / CARD).write_text(card(), encoding="utf-8")
-    except Exception as error:  # libraries wrap disk errors in exceptions of their own
+    except Exception as error:  # libraries may wrap disk errors in other exceptions
         progress.warn(f"the final model cannot be written to {run_folder / FOLDER}: {cause(error)}")
         return None
     return FOLDER
@@ -169,9 +165,9 @@ def tokenizer_of(datamodule: object) -> object:
 def _whole(target: Path) -> Iterator[Path]:
     """Yield a temporary folder, which replaces ``target`` if the ``with`` block succeeds.
 
-    Raises OSError if it cannot be created or written; ``target`` is then unchanged.
+    Raises OSError if that folder cannot be written; ``target`` stays as it was.
     """
-    for left in target.parent.glob(f".{target.name}.*.tmp"):  # left behind by a process that was killed
+    for left in target.parent.glob(f".{target.name}.*.tmp"):  # remains of a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     new, old = (target.with_name(f".{target.name}.{word}-{os.getpid()}.tmp") for word in ("new", "old"))
     try:

@@ -18,7 +18,7 @@ from raafl.runfolder.schema import CHECKPOINTS, GROWING, SEALS
 if TYPE_CHECKING:
     from raafl.runtime.run import Run
 
-_LEFT_OUT = "loggers"  # not copied, since loggers upload to stores of their own
+_LEFT_OUT = "loggers"  # subfolder that is not copied: loggers upload their own files
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def check_store(output: str) -> None:
         BadInput: the store refuses one of the two, so that it could not hold a copy of the run.
     """
     with ObjectStore.answering(output, "output") as store:
-        name = f".{uuid4().hex}"  # listings of a store leave out names that begin with a dot
+        name = f".{uuid4().hex}"  # listings omit names that begin with a dot
         store.write(b"raafl", name)
         store.remove(name)
 
@@ -54,11 +54,11 @@ class Mirror:
         first_wait_s: float = _FIRST_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the thread, which copies nothing before `request` is called."""
+        """Start the copying thread, which waits for the first call of `request`."""
         self.url, self.num_failed = store.url, 0
         self._folder, self._warn, self._clock = folder, warn, clock
         self._first_wait_s = first_wait_s
-        # by file name: size and modification time; used only by this thread
+        # by file name: size and modification time at the last copy; used by the copying thread alone
         self._copied: dict[str, tuple[int, int]] = {}
         self._changed = threading.Condition()
         self._asked = self._done = self._failed_in_a_row = 0
@@ -130,7 +130,7 @@ class Mirror:
             self._warn(f"{self.url} cannot be written ({self._error}); the run goes on, and raafl tries again")
 
     def _copy(self, store: ObjectStore) -> None:
-        """Copy changed files, ordered so that the copied journal always covers the copied checkpoints and seals."""
+        """Copy changed files, the journal before checkpoints and seals, so that it always covers what they refer to."""
         paths = [path for path in self._folder.rglob("*") if path.is_file()]
         names = [path.relative_to(self._folder).as_posix() for path in paths if not path.name.startswith(".")]
         names = [name for name in names if name.split("/")[0] != _LEFT_OUT and name not in (*GROWING, SEALS)]
@@ -149,7 +149,7 @@ class Mirror:
         path = self._folder / name
         try:
             state = path.stat()
-        except FileNotFoundError:  # an old checkpoint that was deleted meanwhile
+        except FileNotFoundError:  # a checkpoint that was deleted in the meantime
             return
         if self._copied.get(name) != (now := (state.st_size, state.st_mtime_ns)):
             store.put(path, name, self._moved)
@@ -165,7 +165,7 @@ class StoreCopy(RunHooks):
 
     def __init__(self, run: Run) -> None:
         self._run, self._output = run, str(run.parts.experiment.output)
-        self._mirror: Mirror | None = None  # None = the run folder does not exist yet
+        self._mirror: Mirror | None = None  # None until the run folder exists
         self._is_whole = False
 
     def begin(self, run: Run, saved: object = None) -> None:

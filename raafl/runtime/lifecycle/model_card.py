@@ -96,6 +96,6 @@ def _rows(entries: Any) -> list[str]:
 
 
 def _cell(value: object) -> str:
-    """Escape a value for a table cell in Markdown; names and reasons may come from untrusted code."""
+    """Escape a value for a Markdown table, since names and reasons may come from untrusted code."""
     text = sanitize_text(value, 300)
     return "".join(f"\\{letter}" if letter in "\\|<>[]`*_#" else letter for letter in text)

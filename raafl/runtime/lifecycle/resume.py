@@ -40,9 +40,9 @@ class SavedRun:
     """The last checkpoint of a run, loaded to resume it."""
 
     folder: Path  # folder of the run
-    named: dict[str, Any]  # tensors of the global model by name
-    # state of the run by name: ``runtime`` ("simulated" or "distributed"), ``finished`` (reason for the end, None
-    # = not finished), ``coordinator``, ``record`` (counts and metrics) and ``clock`` (time and timers)
+    named: dict[str, Any]  # tensors of the global model, by name
+    # state of the run: ``runtime`` ("simulated" or "distributed"), ``finished`` (reason for the end, None = not
+    # finished), ``coordinator``, ``record`` (counts and metrics) and ``clock`` (time and timers)
     section: dict[str, Any]
 
     @property
@@ -94,7 +94,7 @@ def opened(folder: str, runtime: str) -> Iterator[SavedRun]:
         BadInput: another process is writing the run, or it cannot be resumed.
     """
     path = Path(folder)
-    # locked first: the checkpoint must still be the last one when the tables are truncated to match it
+    # locked first, since another process must not write a newer checkpoint before the tables are cut back to this one
     with FolderLock(path, "resume") if path.is_dir() else nullcontext():
         yield load(path, runtime)
 
@@ -104,10 +104,10 @@ _WANDB_LOGS = ("loggers", "wandb", "logs")
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raise `BadInput` for a symbolic link that would redirect the run's writes to another place.
+    """Raise `BadInput` for a symbolic link by which the run would write outside of its folder.
 
-    Below the top of the folder, links within the folder are allowed, such as W&B's `latest-run`. So are links in W&B's
-    own run logs, which point to its cache and are not written again.
+    Below the top folder, links that stay within are allowed, such as W&B's `latest-run`, and so are links of W&B's run
+    logs to its cache, which are not written again.
     """
     inside = folder.resolve()
     for parent, folders, files in os.walk(folder):
@@ -144,7 +144,7 @@ _TIMES = {"clock": ("now",), "record": ("wall_s",), "coordinator": ("opened_s", 
 
 
 def _check(section: dict[str, Any]) -> None:
-    """Raise `KeyError` for a missing entry, and `ValueError` for a count or time that is negative or not finite."""
+    """Raise `KeyError` for a missing entry, `ValueError` for a count or a time that is negative or not finite."""
     for name in _NEEDED:
         section["coordinator"][name]
     coordinator, clock = section["coordinator"], section["clock"]
@@ -221,11 +221,11 @@ def _note() -> Path:
 class Mended:
     """Result of `mend`, which cuts the journal and tables of a run back to its last checkpoint."""
 
-    last_id: int  # largest id of a task in the journal; later tasks get larger ids
+    last_id: int  # largest task id in the journal, after which new ids begin
     num_lost: int  # number of tasks that were lost
-    num_missing: int  # number of events before the checkpoint that the journal lacks
-    joins: dict[int, int]  # number of times that each client has joined, by client id
-    merged: list[tuple[int, int]]  # client id and model version of each merged update after the checkpoint
+    num_missing: int  # number of events before the checkpoint that are not in the journal
+    joins: dict[int, int]  # by client id: number of times that the client has joined
+    merged: list[tuple[int, int]]  # client id and model version of each update that was merged after the checkpoint
 
 
 def mend(saved: SavedRun) -> Mended:
@@ -240,8 +240,8 @@ def mend(saved: SavedRun) -> Mended:
     header = next(metrics)
     write_table(folder / METRICS, chain([header], (row for row in metrics if int(row[0]) <= coordinator["version"])))
     last_id, joins = 0, dict[int, int]()
-    later: dict[int, JournalRow] = {}  # tasks assigned after the checkpoint
-    # also rows that were rolled back, since their ids are not used again
+    later: dict[int, JournalRow] = {}  # by id: tasks that were assigned after the checkpoint
+    # with rows that a resume has cut off, since their ids must not be used again
     for row in (journal := JournalReader(folder)).written():
         if row.get("event") == "assigned":
             last_id = max(last_id, row["id"])
@@ -270,8 +270,8 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
     if not saved.restarts:
         return
     roster = coordinator.roster
-    roster.last_id = max(roster.last_id, mended.last_id)  # ids are never used twice, also of lost tasks
-    for client, num in mended.joins.items():  # incarnations are never used twice either
+    roster.last_id = max(roster.last_id, mended.last_id)  # the ids of lost tasks are not used again
+    for client, num in mended.joins.items():  # nor are incarnations
         roster.joins[client] = max(roster.joins[client], num)
     coordinator.algorithm.merge.on_rollback(coordinator.state, mended.merged)
     record.lose(mended.num_lost)
@@ -283,7 +283,7 @@ def go_on(run: Any, saved: SavedRun) -> None:
     coordinator, section = run.parts.coordinator, saved.section
     check_limits(saved, coordinator.limits)
     try:
-        # checked now, since new seals would hide later changes to sealed files
+        # before new seals, which would hide that sealed files were changed
         altered = check_books(run.folder).findings
         with restoring(saved):
             mended = mend(saved)
@@ -294,10 +294,10 @@ def go_on(run: Any, saved: SavedRun) -> None:
     run.record = RunRecord(run.writer, run.parts.experiment.targets(), figures=run.figures())
     with restoring(saved), run.norms.untouched(coordinator.state.values):
         resume(saved, mended, coordinator, run.record)
-        run.evaluator.revive(section.get("metrics", {}))  # checkpoints of earlier versions have no "metrics"
+        run.evaluator.revive(section.get("metrics", {}))  # "metrics" is missing in checkpoints of earlier versions
     if altered:
         run.progress.warn(f"the books of the run were altered before it was resumed: {'; '.join(altered[:5])}")
-    # sealed before any row is added: if killed in between, a finished run would seem to have an extra row
+    # sealed before a row is added: else, if this process is killed, a finished run would seem to have an extra row
     run.writer.seal(run.writer.sealed(), coordinator.state.version, [CONFIG], altered=altered)
     if mended.num_missing:
         run.writer.gap(mended.num_missing)

@@ -33,7 +33,7 @@ class SampleRecorder(RunHooks):
     """Observer that adds rows to samples.csv: at the first model of a run, and at each ``every``-th evaluation after it."""
 
     def __init__(self, run: Any) -> None:
-        """Store the run, a `raafl.runtime.run.Run`, whose setting ``samples`` names what to record."""
+        """Create the observer that records what the setting ``samples`` of ``run`` names."""
         self._run, self._options = run, run.parts.experiment.samples
         self._tokenizer: Any = None
         self._num_evaluations, self._warned = 0, False
@@ -116,7 +116,7 @@ class SampleRecorder(RunHooks):
             self._run.progress.warn(f"pictures of samples cannot be written: {cause(error)}")
 
     def _written(self, module: nn.Module, prompt: str) -> str:
-        """Return the model's continuation of a prompt, by greedy decoding."""
+        """Continue a prompt by greedy decoding, and return the text that the model wrote."""
         given = self._tokenizer(prompt, return_tensors="pt")["input_ids"]
         writer = writer_of(module)
         pad = self._tokenizer.pad_token_id if self._tokenizer.pad_token_id is not None else self._tokenizer.eos_token_id
@@ -195,6 +195,6 @@ def png(pixels: Tensor) -> bytes:
 
     rows = b"".join(
         b"\0" + row.numpy().tobytes() for row in pixels.contiguous()
-    )  # each row begins with the byte of its filter, 0 = none
+    )  # the filter byte of each row, 0 = none
     head = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")

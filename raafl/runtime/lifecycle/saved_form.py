@@ -46,11 +46,11 @@ class SavedForm:
     """
 
     def __init__(self, module: nn.Module, living: Callable[[], States] = dict) -> None:
-        """Store the run's module, which defines the form in which values are saved."""
+        """Wrap the run's module, which decides the form in which values are saved; ``living``: states of its metrics."""
         self.module, self.living = module, living
         self._tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **persistent_buffers(module)}
         self._metrics = LivingMetrics(module)
-        self._lock = threading.Lock()  # evaluations may save the best model in another thread
+        self._lock = threading.Lock()  # the best model may be saved in the thread of evaluations
 
     def contents(
         self,

@@ -11,8 +11,8 @@ from typing import Self
 
 from raafl.core.hooks import RunHooks
 
-_SEND_S = 1.0  # seconds; systemd reads immediately, and a socket that nobody reads must not stop the run
-_MAX_STATUS = 200  # characters
+_SEND_S = 1.0  # seconds; systemd reads at once, and a socket that nobody reads must not block the run
+_MAX_STATUS = 200  # length in characters
 
 
 class ServiceManager(RunHooks):
@@ -24,7 +24,7 @@ class ServiceManager(RunHooks):
     def __init__(
         self, address: str = "", watchdog_s: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Store the address of the datagram socket to notify.
+        """Create a notifier that sends datagrams to the socket ``address``.
 
         `watchdog_s`: seconds without a notification after which systemd restarts the service; None = no restart.
         """

@@ -20,9 +20,9 @@ from raafl.atomic_file import drop_unfinished
 
 EXIT_CODE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ECHO_S = 5.0  # seconds within which torchrun may forward a signal once more that its ranks already got
+_ECHO_S = 5.0  # seconds in which torchrun may forward a signal that its ranks already got
 _CLEAN_UP_S = 2.0
-_WAKE = b"\0"  # a byte that is no signal's number
+_WAKE = b"\0"  # no signal has the number 0
 
 _ends_process = False
 _running: _Signals | None = None
@@ -98,13 +98,13 @@ class Interrupt:
 
 
 class _Count:
-    """Counter of signals: the first asks the run to end, a second one (but no repeat by torchrun) forces it to."""
+    """Counter of signals by which the second one, unless torchrun has repeated the first, forces the process to end."""
 
     def __init__(self) -> None:
         self.num, self._first_s, self._echoes = 0, 0.0, int("TORCHELASTIC_RUN_ID" in os.environ)
 
     def insists(self) -> bool:
-        """Count a signal; return whether it is a second one, for which the caller ends the process at once."""
+        """Count a signal; return whether it is a second one, which ends the process at once."""
         self.num += 1
         now = time.monotonic()
         if self.num == 1:
@@ -117,15 +117,15 @@ class _Count:
 
 
 class _Signals:
-    """Signal handlers of a process, installed until `close`.
+    """Signal handlers of this process, installed until `close`.
 
-    Python runs handlers only in the main thread, between two of its instructions. To end a process whose main thread
-    hangs, each signal is also written to a file descriptor that wakes a separate thread.
+    Python runs handlers in the main thread, between its instructions. So that a hanging main thread can be ended, each
+    signal is also written to a file descriptor, which wakes another thread.
     """
 
     def __init__(self, ends_process: bool) -> None:
         self.asked, self.on_insist = False, list[Callable[[], None]]()
-        self.first = 0  # number of the first signal
+        self.first = 0  # number of the first signal; 0 = none came
         self._count, self._ends_process = _Count(), ends_process
         self._before: dict[signal.Signals, Any] = {n: signal.signal(n, self._take) for n in _SIGNALS}
         self._ending = threading.Lock()
@@ -138,7 +138,7 @@ class _Signals:
         self._watcher.start()
 
     def close(self) -> None:
-        """Restore the previous signal handlers."""
+        """Restore the signal handlers from before."""
         if self._ends_process:
             signal.set_wakeup_fd(self._wakeup_before)
             os.write(self._writer, _WAKE)
@@ -149,7 +149,7 @@ class _Signals:
             signal.signal(number, before)
 
     def let_go(self) -> None:
-        """Reset the handlers in a forked process: SIGINT is ignored, since the parent handles it; SIGTERM ends it."""
+        """Reset the handlers in a forked process, where SIGTERM ends it and SIGINT is left to the parent."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._ends_process:
@@ -171,7 +171,7 @@ class _Signals:
                 self._end_process()
 
     def _end_process(self) -> None:
-        """End this process and its children at once; only the first of several calling threads acts."""
+        """Kill this process and its children at once, unless another thread is doing so."""
         if not self._ending.acquire(blocking=False):
             return
         threading.Thread(target=_end_after, args=(_CLEAN_UP_S,), daemon=True).start()
@@ -188,7 +188,7 @@ def _end_after(wait_s: float) -> None:
 
 
 def _kill_children() -> None:
-    multiprocessing = sys.modules.get("multiprocessing")  # if it was not imported, the process has no children
+    multiprocessing = sys.modules.get("multiprocessing")  # without this module the process has started no children
     for process in multiprocessing.active_children() if multiprocessing is not None else ():
         process.kill()
 

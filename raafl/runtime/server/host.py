@@ -42,7 +42,7 @@ OfSites = Callable[[Run], AbstractContextManager[Callable[[SessionProtocol], Ses
 """Opens, for a run whose clients belong to others, what makes the extension of each session with one of them."""
 
 _AT_ONCE_S = 0.01
-_GREET_S = 30.0  # seconds for a client to send its HELLO; longer for one that first asks for the config
+_GREET_S = 30.0  # seconds until a client's HELLO; more for one that first asks for the config
 
 
 def host(
@@ -81,7 +81,7 @@ def host(
         )
     with (
         transport,
-        # opened after the port is bound, since the port may be in use
+        # after the port is bound, which fails if it is in use
         opened(experiment.resume, "distributed") as saved,
     ):
         if transport.comes_and_goes:
@@ -135,7 +135,7 @@ def host(
 
 
 def _serve_others(run: Run) -> None:
-    """Set up the output of a server with clients of others: time stamps, and a note on what may delay a merge."""
+    """Prepare the output of a server for clients on other machines: time stamps, and a note on what may delay merges."""
     run.progress.stamped = True
     if (line := waits_note(run.parts.experiment, run.parts.coordinator.algorithm.trigger)) is not None:
         run.progress.note(line)
@@ -153,7 +153,7 @@ def waits_note(experiment: Experiment, trigger: Trigger) -> str | None:
 
 
 def _note_transport(run: Run, transport: Transport) -> None:
-    """Show the server's address, and what extensions say about a transport without certificates."""
+    """Show the server's address, and the extensions' notes on a transport without certificates."""
     if transport.address:
         run.progress.note(f"listening at {transport.address}")
     for one in extensions_of(run.parts.coordinator, "loop"):
@@ -162,9 +162,9 @@ def _note_transport(run: Run, transport: Transport) -> None:
 
 
 def _storage(experiment: Experiment, folder: Path) -> PayloadRoom:
-    """Return the allocator of tensors to send and receive; it puts large ones into files of the run folder."""
+    """Return the allocator of payloads, which puts large ones into files of the run folder."""
     most_bytes = experiment.payload_memory_bytes
-    # without it (macOS), a full disk would kill the server while it writes to mapped files
+    # without it (macOS) a full disk would kill the server when it writes to a mapped file
     if most_bytes is None or not hasattr(os, "posix_fallocate"):
         return PayloadRoom()
     return PayloadRoom(str(folder), most_bytes, experiment.payload_memory_total_bytes)
@@ -185,16 +185,16 @@ def _session_setup(run: Run, server: Server, terms: Terms | None) -> SessionSetu
 
 
 def _admit(run: Run, server: Server, setup: SessionSetup, loop: SocketLoop | None) -> Admit:
-    """Return a function that creates a session for each client that a transport admits.
+    """Return the function that starts a session for each client that a transport admits.
 
-    `loop`: thread of the sessions; None = each session has its own thread.
+    `loop`: thread of all sessions; None = each session has a thread.
     """
     clients, num_clients = run.parts.clients, run.parts.experiment.clients
 
     def admit(client: int, peer: str, connect: Callable[[], Connection]) -> None:
         if not 1 <= client <= num_clients:
             problem = f"client is {client}: this run has clients 1 to {num_clients}"
-            # a short message fits into the socket's buffer: this thread must not wait for a client
+            # short enough for the socket's buffer, since this thread must not wait for a client
             connect().send(Message(Kind.STOP, meta=Reason(f"refused: {problem}").to_meta()), _AT_ONCE_S)
             raise Refused("unknown-client", problem)
         known = clients[client - 1]

@@ -22,10 +22,10 @@ class Away:
     """Event that the connection of a working client broke, and that its session waits for the client to connect again."""
 
     client: int  # id of the client
-    incarnation: int  # number of times that the client has joined
+    incarnation: int  # number of times that the client had joined
     assignment: int  # id of the client's task
-    reason: str  # text of the error that broke the connection
-    wait_s: float  # seconds for which the session waits for the client
+    reason: str  # text of the error
+    wait_s: float  # seconds for which the session waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Back:
     """Event that a client has connected again."""
 
     client: int  # id of the client
-    incarnation: int  # number of times that the client has joined
-    assignment: int | None  # id of the client's task; None = the task has ended meanwhile
-    num_chunks: int  # number of chunks of the client's update that had arrived before
-    away_s: float  # seconds without a connection
+    incarnation: int  # number of times that the client had joined
+    assignment: int | None  # id of the client's task; None = it ended while the client was away
+    num_chunks: int  # chunks of the client's update that arrived before the break
+    away_s: float  # seconds without connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,12 @@ class Resumption:
     """Request to continue a client's session on a new connection; sent to the main loop by the new connection's session."""
 
     client: int  # id of the client
-    # number of times that the client has joined, if the new connection counts as a join; unused if the earlier session
-    # continues
+    # number of times that the client has joined, if this connection begins a new session
     incarnation: int
     wanted: int  # number of times that the client had joined when the session to be continued began
-    pair: TcpConnection  # new connection of the client
-    position: Position  # messages and chunks of the session that the client has received
-    # mailbox for the answer: whether the session continues on the connection
+    pair: TcpConnection  # the new connection
+    position: Position  # messages and chunks that the client has received in that session
+    # gets the answer whether that session continues on this connection
     is_taken: Mailbox[bool] = field(default_factory=Mailbox)
 
 

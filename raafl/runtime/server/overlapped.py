@@ -49,7 +49,7 @@ class OverlappedSession(SessionExtension):
 
     def _send(self, task: Task) -> Steps[Sent]:
         sent = yield from self.session.send(task)
-        # uncompressed values stay unchanged until the answer; the codec's storage is reused by the next task
+        # the next task reuses the codec's storage, whereas uncompressed values stay until the answer
         used_again = sent.received is not None and self.session.plan.down is not None
         return replace(sent, received=sent.received.clone()) if used_again and sent.received is not None else sent
 
@@ -58,7 +58,7 @@ class OverlappedSession(SessionExtension):
         return (yield from self._send(task))
 
     def _take_answer(self, sent: Sent) -> Steps[Sent | None]:
-        """Receive the answer to a task; return the next task that was sent meanwhile, or None."""
+        """Receive a task's update; return the next task, if one was sent in the meantime, else None."""
         session, assignment = self.session, sent.assignment
         session.out = assignment
         ahead = yield Beside(self._send_next())
@@ -78,7 +78,7 @@ class OverlappedSession(SessionExtension):
         session.scratch, self._other_scratch = self._other_scratch, session.scratch
         session.up, self._other_up = self._other_up, session.up
         following: Sent | None = yield Join(ahead)
-        if following is not None:  # confirm the answer here, since the next task's messages do not
+        if following is not None:  # confirms the update: messages of the next task do not, as it was sent before
             confirms = {"confirms": assignment.id}
             yield Send(Message(Kind.KEEPALIVE, 0, session.incarnation, confirms))
         return following

@@ -30,9 +30,9 @@ from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.loop import Mailbox
 from raafl.transport.tcp.resumable import Position
 
-_LOOK_S = 0.25  # seconds between two checks, while a session waits, whether the run has ended
-_CHECK_S = 0.5  # seconds between two checks whether the client of an idle, blocking session is still connected
-_BRANCH_LOOK_S = 0.1  # seconds between two checks whether a blocking branch is still needed
+_LOOK_S = 0.25  # seconds between two checks by a waiting session whether the run has ended
+_CHECK_S = 0.5  # seconds between two checks by an idle session with a thread whether its client is connected
+_BRANCH_LOOK_S = 0.1  # seconds between two checks by a branch with a thread whether it is still needed
 
 
 class Session(ABC):
@@ -44,7 +44,7 @@ class Session(ABC):
     def __init__(
         self, client: int, incarnation: int, setup: SessionSetup, inbox: Inbox, known: ClientInfo | None = None
     ) -> None:
-        """Store the arguments; `start` connects.
+        """Create a session, which `start` begins.
 
         `known`: the client's profile and share of the data, as the run has them; None = both are unknown.
         """
@@ -53,7 +53,7 @@ class Session(ABC):
         self._outbox: Mailbox[Task | NoRoom | str] = Mailbox()
         self._stopping: str | None = None
         self._told = False
-        self._heard_s = time.monotonic()  # time at which the client was last sent a message or became idle
+        self._heard_s = time.monotonic()  # time of the last message to the client, or of the beginning of its idle time
         self._branches: list[Branch] = []
         self._branch_look_s = setup.waits.idle_s
         self.protocol = SessionProtocol(client, incarnation, setup, inbox.put, self, known)
@@ -121,7 +121,7 @@ class Session(ABC):
         return self._stopping is not None
 
     def _ended(self, error: Exception | None) -> None:
-        """Report the session's end by a `Lost` event, unless the server stopped the client or its failure is known."""
+        """Report the end of the session by a `Lost` event, unless the server has ended it or its failure is known."""
         counts = False
         match error:
             case None:
@@ -136,13 +136,13 @@ class Session(ABC):
                 reason, counts = f"{NO_SPACE}: {error}", True
             case PeerLost() | Refused() | OSError() | RuntimeError():
                 reason = f"disconnected: {error}"
-            case _:  # whatever the error is, the run must learn that the session has ended
+            case _:  # whatever the error, the run must learn of the session's end
                 reason = f"failed: {type(error).__name__}: {sanitize_text(error)}"
         if self._stopping is None:
             self._inbox.put(Lost(self.client, reason, self.incarnation, counts=counts))
 
     def _report(self, failure: TaskFailed) -> str:
-        """Report that the client's code failed; return the reason with which to stop the client."""
+        """Report a failure of the client's code; return the reason that the client gets with its stop message."""
         reason = f"failed: {failure.where}: {failure.error}"
         self.protocol.out = None
         if self._stopping is None:
@@ -152,7 +152,7 @@ class Session(ABC):
     # ---- the coroutine ----
 
     async def _serve(self) -> None:
-        """Perform the protocol, then report how the session ended."""
+        """Perform the protocol, and report the session's end."""
         error: Exception | None = None
         try:
             await self._open()
@@ -162,14 +162,14 @@ class Session(ABC):
             error = failed
             if not isinstance(failed, GpuLost):
                 reason = self._report(failed)
-                with suppress(queue.Empty):  # the client is told once the run has recorded the failure
+                with suppress(queue.Empty):  # not before the run has recorded the failure
                     await self._take(self._outbox, self._waits.stop_s)
                 await self._say_stop(reason)
         except Exception as raised:
             error = raised
         finally:
             self._close()
-            for branch in self._branches:  # the connection is closed, so they cannot send any more
+            for branch in self._branches:  # they can no longer send, since the connection is closed
                 await branch.stop(self._waits.stop_s)
             self._ended(error)
 
@@ -187,16 +187,16 @@ class Session(ABC):
                 done: T = end.value
                 return done
             finally:
-                # breaks a reference cycle of frame and error, which would keep the task's tensors in memory
+                # ends a reference cycle of frame and error, which would keep the task's tensors alive
                 result = error = None
             try:
                 result = await self._meet(need, branch)
             except Exception as raised:
                 error = raised
-            del need  # free its tensors before the next request allocates some
+            del need  # frees its tensors before the next request allocates some
 
     async def _meet(self, need: needs.Need, branch: Branch | None) -> Any:
-        """Perform a request of the protocol's steps, and return its result."""
+        """Perform a request of the protocol, and return the result."""
         match need:
             case needs.Send(message):
                 return await self._send(message)
@@ -216,7 +216,7 @@ class Session(ABC):
                 return self._branches[-1]
             case needs.Join(beside):
                 return await beside.end()
-            case needs.HandOver() | needs.Confirm():  # most connections cannot be replaced by another
+            case needs.HandOver() | needs.Confirm():  # only connections that can be resumed replace one another
                 pass
             case needs.TurnAway(reason):
                 await self._say_stop(reason)
@@ -225,11 +225,11 @@ class Session(ABC):
     async def _send(self, message: Message) -> int:
         sent = await self._write(message)
         self._heard_s = time.monotonic()
-        await self._say_if_stopping()  # while this message was sent, `stop` could not send
+        await self._say_if_stopping()  # `stop` could not send while this message was being sent
         return sent
 
     async def _idle(self, mailbox: Mailbox[T], seconds: float) -> T:
-        """Return the next item of a mailbox; meanwhile check the connection, and send heartbeats when they are due."""
+        """Wait for an item of a mailbox, while the connection is checked and heartbeats are sent."""
         due_s = self._waits.idle_s / 3
         if mailbox.is_empty and time.monotonic() - self._heard_s >= due_s:
             await self._write(Message(Kind.KEEPALIVE, 0, self.incarnation))
@@ -251,7 +251,7 @@ class Session(ABC):
         return command
 
     async def _branch_task(self, branch: Branch) -> Task:
-        """Return the next task for a branch; raises `Stopped` if the branch needs none any more."""
+        """Wait for the next task of a branch; raises `Stopped` once the branch is no longer needed."""
         while not branch.over and not self.stopping:
             try:
                 command = await self._take(self._outbox, self._branch_look_s)
@@ -272,16 +272,16 @@ class Session(ABC):
 
     @property
     def _hears_late(self) -> bool:
-        """Whether the client would notice a stop message only late, since it trains or builds its model."""
+        """Whether the client trains or builds its model, so that it would notice a stop message late."""
         return self.protocol.out is not None or not self.protocol.welcomed
 
     async def _say_if_stopping(self) -> None:
-        """Send a stop message that `stop` could not send, since there was no connection or the session was sending."""
+        """Send the stop message if `stop` could not, for lack of a connection or during another message."""
         if self._stopping is not None:
             await self._say_stop(self._stopping)
 
     async def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
-        """Send the client a stop message, unless one was sent before."""
+        """Send the client a stop message, if it has got none."""
         if self._told or self.closed:
             return
         self._told = True
@@ -293,42 +293,42 @@ class Session(ABC):
 
     @abstractmethod
     async def _open(self) -> None:
-        """Connect to the client, if the session has to do this."""
+        """Connect to the client, unless there is a connection already."""
 
     @abstractmethod
     def _close(self) -> None:
-        """Close the connection, if it belongs to the session."""
+        """Close the connection, if no other session has taken it over."""
 
     @abstractmethod
     async def _write(self, message: Message, wait_s: float | None = None) -> int:
-        """Send a message; see `Connection.send`."""
+        """Send a message, and return its bytes; see `Connection.send`."""
 
     @abstractmethod
     async def _read(self, expect: Expect, wait_s: float, finite: bool) -> Message:
-        """Receive a message; see `Connection.recv`."""
+        """Receive a message of the client; see `Connection.recv`."""
 
     @abstractmethod
     async def _take(self, mailbox: Mailbox[T], seconds: float, *, watches: bool = False) -> T:
-        """Return the next item of a mailbox; raise `queue.Empty` if none comes within ``seconds`` (or a shorter time).
+        """Wait for an item of a mailbox; raises `queue.Empty` after ``seconds``, or earlier.
 
         ``watches``: whether to raise `PeerLost` if the connection breaks meanwhile.
         """
 
     @abstractmethod
     async def _compute(self, function: Callable[[], Any]) -> Any:
-        """Call ``function``, which encodes or decodes tensors."""
+        """Call ``function``, which encodes or decodes tensors, without blocking other sessions."""
 
     @abstractmethod
     async def _work(self, function: Callable[[Callable[[Steps[Any]], Any]], Any]) -> Any:
-        """Call ``function``; its argument is a function by which it can perform further steps of this session."""
+        """Call ``function`` with another function as argument, by which it performs steps of this session."""
 
     @abstractmethod
     def _branch(self, steps: Steps[Any]) -> Branch:
-        """Prepare to perform steps at the same time as the session's own."""
+        """Prepare steps that run at the same time as the session's own."""
 
 
 def _blocking(steps: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine whose waits all block this thread; return its result."""
+    """Run a coroutine whose waits all block this thread, and return its result."""
     try:
         steps.send(None)
     except StopIteration as end:
@@ -349,16 +349,16 @@ class ThreadSession(Session):
         inbox: Inbox,
         known: ClientInfo | None = None,
     ) -> None:
-        """Store the arguments (see `Session`), and ``connect``, which makes the connection on the session's thread."""
+        """Create a session with a thread, on which ``connect`` makes the connection; see `Session`."""
         super().__init__(client, incarnation, setup, inbox, known)
         self._thread = threading.Thread(target=self.run, name=f"client-{client}", daemon=True)
         self._connect = connect
         self._pair: Connection | None = None
-        # Both this thread and `stop`, called on the run's loop, may send to the client, but only one at a time.
-        # `_stopping` is set before trying the lock, and checked after releasing it, so exactly one of the two sends the
-        # stop message.
+        # Both this thread and `stop`, which runs on the thread of the run's loop, may send to the client, one at a
+        # time. `_stopping` is set before the lock is tried, and checked after it is released, so exactly one of both
+        # sends the stop message.
         self._sending = threading.RLock()
-        self._branch_look_s = _BRANCH_LOOK_S  # nobody wakes a branch that is no longer needed, so it must check
+        self._branch_look_s = _BRANCH_LOOK_S  # checked, since nothing wakes a branch that is no longer needed
 
     # ---- called on the run's loop ----
 
@@ -378,8 +378,8 @@ class ThreadSession(Session):
         """Tell the client to stop; see `Session.stop`."""
         self._stopping = reason
         self._outbox.put(reason)
-        # Send the reason from here only if the session's thread waits for an answer; if it is about to send, it sends the
-        # reason itself.
+        # Sent from here only if the session's thread waits for an update; if it is about to send, it sends the reason
+        # itself.
         if self._hears_late and self._sending.acquire(blocking=False):
             try:
                 _blocking(self._say_stop(reason, wait_s))
@@ -421,7 +421,7 @@ class ThreadSession(Session):
             self._pair.close()
 
     async def _say_stop(self, reason: str, wait_s: float | None = None) -> None:
-        with self._sending:  # no other thread may send the stop message meanwhile
+        with self._sending:  # no other thread may send meanwhile
             await super()._say_stop(reason, wait_s)
 
     async def _write(self, message: Message, wait_s: float | None = None) -> int:
@@ -454,7 +454,7 @@ class ThreadSession(Session):
 
 
 class _BranchThread(Branch):
-    """Branch that runs on its own thread."""
+    """Branch of a session with a thread, on another thread."""
 
     def __init__(self, session: ThreadSession, steps: Steps[Any]) -> None:
         self._session, self._steps = session, steps

@@ -28,9 +28,9 @@ from raafl.transport.tcp.loop import Mailbox, SocketLoop
 from raafl.transport.tcp.resumable import LINK, SUCCEEDED, Position, Progress
 from raafl.transport.tcp.stream import Waits
 
-_LOOK_S = 0.25  # seconds between two checks, while a session waits, whether the run has ended
-_CONFIRM_S = 0.25  # seconds after which an answer is confirmed, unless the next task has done so
-_BRIEFLY_S = 0.02  # seconds between two checks whether another user of a broken connection has replaced it
+_LOOK_S = 0.25  # seconds between two checks by a waiting session whether the run has ended
+_CONFIRM_S = 0.25  # seconds after which an update is confirmed, if the next task has not done so
+_BRIEFLY_S = 0.02  # seconds between two checks whether another coroutine has replaced a broken connection
 
 
 class LoopSession(Session):
@@ -46,16 +46,17 @@ class LoopSession(Session):
         inbox: Inbox,
         known: ClientInfo | None = None,
     ) -> None:
-        """Store the arguments (see `Session`), and ``pair``, the client's connection."""
+        """Create a session of the sockets' thread over the connection ``pair``; see `Session`."""
         super().__init__(client, incarnation, setup, inbox, known)
         self.loop = loop
         self.line = SessionLine(pair, self, self._waits.resume_s, inbox.put)
-        self._owns_line = True  # until the connection is handed over to an earlier session
+        self._owns_line = True  # False once an earlier session has taken over the connection
         self._sends, self._begun, self._over = False, False, threading.Event()
         self._reminders = loop.reminders(self._waits.idle_s / 3)
-        self._unconfirmed = 0  # assignment whose answer has arrived, which the client does not know yet; 0 = none
+        # assignment of an update that has arrived, of which the client does not know yet; 0 = none
+        self._unconfirmed = 0
         self._is_ahead = (
-            False  # whether the client may be sent a task beside its answer, so that a task confirms nothing
+            False  # whether a task may be sent before the last update has arrived, so that it confirms nothing
         )
 
     # ---- called on the run's loop ----
@@ -103,7 +104,7 @@ class LoopSession(Session):
     # ---- on the loop's thread ----
 
     async def _open(self) -> None:
-        """Do nothing, since the connection exists already."""
+        """Do nothing, since the connection exists from the start."""
 
     def _close(self) -> None:
         if self._owns_line:
@@ -183,13 +184,13 @@ class LoopSession(Session):
             wake()
 
     def _stop_now(self, reason: str, wait_s: float | None) -> None:
-        """Send the stop message, unless the session will send it itself, after its current message or as next step."""
+        """Send the stop message, unless the session is about to do so itself."""
         if self._owns_line and not self._sends and self._hears_late:
             self.loop.begin(self._say_stop(reason, wait_s))
 
 
 class _LoopBranch(Branch):
-    """Branch that runs as a task of the asyncio loop."""
+    """Branch of a session that runs as an asyncio task."""
 
     def __init__(self, session: LoopSession, steps: Steps[Any]) -> None:
         self._session, self._steps = session, steps
@@ -229,7 +230,7 @@ class SessionLine:
     def __init__(
         self, pair: TcpConnection, session: LoopSession, resume_s: float, put: Callable[[LinkStep], None]
     ) -> None:
-        """Begin with the connection ``pair``; ``put`` passes a step to the run's loop."""
+        """Create a session's connection from ``pair``; ``put`` sends reports of breaks and resumptions to the run's loop."""
         self.pair, self._session, self._put = pair, session, put
         self._drive, self._resumes = session.loop.drive, bool(resume_s) and pair.resumes
         self._sending, self._receiving = asyncio.Lock(), asyncio.Lock()
@@ -238,8 +239,7 @@ class SessionLine:
         self._is_closed = False
         self._next: Mailbox[tuple[TcpConnection, Position]] = Mailbox()
         self._resume_s, self._left_s, self._before = resume_s, resume_s, (Position(), Position())
-        # The lock orders the session's end and new connections: each connection is either taken, or told that there is
-        # no session.
+        # The lock orders the session's end and new connections: each is either taken, or told that the session is over.
         self._lock, self._has_ended = threading.Lock(), False
 
     @property
@@ -267,7 +267,7 @@ class SessionLine:
             return await self._send_rest(message)
 
     async def _send_rest(self, message: Message) -> int:
-        """Send a message from its first missing chunk on; the caller must hold the sending lock."""
+        """Send the chunks of a message that the client lacks; the caller holds the sending lock."""
         num_bytes, self._num_repeated_bytes = self._num_repeated_bytes, 0
         while (first := self._progress.first) is not None:
             pair, self._progress.first = self.pair, None
@@ -299,14 +299,14 @@ class SessionLine:
             finally:
                 self.received_bytes += pair.received_bytes
             if isinstance(lost, PeerTimeout) and pair.in_step and pair.partial is None:
-                self.close()  # nothing has arrived in time
+                self.close()  # no byte of a message has arrived in time
                 raise lost
             await self._replace(pair, lost, receives=True)
             await self._repeat()
             left_s = until - time.monotonic()
 
     async def _received(self, pair: TcpConnection, expect: Expect, left_s: float, finite: bool) -> Message:
-        # the deadline was for the message's beginning: the rest of a broken-off message has the timeout of one piece
+        # the deadline is for a message's first byte; the rest of one has the timeout of a piece
         left_s = max(left_s, 1e-3 if pair.partial is None else pair.timeout_s)
         try:
             message = await self._drive(pair.receiving(expect, left_s, finite))
@@ -332,7 +332,7 @@ class SessionLine:
     async def confirm(self, incarnation: int, assignment: int) -> None:
         """Tell a client whose connection can resume that its answer has arrived, so that the client may discard the answer."""
         if self._resumes and not self.closed:
-            with suppress(PeerLost, PeerTimeout):  # the receiving side will notice the lost connection
+            with suppress(PeerLost, PeerTimeout):  # noticed by the coroutine that receives
                 await self.send(Message(Kind.KEEPALIVE, 0, incarnation, {"confirms": assignment}))
 
     def beat(self, message: Message) -> None:
@@ -340,9 +340,9 @@ class SessionLine:
         if self._sending.locked() or self.closed or self.pair.has_unsent:
             return
         steps = self.pair.sending(message)
-        with suppress(StopIteration, PeerLost, PeerTimeout):  # who waits for the client will notice a lost connection
+        with suppress(StopIteration, PeerLost, PeerTimeout):  # noticed by the coroutine that waits for the client
             next(steps)
-            self._session.loop.begin(self._finish(steps))  # the system is short of memory
+            self._session.loop.begin(self._finish(steps))  # not sent at once, which means that the system lacks buffers
 
     async def _finish(self, steps: Waits[int]) -> None:
         async with self._sending:
@@ -367,7 +367,7 @@ class SessionLine:
             return False
         step = Resumption(session.client, session.incarnation, message.incarnation, self.pair, position)
         self._put(step)
-        while not session.stopping and not self.pair.closed:  # otherwise the run's loop may have ended
+        while not session.stopping and not self.pair.closed:  # else the run's loop may have ended, and would not answer
             with suppress(queue.Empty):
                 return step.is_taken.get()
             await session.loop.pause(_LOOK_S, step.is_taken)
@@ -381,7 +381,7 @@ class SessionLine:
         with self._lock:
             if self._has_ended or not self._resumes or self._is_closed:
                 return False
-            old = self.pair  # the loop's thread may take the next one at once
+            old = self.pair  # read first, since the loop's thread may replace it at once
             self._next.put((pair, position))
             old.cut(SUCCEEDED, "the client has come back by another connection")
             return True
@@ -395,26 +395,26 @@ class SessionLine:
         self.close()
 
     async def _replace(self, pair: TcpConnection, error: PeerLost | PeerTimeout, *, receives: bool = False) -> None:
-        """Wait until another connection has replaced ``pair``; raises ``error`` if the session ends first.
+        """Wait until another connection has replaced ``pair``; raises ``error`` if the session ends before.
 
         ``receives``: whether the caller holds the receiving lock.
         """
         if isinstance(error, PeerLost) and error.reason not in LINK:
             self.close()
-        # ends the wait of any other user of this connection
+        # wakes all others that use this connection
         pair.cut("connection-broken", "another user found it so")
         while self.pair is pair:
             if self._is_closed:
                 raise error
             if not receives and self._receiving.locked():
-                # the holder of the lock may take the next connection, and then wait for this sender
+                # the lock's holder may take the next connection, and then need this sender to end
                 await asyncio.sleep(_BRIEFLY_S)
                 continue
             async with nullcontext() if receives else self._receiving:
                 await self._take_next(pair, error)
 
     async def _take_next(self, old: TcpConnection, error: PeerLost | PeerTimeout) -> None:
-        """Continue the session on the client's next connection; the caller must hold the receiving lock."""
+        """Get the client's next connection, and continue the session on it; the caller holds the receiving lock."""
         try:
             pair, theirs = await self._renew(self._progress.here(old.partial), error)
             pair.partial, self.pair = old.partial, pair
@@ -427,7 +427,7 @@ class SessionLine:
             raise error
 
     async def _repeat(self) -> None:
-        """Send the chunks that the client lacks, unless this is being done already."""
+        """Send the chunks that the client lacks, unless another coroutine is sending them."""
         progress = self._progress
         while progress.first is not None and not self._is_closed:
             if self._sending.locked():
@@ -438,7 +438,7 @@ class SessionLine:
                     self._num_repeated_bytes += await self._send_rest(progress.last)
 
     async def _renew(self, here: Position, error: Exception) -> tuple[TcpConnection, Position]:
-        """Wait until the client connects again; return the new connection, and how much the client has received."""
+        """Wait until the client connects again; return the connection, and what the client has received so far."""
         session, out, since = self._session, self._session.protocol.out, time.monotonic()
         number = None if out is None else out.id
         if number is None and self._next.is_empty:
@@ -451,7 +451,7 @@ class SessionLine:
                 pair, theirs = self._next.get()
             except queue.Empty:
                 if (why := self.pair.why_closed).reason not in LINK:
-                    raise why from None  # the client's site was removed meanwhile
+                    raise why from None  # the client's site was removed in the meantime
                 if left_s <= 0 or self._is_closed:
                     break
                 await session.loop.pause(min(left_s, _LOOK_S), self._next)
@@ -467,10 +467,10 @@ class SessionLine:
         raise error
 
     def _charge(self, away_s: float, here: Position, theirs: Position) -> None:
-        """Subtract the time without a connection from the client's allowance; once data has arrived, restore that.
+        """Subtract the time without connection from the client's allowance, which progress restores.
 
-        A client that reconnects repeatedly without progress has ``resume_s`` seconds in all. While the client trains,
-        nothing is transferred; then only the task's deadline (``Timeouts.task_s``) counts.
+        A client that reconnects without progress has ``resume_s`` seconds in all. Training, in which nothing is
+        transferred, is limited by the task's deadline (``Timeouts.task_s``) alone.
         """
         is_training = self.pair.partial is None and theirs.num_messages == self._progress.num_sent
         has_moved = (here, theirs) != self._before

@@ -75,13 +75,13 @@ class Task:
 class Terms:
     """Terms on which a client must agree with the server."""
 
-    config_yaml: str = ""  # config of the run as text, for a client without a config
-    # digest of each config section that must be equal; None = not compared, since both read the same file
+    config_yaml: str = ""  # text of the run's config, for clients without one
+    # digest of each section of the config that must be equal; None = not compared, since both read one file
     sections: Mapping[str, str] | None = None
     own_data: bool = True  # whether the client may train on data of its own
-    max_below: int = 0  # largest number of clients that a client may stand for as a subfederation; 0 = none may be one
-    signer: Signer | None = None  # holder of the server's key; None = this user's own
-    # storage for the session's tasks and updates, in memory or in files
+    max_below: int = 0  # largest number of clients for which a subfederation may stand; 0 = no client may be one
+    signer: Signer | None = None  # signs the journal's hash; None = this user's key
+    # allocator of the session's tasks and updates, in memory or in files
     storage: PayloadRoom = field(default_factory=PayloadRoom)
 
 
@@ -100,7 +100,7 @@ class Receive:
     """Receive the next message; the result is the message, raises as `Connection.recv`."""
 
     expect: Expect
-    wait_s: float  # seconds until it begins
+    wait_s: float  # seconds until a message begins
     finite: bool = False
 
 
@@ -241,7 +241,7 @@ class Conversation:
 
     def recv(self, wanted: Kind, into: Callable[[dict[str, Any]], FlatTensors]) -> Steps[Message]:
         """Receive a message of this task; raises the same errors as `Connection.recv`."""
-        # time at which the message's header arrived: before that, the client may have trained for long
+        # time at which the header arrived, before which the client may have trained for long
         begun: float | None = None
 
         def expect(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors:
@@ -272,7 +272,7 @@ class Sent:
 
     task: Task
     talk: Conversation
-    received: FlatTensors | None = None  # values as the client has them, if its update is decoded relative to them
+    received: FlatTensors | None = None  # values as the client has them, if its update is decoded as their difference
 
     @property
     def assignment(self) -> Assignment:
@@ -318,9 +318,9 @@ class SessionSetup:
 
     submodels: Submodels
     waits: Timeouts = field(default_factory=Timeouts)
-    # called with the bytes that were sent to and received from the client
+    # called with the bytes sent to the client, and those received
     moved: Callable[[int, int], None] = lambda down, up: None
-    device: torch.device | str = "cpu"  # device for received tensors
+    device: torch.device | str = "cpu"  # device of received tensors
     terms: Terms = field(default_factory=Terms)
     plan: CompressionPlan | None = None  # None = no compression
     local: Local = field(default_factory=Local)
@@ -346,7 +346,7 @@ class SessionProtocol:
         line: Line,
         known: ClientInfo | None = None,
     ) -> None:
-        """Store the arguments; `run` returns the protocol's steps.
+        """Create the protocol of one session; `run` returns its steps.
 
         `report`: called with each event. `known`: the client's profile and share of the data, as the run has them; None
         = both are unknown.
@@ -367,8 +367,8 @@ class SessionProtocol:
         info, hello = yield from self._greet()
         self._num_samples, self._below = info.num_samples, info.below
         self.report(Joined(info))
-        # A result that was lost with the client's earlier connection is recorded as refused, under the earlier
-        # incarnation: its task number comes from the client, and could be the number of the task that is sent next.
+        # A result that was lost with the earlier connection is recorded as refused, under the earlier incarnation,
+        # since the client names its task, and might name the one that is sent next.
         if hello.unsent is not None:
             nothing = FlatTensors.empty(Layout(()))
             self.report(Arrived(Update(hello.unsent, self.client, self.incarnation - 1, nothing, 0, refusal="late")))
@@ -382,10 +382,10 @@ class SessionProtocol:
     # ---- before any task ----
 
     def _greet(self) -> Steps[tuple[ClientInfo, Hello]]:
-        """Admit the client, or tell it why it is refused; return its description and its HELLO message."""
+        """Admit the client, or tell it the reason for a refusal; return its description and its HELLO message."""
         try:
             info, hello = yield from self._checked()
-        except Refused as refused:  # the client is told, since it would try again otherwise
+        except Refused as refused:  # a client that is told nothing would try again
             if not self.line.closed:
                 yield TurnAway(f"refused: {refused.detail}")
             raise
@@ -395,17 +395,17 @@ class SessionProtocol:
         return info, hello
 
     def _checked(self) -> Steps[tuple[ClientInfo, Hello]]:
-        """Check that the client speaks the same protocol and has the same config and model."""
+        """Receive the client's HELLO, and check that its protocol, config and model are those of the server."""
         waits, terms, submodels = self.setup.waits, self.setup.terms, self.setup.submodels
         message = yield Receive(no_tensors, waits.join_s)
         if message.kind is Kind.RESUME:
             yield HandOver(message)
-            # the client may start a new session on this connection
+            # this connection may then begin a new session
             yield self._message(Kind.REFUSED, Reason("there is no such session").to_meta())
             message = yield Receive(no_tensors, waits.join_s)
         if message.kind is Kind.CONFIG and terms.config_yaml:
             yield self._message(Kind.CONFIG, Config(terms.config_yaml).to_meta())
-            # the client now loads its data and builds its model, and a person at its site may have to consent
+            # the client now loads data and builds its model, and a person at its site may have to agree
             message = yield Receive(no_tensors, max(waits.join_s, waits.alone_s))
         if message.kind is Kind.FAILED and (why := Failed.from_meta(message.meta).reason) in NOT_JOINING:
             raise Refused(why, NOT_JOINING[why])
@@ -439,7 +439,7 @@ class SessionProtocol:
                 answer = partial(extension.answer, plain=answer)
             update = yield from answer(sent)
         except Stopped:
-            return  # the next step finds the reason
+            return  # the next step reads the reason
         except Refused as refused:
             update = self.refused(task.assignment, refused)
         if update is not None:
@@ -460,7 +460,7 @@ class SessionProtocol:
         return Sent(task, talk, (yield from self._compute(lambda: self.down.unpack(assignment, packed))))
 
     def _compute(self, function: Callable[[], T]) -> Steps[T]:
-        """Encode or decode tensors by ``function``, on another thread if a codec makes this costly."""
+        """Encode or decode tensors by ``function``, on another thread if a codec makes that slow."""
         if self.plan.up is None and self.plan.down is None and not self.plan.payload.is_resident:
             return function()
         result: T = yield Compute(function)
@@ -496,7 +496,7 @@ class SessionProtocol:
                 assert failed.refusal is not None
                 return unanswered(assignment, failed.refusal)
             reason = means
-        if self.plan.up is not None:  # the decoder gives zeros in its own storage
+        if self.plan.up is not None:  # zeros, in the decoder's own storage
             nothing = self.up.nothing(assignment.spec, torch.device(self.setup.device))
         else:
             nothing = self.buffer(self.plan.payload.returned(assignment.spec))

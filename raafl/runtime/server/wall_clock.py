@@ -36,12 +36,12 @@ from raafl.submodel.tensor_files import NoRoom, PayloadRoom
 from raafl.transport import Refused
 from raafl.units import duration, quantity
 
-_Life = tuple[int, int]  # client, incarnation
+_Life = tuple[int, int]  # client id and incarnation, which identify a session
 _MAX_ENTERING = 4
-_MAX_KEPT = 20  # maximum number of clients' tracebacks that are saved
-_MAX_LIVES = 8  # maximum number of sessions of one client, including those that are starting or ending
-_ABANDONED_S = 5.0  # seconds for sessions to end whose connections were closed
-_PARTING_S = 0.5  # seconds for a replaced session to end by itself
+_MAX_KEPT = 20  # number of tracebacks that are saved
+_MAX_LIVES = 8  # sessions that a client may have at once, with those that start or end
+_ABANDONED_S = 5.0  # seconds in which sessions must end after their connections are closed
+_PARTING_S = 0.5  # seconds in which a replaced session may end by itself
 
 
 class LoopExtension:
@@ -83,7 +83,7 @@ class Server(Driver):
         max_failures: int | None = None,
         storage: PayloadRoom | None = None,
     ) -> None:
-        """Store the arguments; `run` starts the clock.
+        """Create the server of a run; `run` starts its clock.
 
         ``announce`` is called with the reason why a client (None = all) is released. ``storage`` allocates the values
         to send; None = in memory. With ``patience_s`` clients may join and leave at any time (`enter`), and the run
@@ -101,23 +101,23 @@ class Server(Driver):
         self._evaluator = SnapshotEvaluator(evaluator, self.hooks.on_values) if evaluator is not None else None
         self.storage = storage or PayloadRoom()
         self._snapshots = Snapshots(coordinator, self.storage)
-        # By client life and task: the values that were sent. A session's thread may read them until the answer has
-        # arrived or the session has ended; only then are they released for reuse.
+        # By session and task: values that were sent. A session's thread may read them until the update has arrived or
+        # the session has ended; then they are released for reuse.
         self._sent: dict[_Life, dict[int, FlatTensors]] = {}
-        # The lock guards the next four attributes, which transport threads use in `enter`. Everything else, including
-        # global state, coordinator and record, belongs to the loop's thread.
-        self._entering: dict[_Life, Session] = {}  # sessions whose client has not joined yet
+        # The lock guards the next four attributes, which transport threads use in `enter`. All else, such as global
+        # state, coordinator and record, belongs to the loop's thread.
+        self._entering: dict[_Life, Session] = {}  # sessions of clients that have not joined yet
         self._lives: Counter[int] = Counter()
-        self._farewell, self._is_closed = "", False  # farewell: reason that clients are told once the run has ended
+        self._farewell, self._is_closed = "", False  # farewell: reason that clients are told after the run's end
         self._enter_lock = threading.Lock()
-        # sessions to close at the given time unless they end by themselves
+        # sessions to be closed at a given time unless they end before
         self._leaving: list[tuple[float, Session]] = []
         self._timers: list[tuple[float, int]] = []
         self._links = LinkTracker(coordinator.roster, lambda row: record.link(row, self.now), self.note, self._offer)
         self._extensions: list[LoopExtension] = [make(self) for make in extensions_of(coordinator, "loop")]
-        # `time.perf_counter` at time 0 of the clock; None = the clock is stopped, until the first task
+        # `time.perf_counter` at time 0 of the clock; None = the clock stands still until the first task
         self._start: float | None = None
-        self._resumed_at = 0.0  # time of the clock while it is stopped
+        self._resumed_at = 0.0  # time of the clock while it stands still
         self._standing_since = 0.0
         self._interrupt = Interrupt()
 
@@ -161,15 +161,16 @@ class Server(Driver):
             self._lives[client] = incarnation + 1
             session = self._entering[client, incarnation] = make(incarnation)
             if self._farewell:
-                session.stop(self._farewell)  # queued as its first message, since the last evaluation may take minutes
-            session.start()  # under the lock, so that `close` never misses a thread that is about to start
+                session.stop(self._farewell)  # sent as its first message, since the last evaluation may take minutes
+            session.start()  # within the lock, so that `close` finds each thread that starts
 
     def run(self) -> str:
         """Run until the coordinator finishes; return the reason. Sessions that have not ended then are closed by `close`."""
         self._alone_since = self._standing_since = time.perf_counter()
         roster = self.coordinator.roster
         for client in sorted([*roster.clients.values(), *roster.suspended.values()], key=lambda client: client.id):
-            self._handle(Lost(client.id, RESTART, client.incarnation), self.now)  # clients from before the restart
+            # clients from before the restart are gone
+            self._handle(Lost(client.id, RESTART, client.incarnation), self.now)
         if self._evaluator is not None:
             self._evaluator.start()
         for session in self.sessions.values():
@@ -180,13 +181,13 @@ class Server(Driver):
             self.note(f"waiting for {wanted}, for {duration(wait_s)} at most")
         with self._interrupt:
             try:
-                if self.record.reached:  # the initial model may meet the targets already
+                if self.record.reached:  # the initial model may meet the targets
                     self.tell(Stop("target"))
                 while not self.reason:
                     self._turn()
             except KeyboardInterrupt:
                 self.stop("interrupted")
-            except USER_ERRORS as error:  # not caused by a client: the coordinator handles such errors itself
+            except USER_ERRORS as error:  # clients' errors do not get here, since the coordinator handles them
                 self._fail(of_server(error))
             finally:
                 self._end()
@@ -197,7 +198,7 @@ class Server(Driver):
         self._keep_traceback(f"client {client} was disconnected: {format_error(error)}", error)
 
     def _keep_traceback(self, why: str, error: Exception) -> None:
-        """Warn of an error that does not end the run, and save its traceback, up to `_MAX_KEPT` in all."""
+        """Warn of an error that the run survives, and save its traceback unless `_MAX_KEPT` were saved."""
         self._num_failures += 1
         if self.progress is not None:
             self.progress.warn(why)
@@ -208,7 +209,7 @@ class Server(Driver):
         """Wait for an event or the next timer, and handle what comes first."""
         wait = min(self._timers[0][0] - self.now, 0.5) if self._timers else 0.5
         event = self._taken(self._links.process(self.inbox.get(max(wait, 0.0))))
-        if self._interrupt.asked:  # clients that got the same Ctrl-C must not be reported as lost
+        if self._interrupt.asked:  # clients that got the same Ctrl-C must not count as lost
             self.stop("interrupted")
             return
         self._pass_suspension()
@@ -224,13 +225,12 @@ class Server(Driver):
         if not self.reason:
             self._look_after_sessions()
         if event is None and self.progress is not None:
-            self.progress.update()  # keeps the displayed seconds current
+            self.progress.update()  # the display shows the seconds that have passed
 
     def _pass_suspension(self) -> None:
-        """Advance the stopped clock to the end of a client's suspension once that much real time has passed.
+        """Move the stopped clock to the end of a client's suspension, once that much real time has passed.
 
-        The clock stops while the run waits to start, so the suspension of a client that is needed for it would never
-        end.
+        The clock stands still before the run's start, which may need the suspended client.
         """
         if self._start is None and self._timers and self._timers[0][1] != TIME_UP:
             at, now = self._timers[0][0], time.perf_counter()
@@ -238,7 +238,7 @@ class Server(Driver):
                 self._resumed_at, self._standing_since = max(at, self._resumed_at), now
 
     def _offer(self, asked: Resumption) -> bool:
-        """Offer a client's new connection to its earlier session; return whether the session continues with it."""
+        """Offer a client's new connection to its earlier session; return whether the session goes on with it."""
         session = self.sessions[asked.client] if self._is_current(asked.client, asked.wanted) else None
         if session is None or not session.offer(asked.pair, asked.position):
             return False
@@ -246,20 +246,20 @@ class Server(Driver):
             return self._entering.pop((asked.client, asked.incarnation), None) is not None
 
     def _taken(self, item: Event | ForExtension | None) -> Event | None:
-        """Let the extensions process a received item; return the event for the coordinator, None if none remains."""
+        """Pass a received item through the extensions; return what remains as event for the coordinator, or None."""
         for extension in self._extensions:
             item = extension.take(item)
         assert not isinstance(item, ForExtension)
         return item
 
     def _fail(self, error: CodeFailed | None) -> None:
-        """End the run if ``error`` is an error of the user's code; do nothing for None."""
+        """End the run because of ``error`` in the user's code; do nothing for None."""
         if error is not None:
             self.error = self.error or error
             self.stop(f"failed: {error}")
 
     def _look_after_sessions(self) -> None:
-        """Close replaced sessions that do not end; end the run if no client was connected for too long."""
+        """Close replaced sessions that do not end; end the run if no client has been connected for too long."""
         now, there = time.perf_counter(), len(self.sessions)
         for until, session in list(self._leaving):
             if not session.is_alive():
@@ -287,7 +287,7 @@ class Server(Driver):
         elif isinstance(event, Joined):
             self._take_in(event)
         elif isinstance(event, Lost):
-            return self._let_go(event)  # the coordinator does not know clients that never joined
+            return self._let_go(event)  # the coordinator does not know a client that never joined
         return True
 
     def _handle(self, event: Event, now: float) -> None:
@@ -296,7 +296,7 @@ class Server(Driver):
             self._take_failure(event.failure)
 
     def _take_failure(self, failure: TaskFailed) -> None:
-        """Report that the user's code failed in a client; save the traceback unless this ends the run."""
+        """Report a failure of a client's code; end the run if there were too many, else save the traceback."""
         if self._max_failures is not None:
             self._failures[failure.kind] += 1
             if self._failures[failure.kind] > self._max_failures:
@@ -307,7 +307,7 @@ class Server(Driver):
     def _deliver(self, assignment: Assignment) -> None:
         if self._start is None:
             self._start = time.perf_counter() - self._resumed_at
-        # recorded before it is sent, so that its id is never used twice, whatever happens
+        # before it is sent, so that its id is not used again after any failure
         self.record.assigned(assignment)
         session = self.sessions.get(assignment.client)
         if session is not None:
@@ -327,7 +327,7 @@ class Server(Driver):
         self._evaluator.offer(version, now, self.coordinator.state.values)
 
     def _dismiss(self, client: int, incarnation: int, reason: str) -> None:
-        """Tell a client that there is no work for it, and close its session."""
+        """Tell a client that no work fits it, and close its session."""
         if self._is_current(client, incarnation):
             session = self.sessions.pop(client)
             self._announce(client, f"refused: {reason}")
@@ -341,13 +341,13 @@ class Server(Driver):
                 self.tell(Stop("target"))
 
     def _end(self) -> None:
-        """Release the clients, then wait for the last evaluation."""
+        """Release the clients, and wait for the last evaluation."""
         is_paused = self.reason == "interrupted" and self._patience_s is not None and self._interrupt.by_manager
         farewell = PAUSED if is_paused else self.reason or "failed"
-        # Announce the reason before any connection closes: a client whose connection closes then looks for it.
+        # before any connection closes, since a client then looks for the reason
         self._announce(None, farewell)
         with self._enter_lock:
-            # these clients may still be building their models
+            # these may still be building their models
             self._farewell, entering = farewell, list(self._entering.values())
         for session in [*self.sessions.values(), *entering]:
             session.stop(farewell)
@@ -363,22 +363,22 @@ class Server(Driver):
     def close(self) -> None:
         """Close the connections of clients that are still connected."""
         with self._enter_lock:
-            self._is_closed = True  # clients that connect before the port closes must be refused
+            self._is_closed = True  # clients that connect before the port is closed are refused
             everyone = [*self.sessions.values(), *self._entering.values(), *(session for _, session in self._leaving)]
         for session in everyone:
             if session.is_alive():
                 session.abandon()
-        deadline = time.monotonic() + _ABANDONED_S  # of all together, of which there may be ten thousand
+        deadline = time.monotonic() + _ABANDONED_S  # for all together, of which there may be ten thousand
         for session in everyone:
             if session.is_alive():
                 session.join(timeout=max(deadline - time.monotonic(), 0.0))
 
     def _take_in(self, event: Joined) -> None:
-        """Make a joined client's session the active one, and stop the session that it replaces."""
+        """Make the session of a client that joined its active one, and stop the session that it replaces."""
         client = event.client.id
         with self._enter_lock:
             session = self._entering.pop((client, event.client.incarnation), None)
-        if session is None:  # the session was active from the start
+        if session is None:  # active from the start, as under torchrun
             if not self.coordinator.started:
                 there = len(self.coordinator.roster.clients) + 1
                 self.note(f"client {client} joined; {there} of {self.coordinator.limits.min_clients} are here")
@@ -400,7 +400,7 @@ class Server(Driver):
             self.record.turned_away(detail.partition(":")[0] if kind == "disconnected" else kind)
         elif self._is_current(client, incarnation):
             session = self.sessions.pop(client)
-            if event.failure is not None:  # the client waits for the stop message
+            if event.failure is not None:  # the client waits for a stop message
                 session.stop(event.reason)
                 self._leaving.append((time.perf_counter() + self.waits.stop_s, session))
             self._announce(client, f"lost: {event.reason}")
@@ -409,7 +409,7 @@ class Server(Driver):
         return entering is None
 
     def _note_clients(self, text: str) -> None:
-        """Show ``text``, how many clients are connected, and for how many the run waits."""
+        """Show ``text``, with the number of connected clients and of those that the run needs to start."""
         if self.progress is None:
             return
         there, wanted = len(self.sessions), self.coordinator.limits.min_clients
@@ -422,7 +422,7 @@ class Server(Driver):
         return client in self.sessions and self.sessions[client].incarnation == incarnation
 
     def _sent_no_more(self, client: int, incarnation: int, assignment: int | None = None) -> None:
-        """Release the values sent with a session's task, which nobody reads any more; None = all its tasks."""
+        """Release the values that were sent with a session's task (None = with all its tasks), which nobody reads any more."""
         tasks = self._sent.get((client, incarnation), {})
         for number in [number for number in tasks if assignment in (None, number)]:
             self._snapshots.give_back(tasks.pop(number))
@@ -437,7 +437,7 @@ class SnapshotEvaluator(threading.Thread):
     """
 
     def __init__(self, evaluator: Evaluator, on_values: Callable[[int, dict[str, float], FlatTensors], None]) -> None:
-        """Store the evaluator, and ``on_values``, called after an evaluation with version, metrics and values."""
+        """Create the evaluation thread; ``on_values`` is called after each evaluation with version, metrics and values."""
         super().__init__(name="evaluator", daemon=True)
         self._evaluator, self._changed, self._ended = evaluator, threading.Condition(), False
         self._on_values = on_values
@@ -449,7 +449,7 @@ class SnapshotEvaluator(threading.Thread):
     def offer(self, version: int, at_s: float, values: FlatTensors) -> None:
         """Copy a snapshot of the model for evaluation, replacing a snapshot that still waits; return once it is copied."""
         with self._changed:
-            # a snapshot whose evaluation has not begun may be overwritten; one being evaluated is in neither variable
+            # may be overwritten while its evaluation has not begun; once it has, the snapshot is in neither variable
             snapshot = self._next[2] if self._next is not None else self._spare
             self._spare = None
             if snapshot is None:
@@ -485,13 +485,13 @@ class SnapshotEvaluator(threading.Thread):
                 self._next = None
             try:
                 metrics = self._evaluator(snapshot, version)
-                # called here, so that its errors end the run and not only this thread
+                # within `try`, so that its errors end the run and not only this thread
                 self._on_values(version, metrics, snapshot)
             except USER_ERRORS as error:
                 with self._changed:
                     self.failure = of_evaluation(error, version)
                 return
-            with self._changed:  # not held during an evaluation, since the run's loop must never wait for one
+            with self._changed:  # not held during an evaluation, for which the run's loop must not wait
                 self._done.append((version, at_s, metrics))
                 self._spare = snapshot
 
@@ -517,7 +517,7 @@ class LinkTracker:
             item.is_taken.put(self._offer(item))
         elif isinstance(item, Away | Back):
             client = self._roster.find(item.client)
-            # else the session was replaced meanwhile
+            # else another session has replaced this one
             if client is not None and client.incarnation == item.incarnation:
                 self._tell(item)
         else:

@@ -200,7 +200,7 @@ class KeptInner(Local):
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that loads the moments at the start of a task and returns them at its end."""
-        return _Carried(task)
+        return _KeptMoments(task)
 
     def __str__(self) -> str:
         return f"{super().__str__()}, the optimizer's moments kept"
@@ -226,7 +226,7 @@ def count_of(steps: float, optimizer: torch.optim.Optimizer, device: torch.devic
     return torch.tensor(steps, device=device if group.get("fused") or group.get("capturable") else "cpu")
 
 
-class _Carried(Hook):
+class _KeptMoments(Hook):
     """Training hook that loads Adam's state from the client's previous task, and sends back how the task changed it."""
 
     def __init__(self, task: Task) -> None:
@@ -450,7 +450,7 @@ class BySpeed(WrappedSelect):
         positive("least_steps", self.least)
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work, with steps in proportion to the client's speed."""
+        """Assign the work that the wrapped select part chooses, but with local steps in proportion to the client's speed."""
         work = super().__call__(client, fleet)
         most = work.num_steps or fleet.training.num_steps
         if most is None or work.num_epochs is not None:

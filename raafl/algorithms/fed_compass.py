@@ -180,16 +180,16 @@ class CompassMemory(MergeMemory):
 
     def _choose(self, client: int, now: float, pace: Pace) -> None:
         """Put an idle client into the existing group in which it makes the most steps, or into a new group."""
-        number, steps = self._joined(client, now, pace)
+        number, steps = self._best_group(client, now, pace)
         if number is None:
-            number, steps = self.num_groups, self._founded(client, now, pace)
+            number, steps = self.num_groups, self._steps_of_new_group(client, now, pace)
             seconds = steps * self.speed[client]
             self.groups[number] = Group([], [], [], now + seconds, now + seconds * pace.late)
             self.num_groups += 1
         self.groups[number].out.append(client)
         self.group[client], self.steps[client], self.planned_s[client] = number, steps, now
 
-    def _joined(self, client: int, now: float, pace: Pace) -> tuple[int | None, int]:
+    def _best_group(self, client: int, now: float, pace: Pace) -> tuple[int | None, int]:
         """Find the existing group that an idle client should join; return it and the client's steps, or (None, -1) if none fits.
 
         It is the group in which the client makes the most steps until the group's expected arrival, among those in
@@ -202,7 +202,7 @@ class CompassMemory(MergeMemory):
                 best, most = number, steps
         return best, most
 
-    def _founded(self, client: int, now: float, pace: Pace) -> int:
+    def _steps_of_new_group(self, client: int, now: float, pace: Pace) -> int:
         """Compute the number of steps for a client that starts a new group.
 
         The client should arrive together with the fastest client of another group, after that one's next task.
@@ -309,7 +309,7 @@ class StepsByGroup(WrappedSelect):
     pace: Pace = field(default_factory=Pace)
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work, with as many steps as the client's group allows."""
+        """Assign the work that the wrapped select part chooses, but with as many local steps as the client's group has time for."""
         work = super().__call__(client, fleet)
         memory = fleet.state.memory.of(CompassMemory)
         return replace(work, num_epochs=None, num_steps=memory.plan_task(client.id, fleet.state.now_s, self.pace))

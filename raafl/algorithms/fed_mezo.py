@@ -209,7 +209,7 @@ def _num_perturbed(submodels: Submodels, spec: Spec) -> int:
 
 
 def _perturbed(spec: Spec, trained: Sequence[str] | None) -> Spec:
-    """Mark the parameters that a task perturbs as trained in ``spec``; the spec that the client was sent marks none."""
+    """Return ``spec`` with the parameters that the client perturbs marked as trained; assigned specs mark none."""
     return replace(spec, trained=None if trained is None else tuple(trained))
 
 
@@ -362,7 +362,7 @@ class ForwardOnly(WrappedSelect):
     """
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work with all parameters frozen; record the expected number of scalars."""
+        """Assign the work that the wrapped select part chooses, but with frozen parameters; record how many scalars must return."""
         work = self.inner(client, fleet)
         expected = _num_batches(client, work, fleet)
         fleet.state.memory.of(Expected).value[client.id] = expected

@@ -169,7 +169,7 @@ class ShareOfElements(Select):
         RateSelect(rates=self.rates)
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return work on the whole model, with the share of its elements that the client trains."""
+        """Assign the whole model, with the share of its elements that the client trains."""
         return Work(extra={"rate": RateSelect(rates=self.rates).rate(client)})
 
     def check(self, fleet: SelectContext) -> list[str]:

@@ -127,7 +127,7 @@ class DisjointUnits(Select):
     cohort: int | None = None
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the next share, whose ``region`` is ``client.id``; raises `BadInput` if it exceeds the memory."""
+        """Assign the next subnet of this round to the client; raise `BadInput` if it does not fit the client's memory."""
         version, round = fleet.state.version, fleet.state.memory.of(Round)
         if round.version != version:
             round.version, round.shares, round.next = version, self._num_shares(fleet), 0

@@ -435,7 +435,7 @@ class BestUnits(Select):
         return RateSelect(rates=self.rates, rate_of="width")
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the client's work, with a region of its own; raises `BadInput` if no submodel fits its memory."""
+        """Assign the submodel of the client's best-scored units; raise `BadInput` if no submodel fits its memory."""
         submodels, t = fleet.state.submodels, fleet.state.counts.get(client.id, 0)
         if not submodels.axes:
             return Work(region=client.id)

@@ -249,7 +249,7 @@ class Pruned(Select):
     rates: Rates = 1.0
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the client's work, whose ``region`` is ``client.id``; raises `BadInput` if nothing fits its memory."""
+        """Assign the whole model in rounds that choose units, else those units; raise `BadInput` if nothing fits the memory."""
         chosen = fleet.state.memory.find(Choice)
         if chosen is None or fleet.state.version % self.every == 0:
             return RateSelect()(client, fleet)

@@ -225,7 +225,7 @@ for _plain, _own in CLASSES.items():
     _own.forward.__wrapped__ = _plain.forward
 
 
-def _keeps_to_layers(layer: nn.Module, args: object) -> None:
+def _prevent_fused_kernel(layer: nn.Module, args: object) -> None:
     """Do nothing; a registered hook stops torch's encoder layer from replacing its sublayers by one fused kernel in eval mode."""
 
 
@@ -282,7 +282,7 @@ class Quantised(Local):
             self._convert(layer, fixed)
         for part in module.modules():
             if isinstance(part, nn.TransformerEncoderLayer):
-                part.register_forward_pre_hook(_keeps_to_layers)
+                part.register_forward_pre_hook(_prevent_fused_kernel)
         return module
 
     def _convert(self, layer: Any, fixed: int | None) -> None:

@@ -220,7 +220,7 @@ class Regions(Select):
         return self.hold or any(number is not None for number in (self.trained, self.coverage, self.rest))
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return work on the regions that ``client`` trains in this round; its ``region`` is ``client.id``."""
+        """Assign to the client the regions of the model that it trains in this round."""
         round = fleet.state.version if self.rounds == "server" else fleet.state.counts.get(client.id, 0)
         most = self._most(client, fleet)
         if self.full_first and round == 0:
@@ -303,7 +303,7 @@ class Regions(Select):
         return int(fleet.cache[key])
 
     def _widest(self, submodels: Submodels, number: int) -> Spec:
-        """Return a submodel at least as large as any with ``number`` regions, whose sizes may differ by one unit of an axis."""
+        """Return the largest submodel that ``number`` regions can make up, since regions may differ by one unit of an axis."""
         axes = submodels.axes
         parts = shared_fragments(axes, [1.0] * self.regions)
         widths = {}
@@ -332,9 +332,9 @@ class Regions(Select):
         return [2 if i in large else 1 for i in range(len(most))]
 
     def _schedule(self, takes: Sequence[int], leaves_out: bool) -> RegionCoverage:
-        """Build the rule that gives clients their regions: of the rounds that leave regions out, or of all others.
+        """Build the schedule of which client trains which regions, in rounds that leave regions untrained or in the others.
 
-        Raises `BadInput` if the settings allow no such assignment.
+        Raises `BadInput` if no schedule satisfies the settings.
         """
         trained = self.regions if self.every > 1 and not leaves_out else self.trained
         within = tuple(min(take, trained or self.regions) for take in takes)

@@ -189,7 +189,7 @@ class InTurn(WrappedSelect):
     in_rounds: bool = True
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the wrapped select part's work, with the numbers of the fragments to send and to receive."""
+        """Assign the work that the wrapped select part chooses, with the numbers of the fragments to send and to receive."""
         work, state = super().__call__(client, fleet), fleet.state
         turns, num = state.memory.of(_TurnMemory).value, self.fragments.count(state.submodels)
         last = turns.get(client.id)

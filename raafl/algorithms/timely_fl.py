@@ -349,7 +349,7 @@ class Timely(Select):
     # ---- the work ----
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return E_c units of work on the layers that alpha_c allows; raises `BadInput` if none fits in memory."""
+        """Assign E_c units of work on as many layers as alpha_c allows; raise `BadInput` if not even one fits the memory."""
         fixed = fleet.state.memory.of(TimelyMemory).fixed
         if client.id in fixed:
             num_units, spec = fixed[client.id]
@@ -361,7 +361,7 @@ class Timely(Select):
         return work
 
     def _trained(self, client: ClientInfo, target: Workload, fleet: SelectContext) -> Work:
-        """Return work on as many of the model's last layers as all limits allow, at least on the last one.
+        """Assign as many of the model's last layers as all limits allow, at least the last one.
 
         The limits are the share alpha_c, the memory and, with ``layers: time``, the interval T_k.
         """

@@ -306,7 +306,7 @@ class Federation:
         if "partition" in self._fields:
             given["partition"] = self._fields["partition"]
         given |= {"module": lambda: spec.make(source), "data": lambda: source, "unwrap": spec.unwrap}
-        with console(), _left_as_it_was(), objects(**given):
+        with console(), _random_state_restored(), objects(**given):
             return replay(Path(folder), until=until, trust_config=trust_config)
 
     def plan(self, module: object, data: object = None, *, algorithms: Sequence[str] = (), **how: Any) -> PlanReport:
@@ -326,8 +326,8 @@ class Federation:
         """
         from raafl.lab.plan.show import plan_report
 
-        with console(), _left_as_it_was():
-            return plan_report(self._looked_at(module, data, how), algorithms)
+        with console(), _random_state_restored():
+            return plan_report(self._predicted_experiment(module, data, how), algorithms)
 
     def axes(
         self, module: object, data: object = None, *, rates: Sequence[float] = (0.5, 0.25), **how: Any
@@ -348,10 +348,10 @@ class Federation:
         """
         from raafl.lab.plan.show import axes_report
 
-        with console(), _left_as_it_was():
-            return axes_report(self._looked_at(module, data, how), rates)
+        with console(), _random_state_restored():
+            return axes_report(self._predicted_experiment(module, data, how), rates)
 
-    def _looked_at(self, module: Any, data: Any, how: dict[str, Any]) -> Experiment:
+    def _predicted_experiment(self, module: Any, data: Any, how: dict[str, Any]) -> Experiment:
         """Build the config of a simulation that is only predicted, not run; `auto` is replaced by the chosen method."""
         spec, source, fields = self._given(module, data, how)
         num_clients = self.clients if self.clients is not None else count_of(self.devices) or 10
@@ -394,7 +394,7 @@ class Federation:
             same_settings(recorded, yaml.safe_load(to_yaml(config, [])))
         observer = self._observer = CallbackHooks(self.callbacks, spec.trained_copy)
         try:
-            with console(), _left_as_it_was():
+            with console(), _random_state_restored():
                 ended = run(experiment, to_yaml(config, self._notes()), observer=observer)
                 result = None if ended is None else _result(ended[0], ended[1], observer)
         finally:
@@ -445,7 +445,7 @@ def _chosen(experiment: Experiment, simulated: bool | None) -> Experiment:
     from raafl.lab.plan.choose import chosen_for
 
     experiment.check()
-    with _left_as_it_was():
+    with _random_state_restored():
         return chosen_for(experiment, simulated)
 
 
@@ -464,7 +464,7 @@ def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> R
 
 
 @contextmanager
-def _left_as_it_was() -> Iterator[None]:
+def _random_state_restored() -> Iterator[None]:
     """Restore the process's random state and torch's numeric settings when the ``with`` block ends."""
     cuda: Any = torch.cuda
     # CUDA must not be initialised here: forked processes could not use it any more

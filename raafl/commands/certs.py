@@ -117,11 +117,11 @@ def _sign(options: Namespace) -> str:
     return (
         f"signed {options.folder / site}.crt for site '{site}', valid until {_day(made.certificate)}: send it back with "
         f"{options.folder / 'ca.crt'}, if this is the fingerprint that the site told you:\n{fingerprint(request)}"
-        + ("" if clients else _unlisted(options, site))
+        + ("" if clients else _hint_if_unlisted(options, site))
     )
 
 
-def _unlisted(options: Namespace, site: str) -> str:
+def _hint_if_unlisted(options: Namespace, site: str) -> str:
     """Return a hint with the command that adds a site to the server's list of sites; "" if the list has it."""
     from raafl.sites.server import read_sites
 

@@ -119,20 +119,20 @@ def _main(argv: list[str]) -> int:
         "simulate": _simulate,
         "serve": _serve,
         "join": _join,
-        "submit": _asking("submit"),
-        "runs": _asking("command"),
+        "submit": _runs_command("submit"),
+        "runs": _runs_command("command"),
         "certs": _certs,
         "replay": _replay,
         "audit": _audit,
         "watch": _watch,
         "report": _page,
-        "compare": _comparing("compare"),
-        "sweep": _comparing("sweep"),
-        "reproduce": _comparing("reproduce"),
-        "plan": _printed("plan"),
-        "calibrate": _printed("calibrate"),
-        "axes": _printed("axes"),
-        "algorithms": _printed("listing"),
+        "compare": _lab_command("compare"),
+        "sweep": _lab_command("sweep"),
+        "reproduce": _lab_command("reproduce"),
+        "plan": _text_command("plan"),
+        "calibrate": _text_command("calibrate"),
+        "axes": _text_command("axes"),
+        "algorithms": _text_command("listing"),
     }
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -168,7 +168,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _place(field: str | None, argv: Sequence[str]) -> str:
-    """Return the end of an error message, which names the file that sets the config's ``field``; "" if ``field`` is None."""
+    """Return the end of an error message, with the config file in which ``field`` is set; "" if ``field`` is None."""
     if field is None:
         return ""
     from raafl.config.messages import place_of_field
@@ -194,7 +194,7 @@ def _with_local_resume(argv: list[str]) -> list[str]:
 
 
 def _check_first(command: str, argv: Sequence[str]) -> None:
-    """Check the config's plain values before torch is imported, so that errors come fast; only the reporting rank does."""
+    """Check the config's plain values, on the rank that reports errors, before torch is imported: errors then come fast."""
     if log.reports_for_all():
         from raafl.config.parse import check_plain
 
@@ -314,8 +314,8 @@ def _certs(argv: list[str]) -> int:
     return 0
 
 
-def _asking(name: Literal["submit", "command"]) -> Callable[[list[str]], int]:
-    """Make a command for `raafl submit` or `raafl runs`, which prints what a function of `raafl.commands.runs` returns."""
+def _runs_command(name: Literal["submit", "command"]) -> Callable[[list[str]], int]:
+    """Make the command `raafl submit` or `raafl runs`, which prints the text that a function of `raafl.commands.runs` returns."""
 
     def run(argv: list[str]) -> int:
         from raafl.commands import runs
@@ -374,8 +374,8 @@ def _page(argv: list[str]) -> int:
     return 0
 
 
-def _comparing(name: Literal["compare", "sweep", "reproduce"]) -> Callable[[list[str]], int]:
-    """Make a command that prints what the function ``name`` of the module `raafl.commands` ``.name`` returns."""
+def _lab_command(name: Literal["compare", "sweep", "reproduce"]) -> Callable[[list[str]], int]:
+    """Make the command ``name``, which prints the text that the function ``raafl.commands.NAME.NAME`` returns."""
 
     def run(argv: list[str]) -> int:
         with quick_imports():
@@ -396,8 +396,8 @@ def _json_alone(argv: list[str]) -> Iterator[None]:
         yield
 
 
-def _printed(module: str) -> Callable[[list[str]], int]:
-    """Make a command that prints what `command` of the module `raafl.commands` ``.module`` returns, at the terminal's width."""
+def _text_command(module: str) -> Callable[[list[str]], int]:
+    """Make a command that prints the text that ``raafl.commands.MODULE.command`` returns for the terminal's width."""
 
     def run(argv: list[str]) -> int:
         command = importlib.import_module(f"raafl.commands.{module}").command

@@ -53,7 +53,7 @@ def command(argv: list[str]) -> int:
         from raafl.runtime.lifecycle.service_manager import ServiceManager
         from raafl.runtime.protocol import DRY_RUN
 
-        say = _said_to(service := ServiceManager.here(), own.client)
+        say = _status_reporter(service := ServiceManager.here(), own.client)
         gate = open_gate_of(own, say)
         has_config = any(name_of(item) in ("--config", "--resume", "--help", "-h") for item in rest)
         parsed = parse_run("join", rest) if has_config else None
@@ -129,7 +129,7 @@ def credentials(own: Namespace, *, server: bool) -> Credentials:
     return found
 
 
-def _said_to(service: ServiceManager, client: int) -> Callable[[str], None]:
+def _status_reporter(service: ServiceManager, client: int) -> Callable[[str], None]:
     """Make a function that shows a status line of the client to the user and reports it to systemd."""
 
     def say(text: str) -> None:
@@ -146,7 +146,7 @@ def _with_receipts(
     say: Callable[[str], None],
     stack: ExitStack,
 ) -> Callable[[str | None], ClientSetup]:
-    """Wrap ``make``, which sets up a client, so that its clients write receipts until ``stack`` closes, if the user wants them."""
+    """Wrap ``make``, a function that sets up a client: if the user wants receipts, its clients write them."""
 
     def kept(config_yaml: str | None) -> ClientSetup:
         site = make(config_yaml)

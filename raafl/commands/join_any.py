@@ -96,15 +96,15 @@ class Clients:
                 self._end(signals)
 
     def _attend(self, signals: Signals) -> int:
-        while self._goes_on():
+        while self._may_continue():
             if set(signals.wait(_TICK_S)) - {signal.SIGTSTP}:
                 return 130
-            self._see()
+            self._handle_ended()
             self._ask()
             self._start()
         return 0
 
-    def _goes_on(self) -> bool:
+    def _may_continue(self) -> bool:
         """Check whether to continue: a client works, or a run may still come; raise `RunFailed` if no server answers."""
         now = time.monotonic()
         if self._clients:
@@ -132,7 +132,7 @@ class Clients:
             self._say(f"the server at {self.own.address} does not answer ({error}); clients at work go on")
         self._asked_s = time.monotonic()
 
-    def _see(self) -> None:
+    def _handle_ended(self) -> None:
         """Handle clients whose process has ended, and restart those that are due."""
         for run_id, client in list(self._clients.items()):
             child = client.child

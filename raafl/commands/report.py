@@ -96,7 +96,7 @@ def report(argv: Sequence[str]) -> str:
 
 
 def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
-    """Write ``data`` to ``path`` atomically, and return a line about it; ``name``, the option with the path, is for errors."""
+    """Write ``data`` to ``path`` atomically, and return a line about the file; errors name ``name``, the path's option."""
     try:
         with atomic_file(path) as file:
             file.write(data)
@@ -114,7 +114,7 @@ def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = 
     left_out = len(runs) - len(apart)
     classes: dict[int, Classes | str] = {}
     if labels:
-        classes = {id(run): classes_of(run, partial(_deal_out, trusted=trusted)) for _, run in apart}
+        classes = {id(run): classes_of(run, partial(_partitioned_data, trusted=trusted)) for _, run in apart}
     charts = [
         replace(curves(groups), still=curve_svg(groups)),
         timeline(apart, left_out),
@@ -137,7 +137,7 @@ def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = 
     return page(title, subtitle, _top(groups, runs), charts, bottom, links)
 
 
-def _deal_out(run: RecordedRun, *, trusted: bool) -> FederatedData:
+def _partitioned_data(run: RecordedRun, *, trusted: bool) -> FederatedData:
     """Load the data that a run's config names, and partition it among the clients as the run did."""
     from raafl.config.parse import load_run
     from raafl.runtime.setup import load_data

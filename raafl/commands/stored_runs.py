@@ -65,7 +65,7 @@ def with_local_resume(argv: Sequence[str]) -> list[str]:
     if os.environ.get("RANK", "0") != "0":  # only rank 0 has a run folder
         return rest
     if is_url(named[-1]):
-        folder = _brought(named[-1], _RESUMES.removeprefix("--"))
+        folder = _downloaded(named[-1], _RESUMES.removeprefix("--"))
         if folder is None:
             raise BadInput(
                 f"resume is '{named[-1]}', but there is no run with a checkpoint: give the URL of a run's folder"
@@ -75,11 +75,11 @@ def with_local_resume(argv: Sequence[str]) -> list[str]:
     outputs = values(rest, "--output")
     if not outputs or not values(rest, "--config"):
         raise BadInput("resume is auto, which may have to start a new run: give --config and --output too")
-    folder = _brought(outputs[-1], "output") if is_url(outputs[-1]) else _present(Path(outputs[-1]))
+    folder = _downloaded(outputs[-1], "output") if is_url(outputs[-1]) else _present(Path(outputs[-1]))
     return rest if folder is None else [*rest, _RESUMES, str(folder)]
 
 
-def _brought(url: str, field: str) -> Path | None:
+def _downloaded(url: str, field: str) -> Path | None:
     """Download a stored run into the folder `runs` and return its path; None if it has no checkpoint.
 
     If a new run needs the name of a stored run without checkpoint, that one is renamed in the store.

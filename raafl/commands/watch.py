@@ -91,7 +91,7 @@ def _once(path: Path, file: TextIO, *, as_json: bool, mode: Any) -> None:
     progress.update(watched.state.snapshot, evaluated=True)
     if (silent := _silence(watched)) is not None:
         progress.note(silent)
-    _note_books(path, progress)
+    _warn_unsigned(path, progress)
     progress.stop()
 
 
@@ -111,14 +111,14 @@ def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> N
                 progress.note(to_say)
             said = to_say
             if watched.state.summary is not None:
-                _note_books(path, progress)
+                _warn_unsigned(path, progress)
                 return
             sleep(LOOK_S)
     finally:
         progress.stop()
 
 
-def _note_books(path: Path, progress: Progress) -> None:
+def _warn_unsigned(path: Path, progress: Progress) -> None:
     """Print a note if the run's records lack signatures or were altered."""
     if (line := signature_warning(path)) is not None:
         progress.note(line)

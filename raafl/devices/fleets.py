@@ -70,7 +70,7 @@ def files(text: str) -> list[Path]:
 
 
 def _entries(row: Mapping[str, Any]) -> Rows:
-    """Expand a row of a fleet: `drawn: N` stands for N random devices with the seeds 0 to N - 1, so small fleets are prefixes."""
+    """Expand one row of a fleet's file to device entries: `drawn: N` stands for N random devices with the seeds 0 to N - 1."""
     own = {name: value for name, value in row.items() if name != "drawn"}
     return [own] if "drawn" not in row else [own | {"seed": seed} for seed in range(row["drawn"])]
 

@@ -179,7 +179,7 @@ class Profile:
         return min(changes, default=_INF)
 
     def _windows_near(self, at_s: float) -> Iterator[tuple[float, float]]:
-        """Yield times of availability, in seconds of the run: all or, if they repeat, those of the cycles around ``at_s``."""
+        """Yield (start, end) in seconds of each time of availability; if they repeat, only those of the cycles around ``at_s``."""
         windows = self.availability or ()
         if self.period_s is None:
             yield from windows

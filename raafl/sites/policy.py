@@ -363,7 +363,7 @@ class BudgetSpent(Exception):
 
 
 def _after_update(used: Used, privacy: SitePrivacy) -> float:
-    """Add one more update's 1 / sigma^2 to the sum in `Used.inverse_squares`, and return it; infinite without noise."""
+    """Return the sum `Used.inverse_squares` after one more update: 1 / sigma^2 more, or infinite without noise."""
     return used.inverse_squares + (privacy.noise_multiplier**-2 if privacy.noise_multiplier else math.inf)
 
 

@@ -145,9 +145,9 @@ class RunServer:
     ) -> None:
         """Listen at ``address``.
 
-        `operators`: sites whose certificates may submit, show, stop and resume runs. `options`: of each process that keeps
-        a run, beside its name. `trusts`: whether submitted configs may name any class. `max_runs`: most runs at once; None =
-        all.
+        `operators`: sites whose certificates may submit, show, stop and resume runs. `options`: command-line options of each
+        run's process, without the run's name. `trusts`: whether submitted configs may name any class. `max_runs`: most runs
+        at a time; None = no limit.
         """
         self._folder, self._sites, self._operators = folder, sites, frozenset(operators)
         self._options, self._trusts, self._max_runs = tuple(options), trusts, max_runs

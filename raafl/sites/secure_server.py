@@ -242,7 +242,7 @@ class SecureAggregator:
         running.await_("shares", chosen)
 
     def _group(self, chosen: Mapping[int, SecureStep]) -> Group:
-        """Describe a new group: its members by their own claims, with counted samples at most as many as each claims."""
+        """Describe a new group by its members' own claims; the server may only lower the number of samples that counts for each."""
         groups, coordinator = self._groups, self._groups.coordinator
         members = []
         for step in chosen.values():

@@ -196,14 +196,14 @@ def co_s2p(
         name="co_s2p",
         paper="Li et al. 2025",
         sample=Sample(cohort, concurrency),
-        select=RecordingSelect(_instead(asked, submodel)),
+        select=RecordingSelect(_submodel_rule(asked, submodel)),
         local=MaskedAndDistilled(distil, distil_weight, temperature, mask_strength, mask_lr, segments, as_published),
         trigger=_trigger(trigger, min_ratio, wait_s),
         merge=WithScores(_merge(merge, server_lr, segments)),
     )
 
 
-def _instead(asked: RollingWindows, submodel: Select | None) -> Select:
+def _submodel_rule(asked: RollingWindows, submodel: Select | None) -> Select:
     """Return the user's own ``submodel`` rule if there is one, else ``asked``, Co-S2P's rolling windows.
 
     Raises `BadInput` if the user gives both an own rule and settings of the windows.
@@ -322,7 +322,7 @@ class MaskedAndDistilled(TrainsExits):
             return 0.0, 0, 0.0, 0.0
         extra = {"masks": axes, "rate": 0.5} if axes else {}
         try:
-            plain, own = (_followed(submodels, spec, batch_size, local, extra) for local in (Local(), self))
+            plain, own = (_traced(submodels, spec, batch_size, local, extra) for local in (Local(), self))
         except Exception:  # the user's step needs values, which meta tensors lack, so predict no extra cost
             return 0.0, 0, 0.0, 0.0
         samples = max(batch_size, 1)
@@ -346,7 +346,7 @@ class MaskedAndDistilled(TrainsExits):
         )
 
 
-def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, extra: Mapping[str, Any]) -> Ledger:
+def _traced(submodels: Submodels, spec: Spec, batch_size: int, local: Local, extra: Mapping[str, Any]) -> Ledger:
     """Trace one training step of ``spec`` with the method ``local`` on the meta device, and return the ledger of its costs."""
     module: Any = submodels.shrink(spec, device="meta").module
     batch = meta_batch(submodels.example_batch, batch_size)
@@ -408,9 +408,9 @@ class LeadingDraws(RollingWindows):
     def _kept(
         self, submodels: Submodels, stop: int, width: float, scores: Mapping[str, list[float]], seed: int
     ) -> dict[str, list[int]]:
-        """Return the indices of the units that a submodel keeps, by axis, for all axes below block ``stop`` or outside blocks.
+        """Choose the units that a submodel keeps, by axis: of the blocks before block ``stop``, and of layers outside all blocks.
 
-        An axis with mask scores gets segments drawn at random by their scores, the other axes as in the paper.
+        Where the axis has mask scores, whole segments are drawn at random by these; elsewhere units are kept as in the paper.
         """
         units = super()._kept(submodels, stop, width, scores, seed)
         for name, cut in self._cuts(submodels).items():

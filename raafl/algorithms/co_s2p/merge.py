@@ -121,7 +121,7 @@ class ImportanceMerge(Merge):
             plan.add_(total, values.to(state.values.device))
 
     def _norms(self, state: GlobalState, client: int, spec: Spec, table: _Table) -> tuple[Tensor, Tensor]:
-        """Compute each segment's L2 norms of the change of the global model since the client's task began, and of the model.
+        """Compute, by segment, the L2 norm of the global model's change since the client's task began, and that of the model.
 
         Only elements that the client trains count; each result has shape (segments,).
         """

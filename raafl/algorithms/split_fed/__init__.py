@@ -314,7 +314,7 @@ class Halved(Select):
     sends: Literal["values", "delta"] = "values"
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return work on the whole model with the run's epochs or steps, and with the cut in `Work.extra`."""
+        """Assign the whole model with the run's epochs or steps, and tell the client in `Work.extra` where the model is cut."""
         extra, training = fleet.task_options(client), fleet.training
         if not extra:
             return Work()

@@ -169,7 +169,7 @@ class Search:
                     )
 
     def _check_study(self, labels: Sequence[str]) -> None:
-        """Check the settings of an Optuna search; raise `BadInput` if one is invalid or excludes another."""
+        """Check the settings of an Optuna search; raise `BadInput` if one is invalid, or two exclude each other."""
         for name, value, known in (("sampler", self.sampler, SAMPLERS), ("pruner", self.pruner, PRUNERS)):
             if value is not None and value not in known:
                 raise BadInput(f"search.{name} is '{value}': {nearest(value, known)}")

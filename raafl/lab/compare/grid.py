@@ -395,7 +395,7 @@ def _search(grid: Grid, runner: Runner, found: GridRuns, finished_only: bool) ->
 
 
 def _runs(grid: Grid, found: GridRuns) -> dict[Run, Cell]:
-    """List the runs of all cells with their cells, one method after the other."""
+    """List the runs of all cells (pairs of task and fleet), one method after the other, each run with its cell."""
     listed: list[tuple[Run, Cell]] = []
     for cell in grid.cells:
         best = found.best[cell[0]]

@@ -480,9 +480,9 @@ def _row(comparison: Comparison, label: str, machine: Profile) -> Forecast:
 
 
 def _evaluations(experiment: Experiment, world: World, found: Prediction, factor: float) -> float:
-    """Estimate the number of evaluations of a run from the predicted one.
+    """Estimate how often a run is evaluated, at most once for each version of the model.
 
-    There is at most one for each version; ``factor`` is the length of the run as a multiple of the predicted one.
+    `found`: prediction of a shorter run. `factor`: length of the run as a multiple of that one's.
     """
     versions, every = found.versions * factor, distance("eval_every", experiment.eval_every)
     if every is None:
@@ -507,7 +507,7 @@ def _tested(world: World) -> int:
 
 
 def _share(comparison: Comparison) -> float:
-    """Compute the mean training of a trial under successive halving, as a share of a full run."""
+    """Compute how much training a trial gets on average under successive halving, as a share of a full run."""
     halving = comparison.search.halving if comparison.search else None
     spent, left = 0.0, 1.0
     for fraction in rungs(halving):

@@ -142,7 +142,7 @@ class _Unmerged(Merge):
     """Merge of a dry run: discard each update, so that only versions are counted."""
 
     def __init__(self, inner: Merge) -> None:
-        """Take over what clients send for the merge ``inner``, but none of its work."""
+        """Let clients send the same as for ``inner``, the merge that this one replaces."""
         self.sends = inner.sends
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -204,7 +204,7 @@ class _DryBelow(Below, DryRun):
 
 
 def _of_subfederations(world: World, experiment: Experiment, executor: Untrained, *, real: bool) -> Executor:
-    """Return an executor whose clients are whole simulated subfederations, each of which dry-runs its tasks by ``executor``."""
+    """Make the executor of a dry run with subfederations: each client is one, and ``executor`` times the tasks of its clients."""
     takes = {SIMULATED: experiment.subfederations.size}
     if problems := config_problems(experiment.algorithm, experiment.algorithm.merge, takes, False, ()):
         raise BadInput(problems[0])

@@ -313,7 +313,7 @@ def ranked(values: Mapping[str, Sequence[float] | None], untrained: Sequence[flo
 
 
 def _clearly_better(one: Sequence[float], other: Sequence[float], sign: float) -> bool:
-    """Check whether a metric is better by more than `_CLEAR` standard errors of the differences in the parts."""
+    """Check whether ``one`` beats ``other`` by more than `_CLEAR` standard errors; both have a metric's values on equal parts."""
     gains = [sign * (a - b) for a, b in zip(one, other, strict=True)]
     error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
     return fmean(gains) > _CLEAR * error
@@ -406,7 +406,7 @@ class _Trial(Simulation):
         }
 
     def metrics(self) -> dict[str, _Parts]:
-        """Return the metrics of the model in each part of the validation samples."""
+        """Evaluate the model on each part of the validation samples; return each metric's values, one for each part."""
         state, found = self.coordinator.state, list[dict[str, float]]()
         with self._norms.filled(state.values, anew=True):
             for start, stop in self._bounds:
@@ -424,7 +424,7 @@ class _Trial(Simulation):
 
 
 def _in_parts(data: FederatedData) -> tuple[Callable[..., Iterable[Sized]], list[tuple[int, int]]]:
-    """Return what yields the validation batches, and the first batch of each part with the first after it."""
+    """Divide the validation batches into parts; return a function that yields them, and each part's (first, end) batch."""
     sizes = [num for _, num in data.test_batches()]
     size = min(sizes[0], max(1, sum(sizes) // _PARTS))
     num = sum(1 for _ in data.test_batches(size))

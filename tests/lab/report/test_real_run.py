@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raafl.commands.cli import main
-from raafl.commands.report import _deal_out
+from raafl.commands.report import _partitioned_data
 from raafl.data import Digits, Dirichlet
 from raafl.lab.report.clients import classes_of, partition
 from raafl.lab.report.timeline import AWAY, NOTHING, TRAIN, TRANSFER, WAIT, task_intervals, uses
@@ -18,7 +18,7 @@ from tests.habits.source import ROOT
 from tests.helpers.small_runs import SPEEDS, experiment, finish, unequal
 from tests.lab.report.folders import write
 
-DEAL_OUT = partial(_deal_out, trusted=True)
+DEAL_OUT = partial(_partitioned_data, trusted=True)
 
 
 @pytest.fixture(scope="module")

@@ -180,7 +180,7 @@ class ClientData:
     def _fetched(self, batches: Iterable[torch.Tensor]) -> Iterator[Sized]:
         reseed(self.owned)
         for rows in batches:
-            yield self._fetch(rows), len(rows)
+            yield self._fetch(rows), rows.shape[0]
 
     def _epochs(
         self,

@@ -24,7 +24,7 @@ from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluate import LOSS, MAX_LOGGED
 from raafl.local.gradients import ProximalTerm, backward_of
 from raafl.local.malloc import give_back
-from raafl.local.record import widened
+from raafl.local.record import addend
 from raafl.local.trainable import TrainableSubmodel
 from raafl.module_hooks import backward, step, step_scheduler, zero_grad
 from raafl.rng import RngStream, current, seed_everything
@@ -536,7 +536,7 @@ class TaskSteps:
                 hooks.zero_grad(self._built.optimizer, self.epoch, self.index)
             return None
         loss = loss if process_group is None else process_group.weighed(loss)
-        self._total = self._total + widened(loss)
+        self._total = self._total + addend(loss)
         self._num_losses += 1
         loss = loss / self._divisor if self._divisor > 1 else loss
         if hooks is not None:

@@ -189,7 +189,8 @@ class Trained:
                 before = [one.buffers[dtype][: matrix.shape[1]] for one in received[: 1 if is_one else None]]
                 rows[dtype] = matrix - (before[0] if is_one else torch.stack(before))
         numbers = (reals(matrix).flatten(1) for dtype, matrix in rows.items() if is_merged(dtype))
-        sums = [matrix.sum(1, dtype=torch.float64).isfinite() for matrix in numbers]
+        # a sum that overflows is looked at again, by `_read`
+        sums = [matrix.sum(1, dtype=torch.float32 if matrix.itemsize == 2 else None).isfinite() for matrix in numbers]
         finite = torch.stack(sums).all(0).tolist() if sums else [True] * len(self._members)
         each = {dtype: matrix.unbind() for dtype, matrix in rows.items()}
         return layout, each, finite, self._losses.tolist(), self._logged.read(MAX_LOGGED)

@@ -205,7 +205,7 @@ class Bounded(Wrapped):
         memory.measured = (update.assignment, norms, is_large)
         if not norms:  # `_measure` has found this update to be within all limits
             return None
-        most = self._most(state, memory, spec, norms)
+        most = self._most(state, memory, _accepted(state, memory, spec), norms)
         return HUGE_NORM if any(norm > most.get(name, math.inf) for name, norm in norms.items()) else None
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
@@ -258,7 +258,7 @@ class Bounded(Wrapped):
         computed for one update in `EVERY`, and for those that their own norm and the model's do not prove to be within
         limits.
         """
-        buffers, parts = update.tensors.buffers, _parts(state, spec)
+        buffers, parts = update.tensors.buffers, _parts(state, spec)[1]
         norms = {name: _norm(flat.buffers) for name, flat in update.bundles.items()}
         if numbers := self.innermost.numbers(update):
             norms["numbers"] = math.hypot(*numbers)
@@ -266,20 +266,25 @@ class Bounded(Wrapped):
         is_large = any(norm > SAFE for norm in norms.values()) or _is_near_half(state, update)
         if self.max_norm_ratio is None or self.sends == "delta":
             return norms, is_large
-        most, model = self._most(state, memory, spec, parts), _norm_of_model(state, memory)
+        accepted, model = _accepted(state, memory, spec), _norm_of_model(state, memory)
+        most = self._most(state, memory, accepted, parts)
         # doubled, since the model may have grown since its norm was measured
         are_within = all(norms[name] + 2 * model <= most.get(name, 0.0) for name in parts)
-        if are_within and _accepted(state, memory, spec).num % EVERY:
+        if are_within and accepted.num % EVERY:
             return {name: norm for name, norm in norms.items() if name not in parts}, is_large
         before = _before(state, spec)
         return norms | {name: _norm(buffers, before, part) for name, part in parts.items()}, is_large
 
-    def _most(self, state: GlobalState, memory: BoundedMemory, spec: Spec, names: Iterable[str]) -> dict[str, float]:
-        """Return the largest norm that is accepted for each kind of content of an update; kinds without a limit are omitted."""
+    def _most(
+        self, state: GlobalState, memory: BoundedMemory, accepted: _Accepted, names: Iterable[str]
+    ) -> dict[str, float]:
+        """Return the largest norm that is accepted for each kind of content of an update; kinds without a limit are omitted.
+
+        `accepted`: updates of its layout that were accepted.
+        """
         if self.max_norm_ratio is None:
             return {}
-        accepted = _accepted(state, memory, spec).of
-        most = {name: norms.median for name, norms in accepted.items() if len(norms.recent) >= WARM_UP}
+        most = {name: norms.median for name, norms in accepted.of.items() if len(norms.recent) >= WARM_UP}
         for name in {"parameters", "numbers"}.intersection(names) - most.keys():
             norm = _norm_of_model(state, memory)
             most[name] = max(norm, 1.0) if norm else 0.0
@@ -295,7 +300,7 @@ def _norm_of_model(state: GlobalState, memory: BoundedMemory) -> float:
 
 def _accepted(state: GlobalState, memory: BoundedMemory, spec: Spec) -> _Accepted:
     """Return the record of accepted updates that have the layout of ``spec``, or create it."""
-    fingerprint = state.submodels.layout(spec, "trained").fingerprint
+    fingerprint, _ = _parts(state, spec)
     found = memory.norms.get(fingerprint)
     if found is None:
         found = memory.norms[fingerprint] = _Accepted()
@@ -306,7 +311,7 @@ def _is_near_half(state: GlobalState, update: Update) -> bool:
     """Check whether the model or an update has float16 values above `SAFE_HALF`, from which a small step may overflow."""
     flats = (state.values, update.tensors, *update.bundles.values())
     buffers = [flat.buffers[torch.float16] for flat in flats if torch.float16 in flat.buffers]
-    return any(bool((buffer.abs() > SAFE_HALF).any()) for buffer in buffers)
+    return bool(buffers) and any(bool((buffer.abs() > SAFE_HALF).any()) for buffer in buffers)
 
 
 def _before(state: GlobalState, spec: Spec) -> Buffers:
@@ -317,12 +322,12 @@ def _before(state: GlobalState, spec: Spec) -> Buffers:
     return state.submodels.plan(spec).gather(state.values).buffers
 
 
-def _parts(state: GlobalState, spec: Spec) -> dict[str, dict[torch.dtype, slice]]:
-    """Return where in each buffer the parameters that ``spec`` trains are, and where its running statistics."""
+def _parts(state: GlobalState, spec: Spec) -> tuple[str, dict[str, dict[torch.dtype, slice]]]:
+    """Return the fingerprint of an update's layout, and the slices of its buffers: parameters, and running statistics."""
     return state.submodels.cached("parts", spec, lambda: _find_parts(state.submodels, spec))
 
 
-def _find_parts(submodels: Submodels, spec: Spec) -> dict[str, dict[torch.dtype, slice]]:
+def _find_parts(submodels: Submodels, spec: Spec) -> tuple[str, dict[str, dict[torch.dtype, slice]]]:
     layout = submodels.layout(spec, "trained")
     sizes = dict.fromkeys(layout.dtypes, 0)
     for entry in layout.entries:
@@ -330,7 +335,7 @@ def _find_parts(submodels: Submodels, spec: Spec) -> dict[str, dict[torch.dtype,
     parts = {"parameters": {dtype: slice(size) for dtype, size in sizes.items()}} if any(sizes.values()) else {}
     if sizes != layout.numel:
         parts["buffers"] = {dtype: slice(size, None) for dtype, size in sizes.items()}
-    return parts
+    return layout.fingerprint, parts
 
 
 _ALL = slice(None)

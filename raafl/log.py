@@ -44,11 +44,7 @@ class Console(logging.Handler):
 
 
 class _JsonConsole(logging.Handler):
-    """Logging handler that prints each record to standard error as a line of JSON, in ASCII.
-
-    Fields: time (ISO 8601, UTC), level, logger, message; also rank under torchrun, client if a client logged the
-    record, and exception if there was one.
-    """
+    """Logging handler that prints each record to standard error as one line of JSON, in ASCII."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record as a line of JSON, unless standard error is closed."""
@@ -163,7 +159,7 @@ class Notices:
             sys.stderr.flush()
 
     def _say(self, text: str, show: Callable[[], None], level: int = logging.INFO) -> None:
-        """Log ``text``, with the function ``show`` by which the console prints it."""
+        """Log ``text``, which the console prints by calling ``show``."""
         _run_log.log(level, text, extra={"show": show})
 
     def abandon(self) -> None:

@@ -204,7 +204,7 @@ class Check(ABC):
         return self.scalar(value, hint, parameter)
 
     def _tried(self, value: object, hint: object, where: str, parameter: str) -> bool:
-        """Check whether a value fits one member of a union type; a plain value fits no class or record."""
+        """Check whether a value fits one member of a union type; only a dict can fit a class or a dataclass."""
         if (kind_of(hint) or dataclasses.is_dataclass(hint)) and not isinstance(value, dict):
             return False
         return self.fits(value, hint, where, parameter)

@@ -224,7 +224,7 @@ class ErrorCollector(Check):
             self._made[where] = (path, _merged(kept, arguments))
 
     def _target(self, kind: str, path: object, where: str) -> object:
-        """Import the class or function that a class_path names; raise `Wrong` unless it creates an object of that kind."""
+        """Import the class or function of a class_path; raise `Wrong` unless its result has the section's type, such as a model."""
         base, example = _EXAMPLES[kind]
         home = example.rpartition(".")[0]
         if not isinstance(path, str) or "." not in path:
@@ -268,7 +268,7 @@ class ErrorCollector(Check):
         return {name: hints.get(name, typed.get(name, Any)) for name in found}
 
     def _tried(self, value: object, hint: object, where: str, parameter: str) -> bool:
-        """Check whether a value fits one member of a union type; for a class, its bare class path fits, too."""
+        """Check whether a value fits one member of a union type; a bare class path fits a class."""
         spec = {"class_path": value} if kind_of(hint) and isinstance(value, str) and "." in value else value
         return super()._tried(spec, hint, where, parameter)
 

@@ -287,7 +287,7 @@ def _count_clients(namespace: Namespace) -> None:
 
 
 def _failed(error: BaseException, namespace: Namespace) -> str:
-    """Return an error message, with the section of the config whose user code raised the error."""
+    """Describe an error; if the user's code for a section of the config has raised it, name that section."""
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     for name in MADE:
         path = str(getattr(namespace[name], "class_path", None))
@@ -469,10 +469,7 @@ def _refused(parser: ArgumentParser, argv: Sequence[str], whole: bool) -> list[s
 
 
 def _made(parser: ArgumentParser, argv: Sequence[str]) -> Namespace | None:
-    """Parse the plain fields and create their dataclasses; None if the parser rejects a value.
-
-    Raises BadInput if a dataclass rejects its values.
-    """
+    """Parse the plain fields and create their dataclasses, which may raise BadInput; None if the parser rejects a value."""
     from argparse import ArgumentError
 
     try:

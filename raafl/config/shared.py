@@ -63,10 +63,7 @@ def _without_null(value: object) -> object:
 
 
 def _without_unset(value: Any, made_by: Callable[..., Any] | None = None) -> Any:
-    """Remove arguments that are null by default, so that a raafl version without them computes the same digest.
-
-    `made_by`: class or function whose arguments the fields are; None = unknown, and all fields are kept.
-    """
+    """Remove arguments of ``made_by`` that are null by default, so that a raafl version without them computes the same digest."""
     if not isinstance(value, dict):
         return value
     if "class_path" in value:

@@ -211,7 +211,7 @@ class _Check(Check):
     """Check of an untrusted config, which raises `UntrustedValue` for all but plain values and raafl's own classes."""
 
     def __init__(self, *, on_this_machine: bool) -> None:
-        """Create a check, for a config of this machine or for one from another machine, which may name no files here."""
+        """Create a check; ``on_this_machine``: whether the config comes from this machine, so that it may name files."""
         super().__init__()
         self._local = on_this_machine
 

@@ -222,10 +222,7 @@ class Coordinator:
     # ---- merging and assigning ----
 
     def _go_on(self, now: float) -> bool:
-        """Start the run once enough clients have joined, merge if due, and assign work; return whether to repeat that.
-
-        It is repeated if every client that was asked was dismissed without work, and no client is training.
-        """
+        """Start, merge and assign work as far as is due; return whether to repeat that, since all clients asked were dismissed."""
         if not self.started:
             there = len(self.roster.clients)
             if not there or there + len(self.admission.absent) < self.limits.min_clients:
@@ -381,7 +378,7 @@ class Coordinator:
         self._actions.append(Assign(assignment))
 
     def _pace_s(self, client: ClientInfo, work: Work, now: float) -> float:
-        """Return the least duration of a client's task in seconds, at which its emulated device would finish; 0 = none."""
+        """Return the seconds that a client's emulated device takes for a task, until which the client waits; 0 = none."""
         if not self.pace:
             return 0.0
         predicted, task = self.fleet.task_time(client, work), self.roster.tasks[client.id]

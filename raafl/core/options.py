@@ -60,11 +60,7 @@ class Training:
     lr_final: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the fields of the learning-rate schedule.
-
-        Raises:
-            BadInput: a field is out of range, or the schedule's length is missing or given twice.
-        """
+        """Raise `BadInput` for a field of the learning-rate schedule that is out of range, missing, or given twice."""
         if self.lr_schedule not in get_args(LrShape):
             raise BadInput(f"train.lr_schedule is '{self.lr_schedule}': give {', '.join(get_args(LrShape))}")
         if not 0 <= self.lr_warmup < 1:

@@ -90,11 +90,7 @@ class _NoServer:
 
 
 class _OwnTask:
-    """Task without tensor values, on which a method's hook runs so that its costs are predicted.
-
-    `received_and_sent`: tensors that the task has received or will send; `answer_bytes`: size of the trained values,
-    which are sent together with bundles.
-    """
+    """Task without tensor values, on which a method's hook runs so that its costs are predicted."""
 
     def __init__(
         self,

@@ -58,11 +58,7 @@ class Payload:
         own: OwnLayout = lambda name, spec: None,
         travels: Travels | None = None,
     ) -> None:
-        """Create the layouts of a run's payloads.
-
-        `travels`: names of the values that are sent if the client keeps the payload between tasks (a resident payload);
-        None = all values and bundles.
-        """
+        """Create the layouts of a run's payloads; ``travels``: names of what is sent if clients keep the rest (None = all)."""
         self.submodels, self.up_as, self._own, self._travels = submodels, up_as, own, travels
         self._bundles: dict[Way, tuple[str, ...]] = {"sent": down, "trained": up}
         self._layout = lru_cache(MAX_CACHED)(self._make_layout)

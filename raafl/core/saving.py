@@ -256,7 +256,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def _below_to_json(update: Update) -> dict[str, Any]:
-    """Convert what an update reports about the clients of a subfederation to fields of a journal row; {} for others."""
+    """Convert an update's list of its subfederation's clients to fields of a journal row; {} without a subfederation."""
     if not update.contributions:
         return {}
     from raafl.core.subfederation import to_json

@@ -69,7 +69,7 @@ class Snapshots:
         return free.pop() if free else self._storage(layout, self._state.values.device)
 
     def _gather(self, spec: Spec, out: FlatTensors) -> None:
-        """Copy a submodel's values from the global model into ``out``; do nothing if the model has no values (plans)."""
+        """Copy a submodel's values from the global model into ``out``, unless the model has no values, as in a plan."""
         if self._state.values.device.type != "meta":
             self._state.submodels.plan(spec, "sent").gather(self._state.values, out)
 

@@ -212,7 +212,7 @@ class TasksAbove:
         roster: Roster,
         drop_waiting: Callable[[], None],
     ) -> None:
-        """Create the upper server's view of this federation; ``drop_waiting`` discards the updates that wait for a merge."""
+        """Create the tracker of tasks from the server above; ``drop_waiting`` discards the updates that wait for a merge."""
         self.options, self._algorithm, self._state, self._roster = options, algorithm, state, roster
         self._drop_waiting = drop_waiting
         self.waits, self.num_merges, self.spec, self._begun_s = True, 0, FULL, 0.0

@@ -167,7 +167,7 @@ class ClientProcesses:
             raise BadInput(_own_way("comes to other values in each process (or the processes have unlike GPUs)"))
 
     def _combine(self, recorder: Recorder) -> None:
-        """Combine logged values over all processes that logged equal names; those in torchmetrics are the leader's alone."""
+        """Combine the values that a client's processes have logged under the same names; torchmetrics are the leader's."""
         names, sums = recorder.partial()
         agreed = torch.zeros(self.size, dtype=torch.int64)
         agreed[self.rank] = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big")

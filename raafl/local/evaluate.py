@@ -135,7 +135,7 @@ class Evaluator:
         return self._present
 
     def _stream(self, *what: str | int) -> AbstractContextManager[None]:
-        """Return a context with a random state derived from the seed and ``what``; other such contexts wait for its end."""
+        """Return a context with a random state derived from the seed and ``what``, which one thread at a time may enter."""
         return nullcontext() if self._seed is None else RngStream(self.device, derive_seed(self._seed, *what))
 
     def measure(self, start: int, stop: int | None) -> int:

@@ -32,7 +32,7 @@ def explained(module: nn.Module, method: str, batch: object = None) -> Iterator[
 
 
 def _watch(name: str, layer: nn.Module, entered: list[tuple[str, nn.Module, Any]]) -> Iterator[Any]:
-    """Register hooks by which ``entered`` is the stack of layers whose forward runs, the innermost last; yield them."""
+    """Register hooks that keep in ``entered`` the stack of layers whose forward runs, the innermost last; yield their handles."""
 
     def begin(layer: nn.Module, args: object) -> None:
         entered.append((name, layer, args))

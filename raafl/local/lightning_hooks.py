@@ -124,5 +124,5 @@ class _Steps:
         self._step = step
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: object) -> object:
-        """Make a step by the given function, with the optimizer's closure."""
+        """Call the step function with the optimizer's closure."""
         return self._step(closure)

@@ -477,7 +477,7 @@ class TaskSteps:
     # ---- batches ----
 
     def _run_batch(self, batch: object) -> None:
-        """Train on one batch, or skip it if the module's hook says so, with the hooks around it."""
+        """Train on one batch with the module's hooks around it, or skip it if a hook says so."""
         if not self._epoch_began:
             self._begin_epoch()
         is_last = self.index + 1 == self.per_epoch

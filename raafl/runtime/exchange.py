@@ -61,16 +61,7 @@ class Questions(ClientExtension):
         self._replies: queue.SimpleQueue[tuple[Meta, FlatTensors | None] | int | None] = queue.SimpleQueue()
 
     def _ask(self, meta: Meta, tensors: FlatTensors, answer: Layout | None) -> tuple[Meta, FlatTensors | None]:
-        """Send a question of the task to the server, and return the reply.
-
-        Args:
-            meta: plain data of the question.
-            tensors: tensors of the question.
-            answer: layout of the reply's tensors; None = the reply has none.
-
-        Raises:
-            Stopped: the server has ended the task, or is gone.
-        """
+        """Send a question of the task to the server, and return the reply; raises `Stopped` if the task has ended."""
         assert self._assignment is not None
         number, incarnation = self._assignment.id, self._assignment.incarnation
         self._expected, self._is_asking = answer, True

@@ -342,10 +342,7 @@ def _forms(module: nn.Module) -> dict[str, tuple[tuple[int, ...], bool]]:
 
 
 def _check_buffers(module: nn.Module, before: Mapping[str, tuple[tuple[int, ...], bool]]) -> None:
-    """Raise `BadInput` for a buffer that the server could not merge after a training step: of new shape, or non-finite.
-
-    A buffer that was not finite before the step and is after it, such as an observer's range, is accepted.
-    """
+    """Raise `BadInput` for a buffer to which a training step has given another shape, or which it left non-finite."""
     kind = type(module).__name__
     for name, (shape, finite) in _forms(module).items():
         shape_before, finite_before = before.get(name, (shape, finite))

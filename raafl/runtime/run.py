@@ -264,10 +264,7 @@ class Run:
         return told
 
     def _trials(self) -> dict[str, Any]:
-        """Return the costs of the trials by which the run's method was chosen; {} if there were none.
-
-        Their real seconds are known only to the process that made them, so a resumed run lacks these.
-        """
+        """Return the costs of the trials by which the run's method was chosen; {} if there were none."""
         chosen = self.parts.experiment.algorithm.chosen
         if chosen is None and self.resumed:
             with (self.folder / JOURNAL).open(encoding="utf-8") as file:

@@ -179,7 +179,7 @@ def proven_submodels(
 def _start(
     experiment: Experiment, module: LightningModule, data: FederatedData, build: Callable[[Experiment], LightningModule]
 ) -> None:
-    """Initialise buffers that get size and values in a first step; ``build`` creates a module with values."""
+    """Initialise buffers that get size or values in a first step, such as ranges of quantisation observers."""
     if Rules(experiment.rules).starts_observers:
         start_observers(module, data.example_batch, partial(build, experiment))
 

@@ -120,7 +120,7 @@ class Subfederations(Executor):
     """Executor of a run all of whose clients are subfederations, by their numbers."""
 
     def __init__(self, inner: Executor, below: Sequence[Below]) -> None:
-        """Create an executor whose tasks the subfederations ``below`` do; ``inner`` trains the tasks of their clients."""
+        """Create an executor that gives each task to a subfederation of ``below``; ``inner`` trains the tasks of their clients."""
         self._inner, self.below = inner, {one.number: one for one in below}
         self._answers: dict[int, Update | CodeFailed] = {}
 
@@ -157,7 +157,7 @@ class Shared(Executor):
     """Executor of one of several subfederations, which share another that trains the tasks of all."""
 
     def __init__(self, inner: Executor, number: int, num_all: int) -> None:
-        """Share an executor between ``num_all`` subfederations, whose tasks have equal ids, for that of ``number``."""
+        """Wrap an executor for subfederation ``number`` of ``num_all``, so that equal task ids of several do not collide."""
         self._inner, self._number, self._num_all = inner, number, num_all
 
     def _id(self, assignment_id: int) -> int:
@@ -187,10 +187,7 @@ class RunsBelow:
     """
 
     def __init__(self, above: Any, executor: Executor, stack: ExitStack) -> None:
-        """Start a run for each subfederation; ``executor`` trains the tasks of their clients, ``stack`` closes the runs.
-
-        `above`: the `raafl.runtime.run.Run` above.
-        """
+        """Start a run for each subfederation; ``executor`` trains the tasks of their clients, ``stack`` closes the runs."""
         parts, experiment = above.parts, above.parts.experiment
         config: dict[str, Any] = load_yaml(above.config_yaml) if above.config_yaml else {}
         num, values, why = experiment.num_members, parts.coordinator.state.values, dict[str, None]()

@@ -31,7 +31,7 @@ ListUpdate = Callable[[list[Tensor], list[Tensor]], object]
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """Elements that are one strided view in the whole model's storage and one in the submodel's."""
+    """Block of elements that is one strided view in the whole model's storage, and one in the submodel's."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -72,10 +72,7 @@ class _Indexed:
         return region
 
     def put(self, region: Tensor, values: Tensor, dims: tuple[int, ...] | None = None) -> None:
-        """Write ``values``, which have the submodel's shape, into the kept elements of ``region``.
-
-        `dims`: dimensions that remain to be indexed, in a recursive call; None = all that have an index list.
-        """
+        """Write ``values``, which have the submodel's shape, into the kept elements of ``region``, by one dimension at a time."""
         dim, *rest = dims if dims is not None else tuple(self.indices)
         index = self.index(dim, region.device)
         if rest:
@@ -237,10 +234,7 @@ def _call(fn: Callable[..., object], lists: Callable[..., object] | None, *views
 
 
 def _repeated(views: list[_Views]) -> list[_Views]:
-    """Join views that recur at equal distances in both storages to views with one more dimension, to copy them at once.
-
-    The blocks of a transformer give such views, and one kernel then copies all of them.
-    """
+    """Join views that recur at equal distances, as in the blocks of a transformer, to copy them by one kernel."""
     joined = [view for view in views if view.is_flat]
     alike: defaultdict[tuple[object, ...], list[_Views]] = defaultdict(list)
     for view in views:

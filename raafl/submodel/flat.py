@@ -275,7 +275,7 @@ class FlatTensors:
         return flat
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a tensor as a view of its buffer."""
+        """Return the tensor called ``name``, as a view of the buffer."""
         return self.view(self.layout.by_name[name])
 
     def view(self, entry: TensorEntry) -> Tensor:

@@ -242,10 +242,7 @@ def _functions_with_a_cache() -> list[Any]:
 
 
 def _up_to_date() -> tuple[int, weakref.WeakSet[Any], list[ModuleType]]:
-    """Return the number of imported modules, the user's cached functions, and the user's Python modules.
-
-    All objects are scanned anew only after further imports.
-    """
+    """Return the number of imported modules, the user's cached functions, and the user's Python modules."""
     global _known
     if _known[0] != len(sys.modules):
         modules = [one for one in list(sys.modules.values()) if isinstance(one, ModuleType) and _is_theirs(one)]

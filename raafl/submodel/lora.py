@@ -25,10 +25,7 @@ def is_lora(layer: nn.Module) -> bool:
 
 
 def _factors(layer: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield each adapter's name, with the names of its matrices A, (rank, in), and B, (out, rank).
-
-    AdaLoRA has them as parameters of the layer, other kinds of LoRA as weights of layers within it.
-    """
+    """Yield each adapter's name, with the names of its matrices A, (rank, in), and B, (out, rank)."""
     for adapter, down in layer.lora_A.items():
         weight = ".weight" if isinstance(down, nn.Module) else ""
         yield adapter, f"lora_A.{adapter}{weight}", f"lora_B.{adapter}{weight}"

@@ -119,10 +119,7 @@ class TorchrunTransport(Transport):
         return connect(self.store, f"pair/{client}", is_server, self._wait_s, host, device=device, nccl=nccl)
 
     def _await_client(self, client: int) -> None:
-        """Wait until a client's process is about to connect; raises `PeerLost` or `PeerTimeout` if it does not.
-
-        Without that wait, creating the process group would wait for the client in C++, which cannot be interrupted.
-        """
+        """Wait until a client's process is about to connect, since creating a process group cannot be interrupted."""
         wait_s, deadline = 0.01, time.monotonic() + self._wait_s
         try:
             while not self.store.check([f"{_HERE}/{client}"]):

@@ -105,10 +105,7 @@ class BatchGraphs(Graphs):
         self.num_eager += 1
 
     def _warm_up(self, steps: Any, optimizer: Optimizer, step: Step, index: int, *, tries: bool) -> None:
-        """Make a step eagerly, and raise an error if it waits for the GPU.
-
-        `tries`: whether it is the first of its shape, in which batched products are compared, so that it may wait.
-        """
+        """Make a step eagerly; raise if it waits for the GPU, as only the first step of a shape may (``tries``)."""
         with self._owner.beside(), ExitStack() as checks:
             if not tries:
                 checks.enter_context(waits_refused())
@@ -119,7 +116,7 @@ class BatchGraphs(Graphs):
             raise NotCapturable("clients draw random numbers of their own")
 
     def _capture(self, steps: Any, optimizer: Optimizer, step: Step, index: int) -> None:
-        """Record a step as a graph, which computes nothing, and undo the changes that recording made to Python counters."""
+        """Record a step as a CUDA graph, which computes nothing, and undo the changes that this made to Python counters."""
         self._count_capture()
         self._bind(optimizer)
         logged, graph, is_first = steps.logged, torch.cuda.CUDAGraph(), not optimizer.state
@@ -142,7 +139,7 @@ class BatchGraphs(Graphs):
             self._is_bound = True
 
     def _replay(self, steps: Any, optimizer: Optimizer, step: Step) -> None:
-        """Make a step by replaying its graph, and update the Python counters that a graph cannot change."""
+        """Make a step by replaying its CUDA graph, and update the Python counters that a graph cannot change."""
         self.rates.refresh(optimizer)
         self._bind(optimizer)
         steps.logged.begin(step.said)

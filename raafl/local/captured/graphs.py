@@ -172,7 +172,7 @@ class StepGraphs(Graphs):
         steps.move(self._at)
 
     def _at(self, name: str, values: Any) -> Any:
-        """Copy tensors to the addresses from which graphs read them; return the copies in the same nested structure."""
+        """Copy tensors to the addresses from which CUDA graphs read them; return the copies in the same nested structure."""
         if isinstance(values, FlatTensors):
             if name not in self._static:
                 self._static[name] = FlatTensors.empty(values.layout, self._owner.device)
@@ -234,7 +234,7 @@ class StepGraphs(Graphs):
             raise NotCapturable(f"training_step logs '{min(built.recorder.metrics)}', a Metric")
 
     def _capture(self, steps: CapturedSteps, step: Step) -> None:
-        """Record a step as a graph, which computes nothing, and undo the changes that recording made to Python objects."""
+        """Record a step as a CUDA graph, which computes nothing, and undo the changes that this made to Python objects."""
         self._count_capture()
         built = steps.built
         for name, (total, _) in built.recorder.sums.items():
@@ -258,7 +258,7 @@ class StepGraphs(Graphs):
         self._is_bound = False
 
     def _bind(self, built: TrainableSubmodel) -> None:
-        """Move the optimizer's state to the addresses that graphs use, which are those of its first state."""
+        """Copy the optimizer's state to the addresses from which CUDA graphs read it, unless it is there already."""
         if self._is_bound:
             return
         built.gather()  # copies back buffers that eager steps have replaced by other tensors
@@ -266,7 +266,7 @@ class StepGraphs(Graphs):
         self._is_bound = True
 
     def _replay(self, steps: CapturedSteps, step: Step) -> None:
-        """Make a step by replaying its graph, and update the Python counters that a graph cannot change."""
+        """Make a step by replaying its CUDA graph, and update the Python counters that a graph cannot change."""
         built = steps.built
         assert self.rates is not None
         self.rates.refresh(built.optimizer)
@@ -287,11 +287,7 @@ class StepGraphs(Graphs):
 
 
 class _Logged:
-    """Stand-in for a recorder while a CUDA graph is captured, which adds logged values to sums at fixed addresses.
-
-    Attributes:
-        found: reduction and weight of each logged value, by name.
-    """
+    """Stand-in for a recorder while a CUDA graph is captured, which adds logged values to sums at fixed addresses."""
 
     def __init__(self, weight: float, sums: Mapping[str, Tensor]) -> None:
         self._weight, self._sums = weight, sums

@@ -179,7 +179,7 @@ class Trained:
     ) -> tuple[
         Layout, dict[torch.dtype, tuple[Tensor, ...]], list[bool], list[float], dict[str, tuple[Any, list[float]]]
     ]:
-        """Return what all tasks' updates are made of: layout, values (a row per task), finiteness, losses, logged sums."""
+        """Return the results of all tasks, for their updates: layout, values (a row per task), finiteness, losses, logged sums."""
         layout = self._trainer.payload.layout(self._members[0].assignment.spec, "trained")
         rows = {dtype: self._rows.buffers[dtype][:, :numel] for dtype, numel in layout.numel.items()}
         if self._trainer.sends == "delta":
@@ -200,7 +200,7 @@ class CohortTrainer:
     """Trainer of several tasks of the same submodel as one batch; its modules are separate from those of `LocalTrainer`."""
 
     def __init__(self, trainer: LocalTrainer, max_built: int = 16, *, fast: bool = False) -> None:
-        """Create a trainer of batches of clients; ``fast``: compute one product for all clients, with other last bits."""
+        """Create a trainer of batches of clients; ``fast``: compute one product for all, with other last bits."""
         self._trainer, self._max_built = trainer, max_built
         self._built: OrderedDict[Spec, tuple[TrainableSubmodel, list[Place]]] = OrderedDict()
         self._known: Known | None = None if fast else {}

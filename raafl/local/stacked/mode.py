@@ -316,14 +316,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _losses_together(logs: Tensor) -> Tensor:
-    """Return each client's negative mean of log probabilities (clients, n), with the bits of `F.nll_loss`.
-
-    That function adds groups of 16 terms after the first one, then the remaining terms, then the first one.
-    """
+    """Return each client's negative mean of log probabilities (clients, n), added in the order of `F.nll_loss`."""
     num, n = logs.shape
     # torch adds rows one after another only if their length is a multiple of its widest vector
     each = logs.new_zeros(n, -(-num // _LANES) * _LANES)
     torch.neg(logs.t(), out=each[:, :num])
+    # `F.nll_loss` adds groups of 16 terms after the first one, then the remaining terms, then the first one
     groups, total = (n - 1) // _GROUP, each[1 + (n - 1) // _GROUP * _GROUP :].sum(0)
     if groups:
         total += each[1 : 1 + groups * _GROUP].view(groups, _GROUP, -1).transpose(0, 1).contiguous().sum(0).sum(0)

@@ -202,7 +202,7 @@ def linear(known: Known | None, num: int, x: object, weight: object, bias: objec
 
 
 class _Linear(Function):
-    """Linear layer x W^T + b on x (clients, n, in), W (clients, out, in), b (clients, out), in both passes by torch's products."""
+    """Linear layer x W^T + b on x (clients, n, in), W (clients, out, in), b (clients, out), by torch's own products."""
 
     @staticmethod
     def forward(ctx: Any, known: Known | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

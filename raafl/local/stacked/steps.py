@@ -295,7 +295,7 @@ class Steps:
             parameter.grad = torch.cat(found).index_select(0, places) if found else None
 
     def _groups(self, batch: Batch, index: int) -> list[tuple[int, list[int]]]:
-        """Group clients whose losses one pass can compute; return each group with the batch index that its step gets."""
+        """Group clients whose losses one pass can compute; return each group with the batch index for its `training_step`."""
         if not self.by_index:  # the step does not use its batch index, or that is equal for all clients
             return [(index % self.per_epoch, clients) for clients in batch.kinds.values()]
         groups: defaultdict[tuple[Any, int], list[int]] = defaultdict(list)
@@ -340,7 +340,7 @@ class Steps:
 
 
 def _rates_of(trainer: LocalTrainer, optimizer: torch.optim.Optimizer) -> Any:
-    """Return what sets an optimizer's options for captured steps; None if no steps are captured."""
+    """Return the object that sets an optimizer's options for captured steps; None if no steps are captured."""
     if trainer.capture is None:
         return None
     from raafl.local.captured.limits import Rates, problems_of_optimizer

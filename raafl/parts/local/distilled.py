@@ -74,7 +74,7 @@ def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted
 
 
 def _early_exits(module: nn.Module) -> EarlyLogits | None:
-    """Record the logits of the exits of ``module`` that are trained, without the last exit; None if there are none."""
+    """Register hooks that record the logits of a module's trained exits, except the last; None if there is no such exit."""
     if not any("submodel_exits_after" in part.__dict__ for part in module.modules()):
         return None
     early = EarlyLogits(module)

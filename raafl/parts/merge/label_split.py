@@ -133,10 +133,7 @@ def _add(memory: RowsMemory, plan: CopyPlan, tensors: FlatTensors, weight: float
 
 
 def _output(submodels: Submodels) -> Layout | None:
-    """Return the layout of the output layer, one row for each class; None without such a layer.
-
-    The layer must compute the logits, and no other layer may use parts of its rows.
-    """
+    """Return the layout of the layer that computes the logits, one row for each class; None if its rows are shared."""
     return submodels.cached("output layer", "", lambda: _found(submodels))
 
 

@@ -329,7 +329,7 @@ class RankEnergy(RunHooks):
     """Observer that adds the energy of the global adapters' ranks to the metrics of each version."""
 
     def __init__(self, run: Any) -> None:
-        """Accept a run, as all observers do, of which this one needs nothing."""
+        """Take the run as an argument, as every observer must; it is not used."""
 
     def figures(self, state: GlobalState) -> dict[str, float]:
         """Return the shares of the energy; see `rank_energy`."""

@@ -176,15 +176,7 @@ class DelayedNesterov(Nesterov):
         sums.clear()
 
     def _delay(self, theta: Tensor, delta: Tensor, state: Sequence[Tensor], is_due: bool, where: Tensor | None) -> None:
-        """Add a delta to the pending sum and, if momentum is due, update m by this sum and theta by m.
-
-        Args:
-            theta: parameters, changed in place.
-            delta: delta as it was applied to theta.
-            state: pending deltas and m, changed in place; empty = no momentum.
-            is_due: whether N updates are pending.
-            where: elements that a recent update covers; others keep theta and m. None = all.
-        """
+        """Add a delta to the pending sum and, if momentum is due, update m by this sum and theta by m, where ``where`` holds."""
         if not state:
             return
         pending, m = state

@@ -215,10 +215,7 @@ def _statistics(submodels: Submodels, layout: Layout) -> Iterator[str]:
 
 
 class _Owned:
-    """Elements of the trained tensors that belong to a spec's regions; of a tensor cut along several dimensions, rows of the first.
-
-    `plan`: copies these elements from and to the whole trained part.
-    """
+    """Elements of the trained tensors that a client's regions own; in a tensor cut along several dimensions, rows of the first."""
 
     def __init__(self, submodels: Submodels, spec: Spec) -> None:
         """Compute the copy plans of a spec; all trained tensors must be floating-point."""

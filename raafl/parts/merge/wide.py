@@ -146,10 +146,7 @@ def _widened(state: GlobalState, update: Update) -> Update:
 
 
 def _room(state: GlobalState, name: str, flat: FlatTensors) -> FlatTensors | None:
-    """Return memory for a copy of ``flat`` in wide dtypes; None if its dtypes are wide already.
-
-    The memory of an earlier copy is reused if it is large enough, since new memory pages cost more than the copy.
-    """
+    """Return reusable memory for a copy of ``flat`` in wide dtypes; None if its dtypes are wide already."""
     wide = flat.layout.wide
     if wide is flat.layout:
         return None

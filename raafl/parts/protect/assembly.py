@@ -315,7 +315,7 @@ def _is_near_half(state: GlobalState, update: Update) -> bool:
 
 
 def _before(state: GlobalState, spec: Spec) -> Buffers:
-    """Return the global values of the tensors that ``spec`` trains, which are views if these are the whole model."""
+    """Return the global model's values of the tensors that a submodel trains; for the whole model they are views."""
     if spec.is_full:
         sizes = state.submodels.layout(part="trained").numel
         return {dtype: state.values.buffers[dtype][:size] for dtype, size in sizes.items()}
@@ -342,10 +342,7 @@ _ALL = slice(None)
 
 
 def _norm(buffers: Buffers, before: Buffers | None = None, part: Mapping[torch.dtype, slice] | None = None) -> float:
-    """Return the L2 norm of the slices ``part`` (None = all) of flat buffers, or of their difference from ``before``.
-
-    A piece whose square overflows is squared in double precision.
-    """
+    """Return the L2 norm of the slices ``part`` (None = all) of flat buffers, or of their difference from ``before``."""
     squares: list[float] = []
     for dtype, buffer in buffers.items():
         where = _ALL if part is None else part[dtype]

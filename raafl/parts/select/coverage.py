@@ -119,11 +119,7 @@ class RegionCoverage:
         return 1 if self.coverage is None else self.coverage
 
     def _offsets(self) -> list[int]:
-        """Return the index of each client's first region among the S regions of the round.
-
-        Offsets are even unless ``coverage`` demands less: then the ``coverage`` clients with the most regions start at
-        region 0, and the others after it. If that does not give ``coverage`` either, offsets stay even.
-        """
+        """Return each client's first index among the round's S regions: evenly spread, unless ``coverage`` asks for less."""
         offsets = [sum(self.takes[:n]) % self.num_trained for n in range(len(self.takes))]
         if self.coverage is None or self._least_covered(offsets) <= self.coverage:
             return offsets
@@ -190,7 +186,7 @@ class RegionCoverage:
         return self._turn(random.Random(derive_seed(seed, "ring", cycle if is_free else 0)), window, visit)
 
     def _turn(self, rng: random.Random, window: int, visit: int) -> list[list[int]]:
-        """Return each client's regions in the step that trains the ``window``-th S regions for the ``visit``-th time."""
+        """Return each client's regions in the step that trains the group ``window`` of S regions for the ``visit``-th time."""
         ring = rng.sample(range(self.regions), self.regions)
         clients = rng.sample(range(len(self.takes)), len(self.takes))
         open_now = [ring[(window * self.num_trained + i) % self.regions] for i in range(self.num_trained)]

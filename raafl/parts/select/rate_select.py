@@ -243,7 +243,7 @@ class RateSelect(Select):
                 self._compare(memory, fleet)
 
     def _compare(self, memory: _RateMemory, fleet: SelectContext) -> None:
-        """Count a changed ratio, and compute the median anew once a quarter of the clients have changed."""
+        """Count a changed speed ratio, and compute the fleet's median anew once a quarter of the clients have changed."""
         memory.num_changes += 1
         if memory.num_changes * 4 < len(fleet.clients):  # not at each update, as it takes a pass over all clients
             return

@@ -210,10 +210,7 @@ def _filled_ranges(bounds: Sequence[float], size: int) -> list[range]:
 
 
 def _shared_units(bounds: Sequence[float], size: int) -> list[range]:
-    """Return the one unit that each fragment gets if there are more fragments than units; each unit is in some fragment.
-
-    The unit is near the middle of the fragment's share.
-    """
+    """Return the unit near the middle of each fragment's share, for more fragments than units; each unit is in some fragment."""
     num, units = len(bounds) - 1, [0]
     for j in range(1, num):
         middle = int((bounds[j] + bounds[j + 1]) / 2 * size)

@@ -78,7 +78,7 @@ def first_window(client: int, num: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Submodels that fit one client: kept share of units, and the windows of consecutive blocks that it trains in turn."""
+    """Size of a client's submodels: share of units that they keep, and windows of consecutive blocks that it trains in turn."""
 
     width: float  # kept share of each axis, the paper's r_w
     num_blocks: int  # number of blocks in a window
@@ -87,7 +87,7 @@ class _Size:
     masks: tuple[tuple[str, ...], ...] = ()
 
     def next_task(self, merged: int) -> tuple[int, tuple[str, ...]]:
-        """Return the client's round after ``merged`` merged tasks, and the axes whose masks its next task trains.
+        """Return which of the client's rounds follows ``merged`` merged tasks, and the axes whose masks its next task trains.
 
         A mask selects the units of an axis that the client keeps; without such axes the task trains the blocks of the
         client's window.
@@ -419,7 +419,7 @@ class WindowPieces(OneOf):
 
 
 def _units_of(cuts: Mapping[str, Segments], width: float, part: int) -> dict[str, list[int]]:
-    """Return the units of each axis in slice number ``part`` of share ``width``; axes that stay whole are omitted."""
+    """Return the units of each axis in slice number ``part``, which has a share ``width`` of them; omit axes that stay whole."""
     numbers = {name: count(len(cut), width) for name, cut in cuts.items()}
     return {
         name: cut.units([(part * numbers[name] + i) % len(cut) for i in range(numbers[name])])

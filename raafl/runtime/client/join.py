@@ -96,7 +96,7 @@ def join(
 
 
 def _cause(error: Exception) -> str:
-    """Return the reason for which the connection broke, in words for users: without its code, about "the server"."""
+    """Return the reason of a connection error in words for users, without the transport's reason code."""
     text = str(error).removeprefix(f"{error.reason}: ") if isinstance(error, PeerLost) else str(error)
     return text.replace("the peer ended the connection", "the server ended it")
 
@@ -121,10 +121,7 @@ def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
 
 
 def _part(refusal: TaskRefused, pair: Connection, worker: Client | None, say: Callable[[str], None]) -> None:
-    """Leave a server whose run or task the site's policy refuses; raises the refusal if it is final.
-
-    `worker`: client that has told the server of the refusal; None = the client had not joined.
-    """
+    """Leave a server whose run or task the site's policy refuses; raises the refusal if it is final."""
     if worker is None:
         _tell_not_joining(pair, refusal.server_reason)
     if refusal.then == "end":

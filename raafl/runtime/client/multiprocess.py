@@ -163,7 +163,7 @@ class ClientGroup:
             ) from None
 
     def _compared(self, site: ClientSetup, number: int, theirs: Hello) -> ClientSetup:
-        """Return the setup with the memory of process ``number`` if that is less; raises `RunFailed` if they differ otherwise."""
+        """Raise `RunFailed` if process ``number`` has another config, model or data; return the setup with the lesser memory."""
         different = agree(Identity.of(site.submodels, site.sections), theirs.identity, same_package=True)
         if different is None and (here := site.info.num_samples) != (there := theirs.num_samples):
             different = Difference("num_samples", str(here), str(there))

@@ -378,10 +378,7 @@ class BatchedExecutor(Executor):
         return (standing.task_s - together_s) * (len(self._waiting[kind]) - size) > together_s * size
 
     def _settled_s(self, members: Sequence[Member], seconds: float, known: int) -> float:
-        """Time a batch once it contains no more trials, such as of products or captured steps; return its seconds.
-
-        `seconds`: time of the batch so far; `known`: number of trials before it.
-        """
+        """Repeat a batch until it tries nothing out any more, such as products or captured steps; return its seconds then."""
         for _ in range(_MOST_SETTLING):
             if self._together.num_known == known:
                 break
@@ -395,11 +392,7 @@ class BatchedExecutor(Executor):
         return self._most != "auto" or size * standing.task_s > standing.cohort_s * max(1.0, size / standing.size)
 
     def _compare(self, members: Sequence[Member], trained: Trained, context: TaskContext) -> tuple[str, float, float]:
-        """Train the tasks of a batch one by one, too, and store these results.
-
-        Return the first difference in words, the seconds of training one by one, and those of reading the batch's
-        results.
-        """
+        """Train a batch's tasks one by one, too; return the first difference, the seconds, and those of reading the batch."""
         found: list[Trained | Update | TaskFailed] = []
         seconds, asked_s, different = 0.0, 0.0, ""
         for member in members:
@@ -435,10 +428,7 @@ class BatchedExecutor(Executor):
             self._kept[number] = one
 
     def _leave(self, kind: Like, error: BaseException) -> None:
-        """Stop training tasks of this kind as batches because of ``error``.
-
-        If only a branch or number in Python code differed between clients, `_MOST_PARTED` such errors are needed.
-        """
+        """Train tasks of this kind one by one from now on, because of ``error``, or after `_MOST_PARTED` differing branches."""
         standing = self._standing[kind]
         if isinstance(error, Parted) and standing.seen:
             standing.parted += 1

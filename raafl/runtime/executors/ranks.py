@@ -37,7 +37,7 @@ _PART_S = 10.0
 
 @dataclass(slots=True)
 class _Task:
-    """A task that any process may take; `begun`: one has taken it; `here`: that is this process, which stores the result."""
+    """Task that any process may take; `begun`: whether one has; `here`: whether this process has, and so has the result."""
 
     assignment: Assignment
     snapshot: FlatTensors

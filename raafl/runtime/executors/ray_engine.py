@@ -45,7 +45,7 @@ Build = Callable[[Experiment], tuple[LocalTrainer, Executor]]
 
 @dataclass(frozen=True)
 class _Setup:
-    """What a worker needs to build its trainer."""
+    """Objects from which a worker builds its trainer."""
 
     build: Build
     experiment: Experiment
@@ -261,11 +261,7 @@ def _train(setup: list[Any], task: dict[str, Any], values: list[np.ndarray]) -> 
 
 @lru_cache(maxsize=1)
 def _built(setup_ref: Any) -> tuple[LocalTrainer, Executor]:
-    """Build the run's trainer in this worker, and check that the model and raafl's version are those of the run.
-
-    Raises:
-        BadInput: the worker has another version of raafl, or builds another model.
-    """
+    """Build the run's trainer in this worker; raises `BadInput` if its model or raafl's version is not that of the run."""
     setup: _Setup = ray.get(setup_ref)
     trainer, inner = setup.build(setup.experiment)
     theirs = Identity.from_meta(setup.identity)

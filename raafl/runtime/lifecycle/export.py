@@ -75,11 +75,7 @@ def _save_model(
     progress: Notices,
     card: Callable[[], str],
 ) -> str | None:
-    """Save the final model in the run folder, and return its path there; None if that failed.
-
-    An error, such as a full disk, becomes a warning, since the last checkpoint remains. `checkpoint`: path of the last
-    checkpoint; None = none was written.
-    """
+    """Save the final model in the run folder, and return its path there; after an error warn, and return None."""
     found = None
     if callable(getattr(module, "save_pretrained", None)):
         try:
@@ -163,10 +159,7 @@ def tokenizer_of(datamodule: object) -> object:
 
 @contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which replaces ``target`` if the ``with`` block succeeds.
-
-    Raises OSError if that folder cannot be written; ``target`` stays as it was.
-    """
+    """Yield a temporary folder, which replaces ``target`` if the ``with`` block succeeds."""
     for left in target.parent.glob(f".{target.name}.*.tmp"):  # remains of a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     new, old = (target.with_name(f".{target.name}.{word}-{os.getpid()}.tmp") for word in ("new", "old"))

@@ -98,7 +98,7 @@ class Interrupt:
 
 
 class _Count:
-    """Counter of signals by which the second one, unless torchrun has repeated the first, forces the process to end."""
+    """Counter of signals that tells a user's second signal from torchrun's repetition of the first."""
 
     def __init__(self) -> None:
         self.num, self._first_s, self._echoes = 0, 0.0, int("TORCHELASTIC_RUN_ID" in os.environ)
@@ -117,11 +117,7 @@ class _Count:
 
 
 class _Signals:
-    """Signal handlers of this process, installed until `close`.
-
-    Python runs handlers in the main thread, between its instructions. So that a hanging main thread can be ended, each
-    signal is also written to a file descriptor, which wakes another thread.
-    """
+    """Signal handlers of this process, with a thread that ends the process if its main thread hangs."""
 
     def __init__(self, ends_process: bool) -> None:
         self.asked, self.on_insist = False, list[Callable[[], None]]()
@@ -133,12 +129,13 @@ class _Signals:
             return
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
+        # Python calls handlers in the main thread only, which may hang: a byte for each signal wakes another thread
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._watcher = threading.Thread(target=self._watch, name="interrupt", daemon=True)
         self._watcher.start()
 
     def close(self) -> None:
-        """Restore the signal handlers from before."""
+        """Restore the signal handlers that were installed before."""
         if self._ends_process:
             signal.set_wakeup_fd(self._wakeup_before)
             os.write(self._writer, _WAKE)

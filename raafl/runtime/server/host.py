@@ -185,10 +185,7 @@ def _session_setup(run: Run, server: Server, terms: Terms | None) -> SessionSetu
 
 
 def _admit(run: Run, server: Server, setup: SessionSetup, loop: SocketLoop | None) -> Admit:
-    """Return the function that starts a session for each client that a transport admits.
-
-    `loop`: thread of all sessions; None = each session has a thread.
-    """
+    """Return the function that starts a session for each admitted client, on the thread of ``loop`` or (None) its own."""
     clients, num_clients = run.parts.clients, run.parts.experiment.clients
 
     def admit(client: int, peer: str, connect: Callable[[], Connection]) -> None:

@@ -324,7 +324,7 @@ class Session(ABC):
 
     @abstractmethod
     def _branch(self, steps: Steps[Any]) -> Branch:
-        """Prepare steps that run at the same time as the session's own."""
+        """Create a branch, which performs steps at the same time as the session's own."""
 
 
 def _blocking(steps: Coroutine[Any, Any, T]) -> T:
@@ -454,7 +454,7 @@ class ThreadSession(Session):
 
 
 class _BranchThread(Branch):
-    """Branch of a session with a thread, on another thread."""
+    """Branch (steps that run beside a session's own) on its own thread."""
 
     def __init__(self, session: ThreadSession, steps: Steps[Any]) -> None:
         self._session, self._steps = session, steps

@@ -190,7 +190,7 @@ class LoopSession(Session):
 
 
 class _LoopBranch(Branch):
-    """Branch of a session that runs as an asyncio task."""
+    """Branch (steps that run beside a session's own) that is an asyncio task."""
 
     def __init__(self, session: LoopSession, steps: Steps[Any]) -> None:
         self._session, self._steps = session, steps
@@ -467,7 +467,7 @@ class SessionLine:
         raise error
 
     def _charge(self, away_s: float, here: Position, theirs: Position) -> None:
-        """Subtract the time without connection from the client's allowance, which progress restores.
+        """Subtract the time without connection from the time that a client may be away; progress renews that time.
 
         A client that reconnects without progress has ``resume_s`` seconds in all. Training, in which nothing is
         transferred, is limited by the task's deadline (``Timeouts.task_s``) alone.

@@ -228,10 +228,7 @@ class Server(Driver):
             self.progress.update()  # the display shows the seconds that have passed
 
     def _pass_suspension(self) -> None:
-        """Move the stopped clock to the end of a client's suspension, once that much real time has passed.
-
-        The clock stands still before the run's start, which may need the suspended client.
-        """
+        """Move the clock, which stands still before the start, to the end of a suspension that has passed in real time."""
         if self._start is None and self._timers and self._timers[0][1] != TIME_UP:
             at, now = self._timers[0][0], time.perf_counter()
             if at - self._resumed_at <= now - self._standing_since:

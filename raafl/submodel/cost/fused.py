@@ -30,10 +30,7 @@ class FusedKernels(TorchFunctionMode):
     """Context for predictions of cost: in it, attention and recurrent layers on the meta device run a CPU's fused kernels."""
 
     def __init__(self, rules: Rules | None = None, ledger: Ledger | None = None) -> None:
-        """Select the functions that fused kernels replace under ``rules``; None = the rules of a new run.
-
-        `ledger`: ledger that counts the operations of torch's own loops separately; None = there is none.
-        """
+        """Select the functions that fused kernels replace under ``rules``; ``ledger`` counts the operations of torch's loops."""
         super().__init__()
         self._ledger = ledger
         left_out = set() if (rules or Rules()).fuses_multihead else {_MULTIHEAD}
@@ -108,10 +105,7 @@ def _lstm(
     bidirectional: bool,
     batch_first: bool = False,
 ) -> tuple[Tensor, ...] | None:
-    """Run an LSTM by one oneDNN operation for each layer and direction; None if torch would not use oneDNN.
-
-    `x`: inputs, (positions, batch, inputs) or, with ``batch_first``, (batch, positions, inputs).
-    """
+    """Run an LSTM by one oneDNN operation for each layer and direction; None if torch would not use oneDNN."""
     if not isinstance(hidden, list | tuple) or not x.is_meta or x.dtype != torch.float32:
         return None
     if hidden[0].shape[-1] != hidden[1].shape[-1]:  # with a projection, torch does not use oneDNN

@@ -440,7 +440,7 @@ def run(
 
 
 def _made_here(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Return raafl's function for an operation that torch's meta device cannot run; None if torch's own serves."""
+    """Return raafl's function for an operation that torch cannot run on the meta device; None if torch can."""
     if packet is _RECURRENT and args[0].is_meta:
         return _recurrent
     if packet is GROUPED and args[0].is_meta and args[0].dtype in (torch.float32, torch.float16):
@@ -449,13 +449,11 @@ def _made_here(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> Ca
 
 
 def _recurrent(x: Tensor, *args: object) -> tuple[Tensor, ...]:
-    """Create the results of oneDNN's LSTM over ``x``, (positions, batch, inputs), with the workspace of its backward pass.
-
-    Its size follows torch 2: the gates twice, six arrays of states as wide as the wider of inputs and hidden units, one
-    of cells, rows padded to 64 bytes, more where rows would share cache lines, and some memory pages.
-    """
+    """Create the results of oneDNN's LSTM over ``x``, (positions, batch, inputs), with the workspace of its backward pass."""
     y, h, c, _ = torch.ops.aten.mkldnn_rnn_layer.default(x, *args)
     num, batch, hidden = *x.shape[:2], h.shape[-1]
+    # as in torch 2: gates twice, six arrays of states as wide as the wider of inputs and hidden units, one of cells; rows
+    # are padded to 64 bytes, by more where rows would share cache lines, and some memory pages are added
     values = 2 * num * _row(4 * hidden) + (num + 1) * (6 * _row(max(x.shape[-1], hidden)) + _row(hidden))
     return y, h, c, x.new_empty(4 * batch * values + 4 * _PAGE, dtype=torch.uint8)
 
@@ -475,7 +473,7 @@ def _grouped_once(left: Tensor, right: Tensor, offs: Tensor | None = None, *args
 
 
 def _fresh(result: object, before: list[Tensor]) -> tuple[Any, ...] | None:
-    """Describe a result that `_made` can create anew because each of its tensors has a storage of its own; else None."""
+    """Describe a result whose tensors have storages of their own, so that `_made` can create it anew; None for other results."""
     after: list[Tensor] = []
     again: list[Tensor] = []
     try:

@@ -66,10 +66,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, held: Iterable[Tensor] = (), rules: Rules | None = None) -> None:
-        """Create an empty ledger, which counts no memory of the tensors ``held``.
-
-        `rules`: rules of the run, by which times are predicted; None = those of a new run.
-        """
+        """Create an empty ledger, which counts no memory of the tensors ``held``, and predicts times by ``rules``."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._rules = rules or Rules()
         self.flops, self.arithmetic, self.padding_flops = 0.0, 0.0, 0.0
@@ -145,14 +142,14 @@ class Ledger(TorchDispatchMode):
         return found
 
     def __exit__(self, *error: Any) -> None:
-        """Leave the context, and the loop state that an error or the end of a backward pass left set."""
+        """Leave the context, and reset the flag of torch's loops, which an error or a backward pass may leave set."""
         self._in_loop = False
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _weighted(
         self, packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...], result: Any, work: OperationCost
     ) -> int:
-        """Weight an operation's moved bytes for zeros in its operand, and for a loop of torch in which it runs."""
+        """Return an operation's moved bytes, weighted for zeros in its operand and for a loop of torch around it."""
         moved_bytes: float = work.moved_bytes
         if self._rules.sees_zeros:
             self._follow_zeros(packet, args, result)

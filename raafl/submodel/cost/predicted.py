@@ -489,7 +489,7 @@ def _of_optimiser(why: str) -> str:
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """Run the backward pass within the active modes, so that recomputed blocks are counted; `Tensor.backward` leaves them."""
+    """Run the backward pass so that active torch modes also see recomputed blocks, unlike in `Tensor.backward`."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True

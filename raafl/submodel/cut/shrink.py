@@ -136,10 +136,7 @@ def _renumber(full: nn.Module, small: nn.Module, path: str) -> None:
 
 
 class _Rescale:
-    """Forward hook that rescales a layer's output in training; an object, so that deepcopy can copy it.
-
-    It reads the mode of the whole model, since a layer in eval mode is trained, too.
-    """
+    """Forward hook that rescales a layer's output while the whole model trains; an object, so that deepcopy can copy it."""
 
     def __init__(self, factor: float, model: nn.Module) -> None:
         self.factor, self.model = factor, model

@@ -46,7 +46,7 @@ class Extent:
     terms: tuple[tuple[int, tuple[str, ...]], ...]
 
     def __call__(self, counts: Counts) -> int:
-        """Return the size in a submodel with ``counts`` units of each axis."""
+        """Return the size of the tensor dimension in a submodel with ``counts`` units of each axis."""
         return sum(factor * math.prod(counts[axis] for axis in axes) for factor, axes in self.terms)
 
     @property

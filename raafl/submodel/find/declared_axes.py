@@ -39,7 +39,7 @@ def declared_axes(declaration: Mapping[str, Any], shapes: Shapes, aliases: Mappi
 
 
 def _size(axis: str, members: Sequence[Member], shapes: Shapes) -> int:
-    """Return the number of an axis's units: the most for which each member's elements fit into its dimension."""
+    """Return the number of units of an axis: the largest that fits into the dimension of each member."""
     sizes: dict[tuple[str, int], int] = {}
     for member in members:
         check_member(Axis(axis, 1, ()), member, shapes)

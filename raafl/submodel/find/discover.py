@@ -372,11 +372,7 @@ class Candidates:
 def _spots(
     dim: Dim, starts: tuple[int, ...], unit: int, outside: tuple[Atom, ...]
 ) -> Iterator[tuple[Atom, tuple[int, ...], int, tuple[Atom, ...]]]:
-    """Yield each undivided factor of a dimension, with the positions of its units in the tensor.
-
-    ``starts`` are the dimension's offsets, and ``unit`` is its elements per index. In a product (a, b), b repeats for
-    each index of a, so that it has a start at each.
-    """
+    """Yield each undivided factor of a dimension, with the positions of its units: offsets, elements per unit, outer factors."""
     unit *= dim.size
     for atom in dim.leaves():
         unit //= atom.size

@@ -57,7 +57,7 @@ class Atom:
     __slots__ = ("_same_as", "factors", "marks", "parts", "pin", "size", "span")
 
     def __init__(self, size: int, like: Atom | None = None) -> None:
-        """Create a label of ``size`` units that is no concatenation, with pin, span and marks of ``like``."""
+        """Create a label for ``size`` units of a dimension; pin, span and marks are copied from the label ``like``."""
         self.size = size
         self.pin: Reason | None = like.pin if like is not None else None
         self.span: Reason | None = like.span if like is not None else None
@@ -91,7 +91,7 @@ class Dim:
     __slots__ = ("atoms", "is_made", "is_read")
 
     def __init__(self, atoms: Sequence[Atom] = ()) -> None:
-        """Label a dimension as the product of ``atoms``, the first outermost; none = a dimension of size 1."""
+        """Label a dimension that is the product of ``atoms`` (undivided factors), the outermost first; none = size 1."""
         self.atoms = tuple(atoms)
         self.is_read = self.is_made = False
 
@@ -257,7 +257,7 @@ class Labels:
     # ---- atoms ----
 
     def _split(self, atom: Atom, outer: int) -> None:
-        """Split ``atom`` into a product of ``outer`` times a smaller atom."""
+        """Split an undivided factor of a dimension into one of size ``outer`` and one of the remaining size."""
         inner = atom.size // outer
         high, low = Atom(outer, atom), Atom(inner, atom)
         sizes = [part.size for part in atom.parts]
@@ -281,12 +281,12 @@ class Labels:
         atom.factors, atom.parts = (high, low), []
 
     def _period(self, sizes: list[int], outer: int) -> int:
-        """Return how many parts make up each of ``outer`` equal runs; 0 if the runs are not equal."""
+        """Return the number of parts in each of ``outer`` equal runs of parts with these sizes; 0 if the runs differ."""
         period, rest = divmod(len(sizes), outer)
         return period if not rest and sizes == sizes[:period] * outer else 0
 
     def _merge(self, a: Atom, b: Atom) -> None:
-        """Unify two atoms of equal size that are not products."""
+        """Merge two labels of equal size, neither of which is a product, into one."""
         if a.parts and b.parts:
             self._merge_joined(a, b)
             return
@@ -312,7 +312,7 @@ class Labels:
         a.become(b)
 
     def _borders(self, atom: Atom) -> list[int]:
-        """Return the end index of each part of a concatenation."""
+        """Return the index at which each part of a concatenated dimension ends."""
         ends, end = [], 0
         for part in atom.parts:
             end += part.size
@@ -320,7 +320,7 @@ class Labels:
         return ends
 
     def _cut(self, atom: Atom, start: int, length: int) -> Dim:
-        """Label ``length`` consecutive indices of an atom from ``start`` on."""
+        """Return the label of ``length`` consecutive units of an atom (an undivided factor of a dimension), from ``start`` on."""
         if start == 0 and length == atom.size:
             return Dim([atom])
         if not atom.parts and atom.pin is not None:
@@ -339,7 +339,7 @@ class Labels:
         return self.join(inside)
 
     def _cut_at(self, atom: Atom, border: int) -> None:
-        """Split the part of a concatenation that contains the index ``border`` there, unless that divides a factor."""
+        """Split the part of a concatenated dimension that contains the index ``border`` there, unless that cuts a factor."""
         for place, (part, end) in enumerate(zip(list(atom.parts), self._borders(atom), strict=True)):
             begin = end - part.size
             if begin < border < end:

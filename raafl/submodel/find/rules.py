@@ -204,7 +204,7 @@ class _Along(NamedTuple):
     is_span: bool = False
 
     def __call__(self, call: Call) -> list[Dims]:
-        """Label the results, and pin the input dimensions that cannot shrink."""
+        """Label the results, and mark the input dimensions that cannot shrink."""
         if call.name in ("max", "min") and len(call.ins) == 2:
             return pointwise(call)
         places = self.places(call)

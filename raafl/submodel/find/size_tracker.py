@@ -258,7 +258,7 @@ class SizeTracker(TorchFunctionMode):
 
 
 def _beside_the_batch(asked: SizeUse, extent_of: Callable[[Dim], Extent | None]) -> tuple[Origin, Extent | None]:
-    """Return the other factor, and its formula, of a size that is a product with the batch size, such as `batch * heads`.
+    """Separate the batch size from a size such as `batch * heads`; return the other factor, and the formula of that factor.
 
     Both are None if the size is no such product. `extent_of`: returns the formula of a dimension's size; None = it
     depends on the batch.
@@ -293,11 +293,8 @@ def _spoiling(
     comes_to: Any,
     samples: list[Counts],
 ) -> set[Attribute]:
-    """Return the attributes whose correction would make other numbers wrong that are computed from them.
-
-    ``width // heads`` is the size of a head only for the whole number of heads, and the scale of attention scores
-    depends on it. So calls are corrected, and not the attribute.
-    """
+    """Return the attributes that must keep their values, since other numbers computed from them would be wrong."""
+    # `width // heads` is a head's size only for the whole number of heads, and the scale of attention depends on it
     found = set()
     for origin, extent in worked_out:
         keys = {key for key in _attributes_in(origin) if key in attributes}
@@ -383,7 +380,7 @@ class Size(int):
     uses: NonTorchUses
 
     def __new__(cls, value: int, origin: Origin, uses: NonTorchUses) -> Size:
-        """Create a number with its origin; ``uses`` records its uses outside of torch."""
+        """Create an integer that remembers its ``origin``; ``uses`` records where Python code uses it outside of torch."""
         size = super().__new__(cls, value)
         size.origin, size.uses = origin, uses
         return size

@@ -202,10 +202,7 @@ def _runs(module: nn.Module, batch: object) -> bool:
 
 
 def _attempt_cold(module: nn.Module, batch: object, run: Callable[[Any, Any], Any], way: str) -> TraceResult:
-    """Trace a step with the user code's caches hidden and, if that fails, with them; arguments as of `_attempt`.
-
-    What looks like a cache may be a dict of constants, or one from sizes to functions.
-    """
+    """Trace a step with the user code's caches hidden and, if that fails, with them, since they may be tables of constants."""
     with uncached(module) as hidden:
         seen = _attempt(module, batch, run, way)
     if seen.problem is not None and hidden.any:
@@ -280,10 +277,7 @@ def _has_step(module: object) -> bool:
 
 
 def _copy(module: nn.Module, values: bool) -> nn.Module:
-    """Copy a module to the meta device or, with ``values``, to the CPU for random values.
-
-    Hooks that an algorithm has marked by ``is_beside_axes`` are left out; the step need not call modules so marked.
-    """
+    """Copy a module, without hooks marked by ``is_beside_axes``, to the meta device or, with ``values``, to the CPU."""
     real = _zeros, lambda x: _zeros(x) if x.is_meta else x.clone()
     copy = remade(module, *(real if values else (on_meta, on_meta)))
     for part in copy.modules():

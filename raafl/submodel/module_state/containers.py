@@ -116,7 +116,7 @@ class ClassData:
     """Plain values (numbers, text) among the attributes of a class that the user wrote."""
 
     def __init__(self, kind: type) -> None:
-        """Refer to a class whose attributes are recorded."""
+        """Wrap a class, so that its attributes are recorded like those of an object."""
         self.kind = kind
 
     def values(self) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class Record(ABC):
     can_restore = True
 
     def __init__(self, reached: Reached) -> None:
-        """Copy name and kind of a reached object, which messages show."""
+        """Copy the name and kind of a reached object, for messages."""
         self.name, self.of_metric, self.of_class = reached.name, reached.of_metric, reached.of_class
 
     @abstractmethod

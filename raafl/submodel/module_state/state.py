@@ -84,7 +84,7 @@ class ModuleState:
         self._unseen = {id(record) for record, collections in live if not collections}
 
     def _left(self, records: Iterable[Record], is_same: bool) -> Iterable[Record]:
-        """Return the records that may have changed; ``is_same``: a quick look has found all containers unchanged."""
+        """Return the records that may have changed; ``is_same``: whether a quick comparison has found all containers equal."""
         return (record for record in records if id(record) in self._unseen) if is_same else records
 
     def restore(self, *, metrics: bool = True) -> None:

@@ -58,11 +58,7 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Su
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    """Replace quantised layers by ordinary ones, since packed weights cannot be cut.
-
-    The result has no values and a single dtype, as ordinary layers do not convert their inputs; a model without
-    quantised layers is returned itself.
-    """
+    """Replace quantised layers, whose packed weights cannot be cut, by ordinary ones without values and of one dtype."""
     if not any(hasattr(layer, "submodel_plain") for layer in module.modules()):
         return module
     module = without_values(module)

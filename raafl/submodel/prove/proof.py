@@ -82,7 +82,7 @@ def _proven(begun: Callable[[], _Proof], module: nn.Module) -> dict[str, str] | 
 
 
 def _candidates(submodels: Submodels, module: nn.Module, batch: object) -> Iterator[tuple[Submodels, nn.Module, Any]]:
-    """Yield what the proof can run on (submodels, module, batch), where each is tried if a step on those before fails."""
+    """Yield models on which the proof can run, as (submodels, module, batch); the next is tried if a step on one fails."""
     is_small = num_values(submodels) <= MOST_VALUES
     if num_values(submodels) > LARGE and (narrow := narrowed(submodels, module, batch)) is not None:
         if not is_small:
@@ -217,10 +217,7 @@ class _Proof:
         buffers: bool = True,
         moved: Callable[[Tensor], object] | None = None,
     ) -> StepOutcome:
-        """Run a step of the whole model with the elements that the submodel lacks replaced by ``instead``.
-
-        `moved`: function that changes each parameter in place; None = none.
-        """
+        """Run the whole model's step with elements that the submodel lacks set to ``instead``, and ``moved`` on each parameter."""
         kept = FlatTensors.zeros(self.values.layout)
         plan.cover_(kept, True)  # unlike an addition, this works for boolean buffers, too
         tensors = dict(self.whole.named_parameters()) | persistent_buffers(self.whole)
@@ -238,10 +235,8 @@ class _Proof:
         return self._step(self.whole, noise)
 
     def _runs(self, spec: Spec, noise: float) -> str | None:
-        """Check only shapes and finiteness of a submodel's step; return the problem, None without one.
-
-        For axes that a norm spans, the values of submodel and masked model rightly differ.
-        """
+        """Check only shapes and finiteness of a submodel's step; return the problem, None without one."""
+        # values are not compared: for axes that a norm spans, those of submodel and masked model rightly differ
         try:
             small = self._step(self._made(spec, self.submodels.plan(spec, "present").gather(self.values)), noise)
         except USER_ERRORS as error:
@@ -376,11 +371,7 @@ def _half(size: int, generator: torch.Generator) -> list[int]:
 
 
 def _separating(names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield subsets such that for each two of the ``names`` some subset has the first and not the second.
-
-    Each name is in half of the subsets, and no two names are in the same ones; by Sperner's theorem no fewer subsets
-    suffice.
-    """
+    """Yield subsets such that for each two of the ``names`` some subset has the first and not the second."""
     num = next(num for num in count() if math.comb(num, num // 2) >= len(names)) if len(names) > 1 else 0
     halves = dict(zip(names, combinations(range(num), num // 2), strict=False))
     for place in range(num):

@@ -266,7 +266,7 @@ class Listener:
         self._listen()
 
     def _rest(self, seconds: float) -> None:
-        """Accept no new connections for some seconds."""
+        """Accept no new connections for ``seconds``."""
         self._loop.remove_reader(self._listener)
         self._loop.begin(self._listen_after(seconds))
 
@@ -293,10 +293,7 @@ class Listener:
         self._loop.begin(self._answer(caller))
 
     def _in_the_way(self, caller: _Caller) -> _Caller | None:
-        """Return the caller to reject if too many are waiting: the oldest one of the host with the most.
-
-        None = there is room; ``caller`` itself if as many again are already being rejected.
-        """
+        """Return the caller to reject if too many wait: the oldest of the host with the most, or ``caller``; None = room."""
         waiting = [other for other in self._callers if other.reason is None]
         held = Counter(other.host for other in waiting)
         if held[caller.host] >= self._max_per_host:

@@ -265,11 +265,8 @@ class ResumableConnection(Connection):
 
 
 def _confirms(message: Message, last: Message) -> bool:
-    """Check whether a peer's message proves that the peer has received ``last``, this end's latest message.
-
-    With overlapping transfers an answer may belong to the previous task, and a new task may arrive while an answer is
-    being sent.
-    """
+    """Check whether a peer's message proves that the peer has received ``last``, this end's latest message."""
+    # a task that is sent ahead says nothing: the answer before it may still be on its way
     if message.kind is Kind.ASSIGN:
         return message.meta.get("ahead") is not True
     number: object = message.meta.get("confirms", message.assignment or last.assignment)

@@ -363,10 +363,7 @@ class Coverage:
 
 
 def _numbered(codes: np.ndarray, num_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct codes in ascending order, and the index of each code among them.
-
-    Codes of few bits are counted instead of sorted, which is faster.
-    """
+    """Return the distinct values of ``codes`` in ascending order, and for each element the index of its value."""
     if num_bits > 16:
         found, places = np.unique(codes, return_inverse=True)
         return found, places.reshape(-1)

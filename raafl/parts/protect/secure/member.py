@@ -401,10 +401,7 @@ def check_cover(
 
 
 def _alike(group: Group, member_id: int) -> frozenset[int]:
-    """Return the members with the submodel, version and received values of the member ``member_id``.
-
-    Empty if that member does not state what it received.
-    """
+    """Return the members with the submodel, version and received values of member ``member_id``; empty if it states none."""
     own = group.by_id[member_id]
     start = own.version, own.spec, own.start
     return frozenset(one.id for one in group.members if own.start and (one.version, one.spec, one.start) == start)

@@ -421,7 +421,7 @@ def _policies(module: nn.Module) -> Iterator[UsagePolicy]:
     return (part for part in module.modules() if isinstance(part, UsagePolicy))
 
 
-# ---- losses and hooks of training ----
+# ---- train the policies ----
 
 
 def usage_loss(policies: list[UsagePolicy], heads: float, blocks: float) -> Tensor | None:

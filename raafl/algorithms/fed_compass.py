@@ -157,7 +157,7 @@ class CompassMemory(MergeMemory):
         copies = {task: (version, tensors) for task, _, version, tensors in data.get("waiting", ())}
         return super().from_plain({"copies": copies, **data, "groups": groups})
 
-    # ---- a client starts ----
+    # ---- when a client starts a task ----
 
     def plan_task(self, client: int, now: float, pace: Pace) -> int:
         """Return the number of local steps for the task that a client starts now; also put the client into a group.
@@ -215,7 +215,7 @@ class CompassMemory(MergeMemory):
                 most = max(most, steps) if steps <= pace.max_steps else most
         return pace.max_steps if most < 0 else max(most, pace.min_steps)
 
-    # ---- a client reports, or leaves ----
+    # ---- when a client reports, or leaves ----
 
     def report(self, client: int, task: int, now: float, pace: Pace) -> None:
         """Record that the update of a client has arrived.
@@ -258,7 +258,7 @@ class CompassMemory(MergeMemory):
         for known in (self.speed, self.steps, self.planned_s):
             known.pop(client, None)
 
-    # ---- a merge ----
+    # ---- when updates are merged ----
 
     def due(self, now: float) -> Collection[int]:
         """Return the ids of the tasks whose updates are to be merged now; empty if there are none.

@@ -213,7 +213,7 @@ def _perturbed(spec: Spec, trained: Sequence[str] | None) -> Spec:
     return replace(spec, trained=None if trained is None else tuple(trained))
 
 
-# ---- the client ----
+# ---- train, on the client ----
 
 
 class Steps(Hook):
@@ -351,7 +351,7 @@ class ZerothOrder(Local):
         return f"zeroth-order steps, lr {self.lr:g}, epsilon {self.epsilon:g}"
 
 
-# ---- the server ----
+# ---- assign and merge, on the server ----
 
 
 @dataclass(frozen=True)

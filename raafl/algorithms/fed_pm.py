@@ -152,7 +152,7 @@ def _scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
     return {entry.name: scale(whole[entry.name].shape) for entry in layout.entries if entry.name in names}
 
 
-# ---- the client ----
+# ---- train masks, on the client ----
 
 
 class _ScoreTraining(Hook):
@@ -363,7 +363,7 @@ def _check_floor(floor: float) -> None:
         raise BadInput(f"floor is {floor}: give a number above 0, below 0.5, so that no probability can become 0 or 1")
 
 
-# ---- the server ----
+# ---- merge masks, on the server ----
 
 
 @dataclass

@@ -191,7 +191,7 @@ def _prunable(submodels: Submodels) -> Iterator[Axis]:
     return (axis for axis in submodels.axes.values() if axis.size > 1)
 
 
-# ---- on the client ----
+# ---- measure scores, on the client ----
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ class MeasuredSensitivity(Hook):
         return [float(f"{total / number:.6g}") for total, number in zip(sums, counts, strict=True)]
 
 
-# ---- on the server ----
+# ---- store scores and choose units, on the server ----
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def _prevent_fused_kernel(layer: nn.Module, args: object) -> None:
     """Do nothing; a registered hook stops torch's encoder layer from replacing its sublayers by one fused kernel in eval mode."""
 
 
-# ---- the local part ----
+# ---- local training ----
 
 
 @dataclass(frozen=True)

@@ -313,7 +313,7 @@ class Regions(Select):
             widths[name] = range(min(size_of(axis), sum(sizes[-number:])))
         return spec_of(axes, widths)
 
-    # ---- rounds drawn for all clients together ----
+    # ---- draw a round for all clients together ----
 
     def _place(self, client: ClientInfo, fleet: SelectContext) -> int:
         if "places" not in fleet.cache:

@@ -346,7 +346,7 @@ class Timely(Select):
     def _ratio(self, client: ClientInfo, fleet: SelectContext) -> float:
         return float(fleet.state.memory.of(TimelyMemory).ratio.get(client.id, 1.0))
 
-    # ---- the work ----
+    # ---- assign work ----
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Assign E_c units of work on as many layers as alpha_c allows; raise `BadInput` if not even one fits the memory."""
@@ -403,7 +403,7 @@ class Timely(Select):
             return Work(spec, num_steps=num_units * training.num_steps)
         return Work(spec, num_epochs=num_units * (training.num_epochs or 1))
 
-    # ---- the fleet ----
+    # ---- when a client joins or leaves ----
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Delete the client's measured ratio, since it may have joined from another device."""

@@ -333,7 +333,7 @@ class CallbackHooks(RunHooks):
         if self._view is not None:
             self._view.should_stop = True
 
-    # ---- events from the run ----
+    # ---- called by the run ----
 
     def begin(self, run: Run, saved: Any = None) -> None:
         """Start the callbacks; if the run is resumed, they first get their state from the checkpoint ``saved``."""
@@ -428,7 +428,7 @@ class CallbackHooks(RunHooks):
             if callback is not self._broken:
                 self._call(callback, "on_end", self._seen(), dict(summary), even_so=True)
 
-    # ---- calls of callbacks ----
+    # ---- call the user's callbacks ----
 
     def _seen(self) -> RunView:
         assert self._view is not None, "the run has not started"

@@ -61,7 +61,7 @@ _OF_SERVER = (
 _log = logging.getLogger(__name__)
 
 
-# ---- the server ----
+# ---- raafl serve --runs ----
 
 
 def serve_runs(own: Namespace, rest: Sequence[str]) -> int:
@@ -162,7 +162,7 @@ def keep(own: Namespace, rest: Sequence[str]) -> int:
     return code
 
 
-# ---- questions ----
+# ---- raafl submit and raafl runs ----
 
 
 def parser(name: str = "runs") -> ArgumentParser:

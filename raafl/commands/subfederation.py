@@ -91,7 +91,7 @@ class Bridge(RunHooks):
         self._reason: str | None = None  # why the session with the server above has ended; None = it has not
         self._num_samples = self._num_clients = 0
 
-    # ---- the loop of the run below ----
+    # ---- called on the main loop of the run below ----
 
     def begin(self, run: Any, saved: object = None) -> None:
         """Keep the run, whose model and data the client above needs, too."""
@@ -145,7 +145,7 @@ class Bridge(RunHooks):
         """End the task that the client above may wait for."""
         self._is_closed.set()
 
-    # ---- the client of the server above ----
+    # ---- the client that the server above sees ----
 
     def _join(self) -> None:
         own = self._own

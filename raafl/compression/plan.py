@@ -120,7 +120,7 @@ class CompressionPlan:
         """Return the copy plan of a task: for each of the task's tensors, where in the whole model its elements are."""
         return self.payload.plan(spec, way)
 
-    # ---- costs ----
+    # ---- predicted costs of compression ----
 
     def cost(self, cost: Cost, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
         """Return the cost of a task with compression: fewer bytes are sent, but the client needs memory for it.

@@ -306,7 +306,7 @@ class RecentUpdates:
         return staleness, [share for share in shares if share is not None]
 
 
-# ---- calls that differ between loggers ----
+# ---- calls that differ between kinds of loggers ----
 
 
 def _is_a(logger: object, name: str) -> bool:
@@ -413,7 +413,7 @@ def _prefix(logger: object) -> str:
     return f"{prefix}-" if prefix else ""
 
 
-# ---- the tables ----
+# ---- tables that a logger shows ----
 
 Table = tuple[list[str], list[list[Any]]]
 """Names of columns, and rows; what is not known is None."""
@@ -546,7 +546,7 @@ def _csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return file.getvalue()
 
 
-# ---- ids, to continue a logger's run after a resume ----
+# ---- ids by which a resumed run continues its run at a tracker ----
 
 
 _NAMES = {

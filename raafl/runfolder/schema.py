@@ -29,7 +29,7 @@ SAMPLE_COLUMNS: Final = ("version", "kind", "input", "output", "expected", "prob
 GROWING: Final = (JOURNAL, METRICS, CLIENTS)
 """The files that grow by rows."""
 
-# ---- the journal ----
+# ---- rows of the journal, events.jsonl ----
 
 Kind = Literal[
     "run",
@@ -131,7 +131,7 @@ class JournalRow(TypedDict, total=False):
     chain: str
 
 
-# ---- clients.csv ----
+# ---- rows of clients.csv ----
 
 
 class ClientRow(TypedDict, total=False):
@@ -186,7 +186,7 @@ def kind_of(outcome: str) -> str:
     return outcome.partition(":")[0]
 
 
-# ---- metrics.csv ----
+# ---- rows of metrics.csv ----
 
 
 class Measurement(TypedDict):
@@ -228,7 +228,7 @@ def is_metric(column: str) -> bool:
     return column not in METRIC_COLUMNS and column not in RUN_COLUMNS and not column.startswith(TIME_TO)
 
 
-# ---- summary.json ----
+# ---- fields of summary.json ----
 
 
 class Summary(TypedDict, total=False):

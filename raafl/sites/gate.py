@@ -124,7 +124,7 @@ class SiteGate(Gate):
         """Have each task checked."""
         return (partial(SiteClient, gate=self),)
 
-    # ---- before a client joins ----
+    # ---- checks before a client joins ----
 
     def check_config(self, config_yaml: str, digests: Mapping[str, str]) -> None:
         """Check the model, data and method that a run's config names, before any of them is built.
@@ -188,7 +188,7 @@ class SiteGate(Gate):
         if not self._consents.given("run", self._asks):
             raise PolicyRefusal("this run: nobody has consented to it (policy.consent)")
 
-    # ---- between connections ----
+    # ---- waits between connections ----
 
     def wait(self) -> bool:
         """Wait until the site allows work at this hour, and its daily limit on bytes is not used up; see `Gate.wait`."""
@@ -239,7 +239,7 @@ class SiteGate(Gate):
     def _bytes_today(self) -> int:
         return 0 if self._books is None else self._books.used().bytes_on(self._now().date())
 
-    # ---- tasks ----
+    # ---- checks of a task ----
 
     def before(self, assignment: Assignment) -> None:
         """Refuse a task outside the site's hours, beyond its byte limit, or with too few samples."""

@@ -180,7 +180,7 @@ class RunServer:
         self._listener.close()
         self._loop.close()
 
-    # ---- processes ----
+    # ---- processes of the runs ----
 
     def look(self) -> None:
         """Find new configs, and start the process of each run that should have one and has none."""
@@ -244,7 +244,7 @@ class RunServer:
         _log.info("run '%s': started, its log is %s", name, run.log)
         return True
 
-    # ---- connections ----
+    # ---- connections of clients and operators ----
 
     def _authorize(self, peer: Peer) -> None:
         self._sites.rules_of(peer, others=self._operators)
@@ -294,7 +294,7 @@ class RunServer:
             connection.close()
             self._num_answering -= 1
 
-    # ---- answers ----
+    # ---- answers to operators' questions ----
 
     def answer(self, question: Question, peer: Peer) -> Answer:
         """Answer a question of an authenticated peer."""

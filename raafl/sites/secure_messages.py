@@ -296,7 +296,7 @@ def _signature(text: object) -> bytes:
     return signature
 
 
-# ---- tensors ----
+# ---- send byte strings as tensors ----
 
 
 def layout_of(**sizes: int) -> Layout:

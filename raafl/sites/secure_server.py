@@ -221,7 +221,7 @@ class SecureAggregator:
             done, self._late = [*self._late, *done], []
         return done
 
-    # ---- steps of a group ----
+    # ---- steps of a group's protocol ----
 
     def _form(self, now: float) -> None:
         groups = self._groups

@@ -86,7 +86,7 @@ class RunState:
         self._staleness = [0, 0]  # sum and maximum over merged updates
         self._outcomes: Counter[str] = Counter()
 
-    # ---- rows of the journal ----
+    # ---- update the state by rows of the journal ----
 
     def event(self, row: JournalRow, at: float | None = None) -> None:
         """Update the progress with a row of events.jsonl, written at clock time ``at`` (None = now)."""
@@ -202,7 +202,7 @@ class RunState:
         if self.say is not None:
             self.say(f"{self.time_s:9.1f} s  {sanitize_text(text)}")
 
-    # ---- snapshots ----
+    # ---- describe the state for a display ----
 
     def now_s(self) -> float:
         """Return the present time on the run's clock; in a distributed run it also advances while no row is written."""

@@ -438,7 +438,7 @@ class Half(Submodels):
         module.__dict__["training_step"] = partial(self._step, module, module.training_step)
         return module
 
-    # ---- the client's half as the server sees it ----
+    # ---- what the server must know of the client's half ----
 
     def outline(self, shapes: Shapes, draws: Callable[[int], AbstractContextManager[Any]] = nullcontext) -> Outline:
         """Return the shapes of what the client's half outputs for a batch of ``shapes``; cached.
@@ -484,7 +484,7 @@ def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) 
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-# ---- the client's half ----
+# ---- run the client's half ----
 
 
 def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> object:
@@ -521,7 +521,7 @@ def activation_in(output: object) -> Tensor:
     return activation
 
 
-# ---- the server's half ----
+# ---- run the server's half ----
 
 
 def with_received_activation(module: nn.Module, outline: Outline, activation: Tensor) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Damage messages by a seed: plain data whose parts are replaced, and frames whose bytes are, with right checksums or without."""
+"""Damage messages by a seed: replace parts of their plain data, or bytes of their frames, with or without valid checksums."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Bender:
         self.rng = random.Random(seed)
 
     def value(self, value: Any, strength: float = 0.15) -> Any:
-        """Return plain data with some of its parts replaced, left out, doubled or added."""
+        """Return plain data in which some parts are replaced, left out, doubled or added, a share of about ``strength``."""
         rng = self.rng
         if rng.random() < strength / 3:
             return rng.choice(VALUES)
@@ -93,12 +93,12 @@ class Bender:
         kept = meta if isinstance(meta, dict) else {}
         try:
             data = encode(Message(message.kind, assignment, incarnation, kept, tensors))
-        except (ValueError, TypeError, UnicodeError, RecursionError):  # what no sender of ours can say
+        except (ValueError, TypeError, UnicodeError, RecursionError):  # raafl could not encode such a message
             data = encode(Message(message.kind, assignment, incarnation, {}, tensors))
         return bytes(self._bytes(data)) if rng.random() < 0.25 else data
 
     def _bytes(self, data: bytes) -> bytearray:
-        """Damage bytes of a frame, and put its checksums right half of the time."""
+        """Damage bytes of a frame; half of the time, make its checksums valid again."""
         rng, frame = self.rng, bytearray(data)
         how = rng.randrange(4)
         if how == 0:

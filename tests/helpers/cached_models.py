@@ -1,4 +1,4 @@
-"""Cache what every small run would compute again (data, axes, proofs, costs): half of its CPU time."""
+"""Cache results that every small run computes again (data, axes, proofs, costs), which saves half of its CPU time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COST, _REFUTED, _DISCOVER = Submodels._cost, proof.refuted, discover.discover_a
 
 
 def cache_inputs() -> None:
-    """Cache the digits and the entry points of installed packages for the life of this process."""
+    """Cache the digits and the entry points of installed packages for as long as this process lives."""
     from lightning.fabric.utilities import registry
 
     from raafl.data import readers
@@ -35,10 +35,7 @@ def cache_inputs() -> None:
 
 @cache
 def warm_up() -> None:
-    """Build parsers and run one task before forking: two thirds of each forked command's start-up.
-
-    The commands' parsers are made, and a task of the quick start is simulated.
-    """
+    """Build all parsers and simulate a task before forking, which saves forked commands two thirds of their start."""
     from raafl.runtime.run import simulate
 
     for command in ("fit", "serve", "join"):
@@ -51,12 +48,12 @@ def warm_up() -> None:
 
 @contextmanager
 def reuse_findings() -> Iterator[None]:
-    """Cache axes, proofs and predicted costs for all runs inside this context, forked ones included.
+    """Cache axes, proofs and predicted costs for all runs within the block, also in processes forked from it.
 
-    For the zoo's own models once for all tests: all that such a model is is in its arguments and parameters. How they are found
-    has tests of its own, in tests/submodel.
+    For models of the tests' zoo they are found once for all tests, as such a model follows from its arguments and
+    parameters. How they are found is tested in tests/submodel.
     """
-    if Submodels._cost is not _COST:  # within another
+    if Submodels._cost is not _COST:  # the context was entered twice
         yield
         return
     own: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""Certificates for tests: one federation for the whole process, made when it is first asked for."""
+"""Make certificates for tests: one federation for the whole process, made when a test first asks for it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class CertifiedSites:
-    """An authority with a server, whose list lets site north be any client; sites are made on demand.
+    """Certificate authority with a server, which allows site north to be any client; certificates of sites are made on demand.
 
-    Attributes:
-        authority: it.
-        server: files of the server.
+    `authority`: the authority. `server`: the server's files.
     """
 
     def __init__(self, folder: Path, name: str = "tests", hosts: tuple[str, ...] = HOSTS) -> None:
@@ -33,7 +31,7 @@ class CertifiedSites:
         return TlsFiles(folder / "ca.crt", folder / f"{name}.crt", folder / f"{name}.key")
 
     def site(self, name: str = "north") -> TlsFiles:
-        """Return the files of a site."""
+        """Return the certificate files of the site ``name``, made at the first call."""
         if not (self.authority.folder / f"{name}.crt").exists():
             self.authority.sign(request(self.authority.folder, name))
         return self._files(name)
@@ -44,6 +42,6 @@ _FOLDER: list[tempfile.TemporaryDirectory] = []
 
 @cache
 def federation(which: str = "") -> CertifiedSites:
-    """Return a federation that tests share, or another one of the same name; its folder goes with the process."""
+    """Return a federation that tests share, in a folder that is deleted with the process; ``which`` distinguishes several."""
     _FOLDER.append(tempfile.TemporaryDirectory(prefix="raafl-certs-"))
     return CertifiedSites(Path(_FOLDER[-1].name))

@@ -1,4 +1,4 @@
-"""Write a checkpoint in one step, which a run does in two: the contents at once, the file in a thread."""
+"""Write a checkpoint in one call; in a run, one thread collects its content and another writes the file."""
 
 from pathlib import Path
 from typing import Any

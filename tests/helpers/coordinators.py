@@ -1,4 +1,4 @@
-"""Drive a coordinator by hand, over a tiny model's state and updates of constant values."""
+"""Drive a coordinator by hand, with a tiny model and updates whose elements all have one value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raafl.submodel import FlatTensors, Spec, Submodels
 
 
 class Line(nn.Module):
-    """Two inputs, `hidden` units, one output, no bias on the output: every number can be followed by hand."""
+    """Model with two inputs, ``hidden`` units and one output without bias, small enough to compute by hand."""
 
     def __init__(self, hidden: int = 4) -> None:
         super().__init__()
@@ -49,13 +49,7 @@ def line_state(hidden: int = 4, value: float = 0.0) -> GlobalState:
 
 
 def filled(state: GlobalState, value: float, spec: Spec | None = None) -> FlatTensors:
-    """Return tensors for an update with equal elements.
-
-    Args:
-        state: the global model.
-        value: value of every element.
-        spec: spec of the submodel; None = the whole model.
-    """
+    """Return tensors for an update of the submodel ``spec``, None = the whole model; each element is ``value``."""
     tensors = FlatTensors.empty(state.submodels.layout(spec or Spec(), "trained"))
     for buffer in tensors.buffers.values():
         buffer.fill_(value)
@@ -65,15 +59,7 @@ def filled(state: GlobalState, value: float, spec: Spec | None = None) -> FlatTe
 def update_for(
     state: GlobalState, assignment: Assignment, value: float, *, num_samples: int = 1, refusal: str | None = None
 ) -> Update:
-    """Return an update with equal elements.
-
-    Args:
-        state: the global model.
-        assignment: that it answers.
-        value: value of every element.
-        num_samples: it was trained on.
-        refusal: reason for which the client refuses; None = it trained.
-    """
+    """Return an answer to ``assignment`` whose elements are all ``value``; ``refusal``: why the client did not train."""
     return Update(
         assignment.id,
         assignment.client,
@@ -87,14 +73,7 @@ def update_for(
 def coordinator_for(
     algorithm: Algorithm, state: GlobalState | None = None, seed: int = 0, **limits: object
 ) -> Coordinator:
-    """Return a coordinator for a tiny model.
-
-    Args:
-        algorithm: algorithm of the run.
-        state: the global model; None = a line's.
-        seed: seed of the run.
-        limits: fields of `Limits`.
-    """
+    """Return a coordinator of ``algorithm`` for a tiny model; ``state`` None = a `Line`, ``limits``: fields of `Limits`."""
     return Coordinator(
         algorithm,
         state or line_state(),
@@ -108,14 +87,7 @@ def coordinator_for(
 def join(
     coordinator: Coordinator, clients: Iterable[int], speed: dict[int, float] | None = None, now: float = 0.0
 ) -> list[Action]:
-    """Let clients join; return all actions.
-
-    Args:
-        coordinator: coordinator of the run.
-        clients: their ids.
-        speed: speed in FLOPs per second; None = their profiles have no speed.
-        now: seconds on the run's clock.
-    """
+    """Let clients join at ``now`` seconds, and return all actions; ``speed``: FLOP/s by client, None = profiles have none."""
     actions: list[Action] = []
     for client in clients:
         profile = Profile(flops_per_s=(speed or {}).get(client, 1.0))
@@ -131,15 +103,7 @@ def assigned(actions: Iterable[Action]) -> dict[int, Assignment]:
 def answer(
     coordinator: Coordinator, assignment: Assignment, value: float, now: float = 0.0, num_samples: int = 1
 ) -> list[Action]:
-    """Answer an assignment with equal elements; return the actions.
-
-    Args:
-        coordinator: coordinator of the run.
-        assignment: that is answered.
-        value: value of every element.
-        now: seconds on the run's clock.
-        num_samples: the client trained on.
-    """
+    """Answer an assignment at ``now`` seconds by an update whose elements are all ``value``; return the coordinator's actions."""
     return coordinator.handle(Arrived(update_for(coordinator.state, assignment, value, num_samples=num_samples)), now)
 
 
@@ -151,13 +115,9 @@ def values_of(state: GlobalState) -> torch.Tensor:
 def cut_in_the_middle(
     fresh: Callable[[], Coordinator], cut: int, value: Callable[[int], float], steps: int = 14
 ) -> tuple[Coordinator, Coordinator]:
-    """Let four clients answer in order, once without a break and once saved and restored after some steps.
+    """Let four clients answer in turn, once in one go and once saved and restored after ``cut`` steps; return both results.
 
-    Args:
-        fresh: makes a coordinator.
-        cut: steps before the save.
-        value: value of every element at a step.
-        steps: steps in all.
+    `fresh`: makes a coordinator. `value`: value of all elements of an update, by step.
     """
 
     def play(coordinator: Coordinator, tasks: dict[int, Assignment], steps: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""Count what a real task of a method costs, by torch's own counter and allocator, and what is predicted of it."""
+"""Count what a real task of a method costs, by torch's FLOP counter and allocator, beside what raafl predicts for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _aten = torch.ops.aten
 
 
 def _formula(operation: Any) -> Callable[..., Any]:
-    """Return torch's formula for a GPU's kernel as one for a processor's, which older versions of torch do not count."""
+    """Register torch's formula for a GPU kernel also for the CPU kernel, which older versions of torch do not count."""
 
     def count(*args: Any, **kwargs: Any) -> Any:
         return flop_registry[operation](*args, **kwargs)
@@ -64,8 +64,8 @@ def _tokens(vocabulary: int, length: int) -> list[torch.Tensor]:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[torch.Tensor]]]] = {
     "cnn": (lambda: CNN(3, 16, (16, 32), (48, 32), 10), lambda: _images(3, 16)),
-    "resnet": (ResNet, lambda: _images(3, 32)),  # has batch statistics
-    "llama": (lambda: LLaMA("nano", vocab_size=1000), lambda: _tokens(1000, 32)),  # has exits after its blocks
+    "resnet": (ResNet, lambda: _images(3, 32)),  # with batch statistics
+    "llama": (lambda: LLaMA("nano", vocab_size=1000), lambda: _tokens(1000, 32)),  # with exits after its blocks
 }
 """A model and a batch of its data, by name."""
 
@@ -95,12 +95,10 @@ CASES = [
 
 @dataclass(frozen=True)
 class Counted:
-    """Cost of a task, predicted and counted.
+    """Cost of a task as predicted (`said`), and as counted.
 
-    Attributes:
-        said: predicted cost.
-        flops_per_sample: FLOPs for each sample and step of the real task.
-        peak_bytes: largest number of bytes that the real task has allocated at once, with what it has received.
+    `flops_per_sample`: counted FLOPs per sample and step. `peak_bytes`: most bytes that the task has allocated at once,
+    with the received values.
     """
 
     said: Cost
@@ -109,12 +107,12 @@ class Counted:
 
     @property
     def ratios(self) -> tuple[float, float]:
-        """FLOPs and bytes, predicted over counted."""
+        """Predicted FLOPs and bytes, each divided by the counted ones."""
         return self.said.flops_per_sample / self.flops_per_sample, self.said.peak_bytes / self.peak_bytes
 
 
 class _Silent:
-    """Server of a split task, which answers with zeros: only the client's side is counted."""
+    """Stand-in for the server of a split task: it answers with zeros, since only the client's side is counted."""
 
     def ask(self, meta: Any, tensors: Any, answer: Any) -> FlatTensors:
         FlatTensors.from_named(tensors)
@@ -123,12 +121,9 @@ class _Silent:
 
 @dataclass
 class Setting:
-    """A method on a model, with one client, and a task of it.
+    """A method on a model with one client, and that client's task.
 
-    Attributes:
-        algorithm: the method.
-        model: name of a model in `MODELS`.
-        rules: rules by which the cost is predicted.
+    `model`: name of a model in `MODELS`. `rules`: rules by which the cost is predicted.
     """
 
     algorithm: Algorithm
@@ -160,30 +155,26 @@ class Setting:
         return Submodels(self.module, self.rows)
 
     def _plan(self) -> CompressionPlan | None:
-        """Return the plan of what travels, where more than the model does; compressors work after a task."""
+        """Return the compression plan if bundles travel beside the model, else None; compressors work only after a task."""
         local = self.algorithm.local
         has_more = local.exchange(self.submodels) is None and local.payload(self.submodels).has_bundles
         return CompressionPlan.of(self.submodels, Compress(), self.algorithm.merge.sends, local) if has_more else None
 
     def first_task(self) -> Assignment:
-        """Return the task that the method gives a client."""
+        """Return the first task that the method assigns to the client."""
         client = ClientInfo(1, BATCH, Profile(flops_per_s=1e9))
         actions = self.coordinator.handle(Joined(client), 0.0)
         return next(action.assignment for action in actions if isinstance(action, Assign))
 
     def cut(self, task: Assignment, share: float) -> Assignment:
-        """Return a task with ``share`` of the units of each axis.
-
-        Args:
-            task: task to narrow.
-            share: share of the units that it keeps.
-        """
+        """Return the task with its submodel reduced to ``share`` of the units of each axis."""
         return replace(task, spec=replace(task.spec, kept=leading(self.submodels.axes, share).kept))
 
     def counted(self, task: Assignment) -> Counted:
-        """Run a task twice, under torch's counter of FLOPs and under its profiler of memory."""
+        """Run the task twice: under torch's FLOP counter, and under its memory profiler."""
         said = self.coordinator.fleet.cost(task.spec, task.extra)
-        if task.num_steps is not None:  # FedCompass's first task has a hundred, and no step costs more than the second
+        # two steps suffice: FedCompass's first task has a hundred, and no later step costs more than the second
+        if task.num_steps is not None:
             task = replace(task, num_steps=min(task.num_steps, 2))
         data = ClientData(TensorDataset(*self.rows), torch.arange(BATCH), batch_size=BATCH)
         counter = FlopCounterMode(
@@ -192,8 +183,9 @@ class Setting:
         trainer, received = self._trainer(task)
         with counter:
             update = trainer.run(task, received, data, self._context)
-        trainer, received = self._trainer(task)  # anew: what is made once for all tasks is memory of the first
-        gc.collect()  # or what others have left would go in the middle, and be taken off
+        # a new trainer: memory that is allocated once for all tasks counts as this task's
+        trainer, received = self._trainer(task)
+        gc.collect()  # otherwise garbage of earlier tasks, freed during this one, would be subtracted
         gc.disable()
         try:
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -202,7 +194,8 @@ class Setting:
             gc.enable()
         notes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
         num_bytes = max(accumulate(notes)) + received.num_bytes
-        if trainer.payload.is_resident:  # a client keeps it from task to task, outside of the task
+        # the client stores a resident payload between tasks, so it is not the task's memory
+        if trainer.payload.is_resident:
             num_bytes += received.num_bytes
         return Counted(said, counter.get_total_flops() / update.num_steps / BATCH, num_bytes)
 
@@ -211,9 +204,9 @@ class Setting:
         return replace(ALONE, link=_Silent())
 
     def _trainer(self, task: Assignment) -> tuple[LocalTrainer, FlatTensors]:
-        """Return a new trainer, and what it receives for a task."""
+        """Return a new trainer, and the values that it receives for a task."""
         submodels = self._submodels()
-        _ = submodels.axes  # found before a task
+        _ = submodels.axes  # finds the axes now, outside the task
         exchange = self.algorithm.local.exchange(submodels, task.extra)
         submodels = submodels if exchange is None else exchange.client
         trainer = LocalTrainer(submodels, self.algorithm.local, self.algorithm.merge.sends, self.training, pools=True)
@@ -235,11 +228,11 @@ class Setting:
 def case(name: str, model: str, share: float) -> tuple[Setting, Assignment]:
     """Return one of `CASES`, with its task."""
     options = OPTIONS.get(name, {})
-    if name == "split_fed":  # no submodels: the client's half is smaller or larger
+    if name == "split_fed":  # without submodels; the client's half is made smaller or larger instead
         options = {"client_layers": 4} if share == 1 else {"share": share}
-        if model == "llama":  # a client with the embedding alone multiplies nothing, which torch's counter says too
+        if model == "llama":  # with the embedding alone, a client computes no products, and torch counts none
             options = {"client_layers": 16} if share == 1 else {"share": 2 * share}
-    if (name, model) == ("fjord", "llama"):  # it distils from one row of logits for each sample
+    if (name, model) == ("fjord", "llama"):  # fjord distils from one row of logits per sample
         options = {"distil": False}
     setting = Setting(ALGORITHMS[name](**options), model, Rules())
     task = setting.first_task()
@@ -247,5 +240,5 @@ def case(name: str, model: str, share: float) -> tuple[Setting, Assignment]:
 
 
 def whole(spec: Spec) -> Spec:
-    """Return the spec with all blocks and units, training what it trains."""
+    """Return ``spec`` with all blocks and units, and the same trained parameters."""
     return Spec(trained=spec.trained)

@@ -1,4 +1,4 @@
-"""Run simulations from command-line options, and crash one between two events."""
+"""Simulate runs by command-line options, and let one crash between two events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.small_runs import whole
 
 
 class Crash(Exception):
-    """A stand-in for the death of a process between two events."""
+    """Exception that stands for the death of a process between two events."""
 
 
 def simulated(*options: str) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def simulated(*options: str) -> dict[str, Any]:
 
 @contextmanager
 def crash(monkeypatch: pytest.MonkeyPatch, num_settled: int) -> Iterator[None]:
-    """Raise Crash in the run inside this context, once `num_settled` tasks are settled."""
+    """Make the run within the block raise `Crash` once ``num_settled`` tasks are settled."""
     seen = []
 
     def on_settled(self: Checkpointer, settled: Any, now: float) -> None:
@@ -43,12 +43,6 @@ def crash(monkeypatch: pytest.MonkeyPatch, num_settled: int) -> Iterator[None]:
 
 
 def crashed(monkeypatch: pytest.MonkeyPatch, num_settled: int, *options: str) -> None:
-    """Simulate a run that crashes.
-
-    Args:
-        monkeypatch: pytest's fixture of this name.
-        num_settled: settled tasks after which it crashes.
-        options: options of the command line.
-    """
+    """Simulate a run by ``options`` that crashes once ``num_settled`` tasks are settled."""
     with crash(monkeypatch, num_settled):
         simulated(*options)

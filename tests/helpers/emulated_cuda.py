@@ -44,7 +44,7 @@ WAITS = {
 
 
 class OnDevice(Tensor):
-    """A tensor in the CPU's memory that says it lies on a GPU."""
+    """Tensor in the CPU's memory that reports to lie on a GPU."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     index: int
@@ -80,7 +80,7 @@ class OnDevice(Tensor):
         return self.cpu().tolist()
 
     def __setitem__(self, rows: Any, value: Any) -> None:
-        if isinstance(rows, Tensor) and rows.dim() and not rows.is_cuda:  # C++ moves it, where it sees that it must
+        if isinstance(rows, Tensor) and rows.dim() and not rows.is_cuda:  # C++ would move it if it lay elsewhere
             rows = rows.to(self.device)
         super().__setitem__(rows, value)
 
@@ -88,7 +88,7 @@ class OnDevice(Tensor):
         return format(self.cpu(), how)
 
     def record_stream(self, stream: Any) -> None:
-        """Do nothing: memory that is freed is not used again before its stream's work."""
+        """Do nothing: the emulation never reuses freed memory before the stream's work is done."""
 
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it first.")
@@ -104,14 +104,14 @@ class OnDevice(Tensor):
 
 
 def on(tensor: Tensor, index: int) -> Tensor:
-    """Mark ``tensor``, whose memory is shared, as lying on a device."""
+    """Mark ``tensor`` as lying on GPU ``index``; the memory is shared."""
     marked: Any = torch.Tensor._make_subclass(OnDevice, tensor)
     marked.index = index
     return marked
 
 
 def _plain_sgd(params: Any, grads: Any, buffers: Any, *, lr: Any, is_first_step: bool, **options: Any) -> None:
-    """Compute `torch._fused_sgd_` parameter by parameter, as the plain optimizer does."""
+    """Compute `torch._fused_sgd_` one parameter at a time, as the unfused optimizer does."""
     single: Any = import_module("torch.optim.sgd")._single_tensor_sgd
     names = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
     chosen = {name: options[name] for name in names}
@@ -148,7 +148,7 @@ class Emulated(TorchDispatchMode):
 
     @property
     def capturing(self) -> Graph | None:
-        """The graph that this thread captures."""
+        """The CUDA graph that this thread is capturing; None = none."""
         return getattr(self._of_thread, "capturing", None)
 
     @capturing.setter
@@ -177,18 +177,12 @@ class Emulated(TorchDispatchMode):
         return self.compute(func, args, kwargs or {})
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operation on the CPU in place of the GPU that it names; its result is of that GPU.
-
-        Args:
-            func: operation of ATen.
-            args: its arguments.
-            kwargs: its keyword arguments.
-        """
+        """Run ATen's operation ``func`` on the CPU in place of the GPU that it names, and mark the result as that GPU's."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         place = where(func, args, kwargs, tensors)
         casts = func is aten._to_copy.default and kwargs.get("dtype") not in (None, tensors[0].dtype)
         if casts and place.type == "cuda" and torch._C._current_autograd_node() is not None:
-            kwargs = {**kwargs, "device": None}  # of a cast C++ has noted that its input was in the CPU's memory
+            kwargs = {**kwargs, "device": None}  # for a cast, C++ has noted the input's device as the CPU
         if kwargs.get("device") is not None:
             place = self.full(kwargs["device"])
             kwargs = {**kwargs, "device": CPU if place.type == "cuda" else place}
@@ -203,7 +197,7 @@ class Emulated(TorchDispatchMode):
         graph = self.capturing if gpus else None
         if graph is not None:
             graph.check(func, args, kwargs, tensors, place, self._waits(func, args, kwargs, tensors, place))
-        # what is captured is no stream's work yet
+        # a captured operation is no work of a stream yet
         late = graph is None and self.streams.begin(func, args, kwargs, tensors, gpus)
         if self._counted(func, args, kwargs, tensors, place) and gpus:
             self.streams.known(self.streams.current(gpus[0]).mark())
@@ -230,17 +224,18 @@ class Emulated(TorchDispatchMode):
         return answer
 
     def kernel(self, func: Any) -> Any:
-        """Return what computes an operation; a fused SGD has the bits of the plain one, which a GPU's has not."""
+        """Return the function that computes an operation; fused SGD has the bits of unfused SGD here, unlike on a GPU."""
         return _plain_sgd if func.overloadpacket is aten._fused_sgd_ else func
 
     def _waits(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], place: torch.device) -> bool:
-        """Check whether the CPU needs an operation's answer, or its size, before it goes on."""
+        """Check whether the CPU must wait for an operation because it needs the result or its size."""
         packet = func.overloadpacket
         masks = [i for i in args[1] if i is not None and i.dtype == torch.bool] if packet in INDEXING else []
-        return place.type == "cuda" and (packet in WAITS or bool(masks))  # rows are counted before they are taken
+        # rows chosen by a mask must be counted before they can be copied
+        return place.type == "cuda" and (packet in WAITS or bool(masks))
 
     def _counted(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], place: torch.device) -> bool:
-        """Count an operation; return whether the CPU waits for it."""
+        """Count an operation and its copies; return whether the CPU waits for it."""
         packet, waits = func.overloadpacket, self._waits(func, args, kwargs, tensors, place)
         source = tensors[-1].device if packet in COPIES and tensors else place
         if source != place and "meta" not in (source.type, place.type):
@@ -248,7 +243,8 @@ class Emulated(TorchDispatchMode):
             self.counts.add(to)
             self.num_bytes.add(to, tensors[-1].nbytes)
             is_late = kwargs.get("non_blocking") or (packet is not aten._to_copy and args[2:3] == (True,))
-            waits = to != "between" and not is_late  # in both directions, as `memcpy_and_sync` of ATen's Copy.cu
+            # a blocking copy waits in both directions, see `memcpy_and_sync` in ATen's Copy.cu
+            waits = to != "between" and not is_late
         if waits:
             if self.sync_debug == 2:
                 raise RuntimeError("called a synchronizing CUDA operation")
@@ -257,7 +253,7 @@ class Emulated(TorchDispatchMode):
 
     @contextmanager
     def drawing(self, func: Any, place: torch.device) -> Iterator[None]:
-        """Draw from the generator of the emulated device."""
+        """Draw random numbers from the emulated device's own generator within the block."""
         if place.type != "cuda" or torch.Tag.nondeterministic_seeded not in func.tags:
             yield
             return
@@ -271,7 +267,7 @@ class Emulated(TorchDispatchMode):
 
 
 def generators(of: Emulated) -> type:
-    """Return a class in place of `torch.Generator` that draws on the CPU and stores the device that it is for."""
+    """Return a replacement of the class `torch.Generator` that draws on the CPU and remembers its device."""
     plain: Any = torch.Generator
     kind: Any = type(plain)
 
@@ -292,7 +288,7 @@ def generators(of: Emulated) -> type:
 
 @pytest.fixture
 def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
-    """Two GPUs of 1 GiB, in every thread and forked process that the test starts."""
+    """Fixture: emulate two GPUs of 1 GiB in all threads and forked processes that the test starts."""
     with emulation(monkeypatch) as made:
         yield made
 
@@ -300,7 +296,8 @@ def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
 @contextmanager
 def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     """Emulate two GPUs inside this context, by patches that stay in place after it."""
-    # torch keeps this list: made below, it would lack torch.tensor itself, which `with torch.device("meta")` then misses
+    # torch caches this list; made after the patches it would lack torch.tensor, and `with torch.device("meta")` would
+    # miss it
     _device_constructors()
     made = Emulated()
     start, tensor, as_tensor, plain_to = threading.Thread.start, torch.tensor, torch.as_tensor, torch.Tensor.to
@@ -316,7 +313,7 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
         thread.run = inside  # type: ignore[method-assign]
         start(thread)
 
-    def moved(function: Any) -> Any:  # made in C++, which looks for a real device
+    def moved(function: Any) -> Any:  # a C++ function, which looks for a real device
         def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
             found = function(data, *args, **kwargs) if not isinstance(data, OnDevice) else data.to(kwargs.get("dtype"))
             return found if device is None else found.to(made.full(device))
@@ -328,7 +325,7 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
             raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
         return tensor
 
-    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # C++ takes another tensor's device for the CPU
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # C++ takes the other tensor's device for the CPU
         if args and isinstance(args[0], OnDevice):
             args = (args[0].device, args[0].dtype, *args[1:])
         return plain_to(tensor, *args, **kwargs)
@@ -337,7 +334,7 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
         return to(tensor, made.full("cuda" if device is None else device), non_blocking=non_blocking)
 
     def autocasts(context: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-        if torch.device(device_type).type == "cuda":  # its tensors are the CPU's, and are cast where those are
+        if torch.device(device_type).type == "cuda":  # autocast of the CPU must be on, since the tensors lie there
             device_type, dtype = "cpu", dtype or torch.float16
         autocast(context, device_type, dtype, *args, **kwargs)
 
@@ -421,12 +418,12 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     monkeypatch.setattr(torch.Tensor, "cuda", cuda)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     optimizers: Any = import_module("torch.optim.optimizer")
-    foreach = [*optimizers._foreach_supported_types, OnDevice]  # or they would loop over parameters
+    foreach = [*optimizers._foreach_supported_types, OnDevice]  # otherwise optimizers would loop over the parameters
     monkeypatch.setattr(optimizers, "_foreach_supported_types", foreach)
     monkeypatch.setattr(torch, "tensor", moved(tensor))
     monkeypatch.setattr(torch, "as_tensor", moved(as_tensor))
     swap = torch.__future__.get_overwrite_module_params_on_conversion()
-    torch.__future__.set_overwrite_module_params_on_conversion(True)  # `.data =` keeps a tensor's own class
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # so that `.data =` keeps a tensor's class
     EMULATED.append(made)
     try:
         with made:

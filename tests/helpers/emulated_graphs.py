@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Recorded:
-    """One operation of a graph; its tensors are the graph's own, in the memory of those that the step used."""
+    """One recorded operation of a graph; its tensors share memory with those that the captured step used."""
 
     func: Any
     args: Any
@@ -38,19 +38,18 @@ class Recorded:
 
 
 class Graph:
-    """A `torch.cuda.CUDAGraph` of an emulated GPU.
+    """Emulation of `torch.cuda.CUDAGraph`.
 
-    Attributes:
-        num_replays: number of replays so far.
-        operations: operations in their order.
+    `num_replays`: number of replays so far. `operations`: operations in their order.
     """
 
     def __init__(self, of: Emulated) -> None:
         self._of, self.operations, self.num_replays = of, list[Recorded](), 0
         self._pool: Pool | None = None
         self._broken = False
-        self._made: dict[int, Tensor] = {}  # storages that were allocated in the capture
-        self._outside: dict[int, list[Tensor]] = {}  # storages of others, with the graph's own tensors there
+        self._made: dict[int, Tensor] = {}  # storages allocated during the capture, by address
+        # storages allocated elsewhere, with the graph's own tensors in them
+        self._outside: dict[int, list[Tensor]] = {}
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def pool(self) -> Pool | None:
@@ -63,7 +62,7 @@ class Graph:
         self._index, self._drawn = self._of.current, self._of.generators[self._of.current].get_state()
 
     def check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], place: torch.device, waits: bool) -> None:
-        """Refuse what CUDA refuses while a stream captures; otherwise remember what the operation will overwrite."""
+        """Refuse an operation that CUDA refuses during a capture; otherwise save what it will overwrite."""
         generator = kwargs.get("generator")
         own = self._of.generators[self._index]
         copies = {tensor.device.type for tensor in tensors} | {place.type}
@@ -77,19 +76,19 @@ class Graph:
                 self._saved[key(leaf)] = whole, _raw(lambda whole=whole: whole.clone())
 
     def record(self, func: Any, args: Any, kwargs: Any, answer: Any, tensors: list[Tensor]) -> None:
-        """Record an operation that was computed."""
+        """Record an operation that has just been computed."""
         before = {key(tensor) for tensor in tensors}
         answers = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
         for leaf in answers:
             if leaf.is_cuda and key(leaf) not in before | self._outside.keys():
-                # no second reference to the tensor itself: autograd would copy a gradient instead of keeping it
+                # a second reference to the tensor would make autograd copy a gradient instead of keeping it
                 self._made[key(leaf)] = _raw(lambda leaf=leaf: leaf.detach())
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         args, kwargs = tree_map(self._own, (args, kwargs))
         self.operations.append(Recorded(func, args, kwargs, [self._own(leaf) for leaf in answers]))
 
     def _own(self, item: Any) -> Any:
-        """Return a tensor of the graph's in the same memory; a number on the CPU is frozen, as in a launch."""
+        """Return the graph's own tensor in the same memory; a number on the CPU is copied, since a launch freezes it."""
         from tests.helpers.emulated_cuda import on
 
         if not isinstance(item, Tensor):
@@ -102,7 +101,7 @@ class Graph:
         return own
 
     def end(self) -> None:
-        """Undo what the capture computed."""
+        """Undo all that the capture has computed."""
         for whole, before in self._saved.values():
             _raw(lambda whole=whole, before=before: whole.copy_(before))
         self._saved.clear()
@@ -110,14 +109,14 @@ class Graph:
         self.spoil()
 
     def spoil(self) -> None:
-        """Fill the graph's memory with NaN: what lies there is of use only to a replay."""
+        """Fill the graph's memory with NaN: only a replay may read what is there."""
         for tensor in self._made.values():
             if tensor.is_floating_point():
                 _raw(lambda tensor=tensor: tensor.fill_(torch.nan))
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes that the capture's own memory has at once, where each storage is freed after its last use."""
+        """Compute the most memory in bytes that the capture's own storages take at once, if each is freed after its last use."""
         first, last = dict[int, int](), dict[int, int]()
         for place, one in enumerate(self.operations):
             for leaf in tree_leaves((one.args, one.kwargs, one.answers)):
@@ -133,7 +132,7 @@ class Graph:
     # ---- replay ----
 
     def replay(self) -> None:
-        """Repeat the operations, on the current stream."""
+        """Repeat the recorded operations on the current stream."""
         if self._broken or self._pool is None:
             raise RuntimeError(
                 "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
@@ -166,7 +165,7 @@ class Graph:
 
 
 class Pool:
-    """Memory that several graphs share; a replay of one overwrites that of the others."""
+    """Memory pool of several graphs; the replay of one overwrites the results of the others."""
 
     def __init__(self) -> None:
         self._graphs: list[Graph] = []
@@ -174,7 +173,7 @@ class Pool:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of a pool that holds any one of its graphs, as no two replays run at once."""
+        """Compute the bytes of a pool that suffices for any one of its graphs, since no two replay at once."""
         return max(graph.peak_bytes for graph in self._graphs)
 
     def enter(self, graph: Graph) -> None:
@@ -186,7 +185,7 @@ class Pool:
 
 
 def patches(of: Emulated) -> dict[str, Any]:
-    """Return what stands for `torch.cuda`'s functions about graphs."""
+    """Return replacements for the functions of `torch.cuda` about graphs."""
 
     @contextmanager
     def capture(
@@ -222,7 +221,7 @@ def patches(of: Emulated) -> dict[str, Any]:
 
 
 def _raw(function: Callable[[], Any]) -> Any:
-    """Call a function on memory alone: no device, no autograd, no versions."""
+    """Call ``function`` on plain memory: without emulated devices, autograd and version counters."""
     with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
         return function()
 

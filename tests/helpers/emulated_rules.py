@@ -25,14 +25,7 @@ INDEXING = {
 
 
 def where(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> torch.device:
-    """Return the device that an operation computes on by PyTorch's rules; raise the error that PyTorch would raise.
-
-    Args:
-        func: operation of ATen.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        tensors: all tensors among them.
-    """
+    """Find the device on which ATen's operation ``func`` computes; raise PyTorch's error if its tensors' devices do not fit."""
     devices = [tensor.device for tensor in tensors]
     first, packet = (devices or [CPU])[0], func.overloadpacket
     if len(set(devices)) < 2 or packet in COPIES:
@@ -46,7 +39,7 @@ def where(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -
         if any(value.device != of.device and value.dim() for value in values):
             raise _mixed([of.device, values[0].device])
         return of.device
-    if packet is aten._pack_padded_sequence:  # wants the lengths on the CPU, and leaves the sizes of batches there
+    if packet is aten._pack_padded_sequence:  # it takes the lengths, and returns the batch sizes, on the CPU
         return first
     lists = [item for item in args if isinstance(item, list | tuple) and item and isinstance(item[0], Tensor)]
     if len(lists) > 1 and func.__name__.startswith("_foreach"):
@@ -67,13 +60,14 @@ def where(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -
 
 @cache
 def leaves_devices_to_its_iterator(func: Any) -> bool:
-    """Check in torch's table of kernels whether an elementwise operation accepts a scalar on the CPU.
+    """Check in torch's kernel table whether an elementwise operation accepts a scalar on the CPU.
 
-    The others check all tensors before they begin (`device_check: ExactSame`, the default for what has a kernel for CUDA).
+    The other operations check all tensors first (`device_check: ExactSame`, the default for operations with a CUDA
+    kernel).
     """
     if torch.Tag.pointwise not in func.tags and func.overloadpacket not in MIXES_SCALARS:
         return False
-    # cosine_similarity makes the scalar where C++ sees its operands, on the CPU
+    # cosine_similarity makes its scalar on the CPU, where C++ sees its operands
     if func.overloadpacket is aten.clamp_min_:
         return True
     name, overload = func._schema.name.removeprefix("aten::"), func._schema.overload_name

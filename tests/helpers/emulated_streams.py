@@ -1,8 +1,8 @@
-"""Emulate streams and events of GPUs, and check their order.
+"""Emulate streams and events of GPUs, and check the order of accesses to memory.
 
-A copy between host and GPU that blocks nobody is made as late as a real one may be: once the CPU waits for it, or work that
-comes after it begins. What a stream, or the CPU, does with memory that another stream is still at work on is refused unless it
-has waited for that, where a real GPU would give wrong values now and then.
+An asynchronous copy between host and GPU is made as late as on a real GPU: when the CPU waits for it, or when work
+after it in its stream begins. An access to memory that another stream still uses is refused unless the stream, or the
+CPU, has waited for that, where a real GPU would now and then compute wrong values.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ Mark = dict["Stream", int]
 
 
 class Stream:
-    """One queue of a GPU's work, done in its order.
+    """Queue of a GPU's work, done in order.
 
-    Attributes:
-        number: number of its last piece of work.
-        after: last piece of work of each other stream for which this stream has waited.
+    `number`: number of its last piece of work. `after`: last piece of work of each other stream for which this stream
+    has waited.
     """
 
     def __init__(self, of: Streams, index: int) -> None:
@@ -53,7 +52,7 @@ class Stream:
         self.of.known(self.mark())
 
     def run(self, number: int) -> None:
-        """Make the late copies up to this one."""
+        """Make the postponed copies up to piece of work ``number``."""
         with self._lock:
             while self.late and self.late[0][0] <= number:
                 for other, known in self.after.items():
@@ -64,7 +63,7 @@ class Stream:
 
 
 class Event:
-    """A place in a stream's work."""
+    """Mark in a stream's work for which others can wait."""
 
     def __init__(self, of: Streams) -> None:
         self.of, self.mark = of, Mark()
@@ -86,7 +85,7 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """A read or write of memory by a late copy."""
+    """One access of a postponed copy to memory: read or write."""
 
     stream: Stream
     number: int
@@ -96,13 +95,11 @@ class Access:
 
 
 class Streams:
-    """All streams of the emulated GPUs, and who may touch what.
+    """All streams of the emulated GPUs, and a record of which accesses are still pending.
 
-    Attributes:
-        counts: counts ``late`` copies, the ``events`` that the CPU waited for, and its ``waits`` for all of a stream.
-        all: all streams, in the order in which they were made.
-        pending: what late copies do that the CPU has not waited for.
-        host: what the CPU knows to be done.
+    `counts`: numbers of ``late`` copies, of ``events`` that the CPU waited for, and of ``waits`` for all of a stream.
+    `pending`: accesses of copies for which the CPU has not waited. `host`: work of each stream that the CPU knows to be
+    done.
     """
 
     def __init__(self, counts: Counts, num_devices: int) -> None:
@@ -115,7 +112,7 @@ class Streams:
         self._of_thread = threading.local()
 
     def current(self, index: int) -> Stream:
-        """Return the stream that this thread gives a GPU's work to."""
+        """Return the stream to which this thread submits work of a GPU."""
         chosen: dict[int, Stream] = getattr(self._of_thread, "chosen", {})
         return chosen.get(index, self.defaults[index])
 
@@ -127,7 +124,7 @@ class Streams:
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """Make a stream this thread's."""
+        """Make ``stream`` the current one of this thread within the block."""
         before: dict[int, Stream] = getattr(self._of_thread, "chosen", {})
         self._of_thread.chosen = {**before, stream.device.index: stream}
         try:
@@ -136,7 +133,7 @@ class Streams:
             self._of_thread.chosen = before
 
     def known(self, mark: Mark) -> None:
-        """Let the CPU wait for these counts of each stream's work."""
+        """Record that the CPU has waited for the given piece of work of each stream."""
         for stream, number in mark.items():
             stream.run(number)
         merge(self.host, mark)
@@ -145,14 +142,9 @@ class Streams:
                 self.pending.pop(access, None)
 
     def begin(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], gpus: list[int]) -> bool:
-        """Check an operation's tensors, whether GPUs or the CPU touch them; return True for a copy that is made later.
+        """Check an operation's accesses to memory; return True if it is a copy that is made later.
 
-        Args:
-            func: operation of ATen.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            tensors: all tensors among them.
-            gpus: numbers of the GPUs that take part; empty = the CPU computes.
+        `gpus`: numbers of the GPUs that take part; empty = the CPU computes.
         """
         if func.is_view:
             return False
@@ -161,7 +153,7 @@ class Streams:
             self._check(None, tensors, written)
             return False
         stream, *others = (self.current(index) for index in gpus)
-        for other in others:  # a copy from one to another is in the order of both, as in ATen's Copy.cu
+        for other in others:  # a copy between two GPUs is ordered in the streams of both, as in ATen's Copy.cu
             stream.wait_stream(other)
         self._check(stream, tensors, written)
         for tensor in tensors:
@@ -223,13 +215,7 @@ def key(tensor: Tensor) -> int:
 
 
 def writes(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that an operation writes to.
-
-    Args:
-        func: operation of ATen.
-        args: its arguments.
-        kwargs: its keyword arguments.
-    """
+    """Return those arguments of ATen's operation ``func`` to which it writes."""
     return [
         args[place] if place < len(args) else kwargs.get(name)
         for place, name in written_places(func)
@@ -238,7 +224,7 @@ def writes(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 class Counts(Counter[str]):
-    """Counts from any thread."""
+    """Counter that several threads may increase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,6 +237,6 @@ class Counts(Counter[str]):
 
 @cache
 def written_places(func: Any) -> list[tuple[int, str]]:
-    if func is aten.native_batch_norm.default:  # its schema is silent about the running statistics
+    if func is aten.native_batch_norm.default:  # its schema does not say that it writes the running statistics
         return [(3, "running_mean"), (4, "running_var")]
     return [(place, of.name) for place, of in enumerate(func._schema.arguments) if of.is_write]

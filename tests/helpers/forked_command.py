@@ -1,4 +1,4 @@
-"""Run a command in a process forked from the test's: its signals and exit code are real, its imports are not repeated."""
+"""Run a command in a process forked from the test's: signals and exit code are real, and nothing is imported again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
 
 @dataclass
 class Command:
-    """A `raafl` command that runs."""
+    """A running `raafl` command."""
 
     process: Any
     folder: Path
@@ -48,7 +48,7 @@ class Command:
         return (self.folder / "err").read_text()
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal, and wait until that is taken: one sent meanwhile would be the same one."""
+        """Send a signal, and wait until the process has taken it: a second one sent before would merge with it."""
         os.kill(self.process.pid, number)
         if number in (signal.SIGKILL, signal.SIGSTOP):
             return
@@ -63,14 +63,14 @@ class Command:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def end(self, deadline_s: float = DEADLINE_S) -> int:
-        """Wait for its end; return its exit code."""
+        """Wait until the command has ended; return its exit code."""
         self.process.join(timeout=deadline_s)
         assert self.process.exitcode is not None, f"it has not ended within {deadline_s:g} s:\n{self.err}"
         return int(self.process.exitcode)
 
 
 def pending(pid: int, number: signal.Signals) -> bool:
-    """Check whether a signal is pending for a process; False where the system does not say."""
+    """Check whether a signal is pending for a process; False where the system does not tell."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("ShdPnd:"):
@@ -86,7 +86,7 @@ def _run(
     before: Callable[[], None] | None,
 ) -> None:
     os.setsid()
-    gc.freeze()  # what came from the parent is not looked through for garbage again
+    gc.freeze()  # objects of the parent are left out of garbage collection
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
@@ -95,13 +95,13 @@ def _run(
     os.environ.update(environment)
     code = 99
     try:
-        with cached_models.reuse_findings():  # for whatever is forked from this one, too
+        with cached_models.reuse_findings():  # also for processes that are forked from this one
             if before is not None:
                 before()
             code = entry(argv) or 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 98
-        if isinstance(error.code, str):  # as Python does
+        if isinstance(error.code, str):  # print the message, as Python does for sys.exit
             print(error.code, file=sys.stderr)
             code = 1
     except BaseException:
@@ -123,14 +123,10 @@ def command(
     entry: Callable[[list[str]], int | None] = main,
     **environment: str,
 ) -> Iterator[Command]:
-    """Run `raafl ARGV` in a process group of its own, which is killed at the end.
+    """Run `raafl ARGV` in a process group of its own, which is killed when the block ends.
 
-    Args:
-        folder: folder of its output and working directory.
-        argv: arguments.
-        before: called in the process first; None = nothing is.
-        entry: what is run in place of the command line's main function.
-        environment: variables to set.
+    `folder`: working directory, and folder of the output. `before`: called first in the new process. `entry`: function
+    to call in place of the command line's main function. `environment`: variables to set.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cached_models.warm_up()
@@ -147,7 +143,7 @@ def command(
 
 
 def in_fork(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function`` in a forked process and return its result; its changes to the process do not outlast it."""
+    """Call ``function`` in a forked process and return its result; what it changes in the process is gone afterwards."""
     context = mp.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 
@@ -159,7 +155,7 @@ def in_fork(function: Callable[..., Any], *args: Any) -> Any:
     process.start()
     theirs.close()
     try:
-        return ours.recv()  # EOFError: it has failed, and said why on standard error
+        return ours.recv()  # EOFError: the function has failed, and its traceback is on standard error
     finally:
         process.join()
         process.close()

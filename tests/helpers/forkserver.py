@@ -44,7 +44,7 @@ _LARGEST = 1 << 17
 
 @dataclass(frozen=True)
 class Started:
-    """A process that stands for `python -m raafl ...` or `python SCRIPT.py ...`; ``argv`` begins with `raafl` or the script."""
+    """A process in place of `python -m raafl ...` or `python SCRIPT.py ...`; ``argv`` begins with `raafl` or the script."""
 
     process: psutil.Process
     argv: tuple[str, ...]
@@ -105,7 +105,8 @@ def start() -> None:
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
 
 
-# What a shell runs as `raafl` or `torchrun`: another process does the work, with its files, folder and environment.
+# client that a shell script runs as `raafl` or `torchrun`: another process does the work, with its files, folder and
+# environment
 _STAND_IN = """
 import json, os, signal, socket, sys
 
@@ -123,10 +124,10 @@ sys.exit(code if code >= 0 else 128 - code)
 
 @contextmanager
 def stand_ins(folder: Path) -> Iterator[None]:
-    """Put a `raafl` and a `torchrun` for shell scripts into ``folder``; what they start is killed in the end."""
+    """Write executables `raafl` and `torchrun` for shell scripts to ``folder``; what they start is killed at the end."""
     cached_models.warm_up()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("")  # a name that Linux chooses
+        listener.bind("")  # Linux chooses an abstract name
         listener.listen(16)
         (folder / "stand_in.py").write_text(_STAND_IN.format(address=listener.getsockname()))
         for name in ("raafl", "torchrun"):
@@ -143,7 +144,7 @@ def stand_ins(folder: Path) -> Iterator[None]:
 
 
 def _stand_in(listener: socket.socket) -> None:
-    """Fork a process for each caller, which forks another to do the work and tells of its end, until SIGTERM comes."""
+    """Serve until SIGTERM: for each caller fork a process, which forks another to do the work and reports its end."""
     gc.freeze()
     libc = ctypes.CDLL(None)
     libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -178,13 +179,13 @@ def _stand_in(listener: socket.socket) -> None:
 
 
 def script(argv: list[str]) -> int:
-    """Run `python SCRIPT.py ...` in this process: an entry for `tests.helpers.forked_command.command`."""
+    """Run `python SCRIPT.py ...` in this process; an ``entry`` for `tests.helpers.forked_command.command`."""
     sys.argv = argv
     return _run(argv)
 
 
 def torchrun(argv: list[str]) -> int:
-    """Run `torchrun ARGV` in this process: an entry for `tests.helpers.forked_command.command`."""
+    """Run `torchrun ARGV` in this process; an ``entry`` for `tests.helpers.forked_command.command`."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
@@ -197,7 +198,7 @@ def torchrun(argv: list[str]) -> int:
 
 
 def _argv(args: Any) -> list[str] | None:
-    """The words of `raafl ...` or `SCRIPT.py ...` of the command that starts it; None of any other command."""
+    """Return the arguments from `raafl` or `SCRIPT.py` on of a command that starts one of these; None for any other command."""
     words = [] if isinstance(args, str | bytes | os.PathLike) else [os.fspath(word) for word in args]
     if words[:1] != [sys.executable]:
         return None
@@ -208,9 +209,10 @@ def _argv(args: Any) -> list[str] | None:
 
 
 def _serve(theirs: socket.socket, asker: int, libc: Any) -> None:
-    """Fork whatever is asked for, until the asker is gone."""
+    """Fork a process for each request, until the process that sends requests has ended."""
     libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the whole group; it ends with the asker
+    # sent to the whole process group; this process ends with the one that asks
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     gc.freeze()
     try:
@@ -221,7 +223,8 @@ def _serve(theirs: socket.socket, asker: int, libc: Any) -> None:
             middle = os.fork()
             if middle == 0:
                 if os.fork() == 0:
-                    while os.getppid() != asker:  # until it is the asker's: who waits for it before would not find it
+                    # wait until the kernel has made the asker its parent, which could not wait for it before
+                    while os.getppid() != asker:
                         time.sleep(0.0005)
                     theirs.send(str(os.getpid()).encode())
                     _be(json.loads(data), fds, libc)
@@ -234,7 +237,7 @@ def _serve(theirs: socket.socket, asker: int, libc: Any) -> None:
 
 
 def _be(request: dict[str, Any], fds: list[int], libc: Any) -> None:
-    """Become the process that was asked for: its files, environment, session and signals, then the command."""
+    """Become the requested process: take its files, environment, session and signals, then run the command."""
     code = 99
     try:
         _take(fds, [0, 1, 2, *request["passed"]])
@@ -243,7 +246,8 @@ def _be(request: dict[str, Any], fds: list[int], libc: Any) -> None:
         os.environ.update(request["env"])
         if request["session"]:
             os.setsid()
-        libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # with the asker, as all that raafl itself starts
+        # it ends with the process that asked, as all that raafl itself starts
+        libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
@@ -280,8 +284,8 @@ def _run(argv: list[str]) -> int:
 
 
 def _take(fds: list[int], numbers: list[int]) -> None:
-    """Give files their numbers and close all others, those of log handlers, too."""
-    # Pytest's handlers write into files by number: once closed, the next file that is opened, such as a run's table, has it.
+    """Give the received files their numbers, and close all others, also those of log handlers."""
+    # pytest's handlers write to files by number, and after closing them a file of the run could get such a number
     logging.getLogger().handlers.clear()
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 512) for fd in fds]
     for fd, number in zip(high, numbers, strict=True):

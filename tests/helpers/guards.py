@@ -19,7 +19,7 @@ ALLOWANCE = 9.0
 """Beside busy neighbours, on slower cores, and without compiled caches the same work counts several times the CPU seconds."""
 _SPENT = pytest.StashKey[float]()
 
-# Set by pytest, or by a library when it is imported or first used; they say nothing about the test.
+# set by pytest, or by a library at import or first use: no fault of the test
 LIBRARY_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "CUDA_MODULE_LOADING",
@@ -38,7 +38,7 @@ def cpu_s() -> float:
 
 
 def over_budget(spent_s: float, reasons: list[object]) -> str | None:
-    """Return the complaint about a test that took so many CPU seconds; None where its budget or its `slow` marks allow them."""
+    """Return a complaint about a test that took ``spent_s`` CPU seconds; None if its budget or a `slow` mark allows it."""
     if spent_s <= BUDGET_S * ALLOWANCE or reasons:
         return None
     return (
@@ -48,7 +48,7 @@ def over_budget(spent_s: float, reasons: list[object]) -> str | None:
 
 
 def unnamed(marks: list[pytest.Mark]) -> list[pytest.Mark]:
-    """Return the tests whose mark `slow` has no reason."""
+    """Return the tests whose mark `slow` gives no reason."""
     return [mark for mark in marks if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and mark.args[0])]
 
 
@@ -64,7 +64,7 @@ def pytest_runtest_call(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """With RAAFL_REQUIRE_DATA=1 fail a test that skips for want of data, with RAAFL_TEST_BUDGET=1 one over the budget."""
+    """With RAAFL_REQUIRE_DATA=1 fail a test that skips for lack of data, with RAAFL_TEST_BUDGET=1 one over its CPU budget."""
     report = yield
     if os.environ.get("RAAFL_REQUIRE_DATA") == "1" and report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -105,7 +105,7 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 
 def _processes(before: set[int]) -> list[str]:
-    """Descendants that still run, by their command; they are killed, so that the next test starts clean."""
+    """Return the commands of descendants that still run, and kill them, so that the next test starts without."""
 
     def running() -> list[psutil.Process]:
         new = []
@@ -125,19 +125,19 @@ def _processes(before: set[int]) -> list[str]:
 
 
 def _descendants(pid: int | str = "self") -> set[int]:
-    """Children, and theirs, by Linux's own lists: psutil asks every process of the machine who its parent is, twice a test."""
+    """Return the ids of all descendants from Linux's lists of children; psutil would read every process of the machine."""
     lists = [thread / "children" for thread in Path(f"/proc/{pid}/task").glob("*")]
     if pid == "self" and not any(path.exists() for path in lists):
         return {child.pid for child in psutil.Process().children(recursive=True)}
     found = set()
     for path in lists:
-        with contextlib.suppress(OSError):  # of a thread that has ended meanwhile
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
             found |= {int(word) for word in path.read_text().split()}
     return found.union(*map(_descendants, found))
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """multiprocessing keeps one tracker for the life of the interpreter."""
+    """Check whether a process is multiprocessing's resource tracker, which lives as long as the interpreter."""
     return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
 
 
@@ -167,7 +167,7 @@ def _environment(before: dict[str, str]) -> list[str]:
 
 
 def _after_grace(running: Callable[[], list], grace_s: float = 3.0) -> list:
-    """What still runs after `grace_s`; ends early when nothing does."""
+    """Return what still runs after at most ``grace_s`` seconds; returns sooner if nothing does."""
     deadline = time.monotonic() + grace_s
     while (left := running()) and time.monotonic() < deadline:
         time.sleep(0.02)

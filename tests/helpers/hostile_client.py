@@ -56,7 +56,7 @@ NUMBERS: list[Any] = [
     {"a": 1},
 ]
 NAMES = ["default", "", "x" * 300, "\x1b[2J", "a\nb", "\u202e", 7, None, ["phone"]]
-SERIES = ("speed_changes", "link_changes")  # which no client may send
+SERIES = ("speed_changes", "link_changes")  # fields that a client may not send
 SPREADS = ("speed_jitter", "link_jitter", "speed_drift", "link_drift")
 FIGURES = (
     "flops_per_s",
@@ -71,7 +71,7 @@ FIGURES = (
 
 
 class Words:
-    """Random plain data of a hostile client's messages: mostly well formed, so that checks of types alone accept it."""
+    """Source of random plain data for a hostile client's messages, mostly of the right types, so that these checks pass."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -81,7 +81,7 @@ class Words:
         return rng.choice(NUMBERS) if rng.random() < 0.5 else rng.choice([1, -1]) * 10 ** rng.uniform(-320, 308)
 
     def rate(self) -> Any:
-        """Return a number between the smallest and the largest that is accepted."""
+        """Draw a number between the smallest and the largest accepted one."""
         return self.number() if self.rng.random() < 0.05 else 10 ** self.rng.uniform(-6, 24)
 
     def profile(self) -> Any:
@@ -125,14 +125,14 @@ class Words:
     def metrics(self) -> Any:
         keys = ["loss", "peak_bytes", "accuracy", "test/accuracy", "test/num_samples", "test/" + "x" * 400, "", "\x1b"]
         found = {self.rng.choice(keys): self.number() for _ in range(self.rng.randrange(6))}
-        if self.rng.random() < 0.9:  # beyond all floats the whole answer is refused
+        if self.rng.random() < 0.9:  # otherwise a number beyond all floats, for which the whole answer is refused
             found = {name: value for name, value in found.items() if value != 10**400}
         if self.rng.random() < 0.1:
             found |= {f"test/{i}": self.number() for i in range(self.rng.choice([90, 200]))}
         return found if self.rng.random() < 0.97 else self.number()
 
     def extra(self, own: Any) -> Any:
-        """Return an honest hook's `Update.extra` with a part replaced."""
+        """Return an honest hook's `Update.extra` with one part replaced."""
         if self.rng.random() < 0.05:
             return self.number()
         return self._bent({**own, **({"more": self.number()} if self.rng.random() < 0.3 else {})})
@@ -149,12 +149,10 @@ class Words:
 
 
 class Play(Driver):
-    """Drives a coordinator by hand: clients 1 to 3 train as they should, client 4 answers with hostile words.
+    """Coordinator driven by hand: clients 1 to 3 train honestly, client 4 answers with hostile data.
 
-    Attributes:
-        out: assignments by client.
-        turned_away: how often its words were refused before the coordinator heard of them.
-        blamed: what they raised within it.
+    `out`: assignments by client. `turned_away`: how often hostile data was refused before the coordinator saw it.
+    `blamed`: errors that it caused in the coordinator.
     """
 
     def __init__(self, parts: ServerSetup, folder: Path, seed: int) -> None:
@@ -176,7 +174,7 @@ class Play(Driver):
     def _deliver(self, assignment: Assignment) -> None:
         self.record.assigned(assignment)
         snapshot = self._snapshots.cut(assignment)
-        # who says that it is very fast may be asked for very much
+        # a client that claims to be very fast may be assigned very much work
         few = replace(assignment, num_epochs=None, num_steps=None)
         self.executor.submit(few if assignment.client == HOSTILE else assignment, snapshot, self.at)
         self.out[assignment.client] = (assignment, snapshot)
@@ -192,7 +190,7 @@ class Play(Driver):
         self.blamed.append(error)
 
     def step(self) -> None:
-        """Advance the clock, and fire the timers that are due."""
+        """Advance the clock, and fire all timers that are due."""
         self.at += 1.0
         while self.timers and self.timers[0][0] <= self.at:
             self.tell(Timer(heapq.heappop(self.timers)[1]))
@@ -221,7 +219,7 @@ class Play(Driver):
         return True
 
     def answer(self, client: int) -> str:
-        """Train a client's task and submit the update; return the reason of its refusal, or None."""
+        """Train a client's task and submit the update; return why it was refused, or None."""
         assignment, snapshot = self.out.pop(client)
         update = self.executor.result(assignment.id)
         self._snapshots.returned(assignment, update, snapshot)
@@ -235,7 +233,7 @@ class Play(Driver):
         return next((outcome for outcome in found if outcome.startswith("refused:")), "")
 
     def _speak(self, update: Update) -> None:
-        """Put hostile words in the place of an update's own, as far as a session lets them through."""
+        """Replace an update's own data by hostile data, as far as a session accepts that."""
         words, rng = self.words, self.words.rng
         meta: dict[str, Any] = {
             "num_samples": update.num_samples,
@@ -255,33 +253,20 @@ class Play(Driver):
             update.refusal = refused.reason
 
     def lose(self, client: int, reason: str, incarnation: int) -> None:
-        """Report a client as lost.
-
-        Args:
-            client: its id.
-            reason: reason of the loss.
-            incarnation: incarnation of the client.
-        """
+        """Report the loss of a client."""
         self._given_up(client)
         self.tell(Lost(client, reason, incarnation))
 
 
 def world(folder: Path, algorithm: Any, seed: int, **fields: Any) -> Play:
-    """Build a run of a method for random events.
-
-    Args:
-        folder: folder of the run.
-        algorithm: algorithm of the run.
-        seed: seed of the random events.
-        fields: fields of the experiment.
-    """
+    """Set up a run of ``algorithm`` in ``folder`` for random events; ``fields``: fields of the experiment."""
     made = experiment(folder / "config", algorithm, max_updates=10**9, eval_every=10**9, **fields)
     parts = build(made, pace=True, min_clients=1, count_lost=False)
     return Play(parts, folder / "run", seed)
 
 
 def play(run: Play, num_profiles: int) -> None:
-    """Let the hostile client join with ``num_profiles`` profiles and send updates; three honest clients must make progress."""
+    """Let the hostile client join with ``num_profiles`` profiles and send updates; check that the honest clients make progress."""
     for client in (1, 2, 3):
         run.join(client)
     incarnation = 0
@@ -289,7 +274,7 @@ def play(run: Play, num_profiles: int) -> None:
         run.step()
         let_in = run.join_hostile(incarnation)
         incarnation += let_in
-        if number % 8 == 0:  # a round needs them all
+        if number % 8 == 0:  # in some rounds all clients must answer
             for client in (1, 2, 3):
                 if client in run.out:
                     assert run.answer(client) == ""

@@ -1,4 +1,4 @@
-"""Run clients that join over TCP and leave, each a process, with the server in the test's own process."""
+"""Run clients that join over TCP and leave; each is a process, and the server runs in the test's own process."""
 
 from __future__ import annotations
 
@@ -39,12 +39,9 @@ SERVER, SITE = federation().server, federation().site()
 
 @dataclass
 class Joiner:
-    """A process that becomes a client on request.
+    """Process that becomes a client when `begin` is called.
 
-    Attributes:
-        client: its id.
-        process: it.
-        said: what it has said on standard error, once it has ended.
+    `said`: its standard error, once it has ended.
     """
 
     client: int
@@ -53,7 +50,7 @@ class Joiner:
     said: Path
 
     def begin(self) -> None:
-        """Let it join."""
+        """Let the process join as a client."""
         self.tell.send(None)
 
     def send(self, number: signal.Signals) -> None:
@@ -66,7 +63,7 @@ class Joiner:
         return self.process.exitcode
 
     def words(self) -> str:
-        """Return its output so far."""
+        """Return the output so far."""
         return self.said.read_text() if self.said.exists() else ""
 
 
@@ -80,7 +77,9 @@ def _be_client(
     options: dict[str, Any],
 ) -> None:
     real_ranks.RANK = client
-    gc.freeze()  # stores of earlier tests have threads that this process has not: to collect them would wait for ever
+    # threads of earlier stores do not exist in this process, and to collect such a store would wait for its thread
+    # forever
+    gc.freeze()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         told.recv()
@@ -155,7 +154,7 @@ def _be_server(
 
 
 class Remote:
-    """A listening socket and the processes that may join there; all are forked at once, before there are any threads."""
+    """Listening socket, and processes that may join there; all are forked at once, before this process has threads."""
 
     def __init__(
         self,
@@ -201,7 +200,7 @@ class Remote:
             self.joiners.append(Joiner(client, process, tell, said))
 
     def serve(self, inbox: Inbox | None = None, **options: Any) -> Finished:
-        """Coordinate to the end of the run."""
+        """Run the server to the end of the run."""
         listener = options.pop("listener", None) or socket.socket(fileno=os.dup(self.listener.fileno()))
         config_yaml = options.pop("config_yaml", self.config_yaml)
         experiment = options.pop("experiment", self.experiment)
@@ -212,7 +211,7 @@ class Remote:
         return Finished(json.loads((folder / "summary.json").read_text()), folder)
 
     def close(self) -> None:
-        """Kill what is left."""
+        """Kill all processes that still run."""
         self.listener.close()
         for joiner in self.joiners + self.servers:
             with suppress(ValueError):
@@ -232,17 +231,11 @@ def remote(
     servers: Sequence[Experiment | tuple[Experiment, str]] = (),
     port: int | None = None,
 ) -> Iterator[Remote]:
-    """Run a server and clients that join it; all are killed at the end.
+    """Run a server and clients that join it; all are killed when the block ends.
 
-    Args:
-        experiment: experiment of the clients.
-        config_yaml: its config as text.
-        folder: folder of the run.
-        clients: ids, or pairs of an id and its options.
-        held_back: places in ``clients`` of those that join only when `Joiner.begin` is called; the others join at
-            once.
-        servers: experiments of servers to fork beside the clients, maybe with the version of raafl that each is of.
-        port: port of the server; None = any free one.
+    `clients`: ids, or pairs of an id and its options. `held_back`: indices in ``clients`` of those that join only when
+    `Joiner.begin` is called. `servers`: experiments of servers to fork beside the clients, each perhaps with a version
+    of raafl. `port`: port of the server; None = any free one.
     """
     with cached_models.reuse_findings():
         started = Remote(experiment, config_yaml, folder, clients, servers, port)

@@ -13,7 +13,7 @@ from raafl.runtime.setup import build, make_executor
 
 
 class _Wait:
-    """Stands in for tasks of a server above while nobody is to start."""
+    """Executor that trains nothing: tasks of the level above wait until the test starts them."""
 
     waits = True
 
@@ -25,15 +25,13 @@ class _Wait:
 
 
 class Level:
-    """A server whose clients train in this process, or are servers themselves.
+    """A server whose clients train in this process, or are servers of a level below.
 
-    Attributes:
-        events: what the coordinator was told, in order.
-        settled: how each task has ended.
+    `events`: events of the coordinator in order. `settled`: outcomes of its tasks.
     """
 
     def __init__(self, experiment, clients):
-        """Let ``clients`` join: by their ids, the levels below, or None for plain clients."""
+        """Let ``clients`` join: by client id the server of a level below, or None for a plain client."""
         parts = build(experiment, pace=False, min_clients=len(clients), count_lost=False)
         self.parts, self.coordinator, self.clients = parts, parts.coordinator, clients
         self.executor, self.snapshots = make_executor(parts, 1), snapshots_of(parts.coordinator)
@@ -55,14 +53,14 @@ class Level:
         return sum(1 if below is None else below.num_leaves for below in self.clients.values())
 
     def start_together(self, groups):
-        """Let the clients of each group start again together, once the last of them has reported, and run."""
+        """Let the clients of each group start their next tasks together, once the last of them has reported, and run on."""
         while self._due and self.coordinator.finished is None:
             group = next(group for group in groups if self._due[0][0].client in group)
             self.coordinator.change(above=_Wait())
             for _ in group:
                 self._work()
             self.coordinator.change(above=None)
-            self.tell(Timer(10**9))  # nobody's, so that the coordinator looks who may start
+            self.tell(Timer(10**9))  # a timer of no part: the coordinator then looks which clients may start
         return self
 
     def tell(self, event, now=0.0):
@@ -77,7 +75,7 @@ class Level:
         self.hooks.on_event(event, self.coordinator, now)
 
     def run(self):
-        """Work until nobody has a task any more, or the run has ended."""
+        """Work until no client has a task, or the run has ended."""
         while self._due and self.coordinator.finished is None:
             self._work()
         return self
@@ -97,7 +95,7 @@ class Level:
         self.tell(Arrived(update))
 
     def train(self, assignment, received, sends):
-        """Train a task of the level above, as one client of it."""
+        """Train a task that the level above has assigned to this level as one client."""
         self._task = TaskBelow()
         self.tell(Received(assignment.id, assignment.version, assignment.spec, received))
         self.run()

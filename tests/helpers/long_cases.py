@@ -8,10 +8,9 @@ import pytest
 
 
 def mark_long_cases(items: list[pytest.Item]) -> None:
-    """Mark each case `long` that the test's `quick_cases` does not name, by its id or by its number.
+    """Mark each case `long` unless the test's mark `quick_cases` names it, by its id or number.
 
-    Raises:
-        pytest.UsageError: a quick case that does not exist.
+    Raises `pytest.UsageError` for a quick case that does not exist.
     """
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -27,12 +26,12 @@ def mark_long_cases(items: list[pytest.Item]) -> None:
             if not mine:
                 case.add_marker(pytest.mark.long)
         missing = set(marker.args) - found
-        if missing and len(cases) > len(marker.args):  # fewer: the user named one case on the command line
+        if missing and len(cases) > len(marker.args):  # fewer cases: the command line names one of them
             raise pytest.UsageError(f"{name} has no cases {sorted(map(str, missing))}, which quick_cases names")
 
 
 def _names(case: pytest.Item) -> set[object]:
-    """Return the id of a case and, where it has one parametrisation, its number."""
+    """Return a case's id and, if the test has one parametrisation, its number."""
     callspec = case.callspec  # type: ignore[attr-defined]
     numbers = set(callspec.indices.values())
     return {callspec.id} | (numbers if len(numbers) == 1 else set())

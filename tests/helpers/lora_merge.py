@@ -21,7 +21,7 @@ BY_RANK = RateSelect(rates=[1.0, 2 / 3, 1 / 3], rate_of="width")
 
 
 class Tiny(nn.Module):
-    """An adapted layer from 5 to 4 features, and a head."""
+    """Model with an adapted layer from 5 to 4 features, and a head."""
 
     def __init__(self, target="layer", **more):
         super().__init__()
@@ -48,19 +48,13 @@ def state_of(algorithm, seed=0):
     module = algorithm.local.prepare(Tiny())
     submodels = Submodels(module, BATCH)
     state = GlobalState(submodels, submodels.state(module))
-    state.values[B].normal_()  # peft starts it at 0
+    state.values[B].normal_()  # peft would start B at 0
     submodels.attach_base(state.values)
     return state
 
 
 def started(algorithm, clients=3, state=None):
-    """Return a coordinator whose clients are at work, and their tasks.
-
-    Args:
-        algorithm: algorithm of the run.
-        clients: how many.
-        state: the global model; None = a new one.
-    """
+    """Return a coordinator of ``algorithm`` whose clients are at work, and their tasks; ``state`` None = a new model."""
     coordinator = coordinator_for(algorithm, state or state_of(algorithm), min_clients=clients)
     return coordinator, assigned(join(coordinator, range(1, clients + 1)))
 
@@ -79,13 +73,7 @@ def weight(state):
 
 
 def trained(coordinator, task, num_samples=1):
-    """Return an update with random values, and the product of its adapters; its tensors are valid until the next call.
-
-    Args:
-        coordinator: coordinator of the run.
-        task: that is answered.
-        num_samples: the client trained on.
-    """
+    """Return an update of ``task`` with random values, valid until the next call, and the product of its adapters."""
     state = coordinator.state
     small = FlatTensors.empty(state.submodels.layout(task.spec, "trained"))
     for buffer in small.buffers.values():
@@ -102,20 +90,14 @@ STARTS: dict = {}
 
 
 def note_starts(state, tasks):
-    """Store the values that each client receives: A and B of its rank, as they are now."""
+    """Record the values that each client receives: A and B of its rank, as they are now."""
     for task in tasks.values():
         sent = state.submodels.plan(task.spec, "sent").gather(state.values)
         STARTS[task.id] = {name: sent[name].clone() for name in (A, B)}
 
 
 def give(coordinator, task, num_samples=1):
-    """Answer a task; return the product of its adapters, and the tasks that follow.
-
-    Args:
-        coordinator: coordinator of the run.
-        task: that is answered.
-        num_samples: the client trained on.
-    """
+    """Answer ``task`` with random values; return the product of the adapters, and the tasks that follow."""
     update, wanted = trained(coordinator, task, num_samples)
     tasks = assigned(coordinator.handle(Arrived(update), 0.0))
     for buffer in update.tensors.buffers.values():

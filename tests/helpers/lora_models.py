@@ -64,16 +64,10 @@ def rated() -> RateSelect:
 
 
 def lora_run(output: Path, algorithm: Any, **fields: Any) -> Experiment:
-    """Return an experiment of four clients with ranks 8, 4, 2 and 1.
-
-    Args:
-        output: folder of the run.
-        algorithm: algorithm of the run.
-        fields: fields of the experiment that differ.
-    """
+    """Return an experiment of four clients with ranks 8, 4, 2 and 1; ``fields``: fields of the experiment that differ."""
     return experiment(output, algorithm, **{"model": lora_bert, "data": Tokens, **fields})
 
 
 def trained_bytes(rank: int) -> int:
-    """Bytes of the adapters of four 16 x 16 layers and of the head of two classes, all float32."""
+    """Compute the bytes of float32 adapters of four 16 x 16 layers, and of the head of two classes."""
     return 4 * (4 * (rank * 16 + 16 * rank) + 2 * 16 + 2)

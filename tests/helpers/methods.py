@@ -48,13 +48,10 @@ def each_method(
     but: Iterable[str] = (),
     parts: Sequence[str] = tuple(BASES),
 ) -> list[Any]:
-    """Return a parameter for each method: its name, marked `long` outside the covering set.
+    """Return a test parameter for each method: its name, marked `long` outside the covering set.
 
-    Args:
-        algorithms: the algorithms by name; None = every registered method with its defaults.
-        also: names that are never long, for what only they show.
-        but: names to leave out.
-        parts: what the property hangs on, of select, local, trigger and merge: their kinds are covered, the others' not.
+    `algorithms`: algorithms by name; None = all registered ones with their defaults. `also`: names that are never long.
+    `but`: names to leave out. `parts`: parts (select, local, trigger, merge) of which all kinds are covered.
     """
     algorithms = {name: make() for name, make in ALGORITHMS.items()} if algorithms is None else algorithms
     algorithms = {name: algorithm for name, algorithm in algorithms.items() if name not in but}

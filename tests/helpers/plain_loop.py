@@ -1,4 +1,4 @@
-"""Repeat a small run in the obvious way: the journal's order, whole models in dictionaries, SGD written out, nothing shared."""
+"""Repeat a small run in the simplest way: in the journal's order, with whole models in dictionaries and SGD written out."""
 
 from __future__ import annotations
 
@@ -15,14 +15,7 @@ UNEVEN = Dirichlet(alpha=1.0)
 
 
 def run(tmp_path, name, algorithm, **fields):
-    """Run raafl on digits, unevenly shared by four clients, and return the finished run.
-
-    Args:
-        tmp_path: folder for the run's.
-        name: name of the run's folder.
-        algorithm: what runs.
-        fields: further fields of the experiment.
-    """
+    """Run ``algorithm`` on digits, unevenly shared by four clients, and return the finished run; ``fields``: of the experiment."""
     return finish(experiment(tmp_path / name, algorithm, **{"partition": UNEVEN, "max_updates": 24, **fields}))
 
 
@@ -32,13 +25,7 @@ def values(finished):
 
 
 def close(one, other, **tolerance):
-    """Check that two models are equal but for rounding.
-
-    Args:
-        one: tensors by name.
-        other: the same names.
-        tolerance: rtol and atol.
-    """
+    """Check that two models, mappings from names to tensors, are equal except for rounding; ``tolerance``: rtol and atol."""
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], **{"rtol": 1e-4, "atol": 1e-5, **tolerance})
 
@@ -49,16 +36,7 @@ def seed_of(*parts):
 
 
 def train(theta, x, y, seed, steps, prox=0.0):
-    """Train a two-layer network by SGD (lr 0.05, momentum 0.5, batches of 64), written out.
-
-    Args:
-        theta: where it starts, tensors by name.
-        x: images, (samples, ...).
-        y: labels, (samples,).
-        seed: seed of the batches.
-        steps: number of steps.
-        prox: pull towards the start.
-    """
+    """Train a two-layer network by SGD (lr 0.05, momentum 0.5, batches of 64) from ``theta``; ``prox``: pull to the start."""
     start = {name: tensor.clone() for name, tensor in theta.items()}
     weights = {name: tensor.clone().requires_grad_() for name, tensor in theta.items()}
     velocity = {name: torch.zeros_like(tensor) for name, tensor in theta.items()}
@@ -83,7 +61,7 @@ def train(theta, x, y, seed, steps, prox=0.0):
 
 
 class Plain:
-    """A federated run in the obvious way: the journal's order, whole models in dictionaries, nothing shared."""
+    """A federated run computed in the simplest way, in the order of a journal, to compare with raafl's."""
 
     def __init__(self, finished, seed=0, prox=0.0):
         data = FederatedData(digits(), UNEVEN, 4, seed)

@@ -1,4 +1,4 @@
-"""Encode and decode whole frames as bytes; raafl itself writes and reads them piece by piece."""
+"""Encode and decode whole frames as bytes, which raafl itself writes and reads in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run real ranks in tests: each client is a forked process, the server runs in the test's own process."""
+"""Run real ranks in tests: each client is a forked process, and the server runs in the test's own process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RANK = 0
 
 
 class _AllThere(transport.TorchrunTransport):
-    """Listens until all ranks have come."""
+    """Observer that waits until all ranks have joined."""
 
     def listen(self, admit: Admit, *more: Any) -> None:
         here = threading.Semaphore(0)
@@ -78,7 +78,7 @@ def _rank(
 ) -> None:
     global RANK
     RANK = rank
-    gc.freeze()  # what came from the parent is not looked through for garbage again: half of what a small rank costs
+    gc.freeze()  # objects of the parent are left out of garbage collection, which is half of a small rank's cost
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         port = told.recv()
@@ -103,7 +103,7 @@ def _rank(
 
 
 class Ranks:
-    """An experiment's clients, and the store they meet at."""
+    """Processes of an experiment's clients, and the store at which they meet."""
 
     def __init__(
         self,
@@ -113,18 +113,17 @@ class Ranks:
         fork_server: bool = False,
         simulating: int = 0,
     ) -> None:
-        """Fork the clients, and with ``fork_server`` rank 0; each calls ``before(rank)`` first.
+        """Fork the clients and, with ``fork_server``, rank 0; each calls ``before(rank)`` first.
 
-        With ``simulating`` they are so many ranks, beside this process, that train what it simulates.
-
-        They are all forked before there is a store: its thread looks up names, and a process forked while it does waits
-        for ever for the resolver's lock. One that does all the same, for the sake of another thread of this process, does
-        not get as far as the store, and another takes its place.
+        With ``simulating`` that many ranks, beside this process, train what it simulates. All are forked before there
+        is a store: the store's thread looks up names, and a process forked meanwhile waits forever for the resolver's
+        lock. If one is caught by another thread's look-up all the same, it does not reach the store, and another
+        process takes its place.
         """
         self.experiment, self._before, self._simulating = experiment, before, simulating
         self.processes: dict[int, Any] = {}
-        gc.collect()  # stores of earlier tests go, with their threads
-        malloc.give_back()  # what they have left need not be copied, nor each rank give it back after each task
+        gc.collect()  # delete stores of earlier tests with their threads
+        malloc.give_back()  # free memory need not be copied, nor given back by each rank after each task
         pipes = {
             rank: self._fork(rank) for rank in range(0 if fork_server else 1, (simulating or experiment.clients) + 1)
         }
@@ -133,7 +132,7 @@ class Ranks:
             telling.send(self.store.port)
         for rank, (_, ready) in pipes.items():
             for _ in range(3):
-                if ready.poll(READY_S):  # it is there, or it is dead, which is for the test to find
+                if ready.poll(READY_S):  # the rank has arrived or died, and the test will notice which
                     break
                 self.processes[rank].kill()
                 self.processes[rank].join()
@@ -141,7 +140,7 @@ class Ranks:
                 telling.send(self.store.port)
 
     def _fork(self, rank: int) -> tuple[Connection, Connection]:
-        """Fork a rank; return the pipe to tell it the store's port by, and that by which it says that it has got there."""
+        """Fork a rank; return the pipe that tells it the store's port, and the pipe by which it reports its arrival."""
         context = mp.get_context("fork")
         told, telling = context.Pipe(duplex=False)
         ready, getting_ready = context.Pipe(duplex=False)
@@ -153,7 +152,7 @@ class Ranks:
         return telling, ready
 
     def serve(self, inbox: Inbox | None = None) -> Finished:
-        """Coordinate them to the end of the run."""
+        """Run the server to the end of the run."""
         return Finished(*host(self.experiment, "", _transport(self.experiment, 0, self.store), inbox=inbox))
 
     def simulate(self) -> Finished:
@@ -173,12 +172,12 @@ class Ranks:
         for process in self.processes.values():
             process.join(timeout=max(deadline - time.monotonic(), 0.0))
         for process in self.processes.values():
-            if process.exitcode is None:  # where does it hang?
+            if process.exitcode is None:  # to see where it hangs
                 subprocess.run([PY_SPY, "dump", "--native", "--pid", str(process.pid)], timeout=20)
         return {rank: process.exitcode for rank, process in self.processes.items()}
 
     def close(self) -> None:
-        """Kill what is left."""
+        """Kill all processes that still run."""
         for process in self.processes.values():
             with contextlib.suppress(ValueError):
                 process.kill()
@@ -195,13 +194,10 @@ def ranks(
     fork_server: bool = False,
     simulating: int = 0,
 ) -> Iterator[Ranks]:
-    """Run the experiment's clients on real ranks, or ranks that train for a simulation; all are killed at the end.
+    """Run an experiment's clients on real ranks, or ranks that train for a simulation; all are killed at the end.
 
-    Args:
-        experiment: experiment of the run.
-        before: called in each rank first, with its number; None = nothing is.
-        fork_server: fork rank 0, too; else the test is rank 0.
-        simulating: number of ranks of a simulation; 0 = a run of real clients.
+    `before`: called first in each rank, with its number. `fork_server`: fork rank 0, too; else the test is rank 0.
+    `simulating`: number of ranks of a simulation; 0 = a run of real clients.
     """
     with cached_models.reuse_findings():
         started = Ranks(experiment, before, fork_server=fork_server, simulating=simulating)

@@ -11,7 +11,7 @@ Key = tuple[str, int]
 
 
 def key_of(event: Event) -> Key | None:
-    """Return an event's name in a script: ("arrived" or "sending", assignment), ("joined" or "lost", client), or None."""
+    """Return an event's key in a script: ("arrived" or "sending", assignment), ("joined" or "lost", client), or None for others."""
     match event:
         case Arrived(update):
             return ("arrived", update.assignment)
@@ -26,16 +26,16 @@ def key_of(event: Event) -> Key | None:
 
 
 class ScriptedInbox(Inbox):
-    """Hands events out in a given order, holding back those that come early; unnamed kinds pass at once."""
+    """Inbox that returns events in a given order: events that come early wait, and events of other kinds pass at once."""
 
     def __init__(self, order: Sequence[Key]) -> None:
-        """Follow ``order``; once it is used up, events pass as they come."""
+        """Follow ``order``; after its end, events pass as they come."""
         super().__init__()
         self._order = list(reversed(order))
         self._early: dict[Key, Event] = {}
 
     def get(self, timeout_s: float) -> Event | None:
-        """Return the event whose turn it is, or None if it has not come within ``timeout_s``."""
+        """Return the event whose turn it is; None if it has not come within ``timeout_s``."""
         while True:
             if self._order and self._order[-1] in self._early:
                 return self._early.pop(self._order.pop())

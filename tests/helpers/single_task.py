@@ -1,4 +1,4 @@
-"""Run one task of a method on a model with one weight, where every step can be computed by hand."""
+"""Run one task of a method on a model with one weight, so that every step can be computed by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.coordinators import assigned, coordinator_for, join
 
 
 class Slope(LightningModule):
-    """w x for y, with the loss (w x - y)^2 / 2: at x = 1 the gradient is w - y. SGD with eta 1/2."""
+    """Model w x with the loss (w x - y)^2 / 2: at x = 1 the gradient is w - y; SGD with learning rate 1/2."""
 
     def __init__(self, momentum: float = 0.0) -> None:
         super().__init__()
@@ -32,14 +32,9 @@ class Slope(LightningModule):
 
 
 def task_of(algorithm: Algorithm, module, sent: dict[str, torch.Tensor], steps: int, y: float = 4.0) -> tuple:
-    """Train on one sample (1, y); return the tensors that are sent to the server, and the update.
+    """Train on one sample (1, y); return the tensors that the client sends, and the update.
 
-    Args:
-        algorithm: algorithm of the run.
-        module: the model.
-        sent: tensors by name, those of a bundle as BUNDLE/NAME.
-        steps: steps of the task.
-        y: target of the sample.
+    `sent`: tensors that the client receives, by name; those of a bundle as BUNDLE/NAME.
     """
     submodels = Submodels(module, (torch.ones(1, 1), torch.zeros(1, 1)))
     merge = algorithm.merge
@@ -53,15 +48,9 @@ def task_of(algorithm: Algorithm, module, sent: dict[str, torch.Tensor], steps: 
 
 
 def give(coordinator, assignment: Assignment, value: float, num_samples: int = 1, extra=None, **bundles: float) -> dict:
-    """Answer a task with equal elements; return the new assignments.
+    """Answer a task by an update whose elements are all ``value``; return the new assignments.
 
-    Args:
-        coordinator: coordinator of the run.
-        assignment: that is answered.
-        value: value of every element of the submodel.
-        num_samples: the client trained on.
-        extra: `Update.extra`; None = empty.
-        bundles: value of every element of each bundle.
+    `extra`: `Update.extra`. `bundles`: value of all elements of each bundle.
     """
     payload = coordinator.payload
     tensors = FlatTensors.empty(payload.returned(assignment.spec))
@@ -74,5 +63,5 @@ def give(coordinator, assignment: Assignment, value: float, num_samples: int = 1
 
 
 def whole(value: float) -> list[list[float]]:
-    """One weight, as `Slope` has it."""
+    """Return the values of a model with one weight, as `Slope` has it."""
     return [[value]]

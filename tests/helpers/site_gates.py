@@ -1,4 +1,4 @@
-"""Make a site's gate before a model of one weight and ten samples."""
+"""Make a site's gate in front of a model with one weight and ten samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOON = datetime(2026, 11, 26, 12)  # a Thursday
 
 
 class Clock:
-    """A clock that goes on when somebody sleeps."""
+    """Clock that only advances when somebody sleeps."""
 
     def __init__(self, at: datetime = NOON) -> None:
         self.at, self.slept = at, 0.0
@@ -39,7 +39,7 @@ class Clock:
         return self.at
 
     def sleep(self, seconds: float) -> None:
-        """Let time go by."""
+        """Advance the clock."""
         self.slept += seconds
         self.at = datetime.fromtimestamp(self.at.timestamp() + seconds)
 
@@ -51,14 +51,10 @@ def site_gate(
     say: Callable[[str], None] = lambda text: None,
     **policy: Any,
 ) -> SiteGate:
-    """Return the gate of a client with ten samples in batches of two, which a run's parts have passed.
+    """Return the gate of a client with ten samples in batches of two, after its checks of a run.
 
-    Args:
-        algorithm: algorithm of the run.
-        clock: clock of the site; None = it stands at noon.
-        module: the model; None = one weight.
-        say: is told what the user of the site is.
-        policy: fields of the site's policy.
+    `clock`: the site's clock; None = one that stands at noon. `module`: the model; None = one weight. `say`: called
+    with lines for the site's user. `policy`: fields of the site's policy.
     """
     clock = clock or Clock()
     gate = SiteGate(SitePolicy(**policy), say, clock.now, clock.sleep)
@@ -77,12 +73,6 @@ def task(**fields: Any) -> Assignment:
 
 
 def answer(value: float = 1.0, num_steps: int = 3, **fields: Any) -> Update:
-    """Return the update of `task`.
-
-    Args:
-        value: value of its weight.
-        num_steps: that it says it made.
-        fields: fields of the update that differ.
-    """
+    """Return an update for `task`; ``fields``: fields of the update that differ."""
     tensors = FlatTensors.from_named({"line.weight": torch.full((1, 1), value)})
     return Update(1, 1, 0, tensors, 10, num_steps, **fields)

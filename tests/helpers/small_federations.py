@@ -9,13 +9,7 @@ from tests.helpers.small_runs import unequal
 
 
 def federation(folder=None, algorithm="fed_avg", **settings):
-    """Return a federation of four unequal clients that ends after eight updates.
-
-    Args:
-        folder: folder of the run; None = the default.
-        algorithm: its name, or the algorithm.
-        settings: settings of `raafl.Federation` that differ.
-    """
+    """Return a federation of four unequal clients that ends after eight updates; ``settings``: those of `raafl.Federation`."""
     settings = {"max_updates": 8, "num_steps": 3, "progress": "quiet", "output": folder, **settings}
     return raafl.Federation(algorithm, **{"devices": unequal(), **settings})
 

@@ -1,4 +1,4 @@
-"""Run small experiments on the bundled digits to their end, and read back what they wrote."""
+"""Run small experiments on the bundled digits to their end, and read their run folders."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def digits() -> Digits:
 
 
 def unequal(speeds: Sequence[float] = SPEEDS, **more: Any) -> list[Device]:
-    """Return one device for each speed, with a link, so that bytes count."""
+    """Return one device for each speed, with a link, so that transfers take time."""
     link = {"down_bytes_per_s": 1e6, "up_bytes_per_s": 5e5, "latency_s": 0.01, **more}
     return [Device(name=f"device-{i}", flops_per_s=speed, **link) for i, speed in enumerate(speeds, start=1)]
 
@@ -50,7 +50,7 @@ def windows(*periods: tuple[tuple[float, float], float]) -> list[Device]:
     ]
 
 
-# tasks take about 0.05 to 0.15 s, so clients 3 and 4 often leave in the middle of one
+# tasks take about 0.05 to 0.15 s, so clients 3 and 4 often leave during one
 COMING_AND_GOING = windows(((0.0, 0.4), 0.5), ((0.1, 0.6), 0.7), ((0.0, 0.2), 0.3), ((0.05, 0.22), 0.25))
 
 
@@ -59,13 +59,7 @@ SHORT_TASKS = {"fed_compass": {"min_steps": 2, "max_steps": 6}}
 
 
 def experiment(output: Path, algorithm: Algorithm | str = "fed_avg", **fields: Any) -> Experiment:
-    """Return an experiment of four unequal clients on digits that ends after twelve updates.
-
-    Args:
-        output: folder of the run.
-        algorithm: its name, or the algorithm.
-        fields: fields of the experiment that differ.
-    """
+    """Return an experiment of four unequal clients on digits that ends after twelve updates; ``fields``: those that differ."""
     if isinstance(algorithm, str):
         algorithm = ALGORITHMS[algorithm](**SHORT_TASKS.get(algorithm, {}))
     clients = fields.get("clients", 4)
@@ -86,7 +80,7 @@ def experiment(output: Path, algorithm: Algorithm | str = "fed_avg", **fields: A
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended: its summary, and its folder read back."""
+    """A run that has ended: its summary, and the content of its folder."""
 
     summary: dict[str, Any]
     folder: Path
@@ -108,7 +102,7 @@ class Finished:
             return list(csv.DictReader(file))
 
     def journal(self) -> list[dict[str, Any]]:
-        """The events alone, without a line on the run's own conditions."""
+        """Return the journal's events, without the first line about the run's conditions."""
         return [row for row in self.events() if row["event"] != "run"]
 
 
@@ -129,10 +123,10 @@ def equal_replay(made: Experiment, run: Finished) -> bool:
 
 
 def whole(run: tuple[dict[str, Any], Path]) -> tuple[dict[str, Any], Path]:
-    """Return a run's summary and folder; end the tests where a signal has interrupted the run.
+    """Return a run's summary and folder; end the whole test session if a signal has interrupted the run.
 
-    A run takes SIGTERM and Ctrl-C as a request to end early. One that the tests' own process gets, as from `timeout` when the
-    time for all of them is up, is not meant for the run at hand, which would be found to give another model.
+    A run ends early at SIGTERM or Ctrl-C. Such a signal to the tests' own process, as from `timeout`, is meant for the
+    session, not for the run in progress, whose model would only look wrong.
     """
     if run[0]["finished"] == "interrupted":
         raise KeyboardInterrupt(f"a signal to the tests has ended the run in {run[1]}")

@@ -1,4 +1,4 @@
-"""Trainers of transformers and TRL over models of two layers and made-up words."""
+"""Make Trainers of transformers and TRL for models of two layers and invented words."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def llama(kind: str = "LlamaForCausalLM", **fields: Any) -> Any:
 
 
 def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Arguments with all that counts in a step: accumulation, clipping, a warm-up and a schedule."""
+    """Return arguments with everything that changes a step: accumulation, clipping, a warm-up and a schedule."""
     steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     rates = {"learning_rate": 1e-2, "warmup_steps": 1, "lr_scheduler_type": "linear"}
     order = {"train_sampling_strategy": "sequential", "num_train_epochs": 1}

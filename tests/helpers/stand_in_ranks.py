@@ -38,24 +38,12 @@ def die():
 
 
 def command(code: str, folder: Path, name: str) -> list[str]:
-    """Return the command that starts a stand-in, which first records `pid N`.
-
-    Args:
-        code: that it runs.
-        folder: folder of its records.
-        name: name of its record.
-    """
+    """Return the command that starts a stand-in, which first records `pid N`, then runs ``code``."""
     return [sys.executable, "-S", "-c", f"{PRELUDE}\nnote(f'pid {{os.getpid()}}')\n{code}", str(folder), name]
 
 
 def supervisor(folder: Path, plan: dict[str, Any], say: Any) -> Any:
-    """Return the supervisor of a plan.
-
-    Args:
-        folder: folder of the records.
-        plan: code of each process.
-        say: called with each message.
-    """
+    """Return the supervisor of a plan, which has the code of each process; ``say`` is called with each message."""
     from raafl.runtime.supervisor import Child, RestartPolicy, Supervisor
 
     def child(name: str, code: str, log: Path | None) -> Child:

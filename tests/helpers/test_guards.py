@@ -1,4 +1,4 @@
-"""The guards in tests/conftest.py fail the tests that they should, and no others."""
+"""Check that the guards in tests/conftest.py fail the tests that they should, and no others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_costly_for_a_reason(costly):
 
 @pytest.fixture
 def outcomes(tmp_path):
-    """A function that runs some of TESTS under the project's conftest; returns each one's outcomes and the output."""
+    """Fixture: a function that runs some of TESTS under the project's conftest and returns their outcomes and the output."""
     guards = (ROOT / "tests" / "helpers" / "guards.py").read_text()
     assert guards.count(GRACE) == 1
     (tmp_path / "conftest.py").write_text(guards.replace(GRACE, "grace_s: float = 1.0"))
@@ -90,7 +90,7 @@ def outcomes(tmp_path):
 
 def test_each_leftover_fails_its_test_and_no_other(outcomes):
     found, text = outcomes()
-    left = ["PASSED", "ERROR"]  # the test itself passes; what it left is found when it is torn down
+    left = ["PASSED", "ERROR"]  # the test itself passes; what it left behind is found at its teardown
     assert found == {
         **dict.fromkeys(("process", "thread", "group", "environment", "folder"), left),
         **{name: ["PASSED"] for name in ("clean", "costly", "costly_for_a_reason")},

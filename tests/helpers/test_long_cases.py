@@ -1,4 +1,4 @@
-"""Cases outside a test's quick ones are long, and a quick case that does not exist is an error."""
+"""Check that cases outside a test's quick ones are long, and that a quick case that does not exist is an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.helpers.long_cases import mark_long_cases
 
 
 class Case:
-    """As much of an item of pytest as is asked for."""
+    """Stand-in for a pytest item, with only what `mark_long_cases` reads."""
 
     def __init__(self, name, number, *quick):
         self.nodeid, self.marks = f"tests/test_a.py::test_a[{name}]", []
@@ -38,4 +38,4 @@ def test_the_other_cases_are_long(quick, long):
 def test_a_quick_case_that_is_none_is_named():
     with pytest.raises(pytest.UsageError, match=r"test_a has no cases \['d'\]"):
         mark_long_cases(cases("a", "d"))
-    mark_long_cases(cases("d")[:1])  # one case, named on the command line
+    mark_long_cases(cases("d")[:1])  # the command line names one case

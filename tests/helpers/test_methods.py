@@ -1,4 +1,4 @@
-"""The covering set is small and leaves out no kind of part."""
+"""Check that the covering set is small, and leaves out no kind of part."""
 
 from __future__ import annotations
 
